@@ -6,12 +6,13 @@ For several ranks, use `python -m datasvc.trainer.launch -np 2 python -m datasvc
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from datasvc.errors import DatasvcError
 from datasvc.trainer import HorovodInternalError
-from datasvc.trainer.recipes.settings.options import parse_options
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datasvc.trainer") -> None:
@@ -23,6 +24,9 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        # Modules are imported here, so that an interrupt of an import ends in one line too.
+        from datasvc.trainer.recipes.settings.options import parse_options
+
         if arguments[:1] == ["profile"]:
             from datasvc.trainer.recipes.profiling.command import main as profile
 
@@ -46,6 +50,12 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
         # class name tells the launcher that this rank exited only because another rank had failed.
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         sys.exit(1)
+    except KeyboardInterrupt:
+        # A Ctrl-C before the run can save, or a second one: the first one in the training saves, and ends the run.
+        # A launcher interrupts all ranks, and one of them is enough to say so.
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write("error: interrupted by Ctrl-C; steps since the last checkpoint are lost\n")
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def test_an_exit_with_a_status_is_a_death_too(launcher):
 def test_an_error_that_a_program_catches_and_prints_is_in_the_error_of_the_job(launcher):
     done = run_failing(launcher, "all", "caught")
     assert done.returncode == 1
-    last = done.stderr[done.stderr.rindex("datasvc.trainer.launch: ") :]
+    last = done.stderr[done.stderr.rindex("datasvc-run: ") :]
     first, *_ = re.findall(r"rank (\d) \(worker", last)
     caught = "caught: no memory left on rank"
     assert f'exited with status 1 (its output ended with "{caught} {first}")' in last
@@ -92,10 +92,10 @@ def test_a_rank_that_leaves_the_training_function_with_status_0_is_a_good_end_th
 def test_a_program_that_fails_alike_on_all_ranks_ends_the_job_and_each_is_named(launcher, more):
     done = run_failing(launcher, "all", "error", *more)
     assert done.returncode == 1
-    last = done.stderr[done.stderr.rindex("datasvc.trainer.launch: ") :]
+    last = done.stderr[done.stderr.rindex("datasvc-run: ") :]
     first, other = re.findall(r"exited with status 1: MemoryError: no memory left on rank (\d)", last)[:2]
     assert {first, other} == {"0", "1"}
-    assert f"datasvc.trainer.launch: rank {first} (worker" in last
+    assert f"datasvc-run: rank {first} (worker" in last
     assert "no rank that had the training's state is left" in last
     assert last.splitlines()[-1].endswith(f"MemoryError: no memory left on rank {first}")
 

@@ -108,6 +108,19 @@ def test_a_signal_is_passed_on_to_every_rank(launcher, number):
     assert "was the first to fail: it exited with status 5" in errors
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_ranks_that_a_signal_ends_have_not_failed(launcher, number):
+    """The launcher says in one line that the signal ended the job, without the last lines of a rank."""
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); print('ready', flush=True); signal.pause()"
+    )
+    process = launcher.start(2, sys.executable, "-S", "-c", program)
+    assert [process.stdout.readline()[4:] for _ in range(2)] == ["ready\n"] * 2
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (128 + number, f"datasvc-run: ended by {number.name}\n")
+
+
 def test_a_command_that_does_not_exist_is_reported(launcher):
     done = launcher.run(2, "no-such-program")
     assert done.returncode == 127

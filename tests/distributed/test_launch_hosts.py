@@ -115,7 +115,7 @@ def test_a_rank_that_fails_elsewhere_ends_all_and_is_named_with_its_host_and_las
     done = launch(3, *sh(script), options=(*HERE_AND_THERE, "--grace-s", "0.2"))
     assert done.returncode == 128 + 11
     said, words = done.stderr.splitlines()[-2:]
-    assert said == "datasvc.trainer.launch: rank 2 on node7 was the first to fail: it was killed by SIGSEGV"
+    assert said == "datasvc-run: rank 2 on node7 was the first to fail: it was killed by SIGSEGV"
     pids = [int(pid) for pid in words.removeprefix("  [2] ").split()]
     assert len(pids) == 2
     assert all(has_ended(pid) for pid in pids)

@@ -13,6 +13,7 @@ from datasvc.trainer.recipes.profiling import command
     [
         (HorovodInternalError("rank 1 is gone"), 1, "error: HorovodInternalError: rank 1 is gone\n"),
         (ConfigError("steps is 0"), 2, "error: steps is 0\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted by Ctrl-C; steps since the last checkpoint are lost\n"),
     ],
 )
 def test_what_ends_a_profile_is_said_in_a_line(monkeypatch, capsys, error, status, says):
@@ -21,6 +22,7 @@ def test_what_ends_a_profile_is_said_in_a_line(monkeypatch, capsys, error, statu
 
     monkeypatch.setattr(command, "main", fail)
     monkeypatch.setattr("sys.argv", ["trainer", "profile"])
+    monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == status

@@ -7,4 +7,4 @@ import sys
 from datasvc.trainer.launch.command_line import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(prog="python -m datasvc.trainer.launch"))

@@ -1,8 +1,9 @@
-"""The launcher's command line: `python -m datasvc.trainer.launch -np 2 python train.py`, with horovodrun's flags.
+"""The launcher's command line: `datasvc-run -np 2 python train.py`, with horovodrun's flags.
 
 Exit status: 0 if all ranks succeed; otherwise that of the first rank that failed, or 128 + N if signal N killed it.
 The launcher's own errors: 2 for an invalid command line, 3 for an elastic job that has reached its reset limit, 127
-for a program that does not exist, 126 for a program that cannot be started, 1 for any other failure of the launcher.
+for a program that does not exist, 126 for a program that cannot be started, 130 after Ctrl-C, 1 for any other failure
+of the launcher.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,11 +27,20 @@ from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.static_job import run_static_job
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the command line, run the job, report the first failure on standard error, and return the exit status."""
-    job, elastic = parse_arguments(arguments, os.environ)
+def main(arguments: Sequence[str] | None = None, *, prog: str = "datasvc-run") -> int:
+    """Parse the command line, run the job, report the first failure on standard error, and return the exit status.
+
+    Args:
+        arguments: command-line arguments; None for those of this process.
+        prog: name of the program in usage messages.
+    """
     try:
+        job, elastic = parse_arguments(arguments, os.environ, prog=prog)
         failure = run_job(job, elastic, os.environ)
+    except KeyboardInterrupt:
+        # While ranks run, Ctrl-C is forwarded to them. This one came before they started, or while they are ended.
+        print_message("ended by SIGINT")
+        return 128 + signal.SIGINT
     except ValueError as error:
         print_message(str(error))
         return 2
@@ -62,7 +73,7 @@ def run_job(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str
 
 
 def parse_arguments(
-    arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+    arguments: Sequence[str] | None = None, environ: Mapping[str, str] | None = None, *, prog: str = "datasvc-run"
 ) -> tuple[LaunchJob, ElasticOptions | None]:
     """Return the job that the command line describes, with the options of an elastic job or None.
 
@@ -71,8 +82,9 @@ def parse_arguments(
     Args:
         arguments: command-line arguments; None for those of this process.
         environ: environment in which to look for a Slurm allocation; None for no allocation.
+        prog: name of the program in usage messages.
     """
-    parser = _build_parser()
+    parser = _build_parser(prog)
     options = parser.parse_args(arguments)
     if options.check_build:
         from datasvc.trainer.launch.check_build import describe_build
@@ -193,10 +205,8 @@ def _read_elastic(options: argparse.Namespace) -> ElasticOptions | None:
     )
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="datasvc.trainer.launch", description="Run a program as the ranks of one data-parallel job."
-    )
+def _build_parser(prog: str) -> argparse.ArgumentParser:
+    parser = OneLineParser(prog=prog, description="Run a program as the ranks of one data-parallel job.")
     parser.add_argument("-np", "--num-proc", type=_positive, metavar="N", help="number of ranks")
     parser.add_argument("--no-prefix", action="store_true", help="print output lines without the prefix [rank]")
     parser.add_argument(

@@ -8,7 +8,11 @@ from datasvc.trainer.launch.command_line import main
 
 __all__ = ["run_commandline"]
 
-run_commandline = main
+
+def run_commandline() -> int:
+    """Run the launcher with the arguments of this process; return its exit status."""
+    return main(prog="horovodrun")
+
 
 if __name__ == "__main__":
     sys.exit(run_commandline())

@@ -2,15 +2,18 @@
 
 import json
 import os
+import runpy
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from datasvc.trainer.env.environment import read_engine_settings
-from datasvc.trainer.launch.command_line import parse_arguments
+from datasvc.trainer.launch.command_line import main, parse_arguments
 from datasvc.trainer.launch.engine_flags import ALREADY_SO, SWITCHES, VALUES, WITHOUT_MEANING
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, RemoteSettings
+from datasvc.trainer.runner.launch import run_commandline
 
 
 def parse(*arguments, environ=None):
@@ -286,6 +289,46 @@ def test_names_in_a_configuration_file_may_have_dashes(tmp_path):
 def test_a_configuration_file_that_is_wrong_says_where(capsys, tmp_path, text, message):
     (tmp_path / "c.json").write_text(text)
     assert message in refusal(capsys, "-np", "2", "--config-file", str(tmp_path / "c.json"))
+
+
+@pytest.mark.parametrize("prog", ["datasvc-run", "python -m datasvc.trainer.launch", "horovodrun"])
+def test_usage_has_the_name_that_the_launcher_was_called_by(prog, capsys, monkeypatch):
+    mains = {
+        "datasvc-run": main,
+        "python -m datasvc.trainer.launch": lambda: runpy.run_module("datasvc.trainer.launch", run_name="__main__"),
+        "horovodrun": run_commandline,
+    }
+    monkeypatch.setattr("sys.argv", ["x", "--no-such-flag"])
+    with pytest.raises(SystemExit) as caught:
+        mains[prog]()
+    assert caught.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"{prog}: error: ")
+    assert said.endswith(f"(see {prog} --help)\n")
+
+
+def test_an_interrupt_of_the_launcher_itself_is_one_line(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("datasvc.trainer.launch.command_line.run_job", interrupted)
+    assert main(["-np", "1", "true"]) == 130
+    assert capsys.readouterr().err == "datasvc-run: ended by SIGINT\n"
+
+
+def test_what_is_missing_is_printed_with_how_to_install_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(["--check-build"])
+    assert caught.value.code == 0
+    table, _, missing = capsys.readouterr().out.partition("Not available:\n")
+    assert "[ ] PyTorch\n" in table
+    lines = dict(line.strip().split(": ", maxsplit=1) for line in missing.splitlines())
+    assert "pip install torch" in lines["PyTorch"]
+    assert "OpenSSH" in lines["ssh"]
+    assert lines["Gloo"] == "needs PyTorch"
+    assert lines.keys() >= {"torchrun", "NCCL", "CUDA", "MPI", "CCL", "DDL"}
 
 
 def test_what_this_installation_can_do_is_printed(capsys):

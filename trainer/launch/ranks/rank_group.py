@@ -64,6 +64,11 @@ class RankGroup:
             process.send(number)
         return process
 
+    @property
+    def first_signal(self) -> int | None:
+        """Number of the first signal that was forwarded; None: none so far."""
+        return self._signals[0] if self._signals else None
+
     def next_end(self, timeout_s: float | None = None) -> RankEnd | None:
         """Wait for the next process exit and return it; None after `timeout_s`. Exits are returned in their order."""
         try:

@@ -158,4 +158,4 @@ def print_message(text: str) -> None:
     """Print a message of the launcher on standard error."""
     # Standard error itself may be closed, or may be the screen that failed.
     with contextlib.suppress(OSError, ValueError):
-        print(f"datasvc.trainer.launch: {text}", file=sys.stderr)  # noqa: T201 - for the user of the launcher
+        print(f"datasvc-run: {text}", file=sys.stderr)  # noqa: T201 - for the user of the launcher

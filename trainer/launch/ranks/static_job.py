@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -136,6 +137,11 @@ class _RankMonitor:
         return end.returncode == 1 and any(_LOSS_ERROR in line for line in last_lines)
 
     def _failure_of(self, end: RankEnd) -> JobFailure:
+        number = self._group.first_signal
+        if number is not None and exit_status_of(end.returncode) == 128 + number:
+            # The rank has done what the signal asks for, so it has not failed, and its last lines explain nothing.
+            text = f"ended by {signal.Signals(number).name}"
+            return JobFailure(exit_status=128 + number, text=text, rank=int(end.worker_id))
         reason = self._group.processes[end.worker_id].trouble or describe_end(end.returncode)
         return self._make_failure(int(end.worker_id), end.returncode, reason)
 

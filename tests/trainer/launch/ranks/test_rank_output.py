@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_written_is_given_up_with_a_word_and_the_rank_goes
     assert (shown, last_lines) == (b"[0] a\n[0] b\n[0] c\n", ["a", "b", "c"])
     assert (tmp_path / "good").read_bytes() == b"a\nb\nc\n"
     assert capfd.readouterr().err == (
-        "datasvc.trainer.launch: cannot write /dev/full any more: [Errno 28] No space left on device\n"
+        "datasvc-run: cannot write /dev/full any more: [Errno 28] No space left on device\n"
     )
 
 
