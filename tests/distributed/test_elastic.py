@@ -33,6 +33,35 @@ def test_when_rank_0_dies_between_save_and_agreement_the_other_goes_on_in_its_pr
     assert result["pid"] == int(pid)
 
 
+STRANGER = """
+import os, socket
+from torch.distributed import TCPStore
+import datasvc.trainer as hvd
+from datasvc.trainer.rendezvous import messages, rendezvous
+
+WORDS = [b"", b"{", b"[]", b'{"kind": "Leave", "reason": "go"}', b'{"kind": "RankRequest", "worker": []}']
+hvd.init()
+address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+with socket.create_connection(address) as connection:
+    connection.sendall(bytes(range(256)) * 4)
+stranger, member = TCPStore(*address, is_master=False), rendezvous.connect(os.environ)
+for word in WORDS:
+    stranger.queue_push(messages.MESSAGE_QUEUE, word)
+    member.queue_push(messages.MESSAGE_QUEUE, word)
+hvd.shutdown()
+hvd.init()
+print("in the second round", hvd.size())
+"""
+
+
+def test_words_of_strangers_in_the_store_do_not_end_the_job(launcher):
+    done = launcher.run(1, sys.executable, "-c", STRANGER, options=("--min-num-proc", "1"))
+    assert done.returncode == 0, done.stderr
+    assert "in the second round 1" in done.stdout
+    # Those with the prefix of the job are ignored; those without it do not reach the driver.
+    assert done.stderr.count("ignored a message in the store of the job") == 5
+
+
 def run_failing(launcher, victims, how, *more):
     """Two ranks that count to 6, of which these fail at step 3."""
     program = launcher.program("elastic_failing.py")

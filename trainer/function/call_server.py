@@ -4,6 +4,9 @@ It runs in the process of the launcher. A rank fetches the call, the pickled fun
 answer, which contains the result or the exception. Each connection carries one of these requests. Invariant: before
 any pickle is read, both sides prove by the challenge of `multiprocessing` that they have the key of the job. The data
 is not encrypted, like all communication between ranks.
+
+Any process can connect. A connection that has not proved its key has a deadline, and there are few of them at a time;
+further ones, also of ranks, wait in the queue of the kernel.
 """
 
 from __future__ import annotations
@@ -12,15 +15,20 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
+from typing import Any
 
 from datasvc.trainer.function.pickling import CallResult
 
 _CALL_REQUEST, _ANSWER_REQUEST = b"call", b"answer"
+_HELLO_TIMEOUT_S = 10.0
+_MAX_HELLOS = 64
+_POLL_PERIOD_S = 0.05
 
 
 class CallServer:
@@ -30,14 +38,30 @@ class CallServer:
         call: pickled function with its arguments.
         key: secret key of the job, with which both sides authenticate.
         for_other_hosts: whether to listen on all interfaces, or on the loopback interface only.
+        hello_timeout_s: seconds in which a connection must prove that it has the key; otherwise it is closed.
+        max_hellos: number of connections that may be without this proof at the same time.
     """
 
-    def __init__(self, call: bytes, *, key: bytes, for_other_hosts: bool) -> None:
+    def __init__(
+        self,
+        call: bytes,
+        *,
+        key: bytes,
+        for_other_hosts: bool,
+        hello_timeout_s: float = _HELLO_TIMEOUT_S,
+        max_hellos: int = _MAX_HELLOS,
+    ) -> None:
         self._call = call
         self._key = key
         self._lock = threading.Lock()
         self._answers: list[CallResult] = []
-        self._server = _CallTcpServer(("" if for_other_hosts else "127.0.0.1", 0), self._serve)
+        self._server = _CallTcpServer(
+            ("" if for_other_hosts else "127.0.0.1", 0),
+            self._authenticate,
+            self._serve,
+            hello_timeout_s=hello_timeout_s,
+            max_hellos=max_hellos,
+        )
 
     @property
     def port(self) -> int:
@@ -60,19 +84,24 @@ class CallServer:
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
         """Serve the ranks inside the block."""
-        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        polling = {"poll_interval": _POLL_PERIOD_S}
+        thread = threading.Thread(target=self._server.serve_forever, kwargs=polling, daemon=True)
         thread.start()
         try:
             yield
         finally:
+            self._server.is_closing.set()
             self._server.shutdown()
             self._server.server_close()
             thread.join()
 
-    def _serve(self, connection: Connection) -> None:
-        """Serve one request of a rank: the other side of `fetch_call` and `send_answer`."""
+    def _authenticate(self, connection: Connection) -> None:
+        """Check that the other side has the key. Raises AuthenticationError, OSError or EOFError: it has not."""
         deliver_challenge(connection, self._key)
         answer_challenge(connection, self._key)
+
+    def _serve(self, connection: Connection) -> None:
+        """Serve one request of a rank: the other side of `fetch_call` and `send_answer`."""
         if connection.recv_bytes() == _CALL_REQUEST:
             connection.send_bytes(self._call)
             return
@@ -114,7 +143,7 @@ def send_answer(address: tuple[str, int], key: bytes, answer: CallResult) -> Non
 
 
 class _CallTcpServer(socketserver.ThreadingTCPServer):
-    """Accepts connections, and passes each one to `serve` in a thread of its own."""
+    """Accepts connections, and passes each one to `authenticate` and then to `serve`, in a thread of its own."""
 
     # A client that connects and sends nothing must not delay the end of the job.
     daemon_threads = True
@@ -122,9 +151,52 @@ class _CallTcpServer(socketserver.ThreadingTCPServer):
     # All ranks may connect at the same time.
     request_queue_size = 1024
 
-    def __init__(self, address: tuple[str, int], serve: Callable[[Connection], None]) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        authenticate: Callable[[Connection], None],
+        serve: Callable[[Connection], None],
+        *,
+        hello_timeout_s: float,
+        max_hellos: int,
+    ) -> None:
+        self.authenticate = authenticate
         self.serve = serve
+        self.hello_timeout_s = hello_timeout_s
+        self.hellos = threading.Semaphore(max_hellos)
+        self.is_closing = threading.Event()
         super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the thread of a connection, once the number of those without a proof permits it."""
+        while not self.hellos.acquire(timeout=_POLL_PERIOD_S):
+            if self.is_closing.is_set():
+                self.shutdown_request(request)
+                return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self.hellos.release()  # no thread has started that would
+            raise
+
+    @contextlib.contextmanager
+    def limiting_hello(self, request: socket.socket) -> Iterator[None]:
+        """Shut the connection down if the block does not end in time, so that what reads from it fails."""
+
+        def end() -> None:
+            # The other side may have closed it already.
+            with contextlib.suppress(OSError):
+                request.shutdown(socket.SHUT_RDWR)
+
+        # One deadline for the whole block: a time-out of each read would let a client hold it by single bytes.
+        timer = threading.Timer(self.hello_timeout_s, end)
+        timer.daemon = True
+        try:
+            timer.start()
+            yield
+        finally:
+            timer.cancel()
+            self.hellos.release()
 
 
 class _Handler(socketserver.BaseRequestHandler):
@@ -132,9 +204,11 @@ class _Handler(socketserver.BaseRequestHandler):
         assert isinstance(self.server, _CallTcpServer)
         # An error means that a client lacks the key, or that a rank has died. Ignore both here, because the launcher
         # reports the death of a rank.
-        with (
-            contextlib.suppress(OSError, EOFError, AuthenticationError),
+        with contextlib.suppress(OSError, EOFError, AuthenticationError), contextlib.ExitStack() as stack:
+            hello = stack.enter_context(contextlib.ExitStack())
+            hello.enter_context(self.server.limiting_hello(self.request))
             # `Connection` closes its file descriptor, and socketserver closes the one of `request`.
-            Connection(os.dup(self.request.fileno())) as connection,
-        ):
+            connection = stack.enter_context(Connection(os.dup(self.request.fileno())))
+            self.server.authenticate(connection)
+            hello.close()
             self.server.serve(connection)

@@ -3,6 +3,9 @@
 A worker is a process that the driver starts. A round is a period with a fixed assignment of ranks to workers. All
 workers push their messages onto one queue. The driver stores the answer to each request under a separate key. It
 pushes notices of changed hosts onto one queue per worker, which a thread of the worker reads.
+
+Any process that reaches the port of the store can write to it. Therefore all keys of the job have a random prefix,
+which the workers get by their environment, and a message that `decode` does not accept is ignored.
 """
 
 from __future__ import annotations
@@ -10,12 +13,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args, get_type_hints
 
 from datasvc.trainer.env.environment import RankPlacement
 
 # The environment variable with the name of a worker. The driver sets it for each process that it starts.
 WORKER_VARIABLE = "TRAINER_ELASTIC_WORKER"
+# The environment variable with the prefix of all keys of the job, for the workers only.
+PREFIX_VARIABLE = "TRAINER_ELASTIC_PREFIX"
 # The queue of the messages of all workers to the driver.
 MESSAGE_QUEUE = "elastic/words"
 # The last message of a queue. The thread that reads the queue ends when it gets this message.
@@ -129,10 +134,26 @@ def encode(message: Message) -> str:
 
 
 def decode(data: bytes) -> Message:
-    """Return the message that `encode` has encoded."""
-    fields = json.loads(data)
-    kind = _KINDS[fields.pop("kind")]
-    if kind is RankAssignment:
-        fields["placement"] = RankPlacement(**fields["placement"])
-    message: Message = kind(**fields)
+    """Return the message that `encode` has encoded.
+
+    Raises:
+        ValueError: `data` is no message.
+    """
+    try:
+        fields = json.loads(data)
+        kind = _KINDS[fields.pop("kind")]
+        if kind is RankAssignment:
+            fields["placement"] = _checked(RankPlacement(**fields["placement"]))
+        message: Message = _checked(kind(**fields))
+    # What JSON of any other form raises: a list, an unknown kind, a missing field, or a hundred thousand brackets.
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{data[:80]!r} is no message of an elastic job: {error!r}") from error
     return message
+
+
+def _checked(value: Any) -> Any:
+    """Return a dataclass. Raises TypeError: a field has another type than declared."""
+    for name, kind in get_type_hints(type(value)).items():
+        if not isinstance(getattr(value, name), kind):
+            raise TypeError(f"{name} is {getattr(value, name)!r}; expected {kind.__name__}")
+    return value

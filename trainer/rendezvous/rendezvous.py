@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous import messages
@@ -144,7 +144,11 @@ class Rendezvous:
         # Do not report the loss of the driver here, because the next request for a rank raises an error.
         with contextlib.suppress(RuntimeError):
             while (data := store.queue_pop(messages.notice_queue(self._worker))) != messages.END_OF_QUEUE:
-                notice = messages.decode(data)
+                try:
+                    notice = messages.decode(data)
+                except ValueError as error:
+                    logger.warning("ignored: %s", error)
+                    continue
                 assert isinstance(notice, messages.Notice)
                 with self._lock:
                     self._notice = notice
@@ -217,7 +221,7 @@ def open_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
     global _rendezvous  # noqa: PLW0603 - a process is in one job
     with _lock:
         if _rendezvous is None and messages.WORKER_VARIABLE in environ:
-            store, notice_store = _connect(environ), _connect(environ)
+            store, notice_store = connect(environ), connect(environ)
             # A wait that times out would end the thread that receives the notices, and hosts may not change for days.
             notice_store.set_timeout(dt.timedelta(days=1000))
             _rendezvous = Rendezvous(environ[messages.WORKER_VARIABLE], store)
@@ -226,13 +230,15 @@ def open_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
         return _rendezvous
 
 
-def _connect(environ: Mapping[str, str]) -> TCPStore:
-    return TCPStore(
+def connect(environ: Mapping[str, str]) -> Store:
+    """Return a new connection to the keys of the job in the driver's store."""
+    store = TCPStore(
         environ["MASTER_ADDR"],
         int(environ["MASTER_PORT"]),
         is_master=False,
         timeout=dt.timedelta(seconds=_CONNECT_TIMEOUT_S),
     )
+    return PrefixStore(environ[messages.PREFIX_VARIABLE], store)
 
 
 def _start_notices(rendezvous: Rendezvous, store: Store) -> None:

@@ -1,7 +1,9 @@
 """The server that ranks of ``datasvc.trainer.run`` ask and tell, over real sockets."""
 
+import contextlib
 import multiprocessing
 import socket
+import struct
 import threading
 
 import pytest
@@ -41,6 +43,41 @@ def test_a_stranger_gets_nothing_and_can_say_nothing(server):
 def test_a_silent_connection_keeps_nobody_from_asking(server):
     with socket.create_connection(("127.0.0.1", server.port)):
         assert fetch_call(("127.0.0.1", server.port), KEY) == b"the call"
+
+
+def test_strangers_without_a_proof_are_few_at_a_time_and_their_connections_end():
+    server = CallServer(b"the call", key=KEY, for_other_hosts=False, hello_timeout_s=0.05, max_hellos=2)
+    with server.open(), contextlib.ExitStack() as stack:
+        address = ("127.0.0.1", server.port)
+        silent = [stack.enter_context(socket.create_connection(address)) for _ in range(5)]
+        assert fetch_call(address, KEY) == b"the call"
+        for connection in silent:
+            connection.makefile("rb").read()  # returns, because the server closes the connection
+
+
+def test_single_bytes_do_not_hold_a_connection():
+    server = CallServer(b"", key=KEY, for_other_hosts=False, hello_timeout_s=0.05)
+    with server.open(), socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(struct.pack("!i", 200))  # the length of an answer, of which single bytes follow
+        with pytest.raises(OSError):  # noqa: PT011 - a reset or a broken pipe
+            while True:
+                connection.sendall(b"x")
+
+
+def test_the_end_of_the_job_does_not_wait_for_strangers():
+    server = CallServer(b"", key=KEY, for_other_hosts=False, hello_timeout_s=600, max_hellos=2)
+    with contextlib.ExitStack() as stack:
+        with server.open():
+            address = ("127.0.0.1", server.port)
+            silent = [stack.enter_context(socket.create_connection(address)) for _ in range(5)]
+            for connection in silent[:2]:
+                assert connection.recv(1)  # the server has a thread for it, which sends the challenge
+            threads = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+            assert len(threads) == 2
+        for connection in silent:
+            connection.close()
+        for thread in threads:
+            thread.join(60)
 
 
 def test_many_ranks_ask_at_once(server):

@@ -54,6 +54,26 @@ def test_a_worker_asks_and_gets_the_answer_to_its_own_question(store):
     assert asks == [RankRequest(WORKER, 1, 5, wants_sync=False), RankRequest(WORKER, 2, 5, wants_sync=False)]
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff",
+        b"{",
+        b"[]",
+        b"[" * 100_000,
+        b"{}",
+        b'{"kind": []}',
+        b'{"kind": "Leave"}',
+        b'{"kind": "Leave", "reason": 1}',
+        b'{"kind": "RankRequest", "worker": [], "number": 1, "serial": 0, "wants_sync": true}',
+        b'{"kind": "RankAssignment", "placement": {"rank": "0"}, "round_number": 1, "needs_sync": true, "notice": 0}',
+    ],
+)
+def test_what_is_no_message_is_a_value_error(data):
+    with pytest.raises(ValueError, match="is no message of an elastic job"):
+        decode(data)
+
+
 def test_a_worker_that_is_told_to_leave_ends_well(store, capsys):
     store.set(answer_key(WORKER, 1), encode(Leave("its slot is gone")))
     with pytest.raises(SystemExit) as caught:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import queue
+import secrets
 import signal
 import socket
 import threading
@@ -42,7 +43,7 @@ from datasvc.trainer.launch.ranks.store import LOOPBACK, open_listener, serve_st
 from datasvc.trainer.rendezvous import messages
 
 if TYPE_CHECKING:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
+    from torch.distributed.distributed_c10d import Store
 
 # Maximum wait for the thread of the messages at the end of the job.
 _JOIN_TIMEOUT_S = 30.0
@@ -67,6 +68,8 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
         ValueError: the numbers of ranks contradict each other, or a setting in the environment is invalid.
     """
     limits = plan_limits(job, options, environ)
+    # Other processes of this machine can connect to the store, but do not see the environment of the workers.
+    environ = {**environ, messages.PREFIX_VARIABLE: secrets.token_hex(16)}
     interval_s = read_discovery_interval_s(environ)
     hosts = job.hosts or (Host("localhost", job.num_ranks),)
     # With a discovery script this is False, because the script may name other hosts later.
@@ -120,7 +123,7 @@ class _Driver:
         self._listener = listener
         self._is_single_machine = is_single_machine
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
         self._ranks: dict[str, int] = {}  # last rank of each worker
         self._slots: dict[str, int] = {}  # number of slots of each host
         self._last_lines: dict[str, tuple[str, ...]] = {}  # end of the output of each worker that failed
@@ -274,27 +277,39 @@ class _Driver:
             if end is not None:
                 self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # binds this `end`
 
-    def _open_store(self) -> TCPStore:
-        store = serve_store(self._listener)
+    def _open_store(self) -> Store:
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        store = PrefixStore(self._environ[messages.PREFIX_VARIABLE], serve_store(self._listener))
         # The message thread has its own connection: a connection that waits for a message blocks all other calls.
         self._message_thread.start()
         return store
 
     def _receive_messages(self) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
+        from datasvc.trainer.rendezvous.rendezvous import connect
 
-        port = self._listener.getsockname()[1]
-        # The timeout is in effect infinite: a job may send no message for days.
-        store = TCPStore(LOOPBACK, port, is_master=False, timeout=dt.timedelta(days=1000))
-        while (data := store.queue_pop(messages.MESSAGE_QUEUE)) != messages.END_OF_QUEUE:
+        address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(self._listener.getsockname()[1])}
+        store = connect({**self._environ, **address})
+        # In effect infinite: a job may send no message for days.
+        store.set_timeout(dt.timedelta(days=1000))
+        # Only this driver ends its queue, once it has finished.
+        while (data := store.queue_pop(messages.MESSAGE_QUEUE)) != messages.END_OF_QUEUE or self._finish is None:
             self._events.put(lambda data=data: self._handle_message(data))  # type: ignore[misc]  # binds this `data`
 
     def _handle_message(self, data: bytes) -> list[Action]:
-        message = messages.decode(data)
+        try:
+            message = messages.decode(data)
+        except ValueError as error:
+            return [PrintMessage(f"ignored a message in the store of the job: {error}")]
         if isinstance(message, messages.RankRequest):
             return self._membership.rank_requested(message, time.monotonic())
-        assert isinstance(message, messages.ScriptError)
-        return self._membership.script_failed(message, time.monotonic())
+        if isinstance(message, messages.ScriptError):
+            return self._membership.script_failed(message, time.monotonic())
+        return [
+            PrintMessage(
+                f"ignored a message in the store of the job: {type(message).__name__} is none for the driver"
+            )
+        ]
 
     def _describe(self, finish: Finish) -> JobFailure | None:
         """Return the failure that the launcher reports; None if the job succeeded."""
