@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final
@@ -17,12 +18,13 @@ from typing import Any, Final
 from datasvc import durable
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.models.provenance.sample_query import split_tables
-from datasvc.models.registry.removal import kept_of_removed, swept_versions
+from datasvc.models.registry.removal import kept_of_removed
 from datasvc.models.tensors.dedup_index import pointed_digest
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Repository, Resolved, Storage
 from datasvc.repository.logs.journal import JOURNALS
+from datasvc.repository.removal import swept_versions
 from datasvc.repository.repository import describe_damage
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads
@@ -218,8 +220,13 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
     seen_tables: set[Digest] = set()
     problems: list[DatasvcError] = []
     for name in repository.names("datasets"):
+        # A removed version keeps its objects for the grace period, see below.
+        removed = swept_versions(repository, "datasets", name, before_s)
         for entry in _entries(repository, "datasets", name, before_s, problems):
             yield from _digests_in(entry.content)
+            if entry.number in removed:
+                yield from _kept_of_removed_dataset(repository.objects, f"{name}@{entry.number}", entry)
+                continue
             try:
                 yield from _referenced_by_dataset(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
             except (CorruptDataError, NotFoundError, ConfigError) as error:
@@ -227,7 +234,7 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
     for name in repository.names("models"):
         # A running save may reuse objects of a version that is removed before the save commits. So a removed version
         # keeps its objects for the grace period, in which the save commits its own references.
-        removed = swept_versions(repository, name, before_s)
+        removed = swept_versions(repository, "models", name, before_s)
         for entry in _entries(repository, "models", name, before_s, problems):
             if entry.number in removed:
                 yield from _digests_in(kept_of_removed(entry.content))
@@ -304,6 +311,16 @@ def _referenced_by_dataset(
             except NotFoundError as error:
                 raise NotFoundError(f"a shard table of {version} is missing: {error}") from error
             yield from ShardTable.decode(content, objects.location(table)).objects()
+
+
+def _kept_of_removed_dataset(objects: Objects, version: str, entry: Entry) -> Iterator[Digest]:
+    """Yield the objects of a removed version without its shards: they tell which keys a model was trained on."""
+    # They are small, and not needed to read other versions, so a missing or damaged one is no reason to stop.
+    with suppress(CorruptDataError, NotFoundError, ConfigError):
+        for digest in split_tables(entry.content, version).values():
+            table = ShardTable.decode(objects.read(digest), objects.location(digest))
+            shards = {shard.digest for shard in table.shards()}
+            yield from table.objects() - shards
 
 
 def _referenced_by_model(objects: Objects, version: str, entry: Entry, seen_tables: set[Digest]) -> Iterator[Digest]:

@@ -88,7 +88,7 @@ ALLOWED["datasvc.cli"] = ALLOWED["datasvc.cli"] | {"datasvc.trainer.__main__"}  
 # folder of the package itself; its `__init__` is on top unless it is listed.
 ROOMS = {
     "datasvc.repository": ["store", "objects", "logs", "."],
-    "datasvc.shards": ["format images", "sources", "versions", "ingestion query export"],
+    "datasvc.shards": ["format images", "sources", "versions", "history ingestion query export"],
     "datasvc.shards.sources": ["common", "tabular tar mds arrays records text", "images", "."],
     "datasvc.cache": ["catalogue sources", "peers", "fetch", ".", "prefetch", "forecast"],
     "datasvc.models": [

@@ -40,8 +40,12 @@ def use_datasets(folder: Path, images: Path) -> None:
     assert len(repo.datasets.diff("pets@1", "pets@2").splits["train"].deleted) == 2
     assert repo.datasets.merge(["pets@2", "pets@1"], "all", on_common="drop", on_split_overlap="keep").num_samples
     assert repo.datasets.name_classes("pets", ["a", "b", "c", "d"], message="names").version == 3
+    assert repo.datasets.revert("all@1", message="again").is_new is False
+    assert str(repo.datasets.rename("all", "everything", message="a better name")) == "everything@1"
+    repo.datasets.tag("everything@1", "old")
+    assert repo.datasets.remove(["everything@old"], force=True, message="not needed").untagged == ("everything@old",)
 
-    assert [dataset.resolved.name for dataset in repo.datasets.ls()] == ["all", "pets"]
+    assert [dataset.resolved.name for dataset in repo.datasets.ls()] == ["pets"]
     assert [entry.content["message"] for entry in repo.datasets.log("pets", last=2)] == ["two fewer", "names"]
     assert repo.datasets.describe("pets@1")["message"] == "first"
     assert [version.version for version in repo.datasets.versions("pets")] == [1, 2, 3]

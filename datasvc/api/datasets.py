@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from datasvc.api.operation import Collection, Operation
 from datasvc.repository import Entry
+from datasvc.repository.removal import RemovalReport, remove_versions
 from datasvc.shards.export import export
+from datasvc.shards.history.rename import rename
+from datasvc.shards.history.revert import revert
 from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.ingestion.ingest import ingest
 from datasvc.shards.query.contact_sheet import write_contact_sheet
@@ -18,7 +20,7 @@ from datasvc.shards.query.query import query
 from datasvc.shards.versions.class_names import name_classes
 from datasvc.shards.versions.dataset import DatasetVersion, choose_split, list_datasets, open_dataset
 from datasvc.shards.versions.delete import delete
-from datasvc.shards.versions.describe import describe_dataset
+from datasvc.shards.versions.describe import describe_version
 from datasvc.shards.versions.diff import diff
 from datasvc.shards.versions.merge import merge
 from datasvc.shards.versions.verify import verify
@@ -34,7 +36,10 @@ class Datasets(Collection):
     delete = Operation(delete)
     merge = Operation(merge)
     name_classes = Operation(name_classes)
+    revert = Operation(revert)
+    rename = Operation(rename)
     open = Operation(open_dataset)
+    describe = Operation(describe_version)
     diff = Operation(diff)
     verify = Operation(verify)
     sql = Operation(query)
@@ -48,9 +53,9 @@ class Datasets(Collection):
         """Return the `last` newest entries of a data set (None: all), oldest first; see `Repository.entries`."""
         return self.repository.entries("datasets", name, last=last)
 
-    def describe(self, ref: str) -> dict[str, Any]:
-        """Return the log entry of a version as JSON values, with statistics of its splits; see `describe_dataset`."""
-        return describe_dataset(open_dataset(self.repository, ref))
+    def remove(self, refs: Sequence[str], *, force: bool = False, message: str = "") -> RemovalReport:
+        """Remove versions; their numbers are never reused. For arguments and errors, see `remove_versions`."""
+        return remove_versions(self.repository, "datasets", refs, force=force, message=message)
 
     def head(self, ref: str, num_samples: int = 10, *, split: str | None = None) -> Iterator[Preview]:
         """Return the first samples of each split, or of one split, for display; for errors, see `preview_samples`."""

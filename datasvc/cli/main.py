@@ -7,7 +7,7 @@ import sys
 import typer
 
 from datasvc.cli import models, train
-from datasvc.cli.datasets import audit, export, ingest, listing, maintain, show, versions
+from datasvc.cli.datasets import audit, export, ingest, listing, maintain, remove, show, tags, versions
 from datasvc.cli.nodes import cache, serve
 from datasvc.cli.terminal.output import print_line
 from datasvc.cli.terminal.unreadable import report_unreadable
@@ -26,11 +26,14 @@ app.command()(show.show)
 app.command()(show.head)
 app.command()(show.sql)
 app.command()(listing.log)
-app.command()(listing.tag)
+app.command()(tags.tag)
 app.command()(versions.delete)
 app.command()(versions.classes)
 app.command()(versions.diff)
 app.command()(versions.merge)
+app.command()(versions.revert)
+app.command()(remove.rename)
+app.command()(remove.rm)
 app.command()(export.export)
 app.command()(maintain.verify)
 app.command()(maintain.gc)

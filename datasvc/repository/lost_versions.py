@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError
 from datasvc.repository.logs.references import parse_reference
+from datasvc.repository.removal import tags_on
 from datasvc.repository.repository import Kind, Repository, Resolved
 
 
@@ -52,7 +53,7 @@ def mark_lost(
         version = repository.resolve(kind, ref, removed=True)
         _check_unreadable(repository, version)
         numbers.setdefault(version.name, set()).add(version.version)
-    tags = {name: _tags_on(repository, kind, name, versions) for name, versions in numbers.items()}
+    tags = {name: tags_on(repository, kind, name, versions) for name, versions in numbers.items()}
     tagged = [f"{name}@{tag}" for name, tags_of_name in tags.items() for tag in tags_of_name]
     if tagged and not force:
         raise ConfigError(
@@ -64,8 +65,8 @@ def mark_lost(
             repository.untag(kind, name, tag, expect=number)
         removals = repository.removals(kind, name)
         removals.declare_lost(versions, message or "entry unreadable")
-        # Read the tags again after the commit, as `models.remove` does: a tagged version must not be removed.
-        if new_tags := _tags_on(repository, kind, name, versions):
+        # Read the tags again after the commit, as `remove_versions` does: a tagged version must not be removed.
+        if new_tags := tags_on(repository, kind, name, versions):
             removals.restore(versions, f"tagged meanwhile: {', '.join(sorted(new_tags))}")
             raise ConflictError(
                 f"another process moved tags of {name}: {new_tags}; no version of {name} is marked lost"
@@ -80,10 +81,8 @@ def _check_unreadable(repository: Repository, version: Resolved) -> None:
         repository.entry(version)
     except CorruptDataError:
         return
-    advice = f"; to remove it, use `datasvc models rm {version}`" if version.kind == "models" else ""
-    raise ConfigError(f"the entry of {version} is intact, so the version is not lost; nothing was changed{advice}")
-
-
-def _tags_on(repository: Repository, kind: Kind, name: str, versions: set[int]) -> dict[str, int]:
-    """Return the tags that point at one of `versions`, each with its version. Raise if a tag cannot be read."""
-    return {tag: number for tag, number in repository.tags(kind, name, strict=True).items() if number in versions}
+    command = "datasvc models rm" if version.kind == "models" else "datasvc rm"
+    raise ConfigError(
+        f"the entry of {version} is intact, so the version is not lost; nothing was changed; to remove it, use "
+        f"`{command} {version}`"
+    )

@@ -35,7 +35,7 @@ MARKER = "datasvc.json"
 _MARKER_BYTES = json.dumps({"format": REPOSITORY_FORMAT}).encode() + b"\n"
 
 Kind = Literal["datasets", "models"]
-_KIND_NAMES: dict[Kind, str] = {"datasets": "data set", "models": "model"}
+KIND_NAMES: dict[Kind, str] = {"datasets": "data set", "models": "model"}
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Repository:
             UnknownOutcomeError, UnavailableError: see `Log.append`.
         """
         check_tag(tag)
-        reference = parse_reference(str(ref), _KIND_NAMES[kind])
+        reference = parse_reference(str(ref), KIND_NAMES[kind])
         logs = self._list_logs(kind, reference.name)
         removed = self._removed(kind, reference.name, logs)
         target = self._resolve(kind, reference, logs, removed)
@@ -263,7 +263,7 @@ class Repository:
                 what exists.
             UnavailableError: the store does not respond.
         """
-        reference = parse_reference(str(ref), _KIND_NAMES[kind])
+        reference = parse_reference(str(ref), KIND_NAMES[kind])
         logs = self._list_logs(kind, reference.name)
         removed_numbers = self._removed(kind, reference.name, logs)
         return self._resolve(kind, reference, logs, removed_numbers, accept_removed=removed)
@@ -279,7 +279,7 @@ class Repository:
 
     def resolve_with_state(self, kind: Kind, ref: str, *, removed: bool = False) -> tuple[Resolved, NameState]:
         """Return the version that `ref` refers to, and the state of its name, with one listing; see `resolve`."""
-        reference = parse_reference(str(ref), _KIND_NAMES[kind])
+        reference = parse_reference(str(ref), KIND_NAMES[kind])
         logs = self._list_logs(kind, reference.name)
         state = self._state(kind, reference.name, logs)
         if reference.tag is not None and not reference.moves_back:
@@ -342,7 +342,7 @@ class Repository:
             NotFoundError: `name` does not exist.
             UnavailableError: the store does not respond.
         """
-        reference = parse_reference(name, _KIND_NAMES[kind])
+        reference = parse_reference(name, KIND_NAMES[kind])
         numbers = self.versions(kind, reference.name).numbers()
         if not numbers:
             raise self._missing(kind, reference.name)
@@ -390,14 +390,11 @@ class Repository:
         return self.removals(kind, name).removed(logs["versions"], head=head) if head else frozenset()
 
     def _is_removed(self, version: Resolved) -> bool:
-        # Save the request for data sets: models reference their versions, so only lost ones are removed. If one is
-        # declared lost at the same time, its new tag stays.
-        numbers = [version.version]
-        return version.kind == "models" and bool(self.removals("models", version.name).removed(numbers))
+        return bool(self.removals(version.kind, version.name).removed([version.version]))
 
     def _missing(self, kind: Kind, name: str) -> NotFoundError:
         names = ", ".join(self.names(kind)) or "none yet"
-        return NotFoundError(f"no {_KIND_NAMES[kind]} {name!r} in {redact_url(self.url)}; it has: {names}")
+        return NotFoundError(f"no {KIND_NAMES[kind]} {name!r} in {redact_url(self.url)}; it has: {names}")
 
     def _describe_removal(self, resolved: Resolved, living: list[int]) -> str:
         entry = self.removals(resolved.kind, resolved.name).find(resolved.version)
@@ -410,7 +407,7 @@ class Repository:
         return Tags(self.storage, self._folder(kind, name))
 
     def _folder(self, kind: Kind, name: str) -> str:
-        return f"{kind}/{check_name(name, _KIND_NAMES[kind])}"
+        return f"{kind}/{check_name(name, KIND_NAMES[kind])}"
 
 
 def describe_damage(version: Resolved, error: Exception) -> str:

@@ -12,7 +12,8 @@ from datasvc.shards import ingest
 from tests.cli.command import run, run_apart
 
 COMMANDS = [
-    ["ingest"], ["ls"], ["show"], ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["stage"], ["cache", "status"],
+    ["ingest"], ["ls"], ["show"], ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["revert"], ["rename"], ["rm"],
+    ["stage"], ["cache", "status"],
     ["cache", "plan"], ["cache", "pin"], ["cache", "unpin"], ["cache", "scrub"], ["cache", "quota"],
     ["serve"], ["top"],
     ["models", "ls"], ["models", "show"], ["models", "log"], ["models", "restore"],

@@ -6,8 +6,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from datasvc.cli.datasets.tags import parse_time
 from datasvc.cli.main import app
-from datasvc.cli.models.tags import parse_time
 from datasvc.errors import ConfigError, ConflictError, DatasvcError, NotFoundError
 from datasvc.models import CodeRevision, DataUse, save
 from tests.models.entries import commit_entry

@@ -1,4 +1,4 @@
-"""`datasvc ls | log | tag`: list data sets and their versions, and set tags."""
+"""`datasvc ls | log`: list data sets and their versions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_json, print_line, print_table
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
 from datasvc.errors import CorruptDataError
 from datasvc.sizes import format_size
@@ -54,9 +54,15 @@ def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> No
     """
     from datasvc.repository import Repository, Resolved
 
-    entries = Repository.open(repo).entries("datasets", name)
+    repository = Repository.open(repo)
+    entries = repository.entries("datasets", name)
+    removed = repository.state("datasets", name).removed
     if as_json:
-        print_json([*({**entry.content, "version": entry.number} for entry in entries), *unreadable_facts()])
+        facts = [
+            {**entry.content, "version": entry.number} | ({"removed": True} if entry.number in removed else {})
+            for entry in entries
+        ]
+        print_json([*facts, *unreadable_facts()])
         return
     # People read the newest version first; programs get the order of the log.
     rows: list[tuple[object, ...]] = []
@@ -64,27 +70,9 @@ def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> No
         version, content = Resolved("datasets", name, entry.number), entry.content
         with _left_out_if_invalid(version):
             num_samples = sum(split["samples"] for split in content["splits"].values())
-            rows.append((version, content["created"], num_samples, content["message"] or "-"))
+            shown = f"{version}{' (removed)' if entry.number in removed else ''}"
+            rows.append((shown, content["created"], num_samples, content["message"] or "-"))
     print_table(("version", "created", "samples", "message"), rows)
-
-
-def tag(
-    ref: RefArgument,
-    name: Annotated[str, typer.Argument(metavar="TAG", help="Tag to set or move.")],
-    repo: RepoOption,
-    as_json: JsonOption = False,
-) -> None:
-    """Point TAG at a data-set version; its history keeps the earlier versions.
-
-    Example: datasvc tag pets@1 stable --repo ./repo
-    """
-    from datasvc.repository import Repository
-
-    target = Repository.open(repo).tag("datasets", ref, name)
-    if as_json:
-        print_json({"tag": name, "version": str(target)})
-    else:
-        print_line(f"{target.name}@{name} is {target}")
 
 
 @contextmanager

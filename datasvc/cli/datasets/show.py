@@ -38,21 +38,34 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
     Example: datasvc show pets@1 --repo ./repo
     """
     from datasvc.repository import Repository
-    from datasvc.shards import open_dataset
-    from datasvc.shards.versions.describe import describe_dataset
+    from datasvc.shards.versions.describe import describe_version
 
-    facts = describe_dataset(open_dataset(Repository.open(repo), ref))
+    facts = describe_version(Repository.open(repo), ref)
     if as_json:
         print_json(facts)
         return
-    head = {name: facts[name] for name in ("version", "created", "parent", "change") if facts.get(name) is not None}
+    print_facts({"version": facts["version"], **removal_line(facts.get("removal"))})
+    if facts.get("tags"):
+        print_facts({"tags": ", ".join(facts["tags"])})
+    head = {name: facts[name] for name in ("created", "parent", "change") if facts.get(name) is not None}
     try:
         head |= {"message": facts["message"] or "-", "source": facts["source"]["url"], "skipped": facts["skipped"]}
     except (KeyError, TypeError) as error:
         raise CorruptDataError(f"the entry of {facts['version']} is not valid: {error!r}") from error
     print_facts(head)
     for name, split in facts["splits"].items():
-        _print_split(name, split)
+        if facts.get("removed"):
+            print_facts({f"split {name}": split})
+        else:
+            _print_split(name, split)
+
+
+def removal_line(removal: Mapping[str, Any] | None) -> dict[str, object]:
+    """Return the line that says when and why a version was removed; `removal` is the entry of its removal."""
+    if removal is None:
+        return {}
+    why = f" ({removal['message']})" if removal.get("message") else ""
+    return {"REMOVED": f"{removal['created']}{why}: only this metadata is left"}
 
 
 def head(

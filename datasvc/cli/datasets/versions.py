@@ -1,4 +1,4 @@
-"""`datasvc delete | classes | diff | merge`: derive data-set versions from others, and compare them."""
+"""`datasvc delete | classes | diff | merge | revert`: derive data-set versions from others, and compare them."""
 
 from __future__ import annotations
 
@@ -183,6 +183,29 @@ def merge(
     )
     for overlap in report.overlaps:
         print_line(str(overlap), err=True)
+
+
+def revert(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="The old version: NAME@VERSION or NAME@TAG.")],
+    repo: RepoOption,
+    message: MessageOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Commit the next version with the samples of an old one; no data is copied, and the versions between them stay.
+
+    Example: datasvc revert pets@2 --repo ./repo
+    """
+    from datasvc.repository import Repository
+    from datasvc.shards.history.revert import revert as run_revert
+
+    report = run_revert(Repository.open(repo), ref, message=message)
+    if as_json:
+        facts = {"version": str(report.version), "equal_to": str(report.equal_to), "committed": report.is_new}
+        print_json(facts)
+    elif report.is_new:
+        print_line(f"committed {report.version}: it has the samples of {report.equal_to}")
+    else:
+        print_line(f"nothing to revert: {report.version} has the samples of {report.equal_to} already")
 
 
 def _facts(split: SplitDifference, max_keys: int | None) -> dict[str, Any]:

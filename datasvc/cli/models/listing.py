@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from datasvc.cli.datasets.show import removal_line
 from datasvc.cli.models.arguments import NameArgument, RefArgument
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
@@ -17,7 +18,7 @@ from datasvc.cli.terminal.values import text_value
 
 if TYPE_CHECKING:
     from datasvc.models import ModelVersion
-    from datasvc.repository import Entry, Repository
+    from datasvc.repository import Repository
 
 
 def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
@@ -74,7 +75,7 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
         print_json(version_facts(version) | ({"removal": dict(removal.content)} if removal else {}))
         return
     entry = version.entry
-    print_facts({"version": str(version)} | _removal_line(removal))
+    print_facts({"version": str(version)} | removal_line(removal.content if removal else None))
     print_facts(
         {
             "tags": "; ".join(_tag_line(repository, version.name, tag) for tag in version.tags) or "-",
@@ -141,13 +142,6 @@ def _summary(version: ModelVersion) -> str:
         str(entry["message"]),
     ]
     return text_value("  ".join(part for part in parts if part))
-
-
-def _removal_line(removal: Entry | None) -> dict[str, object]:
-    if removal is None:
-        return {}
-    why = f" ({removal.content['message']})" if removal.content.get("message") else ""
-    return {"REMOVED": f"{removal.content['created']}{why}: only this metadata is left"}
 
 
 def _tag_line(repository: Repository, name: str, tag: str) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datasvc.cli.datasets import maintain
+from datasvc.cli.datasets.remove import ForceOption, RefsArgument, RemovalMessageOption, run_rm
 from datasvc.cli.models.arguments import NameArgument
 from datasvc.cli.models.listing import metrics_line
 from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_json, print_line, print_table
@@ -25,12 +26,10 @@ class ModeChoice(StrEnum):
 
 
 def rm(
-    refs: Annotated[list[str], typer.Argument(metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.")],
+    refs: RefsArgument,
     repo: RepoOption,
-    force: Annotated[
-        bool, typer.Option("--force", help="Remove tagged versions too, together with their tags.")
-    ] = False,
-    message: Annotated[str, typer.Option("--message", "-m", help="Description stored with the removal.")] = "",
+    force: ForceOption = False,
+    message: RemovalMessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
     """Remove model versions. Their numbers are never reused, and their metadata can still be shown.
@@ -39,17 +38,7 @@ def rm(
 
     After a grace period, `datasvc models gc` frees the bytes that no other version uses.
     """
-    from datasvc.models.registry.removal import remove
-    from datasvc.repository import Repository
-
-    report = remove(Repository.open(repo), refs, force=force, message=message)
-    versions = [str(version) for version in report.versions]
-    if as_json:
-        print_json({"removed": versions, "untagged": list(report.untagged)})
-        return
-    for tag in report.untagged:
-        print_line(f"removed tag {tag}")
-    print_line(f"removed {', '.join(versions)}; `datasvc models gc` frees their bytes after its grace period")
+    run_rm("models", refs, repo, force=force, message=message, as_json=as_json)
 
 
 def retain(
@@ -119,7 +108,7 @@ def gc(
 
 
 def mark_lost(
-    refs: Annotated[list[str], typer.Argument(metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.")],
+    refs: RefsArgument,
     repo: RepoOption,
     force: maintain.ForceOption = False,
     message: MessageOption = "",

@@ -205,6 +205,8 @@ def _read_dataset(repository: Repository, name: str) -> DataOrigin:
     parents = [entry["parent"]] if entry.get("parent") else []
     if change.get("kind") == "merge":
         parents += change.get("versions", ())
+    elif change.get("kind") == "revert" and change.get("to"):
+        parents.append(change["to"])
     split_tables(entry, name)  # raises CorruptDataError if the splits are not valid
     return DataOrigin(
         name,

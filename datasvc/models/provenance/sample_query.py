@@ -15,7 +15,7 @@ from datasvc.repository import Digest, Objects, Repository
 from datasvc.repository.logs.references import parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.diff import diff
+from datasvc.shards.versions.diff import diff_versions
 from datasvc.threads import map_in_threads
 
 _READS_AT_ONCE: Final = 8
@@ -101,13 +101,13 @@ def query_deleted(
         NotFoundError: there is no such version, or it is the first one.
         ConfigError, CorruptDataError, UnavailableError: see `shards.diff`.
     """
-    version = repository.resolve("datasets", ref)
+    version = repository.resolve("datasets", ref, removed=True)
     parent = repository.entry(version).content.get("parent")
     if parent is None and version.version == 1:
         raise NotFoundError(f"{version} is the first version of {version.name}, so it deleted no samples")
     # An entry without `parent` was made from the version before it.
     parent = parent or f"{version.name}@{version.version - 1}"
-    splits = diff(repository, parent, str(version)).splits
+    splits = diff_versions(repository, repository.resolve("datasets", parent, removed=True), version).splits
     entries = repository.entries("datasets", version.name)
     tables = {entry.number: split_tables(entry.content, f"{version.name}@{entry.number}") for entry in entries}
     all_tables = frozenset(table for by_split in tables.values() for table in by_split.values())
@@ -152,7 +152,7 @@ def _tables_of(repository: Repository, data: str | None, split: str | None) -> f
     if data is None or reference is None or (reference.version is None and reference.tag is None):
         return None
     try:
-        version = repository.resolve("datasets", data)
+        version = repository.resolve("datasets", data, removed=True)
     except NotFoundError:
         return None
     tables = split_tables(repository.entry(version).content, str(version))

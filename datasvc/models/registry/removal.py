@@ -1,78 +1,23 @@
-"""Remove versions of models: a commit marks them as removed, and a later `gc` deletes their bytes.
-
-The number of a removed version is never used again. Its entry stays, so that lineage remains complete. A version with
-a tag is never removed: if another process tags a version during its removal, the removal is reverted.
-"""
+"""Remove versions of models: those that are named, or those that a policy does not keep."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from datasvc.errors import ConfigError, ConflictError, DatasvcError, NotFoundError
+from datasvc.errors import ConflictError
 from datasvc.models.registry.registry import ModelVersion, model_log
 from datasvc.models.registry.retention import RetentionPlan, RetentionPolicy, plan_retention
-from datasvc.repository import Repository, Resolved
-from datasvc.repository.logs.references import parse_reference
+from datasvc.repository import Repository
+from datasvc.repository.removal import RemovalReport, remove_untagged, remove_versions, tags_on
 
 # Lineage and the search for consumers read these fields of removed versions.
 _KEPT_FIELDS: Final = ("data", "code", "history")
 
 
-@dataclass(frozen=True)
-class RemovalReport:
-    """Result of `remove`.
-
-    Attributes:
-        versions: removed versions, ordered by name and number.
-        untagged: tags that were deleted first, such as "digits-cnn@prod".
-    """
-
-    versions: tuple[Resolved, ...]
-    untagged: tuple[str, ...]
-
-
 def remove(repository: Repository, refs: Sequence[str], *, force: bool = False, message: str = "") -> RemovalReport:
-    """Remove model versions, with one commit per model.
-
-    Args:
-        repository: repository of the versions.
-        refs: references with a version or a tag. A name alone is refused, because it could mean one version or all.
-        force: delete the tags of these versions first.
-        message: message of the commit.
-
-    Raises:
-        ConfigError: a reference is a name alone, or a version is tagged and `force` is not set; nothing was removed.
-        NotFoundError: a version does not exist or was removed earlier; nothing was removed now.
-        ConflictError: another process moved a tag of one of the versions during the removal. The message lists the
-            removed versions. The tags of the other versions are restored.
-        UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.
-    """
-    numbers: dict[str, set[int]] = {}
-    for ref in refs:
-        reference = parse_reference(ref, "model")
-        if reference.version is None and reference.tag is None:
-            raise ConfigError(f"{ref!r} names no version; expected a version or a tag for each, such as {ref}@3")
-        version = repository.resolve("models", ref)
-        numbers.setdefault(version.name, set()).add(version.version)
-    tags = {name: _tags_on(repository, name, versions) for name, versions in numbers.items()}
-    # Check the tags of all models before the first commit, so that a refusal changes nothing.
-    if not force:
-        _refuse_tagged(tags)
-    done: list[str] = []
-    for name, versions in numbers.items():
-        try:
-            _remove_tagged(repository, name, versions, tags[name], message)
-        except ConflictError as error:
-            before = f"; removed before, with their tags: {', '.join(done)}" if done else ""
-            raise ConflictError(f"{error}{before}") from error
-        done += [f"{name}@{number}" for number in sorted(versions)]
-    return RemovalReport(
-        tuple(Resolved("models", name, number) for name in sorted(numbers) for number in sorted(numbers[name])),
-        tuple(f"{name}@{tag}" for name, tags_of_model in tags.items() for tag in tags_of_model),
-    )
+    """Remove model versions, with one commit per model; for arguments and errors, see `remove_versions`."""
+    return remove_versions(repository, "models", refs, force=force, message=message)
 
 
 def retain(
@@ -92,76 +37,13 @@ def retain(
     plan = plan_retention(versions, policy)
     if plan.removed and not dry_run:
         # The plan keeps every tagged version, so a tag on a version to remove was set after the log was read.
-        tagged = _tags_on(repository, name, set(plan.removed))
+        tagged = tags_on(repository, "models", name, plan.removed)
         if tagged:
             raise ConflictError(f"another process moved tags of {name}: {tagged}; nothing was removed, plan again")
-        _remove_untagged(repository, name, set(plan.removed), f"retain {policy}")
+        remove_untagged(repository, "models", name, plan.removed, f"retain {policy}")
     return versions, plan
-
-
-def swept_versions(repository: Repository, name: str, before_s: float) -> frozenset[int]:
-    """Return the versions of a model whose objects `gc` may delete; for errors, see `Log.read`.
-
-    Versions that were removed after `before_s`, in seconds since 1970, are left out: a process may still read them.
-    """
-    removed = repository.removals("models", name).removed_before(before_s)
-    # Read the tags after the removals: a tag that causes the reversal of a removal was set before the reversal.
-    return removed - set(repository.tags("models", name, strict=True).values()) if removed else removed
 
 
 def kept_of_removed(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return those fields of a removed version's entry whose objects `gc` keeps: consumed samples and code."""
     return {field: entry[field] for field in _KEPT_FIELDS if field in entry}
-
-
-def _remove_tagged(
-    repository: Repository, name: str, versions: Iterable[int], tags: Mapping[str, int], message: str
-) -> None:
-    """Delete the tags of some versions of one model, then remove the versions; restore the tags on failure."""
-    deleted: dict[str, int] = {}
-    try:
-        for tag, number in tags.items():
-            try:
-                # With `expect`, the deletion fails if another process has moved the tag.
-                repository.untag("models", name, tag, expect=number)
-            except (ConflictError, NotFoundError) as error:
-                raise ConflictError(
-                    f"another process moved {name}@{tag}: check the tag; no version of {name} was removed"
-                ) from error
-            deleted[tag] = number
-        _remove_untagged(repository, name, versions, message)
-    except DatasvcError:
-        for tag, number in deleted.items():
-            with suppress(DatasvcError):  # the version is removed, or another process has set the tag
-                repository.tag("models", f"{name}@{number}", tag, expect=0)
-        raise
-
-
-def _remove_untagged(repository: Repository, name: str, versions: Iterable[int], message: str) -> None:
-    removals = repository.removals("models", name)
-    removals.add(versions, message)
-    # This function reads the tags after it wrote the removal. `Repository.tag` reads the removals after it wrote the
-    # tag. Of two concurrent calls, at least one therefore reads the change of the other.
-    tagged = _tags_on(repository, name, versions)
-    if tagged:
-        restored = set(tagged.values())
-        removals.restore(restored, f"tagged meanwhile: {', '.join(sorted(tagged))}")
-        raise ConflictError(
-            f"another process moved tags of {name} during the removal: {tagged} stay, the other versions are removed"
-        )
-
-
-def _tags_on(repository: Repository, name: str, versions: Iterable[int]) -> dict[str, int]:
-    numbers = set(versions)
-    tags = repository.tags("models", name, strict=True)
-    return {tag: version for tag, version in tags.items() if version in numbers}
-
-
-def _refuse_tagged(tags: Mapping[str, Mapping[str, int]]) -> None:
-    tagged = [
-        f"{name}@{number} is {name}@{tag}" for name, versions in tags.items() for tag, number in versions.items()
-    ]
-    if tagged:
-        raise ConfigError(
-            f"{', '.join(tagged)}; nothing was removed: move the tags first, or delete them as well with --force"
-        )

@@ -155,8 +155,12 @@ class IngestCommit:
 
     def _find_committed(self) -> Entry | None:
         """Return the version that this ingest committed before an interruption, or that an identical one did."""
-        newest_first = self._log.numbers()[: -_SEARCHED_ENTRIES - 1 : -1]
-        for number in newest_first:
+        numbers = self._log.numbers()
+        # A version that was removed since then is ingested again.
+        removed = self.repository.removals("datasets", self.name).removed(numbers)
+        for number in numbers[: -_SEARCHED_ENTRIES - 1 : -1]:
+            if number in removed:
+                continue
             entries, errors = self._log.try_entries([number])
             if isinstance(error := errors.get(number), ConfigError):
                 raise error  # a later release wrote the entry: what it appended is not known here

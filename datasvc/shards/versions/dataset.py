@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import ConflictError, CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage
 from datasvc.repository.logs.references import is_name
@@ -266,8 +266,28 @@ def open_dataset(repository: Repository, ref: str) -> DatasetVersion:
         ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
         CorruptDataError: the log entry of the version is corrupt.
     """
-    resolved = repository.resolve("datasets", ref)
-    return DatasetVersion(repository, resolved, repository.entry(resolved))
+    return read_version(repository, repository.resolve("datasets", ref))
+
+
+def read_version(repository: Repository, resolved: Resolved) -> DatasetVersion:
+    """Return a resolved version, which may be removed.
+
+    Raises:
+        NotFoundError: the entry ends this name, because the data set was renamed.
+        CorruptDataError, UnavailableError: see `Repository.entry`.
+    """
+    entry = repository.entry(resolved)
+    if new_name := renamed_to(entry):
+        raise NotFoundError(f"{resolved.name} was renamed to {new_name}; use the new name")
+    return DatasetVersion(repository, resolved, entry)
+
+
+def renamed_to(entry: Entry) -> str | None:
+    """Return the new name if `entry` ends the log of a renamed data set, otherwise None."""
+    change = entry.content.get("change")
+    if not isinstance(change, Mapping) or change.get("kind") != "rename":
+        return None
+    return str(change.get("to"))
 
 
 def list_datasets(repository: Repository) -> list[DatasetVersion]:
@@ -284,6 +304,8 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
         newest = repository.newest("datasets", name)
         for entry in repository.readable_entries("datasets", name, [newest.version]) if newest else ():
             resolved = Resolved("datasets", name, entry.number)
+            if renamed_to(entry):
+                continue  # its removal follows
             try:
                 datasets.append(DatasetVersion(repository, resolved, entry))
             except CorruptDataError as error:
@@ -292,13 +314,22 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
 
 
 def continued_version(repository: Repository, name: str, head: int) -> Resolved | None:
-    """Return the version that a new version of a data set continues: the newest up to `head` that is not lost.
+    """Return the version that a new version of a data set continues: the newest up to `head` that is not removed.
 
-    Returns None if there is none, or `head` is 0. Raises CorruptDataError, UnavailableError: see `Log.read`.
+    Returns None if there is none, or `head` is 0.
+
+    Raises:
+        ConflictError: the data set was renamed, and has no version of this name since then.
+        CorruptDataError, UnavailableError: see `Log.read`.
     """
     # Do not use `Repository.living`: a listing may lack the head, which must then not be passed over.
     removed = repository.removals("datasets", name).removed(range(1, head + 1))
     number = next((number for number in range(head, 0, -1) if number not in removed), None)
+    if number is None and head:
+        # What continues a version must not begin a new data set, because the old one has another name now.
+        newest, _ = repository.versions("datasets", name).try_entries([head])
+        if newest and (new_name := renamed_to(newest[0])):
+            raise ConflictError(f"{name} was renamed to {new_name}; use the new name")
     return None if number is None else Resolved("datasets", name, number)
 
 

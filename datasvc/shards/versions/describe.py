@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from datasvc.shards.versions.dataset import DatasetVersion, Split
+from datasvc.repository import Repository
+from datasvc.shards.versions.dataset import DatasetVersion, Split, read_version
 from datasvc.threads import map_in_threads
 
 _READS_AT_ONCE: Final = 8
@@ -21,6 +22,25 @@ def describe_dataset(dataset: DatasetVersion) -> dict[str, Any]:
     num_threads = 1 if dataset.repository.storage.is_local else _READS_AT_ONCE
     splits = dict(zip(dataset, map_in_threads(describe_split, dataset.values(), num_threads), strict=True))
     return {**dataset.entry.content, "version": str(dataset.resolved), "splits": splits}
+
+
+def describe_version(repository: Repository, ref: str) -> dict[str, Any]:
+    """Return the description of the version that `ref` refers to, even if it is removed; see `describe_dataset`.
+
+    Of a removed version, only the log entry is described, with `removed` and `removal`, the entry of its removal.
+
+    Raises:
+        ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
+        CorruptDataError: the log entry of the version is corrupt; or see `describe_dataset`.
+    """
+    resolved, state = repository.resolve_with_state("datasets", ref, removed=True)
+    if resolved.version not in state.removed:
+        tags = [tag for tag, version in state.tags.items() if version == resolved.version]
+        return {"tags": tags, **describe_dataset(read_version(repository, resolved))}
+    entry = repository.entry(resolved)
+    removal = repository.removals("datasets", resolved.name).find(resolved.version)
+    facts = {**entry.content, "version": str(resolved), "removed": True}
+    return facts | ({"removal": dict(removal.content)} if removal else {})
 
 
 def describe_split(split: Split) -> dict[str, Any]:

@@ -113,6 +113,11 @@ def diff(repository: Repository, a: str, b: str) -> Difference:
         CorruptDataError, UnavailableError: a shard table, sample index or deletions object cannot be read.
     """
     first, second = (repository.resolve("datasets", ref) for ref in (a, b))
+    return diff_versions(repository, first, second)
+
+
+def diff_versions(repository: Repository, first: Resolved, second: Resolved) -> Difference:
+    """Return the changes between two versions, which may be removed; for errors, see `diff`."""
     tables_a, tables_b = (read_tables(repository, version) for version in (first, second))
     splits = {
         split: diff_tables(repository.objects, tables_a.get(split), tables_b.get(split))

@@ -11,7 +11,7 @@ from typing import Any, Final
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.objects.presence import check_present
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
+from datasvc.shards.versions.dataset import DatasetVersion, read_version
 from datasvc.shards.versions.split_overlap import ENTRY_FIELD
 
 # Field of a log entry, see `read_val_fraction`.
@@ -19,8 +19,8 @@ VAL_FRACTION: Final = "val_fraction"
 
 
 def read_tables(repository: Repository, version: Resolved) -> dict[str, ShardTable]:
-    """Return the shard tables of a version by split. Raise CorruptDataError, NotFoundError, UnavailableError."""
-    return {name: split.table for name, split in open_dataset(repository, str(version)).items()}
+    """Return the shard tables of a version, which may be removed, by split. Raise what `read_version` raises."""
+    return {name: split.table for name, split in read_version(repository, version).items()}
 
 
 def describe_tables(
@@ -70,7 +70,7 @@ def read_val_fraction(repository: Repository, version: Resolved) -> float:
         ancestor = content.get("parent") or (merged[0] if merged else None)
         if ancestor is None:
             return float(content.get("source", {}).get("options", {}).get(VAL_FRACTION, 0.0))
-        version = repository.resolve("datasets", ancestor)
+        version = repository.resolve("datasets", ancestor, removed=True)
 
 
 def changed_entry(

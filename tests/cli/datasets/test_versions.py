@@ -148,3 +148,57 @@ def test_a_delete_from_an_old_version_is_a_conflict(pets):
     done = datasvc("delete", "pets@1", "--where", "key = 'b'", repo=pets.url)
     assert done.returncode == 4
     assert "pets@1 is not the newest version, which is pets@2" in done.stderr
+
+
+def test_versions_are_reverted_removed_and_renamed(pets):
+    assert datasvc("delete", "pets", "--where", "key = 'a'", repo=pets.url).returncode == 0
+    done = datasvc("revert", "pets@1", "-m", "a is back", repo=pets.url)
+    assert (done.returncode, done.stdout) == (0, "committed pets@3: it has the samples of pets@1\n")
+    again = datasvc("revert", "pets@1", repo=pets.url)
+    assert (again.returncode, again.stdout) == (0, "nothing to revert: pets@3 has the samples of pets@1 already\n")
+    facts = said(datasvc("revert", "pets@2", "--json", repo=pets.url))
+    assert facts == {"version": "pets@4", "equal_to": "pets@2", "committed": True}
+
+    assert datasvc("tag", "pets@2", "stable", repo=pets.url).returncode == 0
+    refused = datasvc("rm", "pets@2", "pets@1", repo=pets.url)
+    assert refused.returncode == 2
+    assert "pets@2 is pets@stable; nothing was removed" in refused.stderr
+    done = datasvc("rm", "pets@2", "pets@1", "--force", "-m", "not needed", repo=pets.url)
+    assert done.stdout == (
+        "removed tag pets@stable\n"
+        "removed pets@1, pets@2; `datasvc gc` frees their bytes after its grace period\n"
+    )  # fmt: skip
+    assert said(datasvc("rm", "wild@1", "--json", repo=pets.url)) == {"removed": ["wild@1"], "untagged": []}
+    assert "pets@2 (removed)\t" in datasvc("log", "pets", repo=pets.url).stdout
+    logged = said(datasvc("log", "pets", "--json", repo=pets.url))
+    assert [entry.get("removed") for entry in logged] == [True, True, None, None]
+    shown = datasvc("show", "pets@1", repo=pets.url).stdout
+    assert "version: pets@1\nREMOVED: " in shown
+    assert "(not needed): only this metadata is left" in shown
+    assert "split train:\n" in shown
+
+    assert datasvc("rename", "pets", "animals", repo=pets.url).stdout == (
+        "renamed pets to animals: its newest version is animals@4\n"
+    )
+    assert said(datasvc("rename", "animals", "beasts", "--json", repo=pets.url)) == {
+        "from": "animals", "to": "beasts", "version": "beasts@4",
+    }  # fmt: skip
+    missing = datasvc("head", "pets@3", repo=pets.url)
+    assert missing.returncode == 1
+    assert "(renamed to animals)" in missing.stderr
+    assert [row["name"] for row in said(datasvc("ls", "--json", repo=pets.url))] == ["beasts"]
+
+
+def test_tags_are_listed_moved_by_compare_and_set_removed_and_have_a_history(pets):
+    write_version(pets, "pets", {"train": [labelled(z=0)]}, LABELLED_SCHEMA, ["cat", "dog"])
+    assert datasvc("tag", "pets@1", "stable", repo=pets.url).stdout == "pets@stable is pets@1\n"
+    assert datasvc("tag", "pets@2", "stable", "--expect", "2", repo=pets.url).returncode == 4
+    assert datasvc("tag", "pets@2", "stable", "--expect", "pets@1", repo=pets.url).returncode == 0
+    assert datasvc("tag", "pets", repo=pets.url).stdout == "stable\tpets@2\n"
+    assert said(datasvc("tag", "pets", "--json", repo=pets.url)) == {"stable": 2}
+    assert datasvc("tag", "pets", "stable", "--remove", repo=pets.url).stdout == (
+        "removed pets@stable; its history stays\n"
+    )
+    history = datasvc("tag", "pets", "stable", "--history", repo=pets.url).stdout.splitlines()
+    assert [line.split("\t")[:2] for line in history] == [["~0", "removed"], ["~1", "2"], ["~2", "1"]]
+    assert datasvc("tag", "pets", "--remove", repo=pets.url).returncode == 2

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.loaders.core.mixture import Mixture
 from datasvc.models import CodeRevision, ConsumptionTracker, DataUse, ReadSpan, find_consumers, save
+from datasvc.models.provenance.lineage import read_lineage
 from datasvc.models.provenance.segments import history_of
 from datasvc.models.transfer import transfer
 from datasvc.order import OrderConfig
 from datasvc.repository import Repository
+from datasvc.repository.removal import remove_versions
 from datasvc.shards import open_dataset
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.delete import delete
@@ -288,6 +290,20 @@ def test_samples_that_a_version_deleted_are_found_where_they_were_consumed_befor
         find_consumers(repository, deleted_in="pets@1")
     with pytest.raises(ConfigError, match="either by keys or by the data-set version"):
         find_consumers(repository)
+
+
+def test_samples_of_removed_versions_are_still_found_when_their_shards_are_gone(pets):
+    repository, _ = pets
+    before = list(find_consumers(repository, deleted_in="pets@2").all_uses())
+    splits = [open_dataset(repository, f"pets@{number}")["train"] for number in (1, 2)]
+    shards = {shard.digest for split in splits for shard in split.table.shards()}
+    remove_versions(repository, "datasets", ["pets@1", "pets@2"])
+    for shard in shards:  # as `gc` does
+        repository.objects.local_path(shard).unlink()
+    assert list(find_consumers(repository, deleted_in="pets@2").all_uses()) == before != []
+    assert find_consumers(repository, ["cnn1@1"], keys=["3"], data="pets@2").missing.tolist() == [0]
+    lineage = read_lineage(repository, "cnn1@1")
+    assert (list(lineage.datasets), lineage.gaps) == (["pets@1"], [])
 
 
 def test_a_version_that_went_elsewhere_without_its_ancestors_takes_along_what_they_consumed(pets, tmp_path):

@@ -7,6 +7,7 @@ import torch
 from datasvc.models import CodeRevision, ConsumptionTracker, DataUse, describe_environment, read_lineage, save
 from datasvc.models.versions import environment
 from datasvc.shards import ingest, open_dataset
+from datasvc.shards.history.revert import revert
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.merge import merge
 from tests.loaders.numbered import Numbers
@@ -49,6 +50,19 @@ def test_lineage_leads_to_shards_and_sources_through_versions_and_what_data_was_
     assert found.shards == {split.digest: [shard.digest for shard in split.table.shards()]}
     assert found.gaps == []
     json.dumps(found.to_dict())
+
+
+def test_data_that_was_reverted_leads_to_the_version_that_it_is_equal_to(repository, folder):
+    ingest(repository, str(folder), "pets", shard_bytes=4000)
+    delete(repository, "pets", keys=[open_dataset(repository, "pets@1")["train"][0]["key"]])
+    revert(repository, "pets@1")
+    split = open_dataset(repository, "pets@3")["train"]
+    tracker = ConsumptionTracker(Numbers(split, 4, tail="drop", prefetch=0, blob="image"))
+    use = tracker.use().to_dict()
+    use["spans"][0]["stop"] = [1, 0]
+    commit(repository, "cnn", 4, [use])
+    found = read_lineage(repository, "cnn")
+    assert found.datasets["pets@3"].parents == ("pets@2", "pets@1")
 
 
 def test_data_that_is_not_here_is_named(repository):

@@ -1,0 +1,72 @@
+"""`datasvc rm | rename`: remove versions of a data set, and give it a new name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from datasvc.cli.datasets.listing import NameArgument
+from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_json, print_line
+
+if TYPE_CHECKING:
+    from datasvc.repository import Kind
+
+RefsArgument = Annotated[list[str], typer.Argument(metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Remove tagged versions too, together with their tags.")]
+RemovalMessageOption = Annotated[str, typer.Option("--message", "-m", help="Description stored with the removal.")]
+
+
+def rm(
+    refs: RefsArgument,
+    repo: RepoOption,
+    force: ForceOption = False,
+    message: RemovalMessageOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Remove data-set versions. Their numbers are never reused, and their entries can still be shown.
+
+    Example: datasvc rm pets@3 pets@4 --repo ./repo
+
+    After a grace period, `datasvc gc` frees the bytes that no other version uses.
+    """
+    run_rm("datasets", refs, repo, force=force, message=message, as_json=as_json)
+
+
+def run_rm(kind: Kind, refs: list[str], repo: str, *, force: bool, message: str, as_json: bool) -> None:
+    """Remove versions, and print the result; for `rm` of data sets and of models."""
+    from datasvc.repository import Repository
+    from datasvc.repository.removal import remove_versions
+
+    report = remove_versions(Repository.open(repo), kind, refs, force=force, message=message)
+    versions = [str(version) for version in report.versions]
+    if as_json:
+        print_json({"removed": versions, "untagged": list(report.untagged)})
+        return
+    for tag in report.untagged:
+        print_line(f"removed tag {tag}")
+    gc = "datasvc models gc" if kind == "models" else "datasvc gc"
+    print_line(f"removed {', '.join(versions)}; `{gc}` frees their bytes after its grace period")
+
+
+def rename(
+    name: NameArgument,
+    new_name: Annotated[str, typer.Argument(metavar="NEW", help="A name that has no version yet.")],
+    repo: RepoOption,
+    message: MessageOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Give a data set a new name, with its history, numbers and tags; the versions of the old name are removed.
+
+    Example: datasvc rename pets animals --repo ./repo
+
+    No shard is copied. Models that were trained on the data set still name the old versions, which `show` describes.
+    """
+    from datasvc.repository import Repository
+    from datasvc.shards.history.rename import rename as run_rename
+
+    newest = run_rename(Repository.open(repo), name, new_name, message=message)
+    if as_json:
+        print_json({"from": name, "to": new_name, "version": str(newest)})
+    else:
+        print_line(f"renamed {name} to {new_name}: its newest version is {newest}")

@@ -1,0 +1,145 @@
+"""Remove versions of data sets and models: a commit marks them as removed, and a later `gc` deletes their bytes.
+
+The number of a removed version is never used again. Its entry stays, so that lineage remains complete. A version with
+a tag is never removed: if another process tags a version during its removal, the removal is reverted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from datasvc.errors import ConfigError, ConflictError, DatasvcError, NotFoundError
+from datasvc.repository.logs.references import parse_reference
+from datasvc.repository.repository import KIND_NAMES, Kind, Repository, Resolved
+
+
+@dataclass(frozen=True)
+class RemovalReport:
+    """Result of `remove_versions`.
+
+    Attributes:
+        versions: removed versions, ordered by name and number.
+        untagged: tags that were deleted first, such as "digits-cnn@prod".
+    """
+
+    versions: tuple[Resolved, ...]
+    untagged: tuple[str, ...]
+
+
+def remove_versions(
+    repository: Repository, kind: Kind, refs: Sequence[str], *, force: bool = False, message: str = ""
+) -> RemovalReport:
+    """Remove versions, with one commit per data set or model.
+
+    Args:
+        repository: repository of the versions.
+        kind: "datasets" or "models".
+        refs: references with a version or a tag. A name alone is refused, because it could mean one version or all.
+        force: delete the tags of these versions first.
+        message: message of the commit.
+
+    Raises:
+        ConfigError: a reference is a name alone, or a version is tagged and `force` is not set; nothing was removed.
+        NotFoundError: a version does not exist or was removed earlier; nothing was removed now.
+        ConflictError: another process moved a tag of one of the versions during the removal. The message lists the
+            removed versions. The tags of the other versions are restored.
+        UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.
+    """
+    # Each letter of a text would be a reference.
+    if isinstance(refs, str):
+        raise ConfigError(f"refs is the string {refs!r}; expected a list of references, such as [{refs!r}]")
+    numbers: dict[str, set[int]] = {}
+    for ref in refs:
+        reference = parse_reference(ref, KIND_NAMES[kind])
+        if reference.version is None and reference.tag is None:
+            raise ConfigError(f"{ref!r} names no version; expected a version or a tag for each, such as {ref}@3")
+        version = repository.resolve(kind, ref)
+        numbers.setdefault(version.name, set()).add(version.version)
+    tags = {name: tags_on(repository, kind, name, versions) for name, versions in numbers.items()}
+    # Check the tags of all names before the first commit, so that a refusal changes nothing.
+    if not force:
+        _refuse_tagged(tags)
+    done: list[str] = []
+    for name, versions in numbers.items():
+        try:
+            _remove_tagged(repository, kind, name, versions, tags[name], message)
+        except ConflictError as error:
+            before = f"; removed before, with their tags: {', '.join(done)}" if done else ""
+            raise ConflictError(f"{error}{before}") from error
+        done += [f"{name}@{number}" for number in sorted(versions)]
+    return RemovalReport(
+        tuple(Resolved(kind, name, number) for name in sorted(numbers) for number in sorted(numbers[name])),
+        tuple(f"{name}@{tag}" for name, tags_of_one in tags.items() for tag in tags_of_one),
+    )
+
+
+def remove_untagged(repository: Repository, kind: Kind, name: str, versions: Iterable[int], message: str) -> None:
+    """Remove versions of one name that have no tag.
+
+    Raises:
+        ConflictError: another process tagged one of them meanwhile; the tagged ones are not removed, the others are.
+        UnknownOutcomeError, UnavailableError: see `Log.append`.
+    """
+    removals = repository.removals(kind, name)
+    removals.add(versions, message)
+    # This function reads the tags after it wrote the removal. `Repository.tag` reads the removals after it wrote the
+    # tag. Of two concurrent calls, at least one therefore reads the change of the other.
+    tagged = tags_on(repository, kind, name, versions)
+    if tagged:
+        restored = set(tagged.values())
+        removals.restore(restored, f"tagged meanwhile: {', '.join(sorted(tagged))}")
+        raise ConflictError(
+            f"another process moved tags of {name} during the removal: {tagged} stay, the other versions are removed"
+        )
+
+
+def swept_versions(repository: Repository, kind: Kind, name: str, before_s: float) -> frozenset[int]:
+    """Return the versions of a name whose objects `gc` may delete; for errors, see `Log.read`.
+
+    Versions that were removed after `before_s`, in seconds since 1970, are left out: a process may still read them.
+    """
+    removed = repository.removals(kind, name).removed_before(before_s)
+    # Read the tags after the removals: a tag that causes the reversal of a removal was set before the reversal.
+    return removed - set(repository.tags(kind, name, strict=True).values()) if removed else removed
+
+
+def tags_on(repository: Repository, kind: Kind, name: str, versions: Iterable[int]) -> dict[str, int]:
+    """Return the tags that point at one of the versions; for errors, see `Repository.tags` with `strict`."""
+    numbers = set(versions)
+    tags = repository.tags(kind, name, strict=True)
+    return {tag: version for tag, version in tags.items() if version in numbers}
+
+
+def _remove_tagged(
+    repository: Repository, kind: Kind, name: str, versions: Iterable[int], tags: Mapping[str, int], message: str
+) -> None:
+    """Delete the tags of some versions of one name, then remove the versions; restore the tags on failure."""
+    deleted: dict[str, int] = {}
+    try:
+        for tag, number in tags.items():
+            try:
+                # With `expect`, the deletion fails if another process has moved the tag.
+                repository.untag(kind, name, tag, expect=number)
+            except (ConflictError, NotFoundError) as error:
+                raise ConflictError(
+                    f"another process moved {name}@{tag}: check the tag; no version of {name} was removed"
+                ) from error
+            deleted[tag] = number
+        remove_untagged(repository, kind, name, versions, message)
+    except DatasvcError:
+        for tag, number in deleted.items():
+            with suppress(DatasvcError):  # the version is removed, or another process has set the tag
+                repository.tag(kind, f"{name}@{number}", tag, expect=0)
+        raise
+
+
+def _refuse_tagged(tags: Mapping[str, Mapping[str, int]]) -> None:
+    tagged = [
+        f"{name}@{number} is {name}@{tag}" for name, versions in tags.items() for tag, number in versions.items()
+    ]
+    if tagged:
+        raise ConfigError(
+            f"{', '.join(tagged)}; nothing was removed: move the tags first, or delete them as well with --force"
+        )

@@ -1,0 +1,79 @@
+"""Revert a data set: commit the next version with the samples of an old one. No shard and no table is copied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from datasvc.errors import ConfigError
+from datasvc.repository import Repository, Resolved, parse_reference
+from datasvc.shards.versions.dataset import continued_version, open_dataset
+from datasvc.shards.versions.split_overlap import ENTRY_FIELD
+from datasvc.shards.versions.version_entry import VAL_FRACTION, derived_entry, read_val_fraction
+
+
+@dataclass(frozen=True)
+class RevertReport:
+    """The result of `revert`.
+
+    Attributes:
+        version: the committed version; or the newest version, if it has the same samples already.
+        equal_to: the old version that it is equal to.
+        is_new: whether a version was committed.
+    """
+
+    version: Resolved
+    equal_to: Resolved
+    is_new: bool
+
+
+def revert(repository: Repository, ref: str, *, message: str = "") -> RevertReport:
+    """Commit the next version of a data set with the splits of an old version.
+
+    The versions between them stay. If the newest version has the same splits already, nothing is committed.
+
+    Args:
+        repository: the repository that stores the data set.
+        ref: the old version, with a number or a tag.
+        message: text stored with the version.
+
+    Raises:
+        ConfigError: `ref` is a name alone.
+        NotFoundError: there is no such version, or it was removed.
+        ConflictError, CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `open_dataset`.
+    """
+    reference = parse_reference(ref)
+    if reference.version is None and reference.tag is None:
+        raise ConfigError(f"{ref!r} names no version; expected the version to return to, such as {ref}@3")
+    old = repository.resolve("datasets", ref)
+    content = open_dataset(repository, str(old)).entry.content
+    val_fraction = read_val_fraction(repository, old)
+
+    def build(head: int) -> Mapping[str, Any]:
+        # `append` calls this again after a commit by another writer: the new version continues that commit.
+        newest = continued_version(repository, old.name, head)
+        if newest is not None and open_dataset(repository, str(newest)).entry.content["splits"] == content["splits"]:
+            raise _AlreadyEqualError(newest)
+        return derived_entry(
+            content["splits"],
+            {"kind": "revert", "to": str(old)},
+            message=message,
+            parent=newest,
+            source=str(old),
+            **{VAL_FRACTION: val_fraction},
+            **{name: content[name] for name in (ENTRY_FIELD,) if name in content},
+        )
+
+    try:
+        committed = repository.versions("datasets", old.name).append(build)
+    except _AlreadyEqualError as equal:
+        return RevertReport(equal.version, old, is_new=False)
+    return RevertReport(Resolved("datasets", old.name, committed.number), old, is_new=True)
+
+
+class _AlreadyEqualError(Exception):
+    """Ends `Log.append` without a commit: the newest version has the splits of the old one."""
+
+    def __init__(self, version: Resolved) -> None:
+        self.version = version

@@ -1,0 +1,180 @@
+"""Renaming a data set: history, numbers and tags move, old references say where, and no concurrent commit is lost."""
+
+from pathlib import Path
+
+import pytest
+
+from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
+from datasvc.gc import gc
+from datasvc.repository.lost_versions import mark_lost
+from datasvc.repository.removal import remove_versions
+from datasvc.repository.store.storage import Storage
+from datasvc.shards import ingest, open_dataset
+from datasvc.shards.history.rename import rename
+from datasvc.shards.history.revert import revert
+from datasvc.shards.versions.dataset import list_datasets
+from datasvc.shards.versions.delete import delete
+from datasvc.shards.versions.describe import describe_version
+from datasvc.shards.versions.verify import verify
+from tests.shards.written_versions import write_version
+
+
+def texts(*keys):
+    return [{"key": key, "text": f"text of {key}"} for key in keys]
+
+
+@pytest.fixture
+def pets(repository):
+    """pets@1 to pets@3, of which pets@2 is removed; tags old, stable (moved) and gone (deleted)."""
+    write_version(repository, "pets", {"train": [texts("a", "b"), texts("c")]})
+    delete(repository, "pets", keys=["a"])
+    delete(repository, "pets", keys=["b"])
+    repository.tag("datasets", "pets@3", "stable")
+    repository.tag("datasets", "pets@1", "old")
+    repository.tag("datasets", "pets@1", "stable")
+    repository.tag("datasets", "pets@1", "gone")
+    repository.untag("datasets", "pets", "gone")
+    remove_versions(repository, "datasets", ["pets@2"])
+    return repository
+
+
+def keys_of(repository, ref):
+    return [sample["key"] for sample in open_dataset(repository, ref)["train"]]
+
+
+def check_renamed(repository):
+    assert [str(dataset.resolved) for dataset in list_datasets(repository)] == ["animals@3"]
+    assert repository.living("datasets", "animals") == [1, 3]
+    assert repository.tags("datasets", "animals") == {"old": 1, "stable": 1}
+    assert str(repository.resolve("datasets", "animals@stable~1")) == "animals@3"
+    assert [len(repository.tag_history("datasets", "animals", tag)) for tag in ("old", "stable", "gone")] == [1, 2, 2]
+    assert (keys_of(repository, "animals@1"), keys_of(repository, "animals")) == (["a", "b", "c"], ["c"])
+    for ref in ("pets", "pets@1", "pets@3"):
+        with pytest.raises(NotFoundError, match=r"was removed on .* \(renamed to animals"):
+            open_dataset(repository, ref)
+    assert repository.tags("datasets", "pets") == {}
+
+
+def test_all_versions_numbers_and_tags_have_the_new_name_and_no_object_is_copied(pets):
+    before = {file.path for file in pets.storage.walk("objects")}
+    assert str(rename(pets, "pets", "animals", message="birds came")) == "animals@3"
+    check_renamed(pets)
+    assert {file.path for file in pets.storage.walk("objects")} == before
+    gc(pets, grace_s=0, no_writers=True, dry_run=False)
+    assert verify(pets, "animals@1", deep=True).problems == ()
+    facts = describe_version(pets, "pets@3")
+    assert facts["removal"]["message"] == "renamed to animals: birds came"
+
+
+@pytest.mark.parametrize("stop_at", range(1, 24))
+def test_a_rename_that_is_killed_is_finished_by_the_same_call(pets, monkeypatch, stop_at):
+    create, count = Storage.create, [0]
+
+    def killed(self, path, content):
+        count[0] += 1
+        if count[0] == stop_at:
+            raise KeyboardInterrupt
+        return create(self, path, content)
+
+    monkeypatch.setattr(Storage, "create", killed)
+    try:
+        rename(pets, "pets", "animals")
+    except KeyboardInterrupt:
+        monkeypatch.undo()
+        for name in pets.names("datasets"):  # whatever is visible can be read
+            for number in pets.living("datasets", name):
+                try:
+                    verify(pets, f"{name}@{number}")
+                except NotFoundError as error:
+                    assert "was renamed to animals" in str(error)  # noqa: PT017 - only between commit and removal
+        rename(pets, "pets", "animals")
+    check_renamed(pets)
+
+
+def test_a_version_that_is_committed_meanwhile_is_renamed_too(pets, monkeypatch):
+    create, count = Storage.create, [0]
+
+    def late(self, path, content):
+        if path.endswith("pets/versions/00000004.json") and not count[0]:
+            count[0] = 1
+            write_version(pets, "pets", {"train": [texts("x")]})
+        return create(self, path, content)
+
+    monkeypatch.setattr(Storage, "create", late)
+    assert str(rename(pets, "pets", "animals")) == "animals@4"
+    assert keys_of(pets, "animals") == ["x"]
+    assert pets.living("datasets", "pets") == []
+
+
+def test_what_continues_the_old_name_afterwards_is_refused_with_the_new_name(pets, folder):
+    rename(pets, "pets", "animals")
+    with pytest.raises(ConflictError, match="pets was renamed to animals; use the new name"):
+        ingest(pets, str(folder), "pets", append=True)
+    with pytest.raises(NotFoundError, match="renamed to animals"):
+        delete(pets, "pets", keys=["c"])
+    # A new data set may have the old name. Its numbers go on.
+    assert str(ingest(pets, str(folder), "pets").version) == "pets@5"
+    with pytest.raises(ConfigError, match="the name 'animals' has versions"):
+        rename(pets, "pets", "animals")
+
+
+def test_a_revert_that_loses_against_a_rename_commits_nothing(pets, monkeypatch):
+    create = Storage.create
+
+    def late(self, path, content):
+        if path.endswith("pets/versions/00000004.json"):
+            monkeypatch.undo()
+            rename(pets, "pets", "animals")
+        return create(self, path, content)
+
+    monkeypatch.setattr(Storage, "create", late)
+    with pytest.raises(ConflictError, match="pets was renamed to animals"):
+        revert(pets, "pets@1")
+    check_renamed(pets)
+
+
+@pytest.mark.parametrize(
+    ("new", "error", "message"),
+    [
+        ("pets", ConfigError, "has the name 'pets' already"),
+        ("Pets!", ConfigError, "not a valid name"),
+        ("wild", ConfigError, "the name 'wild' has versions, and their numbers are never used again"),
+    ],
+)
+def test_a_name_that_cannot_be_given_changes_nothing(pets, new, error, message):
+    write_version(pets, "wild", {"train": [texts("w")]})
+    with pytest.raises(error, match=message):
+        rename(pets, "pets", new)
+    assert pets.living("datasets", "pets") == [1, 3]
+    assert pets.living("datasets", "wild") == [1]
+
+
+def test_a_data_set_that_does_not_exist_is_not_renamed(pets):
+    with pytest.raises(NotFoundError, match=r"no data set 'cats' in .*it has: pets"):
+        rename(pets, "cats", "animals")
+
+
+def test_a_damaged_version_stops_a_rename_until_it_is_marked_as_lost(pets):
+    path = Path(pets.url, "datasets/pets/versions/00000003.json")
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CorruptDataError, match=r"the entry of pets@3 cannot be read.*nothing was renamed"):
+        rename(pets, "pets", "animals")
+    mark_lost(pets, "datasets", ["pets@3"])
+    assert str(rename(pets, "pets", "animals")) == "animals@1"
+    assert pets.removals("datasets", "animals").lost() == {3}
+
+
+def test_a_version_that_another_process_commits_to_the_new_name_is_not_overwritten(pets, monkeypatch):
+    create, count = Storage.create, [0]
+
+    def late(self, path, content):
+        if path.endswith("animals/versions/00000001.json") and not count[0]:
+            count[0] = 1
+            write_version(pets, "animals", {"train": [texts("x")]})
+        return create(self, path, content)
+
+    monkeypatch.setattr(Storage, "create", late)
+    with pytest.raises(ConflictError, match="committed to 'animals' meanwhile"):
+        rename(pets, "pets", "animals")
+    assert keys_of(pets, "animals@1") == ["x"]
+    assert keys_of(pets, "pets@stable") == ["a", "b", "c"]
