@@ -50,6 +50,9 @@ def ingest(
     format: Annotated[str | None, typer.Option(help="Format of SOURCE; default: detected from its files.")] = None,  # noqa: A002
     split: Annotated[str | None, typer.Option(help="Put all samples into this split.")] = None,
     key: Annotated[str | None, typer.Option(help="Column with the sample keys.")] = None,
+    key_prefix: Annotated[
+        str, typer.Option(help="Text put before the key of every sample, if another source has equal keys.")
+    ] = "",
     manifest: Annotated[
         str | None,
         typer.Option(help="CSV, JSON lines or Parquet file that lists image files with labels and other columns."),
@@ -128,7 +131,16 @@ def ingest(
     check_name(name, "data set")
     shard_bytes = parse_size(shard_size)
     options = SourceOptions(
-        format, split, key, manifest, ground_truth, synsets, tokenizer, block_tokens=block_tokens, text=text
+        format,
+        split,
+        key,
+        manifest,
+        ground_truth,
+        synsets,
+        tokenizer,
+        block_tokens=block_tokens,
+        text=text,
+        key_prefix=key_prefix,
     )
     opened = open_source(source, options)
     if dry_run:

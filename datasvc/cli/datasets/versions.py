@@ -20,6 +20,7 @@ from datasvc.cli.terminal.output import (
     print_line,
 )
 from datasvc.cli.terminal.values import text_value
+from datasvc.errors import ConfigError
 from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def delete(
     where: Annotated[str | None, typer.Option(metavar="EXPR", help="SQL condition over the columns.")] = None,
     split: Annotated[str | None, typer.Option(help="Delete from this split only.")] = None,
     ignore_missing: Annotated[bool, typer.Option(help="Skip keys that do not exist, instead of an error.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the samples, and delete nothing.")] = False,
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -54,13 +56,14 @@ def delete(
         where=where,
         split=split,
         ignore_missing=ignore_missing,
+        dry_run=dry_run,
         message=message,
     )
     if as_json:
         print_json(
             {
                 "version": str(report.version),
-                "committed": bool(report.num_deleted),
+                "committed": bool(report.num_deleted) and not dry_run,
                 "deleted": report.deleted,
                 "missing": report.missing,
             }
@@ -73,6 +76,9 @@ def delete(
         )
     if not report.num_deleted:
         print_line(f"nothing to delete: {report.version} stays the newest version")
+        return
+    if dry_run:
+        print_line(f"would delete {format_counts(report.deleted)} samples of {report.version}; nothing was committed")
         return
     print_line(f"committed {report.version}: deleted {format_counts(report.deleted)} samples")
 
@@ -143,12 +149,21 @@ def merge(
         typer.Option(help="If several versions have the same key: the choices are described above."),
     ] = "fail",
     on_split_overlap: SplitOverlapOption = "fail",
+    key_prefix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="REF=PREFIX",
+            help="Put PREFIX before each key of version REF, whose shards are copied; may be given several times.",
+        ),
+    ] = None,
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Commit the samples of several versions as the next version of NAME; only shards whose labels change are copied.
+    """Commit the samples of several versions as the next version of NAME.
 
     Example: datasvc merge animals pets zoo@3 --repo ./repo
+
+    Only shards whose labels or keys change are copied.
 
     If several versions have a key in the same split: "fail" commits nothing; "drop" keeps one of equal samples and
     fails if they differ; "first" and "last" keep the sample of the first or of the last version.
@@ -162,6 +177,7 @@ def merge(
         name,
         on_common=on_common,
         on_split_overlap=on_split_overlap,
+        key_prefixes=_parse_prefixes(key_prefix or []),
         message=message,
     )
     merged = [str(version) for version in report.merged]
@@ -183,6 +199,18 @@ def merge(
     )
     for overlap in report.overlaps:
         print_line(str(overlap), err=True)
+
+
+def _parse_prefixes(texts: Sequence[str]) -> dict[str, str]:
+    prefixes = {}
+    for text in texts:
+        ref, equals, prefix = text.partition("=")
+        if not equals or ref in prefixes:
+            raise ConfigError(
+                f"--key-prefix {text!r}: expected REF=PREFIX, once for each version, such as zoo@3=zoo/"
+            )
+        prefixes[ref] = prefix
+    return prefixes
 
 
 def revert(

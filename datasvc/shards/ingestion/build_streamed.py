@@ -111,7 +111,7 @@ def _read_part(
 ) -> Iterator[BatchRows]:
     """Yield the samples of one part in turns of about `turn_bytes`; None: one turn for each batch of the source."""
     assert isinstance(work.source, StreamedSource)
-    for item in work.source.read(part):
+    for item in work.source.read_prefixed(part):
         kept = limit.truncate(item)
         if kept is None:
             return

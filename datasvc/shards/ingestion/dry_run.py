@@ -170,7 +170,7 @@ def _read_parts(source: Source, options: BuildOptions, bad: list[BadSample]) -> 
     work = IngestWork("", "", "", "", source, stored_schema(source.schema), options, source.classes)
     for part in source.parts:
         samples = stored_bytes = 0
-        for batch in source.read(part):
+        for batch in source.read_prefixed(part):
             if isinstance(batch, BadSample):
                 bad.append(batch)
                 continue

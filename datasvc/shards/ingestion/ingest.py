@@ -244,7 +244,8 @@ def open_any_source(source: AnySource, options: SourceOptions | None = None) -> 
         return source
     if isinstance(source, (str, os.PathLike)):
         return open_source(os.fspath(source), options)
-    return PythonSource(source, options)
+    opened = PythonSource(source, options)
+    return opened.with_key_prefix(options.key_prefix) if options and options.key_prefix else opened
 
 
 @dataclass(frozen=True)

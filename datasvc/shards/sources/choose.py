@@ -94,7 +94,8 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
         raise ConfigError(f"format {format_name!r} is unknown; expected one of {', '.join(FORMATS)}")
     module, _, name = _CLASSES[format_name].rpartition(".")
     source_class: Any = getattr(importlib.import_module(f"datasvc.shards.sources.{module}"), name)
-    return cast("Source", source_class.list(url, options))
+    source = cast("Source", source_class.list(url, options))
+    return source.with_key_prefix(options.key_prefix) if options.key_prefix else source
 
 
 def choose_format(url: str, options: SourceOptions) -> str:

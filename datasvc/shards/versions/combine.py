@@ -1,4 +1,4 @@
-"""Combine splits for append and merge. Shards are shared, not copied, unless their labels must change.
+"""Combine splits for append and merge. Shards are shared, not copied, unless their labels or keys must change.
 
 In all functions, `head` is the existing side, such as the newest version, and `new` is the side that is added to it.
 """
@@ -6,9 +6,9 @@ In all functions, `head` is the existing side, such as the newest version, and `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import pyarrow as pa
 
@@ -20,6 +20,7 @@ from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.format.writer import ShardWriter
+from datasvc.shards.sources.common.source import prefix_keys
 from datasvc.shards.sources.text.tokens import TOKENIZER
 from datasvc.shards.versions.deletions import Deletions, Flags, delete_samples, load_deletions, only_samples
 from datasvc.shards.versions.key_join import CommonKeys, find_common_keys, first_keys
@@ -34,6 +35,10 @@ OnCommon = Literal["fail", "drop", "keep", "replace"]
 - replace: take the new sample instead of the existing one.
 """
 
+_WAYS_OUT: Final = (
+    "which of two samples with the same key is kept by --on-common (on_common=), or give one side other keys by "
+    "--key-prefix (key_prefix=)"
+)
 # Columns that the added data must have if the data set has them.
 _REQUIRED_IF_PRESENT = (KEY, IMAGE, LABEL)
 
@@ -213,34 +218,55 @@ def relabel_shards(objects: Objects, table: ShardTable, labels: Mapping[int, int
     """
     if not labels or LABEL not in table.sample_schema.names:
         return table
-    written = [_relabel_shard(objects, table, number, labels) for number in range(table.num_shards)]
+
+    def relabel(batch: pa.RecordBatch) -> pa.RecordBatch:
+        if LABEL not in batch.schema.names:
+            return batch
+        relabelled = relabel_batch(batch, labels)
+        return batch if relabelled.column(LABEL).equals(batch.column(LABEL)) else relabelled
+
     counts: Counter[int] = Counter()
     for label, count in table.label_counts.items():
         counts[labels.get(label, label)] += count
-    relabelled = table.with_column("digest", [bytes.fromhex(info.digest) for info, _ in written])
-    relabelled = relabelled.with_column("bytes", [info.size_bytes for info, _ in written])
-    relabelled = relabelled.with_column("index", [bytes.fromhex(index) if index else None for _, index in written])
-    return replace(relabelled, label_counts=dict(sorted(counts.items())))
+    return replace(_rewrite_shards(objects, table, relabel), label_counts=dict(sorted(counts.items())))
 
 
-def _relabel_shard(
-    objects: Objects, table: ShardTable, number: int, labels: Mapping[int, int]
+def prefix_shards(objects: Objects, table: ShardTable, prefix: str) -> ShardTable:
+    """Return the split with `prefix` before each key; its shards are stored again, with their sample indexes.
+
+    Raises:
+        CorruptDataError, NotFoundError, UnavailableError: a shard cannot be read.
+    """
+    return _rewrite_shards(objects, table, lambda batch: prefix_keys(batch, prefix)) if prefix else table
+
+
+def _rewrite_shards(
+    objects: Objects, table: ShardTable, change: Callable[[pa.RecordBatch], pa.RecordBatch]
+) -> ShardTable:
+    """Return the split with `change` applied to its batches; a batch that it returns itself is not changed."""
+    written = [_rewrite_shard(objects, table, number, change) for number in range(table.num_shards)]
+    changed = table.with_column("digest", [bytes.fromhex(info.digest) for info, _ in written])
+    changed = changed.with_column("bytes", [info.size_bytes for info, _ in written])
+    return changed.with_column("index", [bytes.fromhex(index) if index else None for _, index in written])
+
+
+def _rewrite_shard(
+    objects: Objects, table: ShardTable, number: int, change: Callable[[pa.RecordBatch], pa.RecordBatch]
 ) -> tuple[ObjectInfo, Digest | None]:
-    """Return the shard with new labels, and its sample index if it has one; both as stored if no label changes."""
+    """Return the changed shard, and its sample index if it has one; both as stored if no batch changes."""
     info = table.shard(number)
     shard = table.check_shard(number, open_shard(objects, info))
-    if LABEL not in shard.schema.names:
-        return info, table.index(number)
     shard.check_texts()
-    batches = [relabel_batch(batch, labels) for batch in shard.batches]
-    # If no label of this shard changes, the stored shard is used.
-    if all(new.column(LABEL).equals(old.column(LABEL)) for new, old in zip(batches, shard.batches, strict=True)):
+    stored = list(shard.batches)
+    batches = [change(batch) for batch in stored]
+    # If no batch of this shard changes, the stored shard is used.
+    if all(new is old for new, old in zip(batches, stored, strict=True)):
         return info, table.index(number)
     return _write_shard(objects, shard, batches)
 
 
 def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatch]) -> tuple[ObjectInfo, Digest]:
-    """Store `batches`, those of `shard` with new labels, as a shard with a sample index."""
+    """Store `batches`, those of `shard` with new labels or keys, as a shard with a sample index."""
     blobs = [field.name for field in shard.schema if is_blob(field.type)]
     keys: list[str] = []
     sample_digests: list[bytes] = []
@@ -276,14 +302,13 @@ def _check_common(common: CommonKeys, on_common: OnCommon, where: str = "") -> N
     """Raise ConflictError if `on_common` does not resolve the common keys."""
     if on_common == "fail":
         raise ConflictError(
-            f"{len(common)} keys are on both sides{where}: {first_keys(common.keys)}; rename the samples, or set "
-            "which of two samples with the same key is kept"
+            f"{len(common)} keys are on both sides{where}: {first_keys(common.keys)}; choose {_WAYS_OUT}"
         )
     if on_common == "drop" and not common.equal.all():
         unequal = common.keys.filter(pa.array(~common.equal))
         raise ConflictError(
-            f"{len(unequal)} keys are on both sides with different samples{where}: {first_keys(unequal)}; rename the "
-            "samples, or set which of two samples with the same key is kept"
+            f"{len(unequal)} keys are on both sides with different samples{where}: {first_keys(unequal)}; choose "
+            f"{_WAYS_OUT}"
         )
 
 

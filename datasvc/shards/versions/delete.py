@@ -15,7 +15,7 @@ from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Objects, Repository, Resolved
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.dataset import choose_split, continued_version, open_dataset
+from datasvc.shards.versions.dataset import DatasetVersion, choose_split, continued_version, open_dataset
 from datasvc.shards.versions.deletions import delete_samples
 from datasvc.shards.versions.key_join import first_keys
 from datasvc.shards.versions.keys import SplitKeys
@@ -31,15 +31,17 @@ class DeleteReport:
         version: the committed version; if there was nothing to delete, the newest version, which is unchanged.
         deleted: number of deleted samples by split; empty if nothing was committed.
         missing: requested keys that no split has, sorted.
+        dry_run: whether nothing was committed, and `deleted` is what would be deleted from `version`.
     """
 
     version: Resolved
     deleted: dict[str, int]
     missing: list[str] = field(default_factory=list)
+    dry_run: bool = False
 
     @property
     def num_deleted(self) -> int:
-        """Number of deleted samples; 0 if nothing was committed."""
+        """Number of deleted samples; 0 if there was nothing to delete."""
         return sum(self.deleted.values())
 
 
@@ -51,6 +53,7 @@ def delete(
     where: str | None = None,
     split: str | None = None,
     ignore_missing: bool = False,
+    dry_run: bool = False,
     message: str = "",
 ) -> DeleteReport:
     """Commit the next version of a data set without the samples that `keys` or `where` selects.
@@ -64,6 +67,7 @@ def delete(
         where: SQL expression over the columns, see `sql_filter.Condition`. Give either this or `keys`.
         split: the only split to delete from; None for all splits.
         ignore_missing: continue if a key does not exist.
+        dry_run: only count the samples, and commit nothing.
         message: text stored with the version.
 
     Raises:
@@ -86,6 +90,9 @@ def delete(
             f"continued: give {base.name} or {newest}"
         )
     build = _DeleteBuild(repository, base, _checked_keys(keys), where, split, ignore_missing, message)
+    if dry_run:
+        build.select(base.version)
+        return DeleteReport(base, build.deleted, build.missing, dry_run=True)
     try:
         committed = log.append(build)
     except _NothingToDeleteError:
@@ -119,21 +126,30 @@ class _DeleteBuild:
     missing: list[str] = field(default_factory=list)
     _attempts: int = 0
 
-    def __call__(self, head: int) -> Mapping[str, Any]:
+    def select(self, head: int) -> tuple[DatasetVersion, dict[str, ShardTable], dict[str, dict[int, Integers]]]:
+        """Select the samples to delete after version `head`, and set `parent`, `deleted` and `missing`.
+
+        Returns:
+            The version to continue, its searched tables by split, and the result of `_select_rows`.
+        """
         self._attempts += 1
         self.parent = continued_version(self.repository, self.parent.name, head) or self.parent
         dataset = open_dataset(self.repository, str(self.parent))
         tables = {opened.name: opened.table for opened in choose_split(dataset, self.split)}
         rows_by_split = self._select_rows(tables)
-        objects = self.repository.objects
         self.deleted = {split: sum(map(len, rows.values())) for split, rows in rows_by_split.items()}
-        if not rows_by_split:
-            raise _NothingToDeleteError
         for split, count in self.deleted.items():
             if count == tables[split].num_samples:
                 raise ConfigError(
                     f"all samples of split {split!r} of {self.parent} would be deleted: nothing was committed"
                 )
+        return dataset, tables, rows_by_split
+
+    def __call__(self, head: int) -> Mapping[str, Any]:
+        dataset, tables, rows_by_split = self.select(head)
+        if not rows_by_split:
+            raise _NothingToDeleteError
+        objects = self.repository.objects
         changed = {split: delete_samples(objects, tables[split], rows) for split, rows in rows_by_split.items()}
         change: dict[str, Any] = {"kind": "delete", "deleted": sum(self.deleted.values())}
         if self.where is not None:

@@ -10,7 +10,8 @@ from datasvc.errors import ConfigError
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name, parse_reference
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.combine import OnCommon, append_splits
+from datasvc.shards.sources.common.options import check_key_prefix
+from datasvc.shards.versions.combine import OnCommon, append_splits, prefix_shards
 from datasvc.shards.versions.dataset import continued_version
 from datasvc.shards.versions.split_overlap import (
     ENTRY_FIELD,
@@ -65,6 +66,7 @@ def merge(
     *,
     on_common: OnCommonKey = "fail",
     on_split_overlap: OnSplitOverlap = "fail",
+    key_prefixes: Mapping[str, str] | None = None,
     message: str = "",
 ) -> MergeReport:
     """Commit the next version of data set `name`, with the samples of all `refs`, split by split.
@@ -78,11 +80,13 @@ def merge(
         name: the data set to commit to; created if it does not exist.
         on_common: rule for a key that several versions have in the same split.
         on_split_overlap: rule for samples that two splits of the result share, by key or by equal blobs.
+        key_prefixes: text to put before each key of a version, by its reference in `refs`; the shards of these
+            versions are stored again.
         message: text stored with the version.
 
     Raises:
-        ConfigError: fewer than two references are given; or columns or labels are incompatible, see
-            `combine.append_table`.
+        ConfigError: fewer than two references are given; `key_prefixes` has another reference; or columns or
+            labels are incompatible, see `combine.append_table`.
         NotFoundError: there is no such version.
         ConflictError: several versions have a key, and `on_common` does not resolve it; splits share samples, see
             `split_overlap.settle_overlaps`; or see `Log.append`.
@@ -94,7 +98,12 @@ def merge(
     if len(refs) < 2:
         raise ConfigError(f"a merge needs at least two versions; got {len(refs)}")
     check_on_overlap(on_split_overlap)
-    build = _MergeBuild(repository, refs, name, _RULES[on_common], on_split_overlap, message)
+    prefixes = {ref: check_key_prefix(prefix) for ref, prefix in (key_prefixes or {}).items()}
+    if unknown := sorted(prefixes.keys() - set(refs)):
+        raise ConfigError(
+            f"there is a key prefix for {unknown[0]!r}, which is not merged; expected one of {', '.join(refs)}"
+        )
+    build = _MergeBuild(repository, refs, name, _RULES[on_common], on_split_overlap, prefixes, message)
     committed = repository.versions("datasets", name).append(build)
     tables = build.tables
     return MergeReport(
@@ -112,7 +121,7 @@ class _MergeBuild:
     """Builds the log entry. `Log.append` calls an instance again if another writer committed first.
 
     Attributes:
-        repository, refs, name, on_overlap, message: as in `merge`.
+        repository, refs, name, on_overlap, prefixes, message: as in `merge`.
         on_common: rule of `append_splits`, see `_RULES`.
         versions: the versions that the last call merged.
         tables: shard tables of the last call's result by split.
@@ -124,6 +133,7 @@ class _MergeBuild:
     name: str
     on_common: OnCommon
     on_overlap: OnSplitOverlap
+    prefixes: Mapping[str, str]
     message: str
     tables: dict[str, ShardTable] = field(default_factory=dict)
     overlaps: list[Overlap] = field(default_factory=list)
@@ -140,7 +150,11 @@ class _MergeBuild:
             if ref.name == self.name and ref.version is None and ref.tag is None:
                 self.versions[position] = parent
         objects = self.repository.objects
-        tables_by_version = [read_tables(self.repository, version) for version in self.versions]
+        stored_tables = [read_tables(self.repository, version) for version in self.versions]
+        tables_by_version = [
+            {split: prefix_shards(objects, table, self.prefixes.get(ref, "")) for split, table in tables.items()}
+            for ref, tables in zip(self.refs, stored_tables, strict=True)
+        ]
         self.tables = tables_by_version[0]
         # Versions are appended in the order of the references, which defines "first" and "last".
         for added in tables_by_version[1:]:
@@ -155,13 +169,13 @@ class _MergeBuild:
             for overlap in find_overlaps(objects, tables)
         ]
         self.tables, shared, self.overlaps = settle_overlaps(objects, self.tables, self.on_overlap, accepted=accepted)
-        merged_tables = [table for tables in tables_by_version for table in tables.values()]
+        merged_tables = [table for tables in stored_tables for table in tables.values()]
         merged_refs = [str(version) for version in self.versions]
         # The new version continues the newest version of `name` only if that version was merged too.
         continues = parent in self.versions
         return derived_entry(
             describe_tables(objects, self.tables, before=merged_tables),
-            {"kind": "merge", "versions": merged_refs},
+            {"kind": "merge", "versions": merged_refs} | self._describe_prefixes(),
             message=self.message,
             parent=parent if continues else None,
             source=", ".join(merged_refs),
@@ -170,3 +184,7 @@ class _MergeBuild:
                 ENTRY_FIELD: shared,
             },
         )
+
+    def _describe_prefixes(self) -> dict[str, Any]:
+        prefixes = [self.prefixes.get(ref, "") for ref in self.refs]
+        return {"key_prefixes": prefixes} if any(prefixes) else {}

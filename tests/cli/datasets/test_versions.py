@@ -37,6 +37,14 @@ def test_keys_in_a_file_are_deleted(pets, tmp_path):
     assert (shown["message"], shown["parent"], shown["change"]["deleted"]) == ("bad", "pets@1", 2)
 
 
+def test_a_dry_run_of_a_deletion_deletes_nothing(pets):
+    done = datasvc("delete", "pets", "--where", "label = 0", "--split", "train", "--dry-run", repo=pets.url)
+    assert done.stdout == "would delete 2 train samples of pets@1; nothing was committed\n"
+    facts = said(datasvc("delete", "pets", "--where", "key = 'a'", "--dry-run", "--json", repo=pets.url))
+    assert (facts["committed"], facts["deleted"]) == (False, {"train": 1})
+    assert pets.versions("datasets", "pets").head() == 1
+
+
 def test_classes_of_integer_labels_get_names(repository, tmp_path):
     write_version(repository, "pets", {"train": [labelled(a=0, b=1)]}, LABELLED_SCHEMA)
     (tmp_path / "few.txt").write_text("cat\n", encoding="utf-8")
@@ -148,6 +156,13 @@ def test_a_delete_from_an_old_version_is_a_conflict(pets):
     done = datasvc("delete", "pets@1", "--where", "key = 'b'", repo=pets.url)
     assert done.returncode == 4
     assert "pets@1 is not the newest version, which is pets@2" in done.stderr
+
+
+def test_versions_with_equal_keys_are_merged_with_a_prefix(pets):
+    done = datasvc("merge", "all", "pets", "wild", "--key-prefix", "wild=wild/", repo=pets.url)
+    assert done.returncode == 0, done.stderr
+    assert keys_of(pets, "all") == ["a", "b", "c", "d", "wild/d", "wild/w"]
+    assert datasvc("merge", "all", "pets", "wild", "--key-prefix", "wild", repo=pets.url).returncode == 2
 
 
 def test_versions_are_reverted_removed_and_renamed(pets):

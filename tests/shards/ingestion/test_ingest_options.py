@@ -290,6 +290,34 @@ def test_append_refuses_keys_that_are_there_unless_told_which_stays(repository, 
     assert found["a/00000.jpg"] == changed.read_bytes()
 
 
+def test_sources_with_equal_keys_fit_by_a_key_prefix(repository, folder, tmp_path):
+    ingest(repository, str(folder), "pets")
+    before = {sample["key"]: sample["image"] for sample in open_dataset(repository, "pets")["train"]}
+    more = SourceOptions(key_prefix="more/")
+    report = ingest(repository, str(folder), "pets", source_options=more, append=True, on_split_overlap="keep")
+    assert report.num_added == {"train": 20, "val": 6}
+    after = {sample["key"]: sample["image"] for sample in open_dataset(repository, "pets")["train"]}
+    assert after == before | {f"more/{key}": image for key, image in before.items()}
+    options = open_dataset(repository, "pets").entry.content["source"]["options"]
+    assert options["key_prefix"] == "more/"
+
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"key": "a", "n": 1}\n{"key": "b", "n": 2}\n')
+    ingest(repository, str(rows), "rows")
+    ingest(repository, str(rows), "rows", source_options=SourceOptions(key_prefix="x-"), append=True)
+    ingest(repository, [{"key": "a", "n": 5}], "rows", source_options=SourceOptions(key_prefix="y-"), append=True)
+    found = [(sample["key"], sample["n"]) for sample in open_dataset(repository, "rows")["train"]]
+    assert sorted(found) == [("a", 1), ("b", 2), ("x-a", 1), ("x-b", 2), ("y-a", 5)]
+
+
+def test_an_interrupted_ingest_is_not_continued_with_another_key_prefix(folder):
+    plain, prefixed = (open_source(str(folder), SourceOptions(key_prefix=prefix)) for prefix in ("", "x/"))
+    assert plain.fingerprint() != prefixed.fingerprint()
+    assert plain.fingerprint() == open_source(str(folder)).fingerprint()
+    with pytest.raises(ConfigError, match=r"the key prefix .* is not UTF-8"):
+        SourceOptions(key_prefix="\udcff")
+
+
 def test_append_refuses_other_columns_of_the_same_name(repository, folder, tmp_path):
     samples = [{"key": str(number), "image": jpeg(seed=number), "label": "text"} for number in range(3)]
     ingest(repository, str(folder), "pets")

@@ -79,6 +79,18 @@ def test_missing_keys_may_be_ignored_and_are_reported(pets):
     assert (again.missing, again.num_deleted) == (["a"], 0)
 
 
+def test_a_dry_run_counts_the_samples_and_stores_nothing(pets):
+    before = {file.path for file in pets.storage.walk("")}
+    report = delete(pets, "pets", keys=["a", "x"], ignore_missing=True, dry_run=True)
+    assert (str(report.version), report.deleted, report.missing) == ("pets@1", {"train": 1, "val": 1}, ["x"])
+    assert delete(pets, "pets", where="label > 5", dry_run=True).num_deleted == 0
+    with pytest.raises(NotFoundError, match="1 keys are not in pets@1"):
+        delete(pets, "pets", keys=["x"], dry_run=True)
+    with pytest.raises(ConfigError, match="all samples of split 'train'"):
+        delete(pets, "pets", where="true", dry_run=True)
+    assert {file.path for file in pets.storage.walk("")} == before
+
+
 @pytest.mark.parametrize("what", [{"keys": []}, {"where": "label > 5"}, {"keys": ["x"], "ignore_missing": True}])
 def test_deleting_nothing_commits_nothing(pets, what):
     report = delete(pets, "pets", **what)

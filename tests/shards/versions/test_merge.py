@@ -6,6 +6,7 @@ from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.shards import open_dataset
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.merge import merge
+from datasvc.shards.versions.verify import verify
 from tests.shards.written_versions import LABELLED_SCHEMA, write_version
 
 
@@ -81,6 +82,26 @@ def test_equal_samples_may_be_taken_once_and_unequal_ones_are_a_conflict(zoo):
     with pytest.raises(ConflictError, match="1 keys are on both sides with different samples: 'b'"):
         merge(zoo, ["pets", "newer"], "all", on_common="drop")
     assert zoo.versions("datasets", "all").head() == 1
+
+
+def test_versions_with_equal_keys_fit_by_a_prefix_of_the_keys_of_one_of_them(zoo):
+    write_version(zoo, "newer", {"train": [texts("ab", "new {}"), texts("c")]})
+    delete(zoo, "newer", keys=["c"])
+    report = merge(zoo, ["pets", "newer"], "all", key_prefixes={"newer": "new/"})
+    assert report.num_samples["train"] == 4
+    split = open_dataset(zoo, "all")["train"]
+    assert {sample["key"]: sample["text"] for sample in split} == {
+        "a": "text of a", "b": "text of b", "new/a": "new a", "new/b": "new b",
+    }  # fmt: skip
+    assert verify(zoo, "all", deep=True).problems == ()
+    change = zoo.versions("datasets", "all").read(1).content["change"]
+    assert change == {"kind": "merge", "versions": ["pets@1", "newer@2"], "key_prefixes": ["", "new/"]}
+    shards = {shard.digest for shard in open_dataset(zoo, "pets")["train"].table.shards()}
+    assert shards < {shard.digest for shard in split.table.shards()}  # only the prefixed ones are copied
+    with pytest.raises(
+        ConfigError, match="a key prefix for 'other', which is not merged; expected one of pets, newer"
+    ):
+        merge(zoo, ["pets", "newer"], "all", key_prefixes={"other": "x"})
 
 
 def test_deleted_samples_stay_deleted_and_do_not_count_as_common(zoo):

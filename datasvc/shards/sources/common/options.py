@@ -24,9 +24,10 @@ class SourceOptions:
         tokenizer: for text: URL of the Hugging Face `tokenizer.json` that makes the tokens.
         block_tokens: for text: tokens per block.
         text: for text: column of JSON lines that holds the text to tokenize.
+        key_prefix: text put before the key of every sample, so that two sources with equal keys fit one data set.
 
     Raises:
-        ConfigError: `split` is not a valid name, or a number is out of range.
+        ConfigError: `split` is not a valid name, a number is out of range, or `key_prefix` is not UTF-8.
     """
 
     format: str | None = None
@@ -38,12 +39,23 @@ class SourceOptions:
     tokenizer: str | None = None
     block_tokens: int = 1024
     text: str = "text"
+    key_prefix: str = ""
 
     def __post_init__(self) -> None:
         if self.split is not None:
             check_name(self.split, "split")
         if self.block_tokens < 1:
             raise ConfigError(f"block_tokens is {self.block_tokens}; expected at least 1")
+        check_key_prefix(self.key_prefix)
+
+
+def check_key_prefix(prefix: str) -> str:
+    """Return `prefix` if keys may start with it. Raise ConfigError if it is not UTF-8."""
+    try:
+        prefix.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the key prefix {prefix!r} is not UTF-8; expected text, such as 'extra/'") from error
+    return prefix
 
 
 def split_of_file(name: str, options: SourceOptions) -> str:

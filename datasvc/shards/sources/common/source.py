@@ -13,13 +13,15 @@ import json
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Final, NamedTuple, Self
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.redaction import redact_url
+from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.files import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 
@@ -90,6 +92,7 @@ class Source(ABC):
         schema: columns of the samples, `key` first; `shards.format.schema` defines which of them are images.
         classes: names of the classes by index; empty without labels.
         ignored: number of files left out, by extension.
+        key_prefix: text put before the key of every sample; see `with_key_prefix`.
     """
 
     kind: ClassVar[str]
@@ -97,6 +100,13 @@ class Source(ABC):
     schema: pa.Schema
     classes: tuple[str, ...]
     ignored: Counter[str]
+    key_prefix: ClassVar[str] = ""
+
+    def with_key_prefix(self, prefix: str) -> Self:
+        """Return a copy whose keys start with `prefix`."""
+        prefixed = copy.copy(self)
+        object.__setattr__(prefixed, "key_prefix", prefix)  # a source may be frozen; this copy is not shared yet
+        return prefixed
 
     @property
     def keys_are_places(self) -> bool:
@@ -117,6 +127,7 @@ class Source(ABC):
         # The URL is redacted, because new credentials do not make another source. Manifest values that are not JSON,
         # such as dates, become text.
         described = [self.kind, redact_url(self.url), str(self.schema), list(self.classes), listed]
+        described += [self.key_prefix] if self.key_prefix else []
         return digest_of(json.dumps(described, sort_keys=True, default=str).encode())
 
 
@@ -133,6 +144,15 @@ class ListedSource(Source):
     def size_bytes(self) -> int:
         """Size of all images when they were listed."""
         return sum(file.size_bytes for files in self.splits.values() for file in files)
+
+    def with_key_prefix(self, prefix: str) -> Self:
+        """Return a copy whose keys start with `prefix`."""
+        prefixed = super().with_key_prefix(prefix)
+        splits = {
+            split: [file._replace(key=prefix + file.key) for file in files] for split, files in self.splits.items()
+        }
+        object.__setattr__(prefixed, "splits", splits)
+        return prefixed
 
     def without_files(self) -> Self:
         """Return a copy without the listing, for workers: their units of work hold the files."""
@@ -162,6 +182,17 @@ class StreamedSource(Source):
     def fingerprint(self) -> Digest:
         """Return a digest of the listing."""
         return self._digest([asdict(part) for part in self.parts])
+
+    def read_prefixed(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
+        """Yield what `read` yields, with `key_prefix` before each key; for errors, see `read`."""
+        if not self.key_prefix:
+            yield from self.read(part)
+            return
+        for item in self.read(part):
+            if isinstance(item, BadSample):
+                yield replace(item, key=self.key_prefix + item.key)
+            else:
+                yield prefix_keys(item, self.key_prefix)
 
     @abstractmethod
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
@@ -206,6 +237,13 @@ def file_part(file: SourceFile, options: SourceOptions, **where: Any) -> SourceP
     """Return a part that is a whole file; `SourcePart.where` holds the file's path and the JSON values `where`."""
     where = {"path": file.path, **where}
     return SourcePart(split_of_file(file.name, options), file.name, file.size_bytes, stamp=file.stamp, where=where)
+
+
+def prefix_keys(batch: pa.RecordBatch, prefix: str) -> pa.RecordBatch:
+    """Return samples with `prefix` before each key."""
+    number = batch.schema.get_field_index(KEY)
+    keys = pc.binary_join_element_wise(pa.scalar(prefix), batch.column(number), pa.scalar(""))
+    return batch.set_column(number, batch.schema.field(number), keys)
 
 
 def printable(text: str) -> str:
