@@ -96,7 +96,7 @@ def test_a_model_version_shows_what_it_came_from(pets):
         (["models", "log", "cnn@1"], 2, "give the name alone: cnn"),
         (["models", "show", "rnn"], 1, "no model 'rnn'"),
         (["tag", "pets", "7"], 2, "NAME@NUMBER is a version"),
-        (["ingest", "/nonexistent/source", "pets"], 1, "there is no such folder"),
+        (["ingest", "/nonexistent/source", "pets"], 1, "there is no file or folder of this name"),
         (["ingest", ".", "Pets"], 2, "is not a valid name of a data set"),
         (["ingest", ".", "pets", "--shard-size", "many"], 2, "is not a valid size"),
         (["ingest", ".", "pets", "--on-bad", "ignore"], 2, "--on-bad"),

@@ -35,7 +35,7 @@ from datasvc.shards.ingestion.ingest_commit import LEFT_OUT, IngestCommit
 from datasvc.shards.ingestion.lean_memory import lean_arrow
 from datasvc.shards.ingestion.plan import SHARD_BYTES, BuildOptions, IngestUnit, plan_units, relabel_unit
 from datasvc.shards.ingestion.quarantine import check_bad, check_duplicates, store_quarantine
-from datasvc.shards.sources.choose import open_source
+from datasvc.shards.sources.choose import check_options, open_source
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, StreamedSource
@@ -244,6 +244,10 @@ def open_any_source(source: AnySource, options: SourceOptions | None = None) -> 
         return source
     if isinstance(source, (str, os.PathLike)):
         return open_source(os.fspath(source), options)
+    if options is not None:
+        if options.format is not None:
+            raise ConfigError(f"an iterable has no format {options.format!r}; leave out the format")
+        check_options(options, PythonSource.kind, "the iterable")
     opened = PythonSource(source, options)
     return opened.with_key_prefix(options.key_prefix) if options and options.key_prefix else opened
 

@@ -66,6 +66,16 @@ _FORMAT_OF_NAME: Final = {
     "data.mdb": "lmdb",
     "index.json": "mds",
 }
+# Formats that use an option of `SourceOptions`. All formats use those that are not listed.
+_FORMATS_OF_OPTION: Final = {
+    "key": ("parquet", "arrow", "csv", "json-lines", "tfrecord", "mds", "numpy", "huggingface", "manifest", "python"),
+    "manifest": ("manifest",),
+    "ground_truth": ("imagenet",),
+    "synsets": ("imagenet",),
+    "tokenizer": ("tokens",),
+    "block_tokens": ("tokens",),
+    "text": ("tokens",),
+}
 # Tars that are not WebDataset: the training tar holds other tars, the validation tar has no labels.
 _IMAGENET_TARS: Final = frozenset({"ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"})
 # The summary that `datasvc export` writes into the folder of the exported files.
@@ -92,10 +102,23 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
         format_name = "tokens"
     if format_name not in _CLASSES:
         raise ConfigError(f"format {format_name!r} is unknown; expected one of {', '.join(FORMATS)}")
+    check_options(options, format_name, url)
     module, _, name = _CLASSES[format_name].rpartition(".")
     source_class: Any = getattr(importlib.import_module(f"datasvc.shards.sources.{module}"), name)
     source = cast("Source", source_class.list(url, options))
     return source.with_key_prefix(options.key_prefix) if options.key_prefix else source
+
+
+def check_options(options: SourceOptions, format_name: str, url: str) -> None:
+    """Raise ConfigError if an option is set that the format of the source at `url` does not use."""
+    defaults = SourceOptions()
+    for name, formats in _FORMATS_OF_OPTION.items():
+        if getattr(options, name) != getattr(defaults, name) and format_name not in formats:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} ({name}=) is for {' and '.join(formats)}, but {redact_url(url)} has the format "
+                f"{format_name}, which does not use it; leave out {flag}, or choose another format with --format"
+            )
 
 
 def choose_format(url: str, options: SourceOptions) -> str:
@@ -115,7 +138,7 @@ def choose_format(url: str, options: SourceOptions) -> str:
         # Only for the message: a folder without files is empty or does not exist.
         is_folder = bool(names) or file_system.isdir(root)
     if not names:
-        problem = "it is empty" if is_folder else "there is no such folder"
+        problem = "it is empty" if is_folder else "there is no file or folder of this name"
         raise NotFoundError(f"cannot ingest {redact_url(url)}: {problem}")
     return _format_of_folder(names, url)
 

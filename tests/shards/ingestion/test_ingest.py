@@ -121,7 +121,7 @@ def test_files_that_are_no_images_are_counted(repository, folder):
 
 
 def test_a_source_that_is_not_there_or_empty_says_so(repository, tmp_path):
-    with pytest.raises(NotFoundError, match="no such folder"):
+    with pytest.raises(NotFoundError, match="there is no file or folder"):
         ingest(repository, str(tmp_path / "missing"), "pets")
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotFoundError, match="it is empty"):

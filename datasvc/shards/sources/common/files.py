@@ -363,16 +363,21 @@ def is_marker(name: str) -> bool:
 def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
     """Return the files below the folder `url`, by their paths relative to the folder, and the folder's own path.
 
+    A URL that is a file, a pattern or brace notation gives these files, with the names that `list_files` gives them.
+
     Raises:
-        NotFoundError: there is no such folder.
+        NotFoundError: there is no file or folder at `url`.
         ConfigError: see `list_files`.
         UnavailableError: the store does not respond.
     """
     file_system, root = resolve_url(url)
     with map_exceptions("list", redact_url(url)):
-        if not file_system.isdir(root):
-            raise NotFoundError(f"cannot ingest {redact_url(url)}: there is no such folder")
-        return {file.name: file for file in find_files(file_system, root)}, root
+        if file_system.isdir(root):
+            return {file.name: file for file in find_files(file_system, root)}, root
+    files = list_files(url)
+    # What precedes the name of a file in its path is the same for all of them.
+    folder = files[0].path.removesuffix(files[0].name).rstrip("/")
+    return {file.name: file for file in files}, folder
 
 
 def _shown_name(path: str) -> str:

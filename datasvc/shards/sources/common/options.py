@@ -11,7 +11,7 @@ from datasvc.shards.sources.common.splits import split_of
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """How to read a source. A source ignores the options that do not apply to it.
+    """How to read a source. `open_source` refuses an option that the format of the source does not use.
 
     Attributes:
         format: kind of the source, such as "webdataset"; None: detected from its files.

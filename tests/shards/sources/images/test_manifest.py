@@ -204,7 +204,7 @@ def test_a_manifest_that_cannot_be_read_is_named(images, name, content, error, m
 def test_a_manifest_or_source_that_is_not_there_is_not_found(images, tmp_path):
     with pytest.raises(NotFoundError, match=r"none\.csv"):
         ManifestSource.list(str(images), SourceOptions(manifest=str(tmp_path / "none.csv")))
-    with pytest.raises(NotFoundError, match="no such folder"):
+    with pytest.raises(NotFoundError, match="there is no file or folder"):
         listed(tmp_path / "none", "file\na.jpg\n")
 
 
