@@ -11,6 +11,7 @@ from datasvc.repository import Entry
 from datasvc.repository.removal import RemovalReport, remove_versions
 from datasvc.shards.export import export
 from datasvc.shards.history.rename import rename
+from datasvc.shards.history.repair import repair_dataset
 from datasvc.shards.history.revert import revert
 from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.ingestion.ingest import ingest
@@ -42,6 +43,7 @@ class Datasets(Collection):
     describe = Operation(describe_version)
     diff = Operation(diff)
     verify = Operation(verify)
+    repair = Operation(repair_dataset)
     sql = Operation(query)
     export = Operation(export)
 

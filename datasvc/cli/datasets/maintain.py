@@ -16,12 +16,22 @@ from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
     from datasvc.repository import Kind
+    from datasvc.repository.repair import Repair
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 
 YesOption = Annotated[bool, typer.Option("--yes", help="Remove; without --yes, only print what would be removed.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Give up tagged versions too, and remove their tags.")]
+RepairFromOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--repair-from",
+        metavar="URL",
+        help="Other repository to copy intact objects from; may be given several times. Bad objects are moved to "
+        "quarantine/ in the repository.",
+    ),
+]
 NoWritersOption = Annotated[
     bool, typer.Option("--no-writers", help="Promise that no process writes to the repository; allows any --grace.")
 ]
@@ -31,23 +41,29 @@ def verify(
     ref: RefArgument,
     repo: RepoOption,
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare every sample.")] = False,
+    repair_from: RepairFromOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find missing, truncated and changed objects of a data-set version, and samples that are in two splits.
 
     Example: datasvc verify pets@1 --deep --repo s3://bucket/repo
 
-    Without --deep, the sizes and the structure of shards are checked. The exit status is 3 if there is a problem.
+    Example: datasvc verify pets@1 --deep --repair-from s3://backup/repo --repo s3://bucket/repo
+
+    Without --deep, the sizes and the structure of shards are checked. The exit status is 3 if a problem remains.
     """
     from datasvc.repository import Repository
-    from datasvc.shards.versions.verify import verify as run_verify
+    from datasvc.shards.history.repair import repair_dataset
 
     with byte_progress(f"verifying {ref}") as progress:
-        result = run_verify(Repository.open(repo), ref, deep=deep, progress=progress)
+        outcome = repair_dataset(Repository.open(repo), ref, repair_from or (), deep=deep, progress=progress)
+    result = outcome.verified
     if as_json:
         # An overlap may have millions of samples, so `asdict` must not copy it; `overlap_facts` lists the first ones.
         facts = asdict(replace(result, overlaps=()))
-        print_json({**facts, "overlaps": [overlap_facts(overlap) for overlap in result.overlaps]})
+        overlaps = [overlap_facts(overlap) for overlap in result.overlaps]
+        repairs = [asdict(repair) for repair in outcome.repairs]
+        print_json({**facts, "overlaps": overlaps, "repairs": repairs, "num_left": len(outcome.remaining)})
     else:
         how = "read and compared" if deep else "checked by size and structure; --deep reads every byte"
         print_line(
@@ -56,6 +72,8 @@ def verify(
         )
         for problem in result.problems:
             print_line(str(problem))
+        for repair in outcome.repairs:
+            print_line(describe_repair(repair))
         for kind, count in result.accepted.items():
             print_line(f"{count} samples are in two splits, by {kind}: accepted when they were committed")
         for overlap in result.overlaps:
@@ -66,10 +84,18 @@ def verify(
             print_line(
                 f"{result.num_unchecked} samples have no sample index: equal images in two splits are not detected"
             )
-        num_problems = len(result.problems) + len(result.overlaps)
+        num_problems = len(outcome.remaining) + len(result.overlaps)
         print_line(f"{num_problems} problems" if num_problems else "no problems")
-    if result.problems or result.overlaps:
+    if outcome.remaining or result.overlaps:
         raise typer.Exit(CorruptDataError.exit_code)
+
+
+def describe_repair(repair: Repair) -> str:
+    """Return the line that tells whether an object was repaired; for `verify` of data sets and of models."""
+    if repair.failure is not None:
+        return f"not repaired: {repair.digest}: {repair.failure}"
+    quarantine = f"; the bad bytes are kept in {repair.kept_at}" if repair.kept_at else ""
+    return f"repaired: {repair.digest}{quarantine}"
 
 
 def gc(

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from datasvc.cli.datasets.maintain import RepairFromOption, describe_repair
 from datasvc.cli.models.arguments import TrustedOption
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
-    from datasvc.models.registry.repair import Repair
     from datasvc.repository import Repository, Resolved
 
 
@@ -26,15 +26,7 @@ def verify(
         bool, typer.Option("--all", help="Verify every version of the given models, or of all models.")
     ] = False,
     deep: Annotated[bool, typer.Option("--deep", help="Also decode every tensor.")] = False,
-    repair_from: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--repair-from",
-            metavar="URL",
-            help="Other repository to copy intact objects from; may be given several times. Bad objects are moved to "
-            "quarantine/ in the repository.",
-        ),
-    ] = None,
+    repair_from: RepairFromOption = None,
     trusted: TrustedOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,7 +60,7 @@ def verify(
         for problem in report.problems:
             print_line(str(problem))
         for repair in outcome.repairs:
-            print_line(_describe(repair))
+            print_line(describe_repair(repair))
         for version in lost:
             print_line(f"{version} was declared lost: its entry could not be read, and none of it can be restored")
         no_problems = "no problems in the other versions" if lost else "no problems"
@@ -85,10 +77,3 @@ def _choose(repository: Repository, refs: list[str], *, every: bool) -> list[Res
     if not refs:
         raise ConfigError("no versions are given; give versions to verify, or --all")
     return list(dict.fromkeys(repository.resolve("models", ref) for ref in refs))
-
-
-def _describe(repair: Repair) -> str:
-    if repair.failure is not None:
-        return f"not repaired: {repair.digest}: {repair.failure}"
-    quarantine = f"; the bad bytes are kept in {repair.kept_at}" if repair.kept_at else ""
-    return f"repaired: {repair.digest}{quarantine}"

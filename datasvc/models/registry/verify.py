@@ -14,13 +14,13 @@ from typing import Final
 
 from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.models.registry.survey import ModelProblem, Survey, kind_of
-from datasvc.models.restoring.failover_source import find_damage
 from datasvc.models.tensors.codec import Decoders
 from datasvc.models.tensors.read import load_chunk
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
 from datasvc.models.versions.signing_keys import trusted_keys as load_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects, Repository, Resolved
+from datasvc.repository.objects.damage import find_damage
 from datasvc.threads import run_in_threads
 
 # Each read holds one part of an object in memory, or eight parts if the repository is remote.

@@ -8,14 +8,13 @@ read again.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.models.restoring.report import BadCopies
-from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects
+from datasvc.repository.objects.damage import count_reads, stored_size
 from datasvc.repository.objects.objects import digest_of
 
 _Answer = TypeVar("_Answer")
@@ -122,47 +121,6 @@ class FailoverSource:
         raise join_errors(errors)
 
 
-class _NullFile(io.BytesIO):
-    """A file that discards its content, so that `find_damage` needs no memory for the object."""
-
-    def write(self, content: Any, /) -> int:
-        return memoryview(content).nbytes
-
-
-def find_damage(
-    objects: Objects, digest: Digest, size_bytes: int | None = None, progress: Progress = NO_PROGRESS
-) -> DatasvcError | None:
-    """Read an object in bounded memory, and return what is wrong with it as an error; None if it is good.
-
-    The verification and the repair of versions use this.
-
-    Args:
-        objects: objects of a repository.
-        digest: digest of the object.
-        size_bytes: size of the object according to a tensor table; None if unknown.
-        progress: counts the bytes that were hashed, part by part.
-
-    Returns:
-        NotFoundError: the object is missing. CorruptDataError: its bytes do not match its digest, or its size is not
-        `size_bytes`. UnavailableError: it cannot be read now. ConfigError: access is denied.
-    """
-    damage: DatasvcError | None = None
-    for _ in range(_tries(objects, digest)):
-        try:
-            stored_bytes = _size(objects, digest)
-            objects.fetch(digest, stored_bytes, _NullFile(), progress=progress)
-        except CorruptDataError as error:
-            damage = error  # try again: a transfer may have damaged the bytes
-        except (NotFoundError, UnavailableError, ConfigError) as error:
-            return error
-        else:
-            if size_bytes in {None, stored_bytes}:
-                return None
-            location = objects.location(digest)
-            return CorruptDataError(f"{location} has {stored_bytes} bytes; a table expects {size_bytes}")
-    return damage
-
-
 def join_errors(errors: Sequence[DatasvcError]) -> DatasvcError:
     """Return one error for the errors of several places, with all their messages.
 
@@ -177,20 +135,8 @@ def join_errors(errors: Sequence[DatasvcError]) -> DatasvcError:
 
 def _read_whole(place: Objects, digest: Digest) -> bytes:
     """Return the bytes of an object, even if they are wrong; read twice if the transfer may have damaged them."""
-    for _ in range(_tries(place, digest)):
-        content = place.read_range(digest, 0, _size(place, digest))
+    for _ in range(count_reads(place, digest)):
+        content = place.read_range(digest, 0, stored_size(place, digest))
         if digest_of(content) == digest:
             break
     return content
-
-
-def _size(place: Objects, digest: Digest) -> int:
-    size_bytes = place.size(digest)
-    if size_bytes is None:
-        raise NotFoundError(f"object {place.location(digest)} is missing")
-    return size_bytes
-
-
-def _tries(place: Objects, digest: Digest) -> int:
-    """Return the number of reads to try: a second transfer may be free of damage, a second local read is the same."""
-    return 1 if place.local_path(digest) is not None else 2

@@ -1,1 +1,1 @@
-"""What is done with whole versions: revert to an old one, and rename the data set."""
+"""What is done with whole versions: revert to an old one, rename the data set, repair."""

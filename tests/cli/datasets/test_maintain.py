@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -116,3 +117,15 @@ def test_json_counts_what_two_splits_share_and_lists_the_first_thousand(reposito
     (shared,) = json.loads(done.stdout)["overlaps"]
     assert (shared["kind"], shared["num_samples"], len(shared["samples"])) == ("key", 1001, 1000)
     assert shared["samples"][-1] == {"key": "0999", "other_key": "0999"}
+
+
+def test_a_damaged_version_is_repaired_from_another_repository(pets, tmp_path):
+    shutil.copytree(pets.url, tmp_path / "backup")
+    digest = open_dataset(pets, "pets")["train"].table.shard(1).digest
+    pets.objects.local_path(digest).write_bytes(b"x")
+    done = datasvc("verify", "pets", "--repair-from", tmp_path / "backup", repo=pets.url)
+    assert done.returncode == 0
+    assert f"repaired: {digest}; the bad bytes are kept in " in done.stdout
+    assert done.stdout.splitlines()[-1] == "no problems"
+    facts = said(datasvc("verify", "pets", "--repair-from", tmp_path / "backup", "--json", repo=pets.url))
+    assert (facts["problems"], facts["repairs"], facts["num_left"]) == ([], [], 0)
