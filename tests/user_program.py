@@ -104,8 +104,9 @@ def use_models(folder: Path) -> None:
     assert [line.version.version for line in repo.models.history("net", last=1) if line.version] == [3]
     assert repo.models.describe("net@3").entry["step"] == 7
     assert repo.models.sql("select max(metrics.loss) as loss from versions").num_rows == 1
-    found = repo.models.find("metrics.loss < 0.5", order_by="metrics.loss", ascending=True)
+    found = repo.models.find("metrics.loss < 0.5", by="loss", ascending=True, limit=5)
     assert [version.version for version in repo.models.describe_versions(found)] == [3, 2]
+    assert repo.models.best("net", "loss", mode="min") == repo.models.resolve("net@best:loss") == found[0]
     assert repo.models.diff("net@2", "net@3", norms=True).steps == (4, 7)
     assert repo.models.trained_on(["net"], keys=["train/a/00000"]).versions
     assert repo.models.lineage("net@3").models

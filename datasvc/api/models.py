@@ -42,6 +42,7 @@ class Models(Collection):
     history = Operation(read_history)
     describe = Operation(describe_model)
     describe_versions = Operation(describe_versions)
+    best = Operation(Repository.best)
     find = Operation(find_versions)
     sql = Operation(query_versions)
     diff = Operation(diff)

@@ -22,7 +22,9 @@ from datasvc.errors import (
 )
 from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log, list_logs
-from datasvc.repository.logs.references import Reference, check_name, check_tag, is_name, parse_reference
+from datasvc.repository.logs.metric_mode import MetricMode, choose_metric_mode
+from datasvc.repository.logs.metric_ranking import finite_metrics, rank_by_metric
+from datasvc.repository.logs.references import LATEST, Reference, check_name, check_tag, is_name, parse_reference
 from datasvc.repository.logs.removals import Removals
 from datasvc.repository.logs.tags import Tags, version_of
 from datasvc.repository.logs.version_numbers import describe_numbers
@@ -254,7 +256,8 @@ class Repository:
 
         Args:
             kind: "datasets" or "models".
-            ref: reference, or a resolved version. A name alone refers to the newest version that is not removed.
+            ref: reference, or a resolved version. A name alone refers to the newest version that is not removed, and
+                so does NAME@latest, if there is no tag of this name. For NAME@best:METRIC, see `best`.
             removed: accept a removed version, whose entry still exists but whose objects may be deleted.
 
         Raises:
@@ -301,6 +304,26 @@ class Repository:
         """Return the newest version of `name` that is not removed, or None; for errors, see `living`."""
         numbers = self.living(kind, name)
         return Resolved(kind, name, numbers[-1]) if numbers else None
+
+    def best(self, name: str, metric: str, *, mode: MetricMode | None = None) -> Resolved:
+        """Return the version of a model with the best value of a metric; of equal values, the newest.
+
+        Removed versions do not count, nor do values that are NaN or infinite. Versions that cannot be read are left
+        out with an `UnreadableVersionWarning`.
+
+        Args:
+            name: name of the model.
+            metric: name of the metric.
+            mode: whether a high ("max") or a low ("min") value is better; None: the name of the metric tells.
+
+        Raises:
+            ConfigError: the name of the metric is unclear and there is no mode, or `name` or `mode` is not valid.
+            NotFoundError: the model does not exist, or no version has a finite value of the metric.
+            CorruptDataError, UnavailableError: the removals cannot be read, or the store does not respond.
+        """
+        reference = Reference(check_name(name, "model"), tag=f"best:{metric}", metric=metric, mode=mode)
+        logs = self._list_logs("models", name)
+        return self._resolve("models", reference, logs, self._removed("models", name, logs))
 
     def entry(self, resolved: Resolved) -> Entry:
         """Return the log entry of a version; for errors, see `Log.read`."""
@@ -364,14 +387,14 @@ class Repository:
         if not numbers:
             raise self._missing(kind, name)
         living = [number for number in numbers if number not in removed]
-        if reference.tag is not None:
-            move_numbers = logs.get(f"tags/{reference.tag}", ())
-            version = self._tags(kind, name).version_at(reference.tag, reference.moves_back, move_numbers)
-        elif reference.version is not None:
-            version = reference.version
+        # If all versions are removed, choose the newest: the error below reports its removal.
+        newest = living[-1] if living else numbers[-1]
+        if reference.metric is not None:
+            version = self._find_best(kind, reference, living)
+        elif reference.tag is not None:
+            version = self._find_tagged(kind, reference, logs.get(f"tags/{reference.tag}", ()), newest)
         else:
-            # If all versions are removed, choose the newest: the error below reports its removal.
-            version = living[-1] if living else numbers[-1]
+            version = newest if reference.version is None else reference.version
         resolved = Resolved(kind, name, version)
         # A tagged version is not removed: its removal is invalid, even if the remover ended before reverting it.
         if version in removed and not accept_removed and version not in self.tags(kind, name).values():
@@ -379,6 +402,33 @@ class Repository:
         if version not in numbers:
             raise NotFoundError(f"{name} has no version {version}; it has {describe_numbers(living)}")
         return resolved
+
+    def _find_tagged(self, kind: Kind, reference: Reference, moves: Sequence[int], newest: int) -> int:
+        """Return the version that a tag points at; `newest` for "latest", if there is no tag of this name."""
+        tag, tags = str(reference.tag), self._tags(kind, reference.name)
+        if tag == LATEST and not reference.moves_back:
+            return version_of(tags.newest(tag, moves)) or newest
+        return tags.version_at(tag, reference.moves_back, moves)
+
+    def _find_best(self, kind: Kind, reference: Reference, numbers: Sequence[int]) -> int:
+        """Return the version with the best value of the reference's metric; for errors, see `best`."""
+        name, metric = reference.name, str(reference.metric)
+        if kind != "models":
+            raise ConfigError(f"{name}@{reference.tag}: data-set versions have no metrics; give a version or a tag")
+        entries = self.readable_entries(kind, name, numbers)
+        scores = {entry.number: finite_metrics(entry.content.get("metrics")) for entry in entries}
+        metrics = sorted({known for score in scores.values() for known in score})
+        if metric not in metrics:
+            raise NotFoundError(
+                f"no version of {name} has a finite metric {metric!r}, so none is the best; there are: "
+                f"{', '.join(metrics) or 'none'}"
+            )
+        advice = (
+            f"write {name}@best:{metric}:max or {name}@best:{metric}:min (mode='max' or mode='min' of "
+            "`repo.models.best`)"
+        )
+        mode = choose_metric_mode(metric, reference.mode, advice=advice)
+        return rank_by_metric(scores, metric, mode)[0]
 
     def _list_logs(self, kind: Kind, name: str) -> dict[str, list[int]]:
         """Return the entry numbers of all logs of `name`, by path such as "versions" or "tags/best"; one request."""

@@ -37,8 +37,23 @@ def full(repository):
     return repository
 
 
-def found(repository, condition, **options):
+def found(repository, condition="true", **options):
     return [str(version) for version in find_versions(repository, condition, **options)]
+
+
+def test_the_name_of_a_metric_sorts_the_best_first(full):
+    commit_entry(full, "vit", step=1, metrics={"it's": 1, "step": 9, "val/loss": 0.2, "reward": 1})
+    commit_entry(full, "vit", step=2, metrics={"it's": 2, "step": 8, "val/loss": 0.1})
+    assert found(full, by="top1") == ["cnn@3", "cnn@2", "vit@1", "cnn@1", "vit@3", "vit@2"]
+    assert found(full, by="val/loss", limit=2) == ["vit@3", "vit@2"]
+    assert found(full, "step < 3", by="val/loss", ascending=False) == ["vit@2", "vit@3"]
+    assert found(full, by="it's", ascending=True, limit=1) == ["vit@2"]
+    assert found(full, by="step", limit=1) == ["vit@1"]  # the column, not the metric
+    assert found(full, limit=0) == []
+    with pytest.raises(ConfigError, match=r"'reward' does not show .*: give --ascending or --descending"):
+        found(full, by="reward")
+    with pytest.raises(ConfigError, match="limit=-1"):
+        found(full, limit=-1)
 
 
 def rows_of(repository, sql):
@@ -96,10 +111,10 @@ def test_fields_are_read_that_a_condition_does_not_name_literally(full, conditio
 
 
 def test_versions_are_ordered_by_an_expression_and_those_without_a_value_come_last(full):
-    assert found(full, "step > 0", order_by="metrics.top1") == ["cnn@3", "cnn@2", "vit@1", "cnn@1"]
-    assert found(full, "step > 0", order_by="config.lr", ascending=True) == ["cnn@1", "vit@1", "cnn@3", "cnn@2"]
-    assert found(full, "step > 0", order_by="tags") == ["cnn@2", "cnn@3", "cnn@1", "vit@1"]
-    assert found(full, "step > 0", order_by="-step", ascending=True) == ["vit@1", "cnn@3", "cnn@2", "cnn@1"]
+    assert found(full, "step > 0", by="metrics.top1") == ["cnn@3", "cnn@2", "vit@1", "cnn@1"]
+    assert found(full, "step > 0", by="config.lr", ascending=True) == ["cnn@1", "vit@1", "cnn@3", "cnn@2"]
+    assert found(full, "step > 0", by="tags") == ["cnn@2", "cnn@3", "cnn@1", "vit@1"]
+    assert found(full, "step > 0", by="-step", ascending=True) == ["vit@1", "cnn@3", "cnn@2", "cnn@1"]
 
 
 @pytest.mark.parametrize("ascending", [True, False])
@@ -107,7 +122,7 @@ def test_a_nan_has_no_place_in_an_order(repository, ascending):
     for loss in (2.0, "nan", 1.0, "inf", None):
         commit_entry(repository, "m", metrics={} if loss is None else {"loss": loss})
     expected = ["m@3", "m@1", "m@4"] if ascending else ["m@4", "m@1", "m@3"]
-    assert found(repository, "true", order_by="metrics.loss", ascending=ascending) == [*expected, "m@2", "m@5"]
+    assert found(repository, "true", by="metrics.loss", ascending=ascending) == [*expected, "m@2", "m@5"]
     assert found(repository, "metrics.loss < 'inf'::double") == ["m@3", "m@1"]
     assert found(repository, "isnan(metrics.loss)") == ["m@2"]
 
@@ -265,9 +280,9 @@ def test_a_condition_that_is_not_valid_is_refused_with_the_reason(full, monkeypa
 
 def test_an_order_that_is_not_valid_is_refused(full):
     with pytest.raises(ConfigError, match='"nothing" not found'):
-        found(full, "true", order_by="nothing")
+        found(full, "true", by="nothing")
     with pytest.raises(ConfigError, match="syntax error"):
-        found(full, "true", order_by="step; drop view versions")
+        found(full, "true", by="step; drop view versions")
 
 
 @pytest.mark.parametrize(

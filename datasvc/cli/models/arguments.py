@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION, NAME@TAG or NAME@TAG~1.")]
+RefArgument = Annotated[
+    str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION, NAME@TAG, NAME@TAG~1 or NAME@best:METRIC.")
+]
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a model.")]
 TrustedOption = Annotated[
     list[Path] | None,

@@ -13,21 +13,27 @@ from datasvc.progress import entry_progress
 
 
 def find(
-    condition: Annotated[
-        str, typer.Argument(metavar="CONDITION", help='SQL condition, such as "metrics.top1 > 0.75".')
-    ],
     repo: RepoOption,
+    condition: Annotated[
+        str, typer.Argument(metavar="[CONDITION]", help='SQL condition, such as "metrics.top1 > 0.75"; default: all.')
+    ] = "true",
     by: Annotated[
-        str | None, typer.Option(metavar="EXPRESSION", help="Sort by this SQL expression, highest first.")
+        str | None,
+        typer.Option(
+            metavar="METRIC|EXPRESSION",
+            help="Sort by this metric, best first, or by a SQL expression, highest first.",
+        ),
     ] = None,
-    ascending: Annotated[bool, typer.Option("--ascending", help="Sort lowest first.")] = False,
+    ascending: Annotated[
+        bool | None, typer.Option("--ascending/--descending", help="Sort lowest or highest first.")
+    ] = None,
     removed: Annotated[bool, typer.Option("--removed", help="Also search removed versions.")] = False,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of versions; 0: all.")] = 50,
     as_json: JsonOption = False,
 ) -> None:
     """Find model versions by metrics, configuration, data, tags, code, step or message.
 
-    Example: datasvc models find "metrics.top1 > 0.75 and 'imagenet@3' in data" --repo ./repo
+    Example: datasvc models find "metrics.top1 > 0.75 and 'imagenet@3' in data" --by loss --repo ./repo
 
     The condition is SQL over the columns model, version, created, tags, step, epoch, message, metrics, config,
     environment, code, data, evaluation, parents, size_bytes, stored_bytes, num_tensors and num_nonfinite.
@@ -39,7 +45,7 @@ def find(
     repository = Repository.open(repo)
     with entry_progress("indexing versions") as progress:
         versions = find_versions(
-            repository, condition, order_by=by, ascending=ascending, removed=removed, progress=progress
+            repository, condition, by=by, ascending=ascending, removed=removed, progress=progress
         )
     shown = versions[: limit or None]
     print_versions(describe_versions(repository, shown), as_json=as_json)

@@ -6,14 +6,13 @@ table lists all objects of its tensors, so a tensor stored as a difference does 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from datasvc.errors import ConfigError
-from datasvc.models.registry.metric_mode import MetricMode, choose_metric_mode
 from datasvc.models.registry.registry import ModelVersion
+from datasvc.repository.logs.metric_mode import MetricMode, choose_metric_mode
+from datasvc.repository.logs.metric_ranking import finite_metrics, rank_by_metric
 
 
 @dataclass(frozen=True)
@@ -92,13 +91,13 @@ def plan_retention(versions: Sequence[ModelVersion], policy: RetentionPolicy) ->
 
 
 def _best(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[tuple[int, str]]:
-    scores = {version.version: _finite_metrics(version.entry.get("metrics")) for version in living}
+    scores = {version.version: finite_metrics(version.entry.get("metrics")) for version in living}
     metrics = sorted({name for score in scores.values() for name in score})
     # Without a metric in the policy, it is unknown which value is better: keep the highest and the lowest.
     if policy.metric is None:
         for name in metrics:
-            yield _ranked(scores, name, "max")[0], f"highest {name}"
-            yield _ranked(scores, name, "min")[0], f"lowest {name}"
+            yield rank_by_metric(scores, name, "max")[0], f"highest {name}"
+            yield rank_by_metric(scores, name, "min")[0], f"lowest {name}"
         return
     if living and policy.metric not in metrics:
         raise ConfigError(
@@ -107,17 +106,8 @@ def _best(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[t
         )
     assert policy.mode is not None  # set together with the metric
     end = "highest" if policy.mode == "max" else "lowest"
-    for place, number in enumerate(_ranked(scores, policy.metric, policy.mode)[: policy.best or 1], 1):
+    for place, number in enumerate(rank_by_metric(scores, policy.metric, policy.mode)[: policy.best or 1], 1):
         yield number, f"{end} {policy.metric}" if place == 1 else f"{end} {policy.metric}, place {place}"
-
-
-def _ranked(scores: Mapping[int, Mapping[str, float]], metric: str, mode: str) -> list[int]:
-    """Return version numbers, best first; equal scores are ordered newest first."""
-    sign = -1 if mode == "max" else 1
-    return sorted(
-        (number for number, score in scores.items() if metric in score),
-        key=lambda number: (sign * scores[number][metric], -number),
-    )
 
 
 def _every(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[tuple[int, str]]:
@@ -133,13 +123,3 @@ def _every(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[
             if interval not in seen:
                 seen.add(interval)
                 yield version.version, f"every {policy.every_steps} steps"
-
-
-def _finite_metrics(metrics: Any) -> dict[str, float]:
-    """Return the finite metrics, because NaN and infinity cannot be ordered."""
-    items = metrics.items() if isinstance(metrics, Mapping) else ()
-    return {
-        str(name): float(value)
-        for name, value in items
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }

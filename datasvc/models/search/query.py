@@ -13,10 +13,11 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError
 from datasvc.models.search.index import VersionIndex, map_models, read_index
-from datasvc.models.search.rows import TREES
+from datasvc.models.search.rows import TREES, Field
 from datasvc.models.search.table import WILDCARDS, build_table
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
+from datasvc.repository.logs.metric_mode import choose_metric_mode
 from datasvc.sql_sandbox import connected, fetch, lock, only_query
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _COLUMNS: Final = {
     **{name: name for name in ("size_bytes", "stored_bytes", "num_tensors", "num_nonfinite")},
     "removed": "coalesce(removed, false)",
 }
+_HOW_TO_SORT: Final = "give --ascending or --descending (ascending=True or ascending=False in Python)"
 # `names(data)` are the references without their versions, so that 'imagenet' finds every version of it.
 _VIEWS: Final = f"""
     CREATE TEMP MACRO names(refs) AS [split_part(ref, '@', 1) FOR ref IN refs];
@@ -70,10 +72,11 @@ def query_versions(repository: Repository, sql: str, *, progress: Progress = NO_
 
 def find_versions(
     repository: Repository,
-    condition: str,
+    condition: str = "true",
     *,
-    order_by: str | None = None,
-    ascending: bool = False,
+    by: str | None = None,
+    ascending: bool | None = None,
+    limit: int | None = None,
     removed: bool = False,
     progress: Progress = NO_PROGRESS,
 ) -> list[Resolved]:
@@ -85,30 +88,46 @@ def find_versions(
         repository: repository of the models.
         condition: SQL expression over the columns of `versions`, see `query_versions`, such as
             `metrics.top1 > 0.75 and 'imagenet@3' in data`. A version for which the condition is null is not returned.
-        order_by: SQL expression to sort by; versions for which it is null or NaN come last. Default: the model name,
-            newest version first.
-        ascending: sort `order_by` from the lowest value instead of the highest.
+        by: name of a metric, or a SQL expression to sort by; versions for which it is null or NaN come last. Default:
+            the model name, newest version first.
+        ascending: sort `by` from the lowest value (True) or the highest (False). None: from the best value of a
+            metric, which its name defines, and from the highest value of an expression.
+        limit: maximum number of versions; None: all.
         removed: search removed versions too; the condition may use the column `removed`.
         progress: counts the entries that an update of the index reads.
 
     Raises:
-        ConfigError: the condition or `order_by` is not valid SQL, or uses a column that does not exist.
+        ConfigError: the condition or `by` is not valid SQL, or uses a column that does not exist; `limit` is below 0;
+            or the name of the metric does not show whether a high or a low value is better.
         CorruptDataError, UnavailableError: tags or removals cannot be read, or the store does not respond.
     """
+    if limit is not None and limit < 0:
+        raise ConfigError(f"limit={limit} is not a number of versions; give 0 or more, or None for all")
     index = read_index(repository, progress=progress)
     if not index.table.num_rows:
         return []
     order = "model, version DESC"
-    if order_by is not None:
+    if by is not None:
+        if _is_metric(by, index):
+            if ascending is None:
+                ascending = choose_metric_mode(by, advice=_HOW_TO_SORT) == "min"
+            by = "metrics['" + by.replace("'", "''") + "']"
         # If the user's expression ends with a SQL comment, the line breaks here and below end the comment.
-        key = f"({order_by}\n)"
+        key = f"({by}\n)"
         order = f"{key} IS NULL OR {key}::VARCHAR = 'nan', {key} {'ASC' if ascending else 'DESC'}, {order}"
     with connected() as connection, _map_errors(f"the condition {condition!r}"):
         _prepare(connection, repository, index, sql=f"{condition} {order}")
         versions = connection.view("all_versions" if removed else "versions")
         matching = versions.filter(f"({condition}\n)").order(order).project("model, version")
+        if limit is not None:
+            matching = matching.limit(limit)
         rows = fetch(connection, matching.fetchall)
     return [Resolved("models", model, version) for model, version in rows]
+
+
+def _is_metric(by: str, index: VersionIndex) -> bool:
+    """Return whether `by` is the name of a metric, and not of a column."""
+    return by.lower() not in _COLUMNS and Field(("metrics", by), "number", False) in index.fields
 
 
 def _prepare(

@@ -1,5 +1,8 @@
 """References to versions: `NAME`, `NAME@3`, `NAME@tag`, and `NAME@tag~1`, the tag's version before its last move.
 
+`NAME@latest` is the newest version, unless there is a tag of this name. `NAME@best:METRIC` is the version with the
+best value of a metric; a tag has no colon, so none can have this name.
+
 Also the rules for valid names and tags, which become folders of the repository.
 """
 
@@ -7,11 +10,16 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import cast
 
 from datasvc.errors import ConfigError
+from datasvc.repository.logs.metric_mode import MetricMode
 
+LATEST = "latest"
 _MAX_NAME_LENGTH = 128
 _NAME = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{_MAX_NAME_LENGTH - 1}}}")
+# DOTALL: the name of a metric may be any text.
+_BEST = re.compile(r"best:(?P<metric>.+?)(:(?P<mode>max|min))?", re.DOTALL)
 _MOVES = re.compile(r"[0-9]{1,9}")
 
 
@@ -22,13 +30,17 @@ class Reference:
     Attributes:
         name: name of a data set or model.
         version: number of a version.
-        tag: name of a tag.
+        tag: name of a tag; or "latest" or "best:METRIC", which refer to a version without a tag.
+        metric: metric whose best value defines the version.
+        mode: whether a high or a low value of `metric` is better; None: its name tells.
         moves_back: number of moves of the tag to go back; 0 is its present version.
     """
 
     name: str
     version: int | None = None
     tag: str | None = None
+    metric: str | None = None
+    mode: MetricMode | None = None
     moves_back: int = 0
 
 
@@ -55,13 +67,20 @@ def check_tag(tag: str) -> str:
 
 
 def parse_reference(text: str, what: str = "data set") -> Reference:
-    """Parse `NAME[@VERSION|@TAG[~MOVES]]`; for `what`, see `check_name`. Raises ConfigError if it is no reference."""
+    """Parse `NAME[@VERSION|@TAG[~MOVES]|@best:METRIC[:max|:min]]`; for `what`, see `check_name`.
+
+    Raises ConfigError if `text` is no such reference.
+    """
     name, at, version_or_tag = text.partition("@")
     check_name(name, what)
     if not at:
         return Reference(name)
     if version_or_tag.isascii() and version_or_tag.isdecimal() and int(version_or_tag) > 0:
         return Reference(name, version=int(version_or_tag))
+    if best := _BEST.fullmatch(version_or_tag):
+        return Reference(
+            name, tag=version_or_tag, metric=best["metric"], mode=cast("MetricMode | None", best["mode"])
+        )
     tag, tilde, moves = version_or_tag.partition("~")
     check_tag(tag)
     if tilde and not _MOVES.fullmatch(moves):

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from datasvc.errors import ConfigError
-from datasvc.models.registry.metric_mode import choose_metric_mode
 from datasvc.models.saving.save_policy import parse_duration, parse_policy
+from datasvc.repository.logs.metric_mode import choose_metric_mode
 from datasvc.repository.logs.references import check_name, parse_reference
 from datasvc.trainer.recipes.optimizers.parameter_groups import DECAYED
 from datasvc.trainer.recipes.optimizers.precision import PRECISIONS

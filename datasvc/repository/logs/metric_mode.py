@@ -27,11 +27,16 @@ _WORD: Final = re.compile(r"[A-Z]+\d*(?![a-z])|[A-Z]?[a-z]+\d*|\d+")
 _SPLIT_TOP_K: Final = re.compile(r"(?i)(?<![a-z])top[\W_]?(\d+)")
 
 
-def choose_metric_mode(metric: str, given: str | None = None, *, option: str = "--mode") -> MetricMode:
+def choose_metric_mode(
+    metric: str, given: str | None = None, *, option: str = "--mode", advice: str | None = None
+) -> MetricMode:
     """Return "max" if a high value of a metric is better, "min" if a low value is better.
 
-    `given` is the mode that the user set; it overrides the name. `option` is the command-line option that sets the
-    mode; the error message contains it.
+    Args:
+        metric: name of the metric.
+        given: mode that the user set; it overrides the name.
+        option: command-line option that sets the mode, for the error message.
+        advice: what the error message says instead, if no option sets the mode.
 
     Raises:
         ConfigError: the name is unclear, or `given` is neither "max" nor "min".
@@ -44,8 +49,8 @@ def choose_metric_mode(metric: str, given: str | None = None, *, option: str = "
     if mode is None:
         name = option.lstrip("-").replace("-", "_")
         raise ConfigError(
-            f"the name {metric!r} does not show whether a high or a low value is better: give {option} max or "
-            f"{option} min ({name}='max' or {name}='min' in Python)"
+            f"the name {metric!r} does not show whether a high or a low value is better: "
+            + (advice or f"give {option} max or {option} min ({name}='max' or {name}='min' in Python)")
         )
     return mode
 
