@@ -21,7 +21,7 @@ The functions at the end of this module divide an epoch into steps, and each ste
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Literal, cast, get_args
@@ -80,6 +80,10 @@ class OrderConfig:
             )
 
 
+def _shorten_table(digest: str) -> str:
+    return f"the samples of shard table {digest[:12]}..."
+
+
 @dataclass(frozen=True)
 class OrderState:
     """State of a loader: all positions of the epoch before `position` are served.
@@ -128,12 +132,26 @@ class OrderState:
             raise ConfigError(f"this is not a loader state: {error}; found the fields {sorted(state)}") from error
         return restored
 
-    def check_matches(self, version: str, config: OrderConfig, num_samples: int) -> None:
-        """Raise StateMismatchError if the state is of another version or order, or its position is out of range."""
+    def check_matches(
+        self,
+        version: str,
+        config: OrderConfig,
+        num_samples: int,
+        *,
+        name_table: Callable[[str], str] = _shorten_table,
+    ) -> None:
+        """Raise StateMismatchError if the state is of another version or order, or its position is out of range.
+
+        Args:
+            version: digest of the shard table of the loader.
+            config: order of the loader.
+            num_samples: samples of the epoch.
+            name_table: returns the name of the version with a shard table, for the message.
+        """
         if self.version != version:
             raise StateMismatchError(
-                f"the state belongs to the samples of shard table {self.version[:12]}..., this loader reads "
-                f"{version[:12]}...; open the version that the state was saved with"
+                f"the state belongs to {name_table(self.version)}, this loader reads {name_table(version)}; open the "
+                "version that the state was saved with; to train on with other data, do not load the loader's state"
             )
         if self.config != config:
             raise StateMismatchError(

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, StateMismatchError
-from datasvc.loaders.core.mixture import Mixture
+from datasvc.loaders.core.mixture import Mixture, name_of
 from datasvc.loaders.core.split_reader import Cursor
 from datasvc.order import OrderConfig, OrderState
 from datasvc.shards import Split
+from datasvc.shards.versions.version_entry import name_table
 
 MIXTURE_STATE_FORMAT: Final = 1
 DECODE: Final = "decode"
@@ -48,8 +50,15 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
             "loader that mixture"
         )
     order_state = OrderState.from_dict(state)
-    order_state.check_matches(samples.digest, order, len(samples))
+    order_state.check_matches(samples.digest, order, len(samples), name_table=partial(name_split_table, samples))
     return Cursor(order_state.epoch, order_state.position)
+
+
+def name_split_table(split: Split, digest: str) -> str:
+    """Return the name of the split with a shard table, such as "pets@1/train", for a message about `split`."""
+    if digest == split.digest:
+        return name_of(split)
+    return name_table(split.repository, digest, dataset=split.dataset.partition("@")[0])
 
 
 def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderConfig) -> Cursor:
@@ -57,8 +66,8 @@ def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderCon
     if _FORMAT_FIELD not in state:
         single = OrderState.from_dict(state)
         raise StateMismatchError(
-            f"the state belongs to one split, of shard table {single.version[:12]}..., this loader reads "
-            f"{samples!r}; give the loader that split"
+            f"the state belongs to one split, {name_split_table(samples.splits[0], single.version)}, this loader "
+            f"reads {samples!r}; give the loader that split"
         )
     if state[_FORMAT_FIELD] != MIXTURE_STATE_FORMAT:
         raise ConfigError(
@@ -83,8 +92,11 @@ def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderCon
 def _check_same(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise StateMismatchError if the states differ in more than the cursor and the names of the splits."""
     if _versions(state) != _versions(expected):
+        # The same names in two repositories may be different versions, which only their shard tables tell apart.
+        with_tables = _describe(state) == _describe(expected)
+        in_state, here = (_describe(each, with_tables=with_tables) for each in (state, expected))
         raise StateMismatchError(
-            f"the state belongs to a mixture of {_describe(state)}, this loader reads one of {_describe(expected)}; "
+            f"the state belongs to a mixture of {in_state}, this loader reads one of {here}; "
             "mix the versions that the state was saved with, in their order"
         )
     saved, present = _fields(state), _fields(expected)
@@ -114,8 +126,11 @@ def _versions(state: Mapping[str, Any]) -> list[str]:
     return [split["version"] for split in _splits(state)]
 
 
-def _describe(state: Mapping[str, Any]) -> str:
-    return ", ".join(f"{split['name']} (shard table {split['version'][:12]}...)" for split in _splits(state))
+def _describe(state: Mapping[str, Any], *, with_tables: bool = False) -> str:
+    return ", ".join(
+        split["name"] + (f" (shard table {split['version'][:12]}...)" if with_tables else "")
+        for split in _splits(state)
+    )
 
 
 def _splits(state: Mapping[str, Any]) -> list[Mapping[str, str]]:

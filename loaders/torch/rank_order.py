@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.loaders.core.derived_order import order_of_state
 from datasvc.loaders.core.loader import check_num_steps
+from datasvc.loaders.core.state import name_split_table
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.torch.served import ServedIndex
 from datasvc.loaders.torch.states import order_state
@@ -109,7 +111,8 @@ class RankOrder:
         stored = order_state(state)
         parsed = OrderState.from_dict(stored)
         config = order_of_state(stored, self.config) if self._is_derived else self.config
-        parsed.check_matches(self.split.digest, config, self.num_samples)
+        name_table = partial(name_split_table, self.split)
+        parsed.check_matches(self.split.digest, config, self.num_samples, name_table=name_table)
         self._use(config)
         return parsed.epoch, parsed.position
 

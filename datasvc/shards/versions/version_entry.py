@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from datasvc.errors import DatasvcError
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.objects.presence import check_present
 from datasvc.shards.format.shard_table import ShardTable
@@ -16,11 +17,46 @@ from datasvc.shards.versions.split_overlap import ENTRY_FIELD
 
 # Field of a log entry, see `read_val_fraction`.
 VAL_FRACTION: Final = "val_fraction"
+_MAX_NAMES: Final = 3
 
 
 def read_tables(repository: Repository, version: Resolved) -> dict[str, ShardTable]:
     """Return the shard tables of a version, which may be removed, by split. Raise what `read_version` raises."""
     return {name: split.table for name, split in read_version(repository, version).items()}
+
+
+def name_table(repository: Repository, digest: str, *, dataset: str) -> str:
+    """Return the splits that have a shard table, such as "pets@1/train", for a message about that table.
+
+    If no version of the repository has it, or the entries cannot be read, the text has the digest: the message must
+    not fail because of its details.
+
+    Args:
+        repository: repository to search.
+        digest: digest of the shard table.
+        dataset: name of the data set to search first.
+    """
+    unknown = f"a data-set version that is not in this repository (shard table {digest[:12]}...)"
+    try:
+        for name in dict.fromkeys([dataset, *repository.names("datasets")]):
+            entries, _ = repository.versions("datasets", name).try_entries()
+            found = [
+                f"{name}@{entry.number}/{split}"
+                for entry in entries
+                for split, fields in _splits_of(entry.content)
+                if isinstance(fields, Mapping) and fields.get("table") == digest
+            ]
+            if found:
+                # Versions that only changed other splits share the table.
+                return " = ".join(found[:_MAX_NAMES]) + (" = ..." if len(found) > _MAX_NAMES else "")
+    except DatasvcError:
+        return unknown
+    return unknown
+
+
+def _splits_of(content: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    splits = content.get("splits")
+    return splits.items() if isinstance(splits, Mapping) else ()
 
 
 def describe_tables(

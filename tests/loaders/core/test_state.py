@@ -5,8 +5,9 @@ import pytest
 from datasvc.errors import ConfigError, StateMismatchError
 from datasvc.loaders.core.mixture import Mixture
 from datasvc.order import OrderConfig
-from datasvc.shards.versions.dataset import Split
+from datasvc.shards.versions.dataset import Split, open_dataset
 from tests.loaders.numbered import Numbers, make_splits, mix
+from tests.shards.written_versions import LABELLED_SCHEMA, write_version
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +53,39 @@ def test_a_version_that_is_opened_by_another_name_is_the_same(splits):
     other = Numbers(mix(renamed), 4)
     other.load_state_dict(loader.state_dict())
     assert next(iter(other))[1] == next(iter(loader))[1]
+
+
+def _write_pets(repository, keys, **more):
+    samples = [{"key": key, "blob": b"0", "label": 0} for key in keys]
+    version = write_version(repository, "pets", {"train": [samples], **more}, LABELLED_SCHEMA)
+    return open_dataset(repository, str(version))["train"]
+
+
+def test_a_refused_state_names_the_versions(repository, tmp_path):
+    first, second = _write_pets(repository, "ab"), _write_pets(repository, "abc")
+    val = [[{"key": "v", "blob": b"0", "label": 0}]]
+    _write_pets(repository, "ab", val=val)  # the samples of version 1 again
+    state = Numbers(first, 1).state_dict()
+    message = r"belongs to pets@1/train = pets@3/train, this loader reads pets@2/train; .* do not load the loader's"
+    with pytest.raises(StateMismatchError, match=message):
+        Numbers(second, 1).load_state_dict(state)
+    with pytest.raises(
+        StateMismatchError, match=r"one split, pets@1/train = pets@3/train, this loader reads Mixture"
+    ):
+        Numbers(Mixture([(second, 1)]), 1).load_state_dict(state)
+    elsewhere = make_splits(tmp_path / "elsewhere")["big"]
+    with pytest.raises(StateMismatchError, match=r"a data-set version that is not in this repository \(shard table"):
+        Numbers(elsewhere, 1).load_state_dict(state)
+    repository.storage.local_path("datasets/pets/versions/00000001.json").write_bytes(b"damage")
+    with pytest.raises(StateMismatchError, match=r"belongs to pets@3/train, this loader reads pets@2/train"):
+        Numbers(second, 1).load_state_dict(state)
+
+
+def test_mixtures_of_equal_names_are_told_apart_by_their_tables(splits, tmp_path):
+    others = make_splits(tmp_path)
+    others["tiny"] = Split("train", "tiny@1", others["tiny"].repository, others["big"].digest)
+    state = Numbers(Mixture([(splits["tiny"], 1)]), 1).state_dict()
+    with pytest.raises(
+        StateMismatchError, match=r"of tiny@1/train \(shard table \w+\.\.\.\), this loader reads one of tiny@1"
+    ):
+        Numbers(Mixture([(others["tiny"], 1)]), 1).load_state_dict(state)
