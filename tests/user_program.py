@@ -108,6 +108,8 @@ def use_models(folder: Path) -> None:
     assert [version.version for version in repo.models.describe_versions(found)] == [3, 2]
     assert repo.models.best("net", "loss", mode="min") == repo.models.resolve("net@best:loss") == found[0]
     assert repo.models.diff("net@2", "net@3", norms=True).steps == (4, 7)
+    compared = repo.models.compare(["net@2", "net@3"], equal=False)
+    assert (compared.versions, compared.values[0].values) == (("net@2", "net@3"), {"net@2": 4, "net@3": 7})
     assert repo.models.trained_on(["net"], keys=["train/a/00000"]).versions
     assert repo.models.lineage("net@3").models
 

@@ -10,6 +10,7 @@ from datasvc.models.interop import export_model, import_model
 from datasvc.models.interop.onnx_file import export_onnx
 from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.models.provenance.lineage import read_lineage
+from datasvc.models.registry.compare import compare_versions
 from datasvc.models.registry.diff import diff
 from datasvc.models.registry.graph import read_history
 from datasvc.models.registry.registry import describe_model, describe_versions, list_models, model_log
@@ -46,6 +47,7 @@ class Models(Collection):
     find = Operation(find_versions)
     sql = Operation(query_versions)
     diff = Operation(diff)
+    compare = Operation(compare_versions)
     trained_on = Operation(find_consumers)
     lineage = Operation(read_lineage)
 

@@ -42,7 +42,7 @@ def cnn(repository):
     return repository
 
 
-@pytest.mark.parametrize("command", ["diff", "tag", "find", "sql", "rm", "retain", "gc"])
+@pytest.mark.parametrize("command", ["diff", "compare", "tag", "find", "sql", "rm", "retain", "gc"])
 def test_help_of_every_command_has_an_example_and_json(command):
     shown = CliRunner().invoke(app, ["models", command, "--help"], env={"COLUMNS": "200"}).stdout
     assert f"Example: datasvc models {command}" in shown
@@ -158,6 +158,31 @@ def test_retention_says_why_each_stays_and_removes_when_told_to(cnn, run, run_js
     assert run_json("retain", "cnn", "--last", 1, "--metric", "acc", "--apply")["removed"] == [1, 3]
     assert cnn.living("models", "cnn") == [2, 4]
     assert run_json("gc", "--no-writers", "--grace", "0s", "--yes")["dry_run"] is False
+
+
+def test_several_versions_are_a_table_with_a_column_each(cnn, run, run_json):
+    versions = ["cnn@1", "cnn@2", "base"]
+    assert run("compare", *versions).splitlines() == ["step\t100\t200\t9", "metrics.acc\t0.5\t0.75\t-"]
+    assert run("compare", *versions, "--csv").splitlines() == [
+        "value,cnn@1,cnn@2,base@1", "step,100,200,9", "metrics.acc,0.5,0.75,",
+    ]  # fmt: skip
+    assert run_json("compare", *versions) == {
+        "versions": ["cnn@1", "cnn@2", "base@1"],
+        "values": [
+            {"name": "step", "values": {"cnn@1": 100, "cnn@2": 200, "base@1": 9}},
+            {"name": "metrics.acc", "values": {"cnn@1": 0.5, "cnn@2": 0.75}},
+        ],
+    }
+    assert "code.dirty\tFalse\tFalse\tFalse\n" in run("compare", *versions, "--all")
+    with pytest.raises(ConfigError, match="--csv and --json"):
+        run("compare", *versions, "--csv", "--json")
+
+
+def test_find_sorts_by_a_metric_without_a_condition(cnn, run):
+    lines = run("find", "--by", "acc", "--limit", "2").splitlines()
+    assert [line.split("\t")[0] for line in lines] == ["cnn@2", "cnn@1"]
+    lines = run("find", "step < 300", "--by", "acc", "--ascending").splitlines()
+    assert [line.split("\t")[0] for line in lines] == ["cnn@3", "cnn@1", "cnn@2", "base@1"]
 
 
 def test_two_versions_are_compared(repository, run, run_json):

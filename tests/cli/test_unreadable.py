@@ -51,6 +51,13 @@ def test_a_list_names_what_it_leaves_out(damaged, words, listed, left_out):
     assert as_json.returncode == 3
 
 
+def test_a_comparison_leaves_out_what_it_cannot_read(damaged):
+    result = run("models", "compare", "cnn@1", "cnn@2", "cnn@3", "--repo", damaged.url)
+    assert (result.returncode, result.stdout.splitlines()) == (3, ["step\t0\t1"])
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("warning: cnn@3 is left out")
+
+
 def test_mark_lost_is_the_way_out(damaged):
     assert run("models", "verify", "--all", "--repo", damaged.url).returncode == 3
     refused = run("models", "gc", "--repo", damaged.url)

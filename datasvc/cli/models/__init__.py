@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from datasvc.cli.models import (
+    compare,
     diff,
     find,
     interop,
@@ -27,6 +28,7 @@ app.command()(listing.ls)
 app.command()(listing.log)
 app.command()(listing.show)
 app.command()(diff.diff)
+app.command()(compare.compare)
 app.command()(tags.tag)
 app.command()(find.find)
 app.command()(find.sql)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -34,11 +35,16 @@ def print_query_result(result: pa.Table, *, as_csv: bool, as_json: bool) -> None
         names = _unique_names(result.column_names)
         print_json([dict(zip(names, map(json_value, row), strict=True)) for row in rows])
     elif as_csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(result.column_names)
-        writer.writerows([_csv_value(value) for value in row] for row in rows)
+        print_csv(result.column_names, rows)
     else:
         print_table(result.column_names, [tuple(map(text_value, row)) for row in rows])
+
+
+def print_csv(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Print rows as CSV with a header; None is an empty field."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([_csv_value(value) for value in row] for row in rows)
 
 
 def _unique_names(names: list[str]) -> list[str]:

@@ -146,7 +146,7 @@ def diff(
 
 def compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> ValueChanges:
     """Compare two trees of JSON values by dotted path; a list is compared as one value."""
-    leaves_a, leaves_b = dict(_leaves(a, "")), dict(_leaves(b, ""))
+    leaves_a, leaves_b = dict(tree_leaves(a, "")), dict(tree_leaves(b, ""))
     return ValueChanges(
         {path: value for path, value in leaves_b.items() if path not in leaves_a},
         {path: value for path, value in leaves_a.items() if path not in leaves_b},
@@ -241,11 +241,11 @@ def _use_name(use: Mapping[str, Any]) -> str:
     return f"{use['dataset']}/{use['split']}" + ("" if purpose == "training" else f" ({purpose})")
 
 
-def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path and the value of each leaf of a tree of JSON values."""
+def tree_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path, below `path`, and the value of each leaf of a tree of JSON values."""
     # An empty mapping below the root counts as a value, so that adding or removing it is a change.
     if isinstance(value, Mapping) and (value or not path):
         for key, child in value.items():
-            yield from _leaves(child, f"{path}.{key}" if path else str(key))
+            yield from tree_leaves(child, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
