@@ -114,7 +114,8 @@ class OrderState:
             ConfigError: the state has another format, or a field is missing, invalid or unknown.
         """
         fields = dict(state)
-        fields.pop("decode", None)  # the decoder of an image loader is not part of the order
+        for name in ("decode", "evaluation"):  # settings of an image loader, which are not part of the order
+            fields.pop(name, None)
         stored_format = fields.pop("format", None)
         if stored_format != STATE_FORMAT:
             raise ConfigError(

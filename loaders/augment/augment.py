@@ -10,9 +10,10 @@ ratio), with ten tries and a centre crop as fallback, as in common implementatio
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,8 @@ _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE, _SEQUENCE = range(_FLIP + 1, _FLIP + 
 # All orders of the four colour changes; a random value of the stream `_SEQUENCE` selects one of them.
 _SEQUENCES: Final = np.array(list(permutations(range(4))), np.int8)
 
+Evaluation = Literal["torchvision", "window"]
+
 
 @dataclass(frozen=True)
 class AugmentConfig:
@@ -48,6 +51,9 @@ class AugmentConfig:
         hue: the hue is rotated by a value from [-hue, hue], as a fraction of the full circle; at most 0.5.
         resize: evaluation only: shorter side before the centre crop, in pixels, at least the loader's `size`; None:
             `size` * 256 / 224.
+        evaluation: how evaluation scales and crops. "torchvision": as torchvision's `Resize(resize)`, bilinear and
+            anti-aliased, and `CenterCrop(size)`, with which accuracies are usually measured. "window": a window of
+            whole source pixels is scaled, which is faster and less exact; a state without this field means it.
         transform: function for training and evaluation, called for each image from any thread with the cropped and
             flipped `uint8[size, size, 3]` and a random generator that depends on (seed, epoch, position). It returns
             an array of the same shape and dtype, which may be its argument.
@@ -64,6 +70,7 @@ class AugmentConfig:
     saturation: float = 0.0
     hue: float = 0.0
     resize: int | None = None
+    evaluation: Evaluation = "torchvision"
     transform: Transform | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +85,7 @@ class AugmentConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected a number of 0 or more")
         if not 0 <= self.hue <= 0.5:
             raise ConfigError(f"hue is {self.hue}; expected a fraction of the circle, 0 to 0.5")
+        parse_evaluation(self.evaluation)
 
     @property
     def changes_colours(self) -> bool:
@@ -93,11 +101,20 @@ class Windows:
         starts: `int32[batch, 2]`, top and left.
         shapes: `int32[batch, 2]`, height and width.
         flips: `int32[batch]`, 1 where the window is mirrored.
+        boxes: `float64[batch, 4]`, left, top, right and bottom of the part of each window that is scaled to the
+            output, relative to the window. The filter also reads the pixels of the window around the box. None: each
+            window is scaled as a whole.
     """
 
     starts: npt.NDArray[np.int32]
     shapes: npt.NDArray[np.int32]
     flips: npt.NDArray[np.int32]
+    boxes: npt.NDArray[np.float64] | None = None
+
+    def select(self, indices: Sequence[int]) -> Windows:
+        """Return the windows of some images of the batch."""
+        boxes = None if self.boxes is None else self.boxes[indices]
+        return Windows(self.starts[indices], self.shapes[indices], self.flips[indices], boxes)
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,15 @@ class ColourFactors:
         return ColourFactors(
             self.brightness[rows], self.contrast[rows], self.saturation[rows], self.hue[rows], self.sequence[rows]
         )
+
+
+def parse_evaluation(value: object) -> Evaluation:
+    """Return the kind of evaluation of that name. Raises ConfigError: there is none."""
+    for evaluation in get_args(Evaluation):
+        if value == evaluation:
+            parsed: Evaluation = evaluation
+            return parsed
+    raise ConfigError(f"evaluation is {value!r}; expected one of {', '.join(get_args(Evaluation))}")
 
 
 def plan_random_windows(
@@ -209,6 +235,27 @@ def plan_centre_windows(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, 
     side = np.maximum(1, np.rint(np.minimum(widths, heights).astype(np.float64) * size / resize))
     top, left = np.rint((heights - side) / 2), np.rint((widths - side) / 2)
     return _make_windows(np.stack([top, left, side, side]), np.zeros(len(widths), np.int32))
+
+
+def plan_centre_boxes(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, size: int, resize: int) -> Windows:
+    """Return windows with boxes that, scaled to `size`, are torchvision's `Resize(resize)` and `CenterCrop(size)`.
+
+    A window has all pixels that the anti-aliased bilinear filter of the resize reads for the crop, so the image need
+    not be decoded or scaled as a whole. For the arguments see `plan_centre_windows`.
+    """
+    # A stored width or height of 0, which is wrong, gives a window that the decoder refuses.
+    source = np.maximum(np.stack([widths, heights], axis=1).astype(np.float64), 1)
+    # torchvision rounds the longer side down, and the start of the crop half to even.
+    scaled = np.floor(resize * source / source.min(axis=1, keepdims=True))
+    first = np.rint((scaled - size) / 2)
+    factor = source / scaled  # source pixels of one scaled pixel
+    start, stop = first * source / scaled, (first + size) * source / scaled
+    # The filter of a scaled pixel reaches this far from the pixel's centre; one pixel more, against rounding.
+    reach = np.maximum(factor, 1) - factor / 2 + 1
+    low, high = np.maximum(np.floor(start - reach), 0), np.minimum(np.ceil(stop + reach), source)
+    window = np.stack([low[:, 1], low[:, 0], high[:, 1] - low[:, 1], high[:, 0] - low[:, 0]])
+    windows = _make_windows(window, np.zeros(len(source), np.int32))
+    return replace(windows, boxes=np.concatenate([start - low, stop - low], axis=1))
 
 
 def _plan_fallback_windows(

@@ -21,6 +21,8 @@ from datasvc.shards.versions.version_entry import name_table
 MIXTURE_STATE_FORMAT: Final = 1
 DECODE: Final = "decode"
 """Field of the decoding backend in the state of an image loader; older states do not have it."""
+EVALUATION: Final = "evaluation"
+"""Field of `AugmentConfig.evaluation` in the state of an image loader that evaluates; older states do not have it."""
 _FORMAT_FIELD: Final = "mixture_format"
 _CURSOR_FIELDS: Final = ("epoch", "position")
 
@@ -40,8 +42,8 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
         ConfigError: `state` is no loader state, or has a later format.
         StateMismatchError: the state belongs to other samples, weights or another order; the message has both.
     """
-    # A state with another decoding backend is accepted: `ImageLoader` uses that backend, or logs a warning.
-    state = {name: value for name, value in state.items() if name != DECODE}
+    # A state with other settings of images is accepted: `ImageLoader` uses them, or logs a warning.
+    state = {name: value for name, value in state.items() if name not in {DECODE, EVALUATION}}
     if isinstance(samples, Mixture):
         return _restore_mixture(state, samples, order)
     if _FORMAT_FIELD in state:

@@ -78,6 +78,7 @@ class BackendConfig:
         max_height: height of the tallest image in the data set; 0 if unknown.
         changes_colours: whether batches may come with an `Edit` of colours.
         is_pinned: whether batches are in page-locked host memory.
+        has_boxes: whether windows come with boxes.
     """
 
     batch_size: int
@@ -90,6 +91,7 @@ class BackendConfig:
     max_height: int = 0
     changes_colours: bool = False
     is_pinned: bool = False
+    has_boxes: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -44,13 +44,14 @@ _BATCHES_OF_CALLER = 2
 class _DecodeJob:
     """A batch to decode, and its output memory.
 
-    `starts`, `shapes` and `flips` are those of the images' `Windows`; for the others see `ImageBackend.feed`.
+    `starts`, `shapes`, `flips` and `boxes` are those of the images' `Windows`; for the rest see `ImageBackend.feed`.
     """
 
     images: Sequence[Bytes]
     starts: list[list[int]]
     shapes: list[list[int]]
     flips: list[bool]
+    boxes: list[list[float]] | None
     edit: Edit | None
     read: Read | None
     out: npt.NDArray[Any]
@@ -148,6 +149,7 @@ class CpuBackend:
             windows.starts.tolist(),
             windows.shapes.tolist(),
             windows.flips.astype(bool).tolist(),
+            None if windows.boxes is None else windows.boxes.tolist(),
             edit,
             read,
             array[:count],
@@ -189,6 +191,7 @@ class CpuBackend:
                     job.shapes[index],
                     job.out[index],
                     flip=job.flips[index],
+                    box=None if job.boxes is None else job.boxes[index],
                     edit=None if job.edit is None else partial(job.edit, index),
                 )
                 if reason is not None:

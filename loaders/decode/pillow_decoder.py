@@ -27,9 +27,10 @@ def decode_window(
     shape: Sequence[int] | npt.NDArray[np.int32],
     size: int,
     *,
+    box: Sequence[float] | None = None,
     out: Pixels | None = None,
 ) -> Pixels:
-    """Decode an image upright, crop a window, and scale it with Pillow's anti-aliased BILINEAR filter.
+    """Decode an image upright, crop a window, and scale it, or its box, with Pillow's anti-aliased BILINEAR filter.
 
     Pixels outside the window do not affect the result, as in decoders that decode only the window;
     `resize(box=window)` of the complete image would mix them into the border. Every image becomes 8-bit RGB: grey
@@ -42,6 +43,7 @@ def decode_window(
         start: top and left of the window in the upright image, pixels.
         shape: height and width of the window, pixels.
         size: side of the output in pixels.
+        box: part of the window to scale, see `Windows.boxes`; None: the whole window.
         out: output array, `uint8[size, size, 3]`; None: a new array.
 
     Returns:
@@ -53,17 +55,29 @@ def decode_window(
     """
     content = blob.data if isinstance(blob, np.ndarray) else blob
     (top, left), (height, width) = map(int, start), map(int, shape)
+    scaled_box = (0, 0, width, height) if box is None else box
     with open_image(content) as image:
         kind = image.format or ""
         orientation = read_orientation(content, kind)
         upright_size = image.size[::-1] if swaps_sides(orientation) else image.size
-        box = (left, top, left + width, top + height)
-        _check_window(upright_size, box)  # before the image is decoded
-        window = to_rgb(turn_upright(image, orientation).crop(box), kind)
-        scaled = np.asarray(window.resize((size, size), Image.Resampling.BILINEAR))
+        sides = (left, top, left + width, top + height)
+        _check_window(upright_size, sides)  # before the image is decoded
+        scaled = scale_box(to_rgb(turn_upright(image, orientation).crop(sides), kind), scaled_box, size)
     out = np.empty((size, size, 3), np.uint8) if out is None else out
     np.copyto(out, scaled)
     return out
+
+
+def scale_box(image: Image.Image, box: Sequence[float], size: int) -> Pixels:
+    """Scale a box of an image to `uint8[size, size, 3]` with Pillow's anti-aliased BILINEAR filter.
+
+    Args:
+        image: image in RGB.
+        box: left, top, right and bottom in pixels, fractions allowed. The filter reads pixels around the box too.
+        size: side of the output in pixels.
+    """
+    left, top, right, bottom = box
+    return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, right, bottom)))
 
 
 def to_rgb(image: Image.Image, kind: str) -> Image.Image:

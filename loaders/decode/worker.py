@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+from PIL import Image
 
 from datasvc.errors import BadSampleError
 from datasvc.loaders.decode.backend import Backend, Framework
 from datasvc.loaders.decode.crop import CropDecoder
-from datasvc.loaders.decode.pillow_decoder import decode_window
+from datasvc.loaders.decode.pillow_decoder import decode_window, scale_box
 from datasvc.loaders.decode.pixels import PixelFormat, Pixels, PixelWriter, copy_pixels
 from datasvc.loaders.decode.resize import make_resizer
 
@@ -54,6 +55,7 @@ class ImageWorker:
         out: npt.NDArray[Any],
         *,
         flip: bool,
+        box: Sequence[float] | None = None,
         edit: Callable[[Pixels], None] | None = None,
     ) -> str | None:
         """Decode an image.
@@ -64,6 +66,7 @@ class ImageWorker:
             shape: height and width of the window, pixels.
             out: slot of the image in the batch, in the pixel format; zeros if the image cannot be decoded.
             flip: whether to mirror the image horizontally.
+            box: part of the window to scale, see `Windows.boxes`; None: the whole window.
             edit: function that changes the image in place after scaling and mirroring, `uint8[size, size, 3]`.
 
         Returns:
@@ -71,11 +74,11 @@ class ImageWorker:
         """
         crop = None if self._crops is None else self._crops.decode(blob, start, shape)
         if crop is not None:
-            image = self._resize(crop)
+            image = self._resize(crop) if box is None else scale_box(Image.fromarray(crop), box, self._size)
         else:
             # Pillow decodes some images that nvImageCodec cannot decode, and its error says why an image is bad.
             try:
-                image = decode_window(blob, start, shape, self._size, out=self._window)
+                image = decode_window(blob, start, shape, self._size, box=box, out=self._window)
             except BadSampleError as error:
                 out[...] = 0
                 return str(error)

@@ -14,13 +14,13 @@ import numpy.typing as npt
 from datasvc.cache import Cache
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.errors import ConfigError
-from datasvc.loaders.augment.augment import AugmentConfig
+from datasvc.loaders.augment.augment import AugmentConfig, parse_evaluation
 from datasvc.loaders.core.batches import SampleBatches
 from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes
 from datasvc.loaders.core.mixture import Mixture, check_column, columns_of, largest
 from datasvc.loaders.core.other_columns import sort_columns
 from datasvc.loaders.core.pinned import warn_without_gpu
-from datasvc.loaders.core.state import DECODE
+from datasvc.loaders.core.state import DECODE, EVALUATION
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, DecodeConfig, Framework
 from datasvc.loaders.decode.choice.choice import DecodeChoice, parse_backend
 from datasvc.loaders.decode.choice.choose import find_missing, make_backend, plan_candidates
@@ -60,7 +60,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     Args:
         split: a split of a data-set version that has images, or a mixture of several splits.
         batch_size, training, cache, seed, shuffle, order, ranks, tail, ledger: see `Loader`. `training=True` also
-            draws random windows and flips; False crops the centre.
+            draws random windows and flips; False scales and crops the centre, see `AugmentConfig.evaluation`.
         size: side of the output in pixels.
         pixels: format of the output, or its dtype alone, such as "uint8"; default: float32, normalised, NCHW.
         augment: windows, flips and colours of the images, and a transform of your own.
@@ -138,6 +138,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             max_width=largest(split, "max_width"),
             max_height=largest(split, "max_height"),
             changes_colours=self._plan.changes_colours,
+            has_boxes=self._plan.has_boxes,
         )
         self._on_bad = decode.on_bad
         # The kind of batches that the present decoder makes: their framework, and whether they are in pinned memory.
@@ -184,8 +185,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def numpy(self) -> Iterator[ImageBatch[npt.NDArray[Any]]]:
         """Yield the remaining batches of the epoch as NumPy arrays, without importing torch.
 
-        Batches and state are those of `for batch in loader`. Pixels differ by up to one level of 255, because Pillow
-        scales the images here instead of torch.
+        Batches and state are those of `for batch in loader`. In training, pixels differ by up to one level of 255,
+        because Pillow scales the images here instead of torch.
 
         Raises:
             ConfigError: `device` is a GPU, or the output dtype is "bfloat16", which NumPy does not have.
@@ -268,16 +269,29 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return self._choice.backend
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as in `Loader`, with the backend once it is chosen: pixels differ between backends."""
-        decode = self._choice.state
-        return super().state_dict() | ({} if decode is None else {DECODE: decode})
+        """Return the state as in `Loader`, with what the pixels depend on: the chosen backend, the evaluation."""
+        settings = {DECODE: self._choice.state, EVALUATION: self._plan.evaluation}
+        return super().state_dict() | {name: value for name, value in settings.items() if value is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as in `Loader`, with the backend of the state if `decode` allows it; else log a warning."""
+        """Continue as in `Loader`, with the backend of the state if `decode` allows it; else log a warning.
+
+        It also logs a warning if the state is of another kind of evaluation.
+        """
         # Parsed before anything changes: after an error for an unknown backend, the loader must be as before.
         decode = parse_backend(state[DECODE]) if DECODE in state else None
+        # States of releases without the field are of windows.
+        evaluation = parse_evaluation(state.get(EVALUATION, "window"))
         super().load_state_dict(state)
         self._choice.restore(decode)
+        if self._plan.evaluation not in {None, evaluation}:
+            _LOG.warning(
+                "the state was saved by a loader with evaluation=%r; this one has evaluation=%r, so pixels and "
+                "accuracies differ: give AugmentConfig(evaluation=%r) to continue that evaluation",
+                evaluation,
+                self._plan.evaluation,
+                evaluation,
+            )
 
     def _change_order(
         self, order: OrderConfig, cached_stores: list[PrefetchingShardStore], batches: SampleBatches

@@ -9,7 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from datasvc.errors import ConfigError
-from datasvc.loaders.augment.augment import AugmentConfig, Windows, plan_centre_windows, plan_random_windows
+from datasvc.loaders.augment.augment import (
+    AugmentConfig,
+    Evaluation,
+    Windows,
+    plan_centre_boxes,
+    plan_centre_windows,
+    plan_random_windows,
+)
 from datasvc.loaders.augment.edits import Edit, plan_edit
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.shards.format.schema import HEIGHT, WIDTH
@@ -50,6 +57,16 @@ class ImagePlan:
         return round(self.size * _RESIZE_RATIO) if self.augment.resize is None else self.augment.resize
 
     @property
+    def evaluation(self) -> Evaluation | None:
+        """How evaluation scales and crops; None in training."""
+        return None if self.training else self.augment.evaluation
+
+    @property
+    def has_boxes(self) -> bool:
+        """Whether the windows have boxes."""
+        return self.evaluation == "torchvision"
+
+    @property
     def changes_colours(self) -> bool:
         """Whether edits change colours, which only training does."""
         return self._colours is not None
@@ -61,7 +78,8 @@ class ImagePlan:
             return plan_random_windows(
                 widths, heights, batch.positions, seed=self.seed, epoch=batch.epoch, config=self.augment
             )
-        return plan_centre_windows(widths, heights, size=self.size, resize=self.shorter_side)
+        plan = plan_centre_boxes if self.has_boxes else plan_centre_windows
+        return plan(widths, heights, size=self.size, resize=self.shorter_side)
 
     def edit(self, batch: SampleBatch) -> Edit | None:
         """Return the changes of a batch's images after crop and flip; None if there are none."""

@@ -8,6 +8,7 @@ therefore ends with the same bits as an uninterrupted run. The steps at which ch
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ import datasvc.trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import BusyError, ConfigError, StateMismatchError
+from datasvc.loaders import ImageLoader
 from datasvc.loaders.core.mixture import splits_of
 from datasvc.models import Checkpoint, CheckpointManager, load_into
 from datasvc.models.restoring.stored_version import read_version
@@ -31,6 +33,8 @@ from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics, compute_average_statistics
+
+_LOG = logging.getLogger(__name__)
 
 
 def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | None) -> CheckpointManager:
@@ -146,6 +150,18 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
             raise ConfigError(
                 f"{checkpoint.version} has the {part} {saved!r}, this run has {configured!r}; "
                 "use another --name, or --resume never"
+            )
+    if isinstance(run.loader, ImageLoader) and hvd.rank() == 0:
+        # Entries of releases before this setting do not have it.
+        saved = (checkpoint.entry.get("config") or {}).get("evaluation", "window")
+        if saved != run.config.evaluation:
+            _LOG.warning(
+                "%s was evaluated with --evaluation %s, this run has %s, so accuracies before and after it differ; "
+                "give --evaluation %s to compare them",
+                checkpoint.version,
+                saved,
+                run.config.evaluation,
+                saved,
             )
     # Load the loader's state first: the loader refuses a checkpoint of other data before anything else changes.
     try:

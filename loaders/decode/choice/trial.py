@@ -210,7 +210,7 @@ def answer_trials(job: TrialJob, make: Callable[[BackendConfig, Backend], ImageB
                 if not any(map(is_plain_jpeg, batches[0].images)):
                     # A GPU decodes only JPEGs. Without this trial, its decoder would get its first JPEG in the
                     # loader's process, and could crash that process.
-                    compare_with_pillow(backend, _make_jpeg(), job.config)
+                    compare_with_pillow(backend, _make_jpeg(job.config), job.config)
                 rate = measure_rate(backend, batches, prefetch=job.config.prefetch)
             yield {"rate": rate}  # after `close`, because some decoders fail there
         except Exception as error:  # noqa: BLE001 - the parent reports it
@@ -218,12 +218,13 @@ def answer_trials(job: TrialJob, make: Callable[[BackendConfig, Backend], ImageB
             return
 
 
-def _make_jpeg() -> TrialBatch:
+def _make_jpeg(config: BackendConfig) -> TrialBatch:
     """Return a batch of one JPEG, 256 x 256 pixels, with a window inside it."""
     encoded = io.BytesIO()
     Image.linear_gradient("L").convert("RGB").save(encoded, "JPEG")
     start, shape, flip = (np.array(values, np.int32) for values in ([[40, 30]], [[150, 180]], [0]))
-    return TrialBatch([encoded.getvalue()], Windows(start, shape, flip))
+    boxes = np.array([[10.5, 20.25, 160.75, 140.0]]) if config.has_boxes else None
+    return TrialBatch([encoded.getvalue()], Windows(start, shape, flip, boxes))
 
 
 def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: BackendConfig) -> None:
@@ -239,7 +240,8 @@ def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: Backen
     out = np.empty(pixels.shape(1, config.size), pixels.dtype)
     for index in range(min(_NUM_COMPARED, len(images))):
         starts, shapes = batch.windows.starts[index].tolist(), batch.windows.shapes[index].tolist()
-        reason = worker.decode(images[index], starts, shapes, out[0], flip=bool(batch.windows.flips[index]))
+        box = None if batch.windows.boxes is None else batch.windows.boxes[index].tolist()
+        reason = worker.decode(images[index], starts, shapes, out[0], flip=bool(batch.windows.flips[index]), box=box)
         if reason is not None or index in decoded.bad:
             continue  # a damaged image has no pixels to compare
         difference = float(np.abs(_to_levels(decoded.images[index], config) - _to_levels(out[0], config)).mean())

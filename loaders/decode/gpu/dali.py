@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import numpy as np
+
 from datasvc.errors import ConfigError, DeviceError
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.decode.backend import Backend, BackendConfig
@@ -119,6 +121,11 @@ class DaliPipeline:
         self._pipe.feed_input("starts", windows.starts)
         self._pipe.feed_input("shapes", windows.shapes)
         self._pipe.feed_input("flips", windows.flips)
+        if self.config.has_boxes:
+            assert windows.boxes is not None
+            # DALI copies these, and wants the coordinates in the order of the dimensions.
+            self._pipe.feed_input("box_starts", np.ascontiguousarray(windows.boxes[:, 1::-1], np.float32))
+            self._pipe.feed_input("box_stops", np.ascontiguousarray(windows.boxes[:, :1:-1], np.float32))
         self._pipe.schedule_run()
 
     def take(self) -> torch.Tensor:
@@ -210,7 +217,15 @@ def _build(config: BackendConfig, graph: Graph) -> Any:
         else:
             decoded = fn.slice(fn.decoders.image(images, **options), **window)
         # DALI scales, because torch has no GPU kernel for bytes. It differs from Pillow by 0.2 levels in the mean.
-        scaled = fn.resize(decoded, resize_x=size, resize_y=size, interp_type=types.INTERP_LINEAR, antialias=True)
+        # With a box, the filter reads pixels around it too, as Pillow's does.
+        boxes = {
+            argument: fn.external_source(name=name, dtype=types.FLOAT, ndim=1)
+            for argument, name in (("roi_start", "box_starts"), ("roi_end", "box_stops"))
+            if config.has_boxes
+        }
+        scaled = fn.resize(
+            decoded, resize_x=size, resize_y=size, interp_type=types.INTERP_LINEAR, antialias=True, **boxes
+        )
         pipe.set_outputs(fn.crop_mirror_normalize(scaled, mirror=flips, **output_arguments(config.pixels)))
     pipe.build()
     # The first call would schedule `prefetch` runs at once, but inputs may be missing: a batch without a JPEG feeds

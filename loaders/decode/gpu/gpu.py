@@ -54,7 +54,7 @@ class _SubBatch:
         return cls(
             indices,
             [images[index] for index in indices],
-            Windows(windows.starts[indices], windows.shapes[indices], windows.flips[indices]),
+            windows.select(indices),
             None if read is None else partial(_read_of_part, read, indices),
         )
 

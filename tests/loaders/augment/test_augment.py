@@ -100,6 +100,7 @@ def test_the_whole_of_a_square_image_is_kept_when_nothing_is_cropped():
         {"saturation": float("nan")},
         {"hue": 0.6},
         {"hue": -0.1},
+        {"evaluation": "exact"},
     ],
 )
 def test_settings_out_of_range_are_refused(options):

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from datasvc.errors import ConfigError
-from datasvc.loaders import DecodeConfig, ImageLoader, Mixture
+from datasvc.loaders import AugmentConfig, DecodeConfig, ImageLoader, Mixture
 from datasvc.loaders.decode.choice.choice import DecodeChoice
 from datasvc.loaders.decode.choice.trial import Trials
 from datasvc.loaders.torch import OrderBatchSampler
+from datasvc.models import ConsumptionTracker, DataUse, save
 from datasvc.order import OrderState
 
 
@@ -45,6 +46,35 @@ def test_the_state_says_what_decodes_and_a_resumed_run_decodes_with_it(samples):
     assert resumed.decode == "pillow"
     assert torch.equal(first(resumed).images, expected.images)
     assert resumed.state_dict()["decode"] == "pillow"
+
+
+@pytest.mark.parametrize("samples", ["split", "mixture"], indirect=True)
+def test_the_state_of_an_evaluation_names_its_kind_and_another_kind_is_a_warning(samples, caplog):
+    exact = {"training": False, "tail": "short"}
+    window = exact | {"augment": AugmentConfig(evaluation="window")}
+    assert "evaluation" not in make(samples).state_dict()
+    state = json.loads(json.dumps(make(samples, **exact).state_dict()))
+    assert state["evaluation"] == "torchvision"
+    assert make(samples, **window).state_dict()["evaluation"] == "window"
+    old = {name: value for name, value in state.items() if name != "evaluation"}
+    same = [(exact, state), (window, old), ({}, {**make(samples).state_dict(), "evaluation": "window"})]
+    for options, fitting in same:
+        make(samples, **options).load_state_dict(fitting)
+    assert caplog.text == ""
+    make(samples, **window).load_state_dict(state)
+    assert "saved by a loader with evaluation='torchvision'; this one has evaluation='window'" in caplog.text
+    caplog.clear()
+    make(samples, **exact).load_state_dict(old)
+    assert "saved by a loader with evaluation='window'; this one has evaluation='torchvision'" in caplog.text
+    with pytest.raises(ConfigError, match="evaluation is 'exact'; expected one of torchvision, window"):
+        make(samples, **exact).load_state_dict({**state, "evaluation": "exact"})
+
+
+def test_the_evaluation_of_a_model_version_is_recorded(digits, repository):
+    loader = make(digits["val"], training=False)
+    saved = save(repository, "m", {}, step=0, data=[DataUse("digits@1", "val", loader.state_dict(), "evaluation")])
+    assert repository.entry(saved).content["data"][0]["state"]["evaluation"] == "torchvision"
+    assert ConsumptionTracker(loader).use().state["evaluation"] == "torchvision"
 
 
 @pytest.mark.parametrize("samples", ["split", "mixture"], indirect=True)

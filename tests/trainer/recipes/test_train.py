@@ -322,6 +322,15 @@ def test_a_checkpoint_of_another_run_is_refused(repository, change, message):
         run(repository, "plainly", **change)
 
 
+def test_another_kind_of_evaluation_than_that_of_the_checkpoint_is_a_warning(repository, caplog):
+    run(repository, "evaluated", max_steps=1, evaluation="window")
+    assert describe_model(repository, "evaluated").entry["config"]["evaluation"] == "window"
+    run(repository, "evaluated", max_steps=2, evaluation="window")
+    assert "accuracies" not in caplog.text
+    run(repository, "evaluated", max_steps=3)
+    assert "was evaluated with --evaluation window, this run has torchvision, so accuracies" in caplog.text
+
+
 def test_settings_of_the_optimizer_are_this_run_s_and_not_the_checkpoint_s(repository):
     run(repository, "lightly", max_steps=1, weight_decay=0.0)
     run(repository, "lightly", max_steps=2, weight_decay=0.3, momentum=0.5)

@@ -57,7 +57,8 @@ _CHOICES: Final = {
     "compression": ("none", "fp16", "bf16"),
     "shuffle": ("global", "windowed"),
     "device": ("cpu", "cuda"),
-    # A test compares these two with `OVERLAPS` and `CODECS`, whose modules import torch.
+    # A test compares these three with `Evaluation`, `OVERLAPS` and `CODECS`, whose modules import torch.
+    "evaluation": ("torchvision", "window"),
     "checkpoint_overlap": ("queue", "refuse"),
     "codec": ("none", "planes", "delta"),
 }
@@ -113,6 +114,8 @@ class TrainConfig:
         compile: backend of torch.compile, such as "inductor"; None: not compiled.
         size: side of the images, in pixels.
         resize: shorter side of an image of the evaluation before its centre crop, in pixels; None: size * 256 / 224.
+        evaluation: scaling and cropping of the images of the evaluation: "torchvision", as torchvision's `Resize` and
+            `CenterCrop`, or "window", which is faster and less exact; versions without this setting used "window".
         scale: range of a random crop's area, as a share of the image's.
         ratio: range of a random crop's width / height.
         flip: probability of a horizontal flip.
@@ -192,6 +195,7 @@ class TrainConfig:
     compile: str | None = None
     size: int = 224
     resize: int | None = None
+    evaluation: str = "torchvision"
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     flip: float = 0.5

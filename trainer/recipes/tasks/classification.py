@@ -22,6 +22,7 @@ from datasvc.loaders import (
     OrderConfig,
     PixelFormat,
 )
+from datasvc.loaders.augment.augment import parse_evaluation
 from datasvc.shards import Split, open_dataset
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import MAX_CLASSES
@@ -62,7 +63,13 @@ class Classification:
             **order_arguments(config, training=training),
             ranks=DataRanks(place.rank, place.world_size),
             pixels=PixelFormat(layout="NHWC" if config.channels_last else "NCHW"),
-            augment=AugmentConfig(scale=config.scale, ratio=config.ratio, flip=config.flip, resize=config.resize),
+            augment=AugmentConfig(
+                scale=config.scale,
+                ratio=config.ratio,
+                flip=config.flip,
+                resize=config.resize,
+                evaluation=parse_evaluation(config.evaluation),
+            ),
             device=str(place.device),
             decode=DecodeConfig(num_threads=place.num_threads, prefetch=config.prefetch),
         )

@@ -1,10 +1,12 @@
 import dataclasses
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
 from datasvc.errors import ConfigError
+from datasvc.loaders.augment.augment import Evaluation
 from datasvc.models.saving.queue import OVERLAPS
 from datasvc.models.tensors.write import CODECS
 from datasvc.trainer.__main__ import main
@@ -62,6 +64,7 @@ def test_every_setting_is_an_option_with_a_help(program):
 @pytest.mark.parametrize(
     "change",
     [
+        {"evaluation": "exact"},
         {"epochs": 0},
         {"learning_rate": float("nan")},
         {"momentum": -1.0},
@@ -165,6 +168,7 @@ def test_peers_of_the_environment_are_no_error_without_a_cache():
 
 def test_the_choices_of_the_checkpoint_options_are_those_of_the_manager():
     assert (_CHOICES["checkpoint_overlap"], _CHOICES["codec"]) == (OVERLAPS, CODECS)
+    assert _CHOICES["evaluation"] == get_args(Evaluation)
 
 
 MISTAKES = [
