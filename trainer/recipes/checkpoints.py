@@ -85,6 +85,7 @@ def commit(run: Run, *, due: bool = False) -> None:
                 "ema": None if run.average is None else run.average.state_dict(),
                 "early_stop": run.stop.state_dict(),
                 "loader": run.loader.state_dict(),
+                "log_ids": run.log_ids,  # those of rank 0 are saved
             },
             rank_state=rank_state,
             step=run.step,
@@ -194,6 +195,9 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
             run.average.restart()
     if state.get("early_stop"):
         run.stop.load_state_dict(state["early_stop"])
+    # A run of another name that branches off has runs of its own in the trackers.
+    if checkpoint.version.name == run.config.name:
+        run.log_ids = dict(state.get("log_ids") or {})
     run.step = int(state["step"])
     run.metrics = {name: float(value) for name, value in checkpoint.entry["metrics"].items()}
     # Checkpoints of earlier releases have no `rank_state`, only the random state of each rank.

@@ -26,7 +26,8 @@ class Run(Learner):
         schedule: schedule of the learning rate.
         stop: early stopping.
         events: sink of this rank's events.
-        logs: experiment trackers, on rank 0.
+        logs: experiment trackers by target, on rank 0.
+        log_ids: ids of the trackers' runs by target, from the checkpoint that the run continues; see `open_logs`.
         nodes: servers that this rank started for its node.
         checkpoints: manager that saves the run.
         reading: tracker of the samples consumed since the run started, or since the version that it continues.
@@ -41,7 +42,8 @@ class Run(Learner):
     schedule: RateSchedule
     stop: EarlyStop
     events: EventSink
-    logs: list[MetricLog] = field(default_factory=list)
+    logs: dict[str, MetricLog] = field(default_factory=dict)
+    log_ids: dict[str, str] = field(default_factory=dict)
     nodes: RankNodes | None = None
     # Set by `start` after construction, because a restore changes the other attributes first.
     checkpoints: CheckpointManager = field(init=False)

@@ -85,7 +85,9 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         run.reading = ConsumptionTracker(run.loader, step=run.step)
         compile_model(run.model, config.compile)
         if hvd.rank() == 0:
-            run.logs = open_logs(config.log_to, name=config.name, config=config.to_dict(), step=run.step)
+            settings = config.to_dict()
+            run.logs = open_logs(config.log_to, name=config.name, config=settings, step=run.step, run_ids=run.log_ids)
+            run.log_ids |= {target: log.run_id for target, log in run.logs.items() if log.run_id is not None}
         stack.pop_all()
     return run
 

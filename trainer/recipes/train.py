@@ -125,7 +125,7 @@ def evaluate_run(run: Run) -> dict[str, float]:
     run.val_loader.close()
     if hvd.rank() == 0:
         run.events.report("evaluation", step=run.step, epoch=run.loader.epoch, **metrics)
-        for log in run.logs:
+        for log in run.logs.values():
             log.log(run.step, metrics)
     return metrics
 
@@ -149,7 +149,7 @@ def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: fl
         unit=run.task.unit,
     )
     values = {"loss": loss, "rate": rate, f"{run.task.unit}_per_s": samples / step_s, "data_stall": wait_s / step_s}
-    for log in run.logs:
+    for log in run.logs.values():
         log.log(run.step, values)
 
 
@@ -182,7 +182,7 @@ def end(run: Run) -> str:
         run.nodes.close()
     assert run.version is not None
     if hvd.rank() == 0:
-        for log in run.logs:
+        for log in run.logs.values():
             log.close()
         if run.is_over:
             run.events.report("end", version=run.version, step=run.step, **run.metrics)

@@ -373,7 +373,9 @@ def test_numbers_go_to_the_logs_that_a_run_names(repository, tmp_path, monkeypat
     taken = []
 
     class Log:
-        def __init__(self, place, name, config, step):
+        run_id = None
+
+        def __init__(self, place, name, config, step, _run_id):
             taken.append((place, name, config["epochs"], step))
 
         def log(self, step, values):
@@ -389,6 +391,36 @@ def test_numbers_go_to_the_logs_that_a_run_names(repository, tmp_path, monkeypat
         (2, ["data_stall", "images_per_s", "loss", "rate"]),
         (2, ["val_accuracy", "val_loss", "val_top5"]),
         "closed",
+    ]
+
+
+def test_a_run_that_starts_again_continues_its_run_of_each_tracker_and_a_branch_begins_one(repository, monkeypatch):
+    opened = []
+
+    class Log:
+        def __init__(self, place, name, _config, step, run_id):
+            opened.append((place, name, step, run_id))
+            self.run_id = run_id or f"{place}-{len(opened)}"
+
+        def log(self, step, values):
+            pass
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("datasvc.trainer.recipes.reporting.metric_logs._KINDS", {"wandb": Log, "mlflow": Log})
+    run(repository, "tracked", max_steps=1, log_to=("wandb:p",))
+    run(repository, "tracked", max_steps=2, log_to=("wandb:p", "mlflow:e"))
+    run(repository, "tracked", max_steps=3)
+    run(repository, "tracked", max_steps=4, log_to=("mlflow:e", "wandb:p"))
+    run(repository, "tracked-branch", max_steps=5, log_to=("wandb:p",), resume="tracked@4")
+    assert opened == [
+        ("p", "tracked", 0, None),
+        ("p", "tracked", 1, "p-1"),
+        ("e", "tracked", 1, None),
+        ("e", "tracked", 3, "e-3"),
+        ("p", "tracked", 3, "p-1"),
+        ("p", "tracked-branch", 4, None),
     ]
 
 

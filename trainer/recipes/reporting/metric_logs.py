@@ -1,7 +1,7 @@
 """Experiment trackers to which rank 0 sends the metrics of a run: TensorBoard, Weights & Biases, MLflow.
 
 A tracker's package is imported only if a run names it. A tracker gets the effective configuration once, then numbers
-by name and step.
+by name and step. Checkpoints keep the id of the tracker's run, so that a job that starts again continues this run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from datasvc.extras import how_to_install
 
 
 class MetricLog(Protocol):
-    """A destination of metrics."""
+    """A destination of metrics.
+
+    Attributes:
+        run_id: id of the tracker's run, with which a later job continues it; None if the tracker needs none.
+    """
+
+    run_id: str | None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of the run after `step`."""
@@ -32,9 +38,18 @@ class TensorBoardLog:
         name: name of the model, and of the sub-folder that gets the files.
         config: configuration of the run.
         step: first step of this run; points that an earlier run wrote from this step on are hidden.
+        run_id: run of the tracker to continue; None: a new one. TensorBoard has no ids, it reads the whole folder.
     """
 
-    def __init__(self, folder: str, name: str, config: Mapping[str, Any], step: int) -> None:
+    def __init__(
+        self,
+        folder: str,
+        name: str,
+        config: Mapping[str, Any],
+        step: int,
+        run_id: str | None = None,  # noqa: ARG002
+    ) -> None:
+        self.run_id: str | None = None
         _import_extra("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -56,12 +71,22 @@ class TensorBoardLog:
 class WandbLog:
     """A run of a Weights & Biases project. See `TensorBoardLog` for the arguments; `project` replaces the folder."""
 
-    def __init__(self, project: str, name: str, config: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
+    def __init__(
+        self,
+        project: str,
+        name: str,
+        config: Mapping[str, Any],
+        step: int,  # noqa: ARG002
+        run_id: str | None = None,
+    ) -> None:
         wandb = _import_extra("wandb")
+        # A job that starts again may have other settings, such as more epochs.
+        continued = {} if run_id is None else {"id": run_id, "resume": "allow", "allow_val_change": True}
         try:
-            self._run = wandb.init(project=project, name=name, config=dict(config))
+            self._run = wandb.init(project=project, name=name, config=dict(config), **continued)
         except wandb.Error as error:
-            raise _refused("wandb", project, error) from error
+            raise _refused("wandb", project, run_id, error) from error
+        self.run_id: str | None = str(self._run.id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve."""
@@ -75,14 +100,26 @@ class WandbLog:
 class MlflowLog:
     """A run of an MLflow experiment. See `TensorBoardLog` for the arguments; `experiment` replaces the folder."""
 
-    def __init__(self, experiment: str, name: str, config: Mapping[str, Any], step: int) -> None:  # noqa: ARG002
+    def __init__(
+        self,
+        experiment: str,
+        name: str,
+        config: Mapping[str, Any],
+        step: int,  # noqa: ARG002
+        run_id: str | None = None,
+    ) -> None:
         self._mlflow = _import_extra("mlflow")
         try:
             self._mlflow.set_experiment(experiment)
-            self._mlflow.start_run(run_name=name)
-            self._mlflow.log_params(dict(config))
+            if run_id is None:
+                run = self._mlflow.start_run(run_name=name)
+                self._mlflow.log_params(dict(config))
+            else:
+                # MLflow keeps the parameters of the first job: it refuses other values for them.
+                run = self._mlflow.start_run(run_id=run_id)
         except self._mlflow.exceptions.MlflowException as error:
-            raise _refused("mlflow", experiment, error) from error
+            raise _refused("mlflow", experiment, run_id, error) from error
+        self.run_id: str | None = str(run.info.run_id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to each curve."""
@@ -93,7 +130,7 @@ class MlflowLog:
         self._mlflow.end_run()
 
 
-_KINDS: Final[Mapping[str, Callable[[str, str, Mapping[str, Any], int], MetricLog]]] = {
+_KINDS: Final[Mapping[str, Callable[[str, str, Mapping[str, Any], int, str | None], MetricLog]]] = {
     "tensorboard": TensorBoardLog,
     "wandb": WandbLog,
     "mlflow": MlflowLog,
@@ -112,14 +149,26 @@ def check_log(target: str) -> tuple[str, str]:
     return kind, place
 
 
-def open_logs(targets: Sequence[str], *, name: str, config: Mapping[str, Any], step: int) -> list[MetricLog]:
-    """Return the opened trackers of a run.
+def open_logs(
+    targets: Sequence[str], *, name: str, config: Mapping[str, Any], step: int, run_ids: Mapping[str, str]
+) -> dict[str, MetricLog]:
+    """Return the opened trackers of a run, by target.
+
+    Args:
+        targets: trackers, such as "wandb:PROJECT".
+        name: name of the model.
+        config: configuration of the run.
+        step: first step of this run.
+        run_ids: ids of the trackers' runs to continue, by target; a target without an id gets a new run.
 
     Raises:
-        ConfigError: a tracker's package is not installed, or the tracker cannot start a run.
+        ConfigError: a tracker's package is not installed, or the tracker cannot start or continue a run.
     """
-    checked = [check_log(target) for target in targets]
-    return [_KINDS[kind](place, name, config, step) for kind, place in checked]
+    checked = {target: check_log(target) for target in targets}
+    return {
+        target: _KINDS[kind](place, name, config, step, run_ids.get(target))
+        for target, (kind, place) in checked.items()
+    }
 
 
 def _import_extra(name: str) -> Any:
@@ -132,5 +181,10 @@ def _import_extra(name: str) -> Any:
         ) from error
 
 
-def _refused(kind: str, place: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{kind} cannot start a run of {place!r}: {error}")
+def _refused(kind: str, place: str, run_id: str | None, error: Exception) -> ConfigError:
+    if run_id is None:
+        return ConfigError(f"{kind} cannot start a run of {place!r}: {error}")
+    return ConfigError(
+        f"{kind} cannot continue run {run_id} of {place!r}: {error}; leave the tracker out of --log-to, or give it "
+        "another place, in which it starts a new run"
+    )

@@ -16,6 +16,8 @@ class Recorder(types.ModuleType):
     def __init__(self, name):
         super().__init__(name)
         self.calls = []
+        self.id = "run-7"
+        self.info = types.SimpleNamespace(run_id="run-7")
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -28,10 +30,12 @@ class Recorder(types.ModuleType):
         return call
 
 
-def write(target):
-    (log,) = open_logs([target], name="m", config=CONFIG, step=5)
-    log.log(6, {"loss": 0.5})
+def write(target, run_id=None, step=6):
+    run_ids = {} if run_id is None else {target: run_id}
+    (log,) = open_logs([target], name="m", config=CONFIG, step=step - 1, run_ids=run_ids).values()
+    log.log(step, {"loss": 0.5})
     log.close()
+    return log.run_id
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):
@@ -47,18 +51,21 @@ def test_tensorboard_reads_what_was_written(tmp_path):
 def test_weights_and_biases_gets_configuration_values_and_the_end(monkeypatch):
     wandb = Recorder("wandb")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    write("wandb:project")
-    assert wandb.calls == [
-        ("init", (), {"project": "project", "name": "m", "config": CONFIG}),
-        ("log", ({"loss": 0.5},), {"step": 6}),
-        ("finish", (), {}),
-    ]
+    assert write("wandb:project") == "run-7"
+    first = ("init", (), {"project": "project", "name": "m", "config": CONFIG})
+    rest = [("log", ({"loss": 0.5},), {"step": 6}), ("finish", (), {})]
+    assert wandb.calls == [first, *rest]
+    wandb.calls.clear()
+    write("wandb:project", "run-7")
+    name, _, options = wandb.calls[0]
+    assert (name, options) == ("init", {**first[2], "id": "run-7", "resume": "allow", "allow_val_change": True})
+    assert wandb.calls[1:] == rest
 
 
 def test_mlflow_gets_configuration_values_and_the_end(monkeypatch):
     mlflow = Recorder("mlflow")
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    write("mlflow:experiment")
+    assert write("mlflow:experiment") == "run-7"
     assert [name for name, _, _ in mlflow.calls] == [
         "set_experiment",
         "start_run",
@@ -67,6 +74,10 @@ def test_mlflow_gets_configuration_values_and_the_end(monkeypatch):
         "end_run",
     ]
     assert mlflow.calls[3] == ("log_metrics", ({"loss": 0.5},), {"step": 6})
+    mlflow.calls.clear()
+    write("mlflow:experiment", "run-7")
+    assert mlflow.calls[1] == ("start_run", (), {"run_id": "run-7"})
+    assert [name for name, _, _ in mlflow.calls] == ["set_experiment", "start_run", "log_metrics", "end_run"]
 
 
 def wandb_records(folder):
@@ -121,6 +132,12 @@ def test_the_real_mlflow_keeps_what_was_written(mlflow):
     assert (run.info.run_name, run.info.status) == ("m", "FINISHED")
     assert run.data.params == {"epochs": "3", "model": "small-cnn"}
     assert [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "loss")] == [(6, 0.5)]
+    assert write("mlflow:experiment", run.info.run_id, step=7) == run.info.run_id
+    (same,) = client.search_runs([run.info.experiment_id])
+    assert [point.step for point in client.get_metric_history(same.info.run_id, "loss")] == [6, 7]
+    client.delete_run(run.info.run_id)
+    with pytest.raises(ConfigError, match=f"cannot continue run {run.info.run_id} of 'experiment'"):
+        write("mlflow:experiment", run.info.run_id)
 
 
 @pytest.mark.slow
