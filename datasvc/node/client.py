@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,6 +34,29 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
+class _NamedConnection(http.client.HTTPSConnection):
+    """A connection to a server whose certificate has the name `tls_name`, instead of the server's host name."""
+
+    def __init__(self, *arguments: Any, context: ssl.SSLContext, tls_name: str, **options: Any) -> None:
+        super().__init__(*arguments, context=context, **options)
+        self._tls_context, self._tls_name = context, tls_name
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._tls_context.wrap_socket(self.sock, server_hostname=self._tls_name)
+
+
+class _NamedHttpsHandler(urllib.request.HTTPSHandler):
+    """Opens `_NamedConnection`s."""
+
+    def __init__(self, context: ssl.SSLContext, tls_name: str) -> None:
+        super().__init__(context=context)
+        self._open = partial(_NamedConnection, context=context, tls_name=tls_name)
+
+    def https_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._open, request)
+
+
 class NodeClient:
     """Client of one node.
 
@@ -39,18 +64,21 @@ class NodeClient:
         url: base URL of the node.
         token: bearer token of the node; None if it requires none.
         ca_file: CA certificates for the node; None: those of the system.
+        tls_name: name in the node's certificate; None: the host name in `url`.
 
     Raises:
         ConfigError: `url` is not a valid node URL, or the certificates cannot be read.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, ca_file: Path | None = None) -> None:
+    def __init__(
+        self, url: str, *, token: str | None = None, ca_file: Path | None = None, tls_name: str | None = None
+    ) -> None:
         self._url = parse_node(url)
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        context = tls_context(ca_file)
+        https = _NamedHttpsHandler(context, tls_name) if tls_name else urllib.request.HTTPSHandler(context=context)
         # No proxies: a node is in the local network, and a proxy would receive the token.
-        self._opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls_context(ca_file)), _NoRedirects()
-        )
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), https, _NoRedirects())
 
     def status(self) -> dict[str, Any]:
         """Return the status document.

@@ -134,8 +134,12 @@ def test_a_job_that_another_client_cancels_is_an_error(run, pets, endless_jobs):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["s3://b/x", "--node", "http://n:1"], "leave out URLs of files"),
-        (["pets", "--node", "http://n:1", "--budget", "1GB"], "and --budget"),
+        (["s3://b/x", "--node", "http://n:1"], "leave out --node for URLs of files"),
+        (["pets", "--node", "http://n:1", "--budget", "1GB"], "--budget does not apply with --node"),
+        (["pets", "--node", "http://n:1", "--peers", "http://m:1"], "--peers does not apply with --node"),
+        (["pets", "--node", "http://n:1", "--cache", "here"], "--cache does not apply with --node"),
+        (["pets", "--node", "http://n:1", "--tenant", "a"], "--tenant does not apply with --node"),
+        (["pets", "--node", "http://n:1", "--budget", "1GB"], "--budget does not apply"),
         (["pets"], "--cache FOLDER .*or --node URL"),
         (["pets", "--node", "n"], "is not a valid node"),
     ],
@@ -152,6 +156,16 @@ def test_options_that_contradict_each_other_are_refused(words, message):
 def elsewhere(monkeypatch):
     """Let every node be on another machine."""
     monkeypatch.setattr("datasvc.cache.peers.membership.find_local_url", lambda _urls: None)
+
+
+def test_the_name_in_a_nodes_certificate_may_be_given(run, pets, certificate):
+    secrets = {"certificate": certificate[0], "certificate_key": certificate[1], "token": TOKEN}
+    url = run(repositories=(pets.url,), **secrets).url
+    for words in (["stage", "pets", "--node", url], ["top", "--node", url]):
+        command = [*words, "--ca", certificate[0]]
+        assert run_command(*command, "--tls-name", "localhost", DATASVC_TOKEN=TOKEN).returncode == 0
+        other = run_command(*command, DATASVC_TLS_NAME="other", DATASVC_TOKEN=TOKEN)
+        assert "certificate is not valid for 'other'" in other.stderr
 
 
 @pytest.mark.usefixtures("elsewhere")

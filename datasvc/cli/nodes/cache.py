@@ -43,6 +43,7 @@ app.command()(plan)
 
 
 def stage(
+    context: typer.Context,
     refs_or_urls: Annotated[
         list[str], typer.Argument(metavar="REF|URL...", help="NAME, NAME@VERSION or NAME@TAG; or URLs of any files.")
     ],
@@ -82,9 +83,12 @@ def stage(
     if 0 < num_urls < len(refs_or_urls):
         raise ConfigError("data sets and URLs cannot be staged by one command; run one command for each")
     if node is not None:
-        if num_urls or budget is not None:
-            raise ConfigError("a node stages data sets, within its own budget; leave out URLs of files and --budget")
-        stage_on_node(node, refs_or_urls, repo, split, token_file=token_file, ca=ca, as_json=as_json)
+        if num_urls:
+            raise ConfigError("a node stages data sets, no files; leave out --node for URLs of files")
+        _refuse_local_options(context)
+        stage_on_node(
+            node, refs_or_urls, repo, split, token_file=token_file, ca=ca, tls_name=tls_name, as_json=as_json
+        )
         return
     if cache is None:
         raise ConfigError("nowhere to stage; give --cache FOLDER for this machine, or --node URL for a node's server")
@@ -103,6 +107,15 @@ def stage(
     with _open(cache, budget=budget, tenant=tenant, peers=opened_peers) as opened:
         report = _stage_splits(opened, splits, title)
     _print_staged(title, report, as_json=as_json)
+
+
+def _refuse_local_options(context: typer.Context) -> None:
+    """Raise ConfigError for options that apply only without --node: the node has its own cache, budget and peers."""
+    # Values from the environment are ignored: they may be meant for other commands.
+    for name in ("cache", "budget", "tenant", "peers"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"--{name} does not apply with --node, whose server has its own; leave it out")
 
 
 @app.command()

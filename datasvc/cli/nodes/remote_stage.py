@@ -6,9 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-import typer
-
-from datasvc.cli.terminal.output import print_json
+from datasvc.cli.terminal.output import print_json, print_line
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
 
@@ -21,6 +19,7 @@ def stage_on_node(
     *,
     token_file: Path | None,
     ca: Path | None,
+    tls_name: str | None,
     as_json: bool,
 ) -> None:
     """Stage data sets on a node one after the other. Print a line for each, or all results as one JSON list.
@@ -30,7 +29,8 @@ def stage_on_node(
     from datasvc.node.client import NodeClient
     from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
 
-    client = NodeClient(node, token=load_token(token_file, os.environ.get(TOKEN_VARIABLE)), ca_file=ca)
+    token = load_token(token_file, os.environ.get(TOKEN_VARIABLE))
+    client = NodeClient(node, token=token, ca_file=ca, tls_name=tls_name)
     jobs = []
     for ref in refs:
         with byte_progress(f"staging {ref} on {node}") as progress:
@@ -38,7 +38,7 @@ def stage_on_node(
         jobs.append(job)
         if not as_json:
             sizes = {source: format_size(size_bytes) for source, size_bytes in job["bytes"].items()}
-            typer.echo(
+            print_line(
                 f"staged {job['ref']} on {node}: {sizes['origin']} from the origin, {sizes['peer']} from peers, "
                 f"{sizes['resident']} already in the cache"
             )

@@ -114,6 +114,7 @@ def top(
     ] = None,
     token_file: TokenOption = None,
     ca: CaOption = None,
+    tls_name: TlsNameOption = None,
     interval: Annotated[float, typer.Option(help="Seconds between updates.")] = 1.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -127,7 +128,7 @@ def top(
 
     if not interval > 0:  # true for NaN too
         raise ConfigError(f"--interval {interval} is out of range; expected more than 0 seconds")
-    read_status = _status_reader(node, cache, token_file, ca)
+    read_status = _status_reader(node, cache, token_file, ca, tls_name)
     if as_json:
         print_json(read_status())
     elif sys.stdout.isatty():
@@ -137,14 +138,15 @@ def top(
 
 
 def _status_reader(
-    node: str | None, cache: Path | None, token_file: Path | None, ca: Path | None
+    node: str | None, cache: Path | None, token_file: Path | None, ca: Path | None, tls_name: str | None
 ) -> Callable[[], dict[str, Any]]:
     """Return a function that reads the status of a node, or of a local cache if no node is given."""
     if node is not None:
         from datasvc.node.client import NodeClient
         from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
 
-        return NodeClient(node, token=load_token(token_file, os.environ.get(TOKEN_VARIABLE)), ca_file=ca).status
+        token = load_token(token_file, os.environ.get(TOKEN_VARIABLE))
+        return NodeClient(node, token=token, ca_file=ca, tls_name=tls_name).status
     if cache is None:
         raise ConfigError("nothing to show; give --node URL for a node's server, or --cache FOLDER for a local cache")
     from datasvc.node.status import describe_cache

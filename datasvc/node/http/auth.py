@@ -15,6 +15,7 @@ from datasvc.errors import ConfigError
 
 TOKEN_VARIABLE: Final = "DATASVC_TOKEN"  # noqa: S105 - the name of a variable
 _MIN_TOKEN_LENGTH = 16
+_MAX_TOKEN_CHARS = 4096
 _SCHEME = "bearer"
 
 
@@ -26,7 +27,8 @@ def load_token(path: Path | None, from_environment: str | None) -> str | None:
         from_environment: value of `DATASVC_TOKEN`.
 
     Raises:
-        ConfigError: the file cannot be read, or is readable by all users; the token is too short or has spaces.
+        ConfigError: the file cannot be read, is too large, or is readable by all users; the token is too short or
+            has spaces.
     """
     if path is None:
         return None if from_environment is None else _checked(from_environment.strip(), TOKEN_VARIABLE)
@@ -34,13 +36,15 @@ def load_token(path: Path | None, from_environment: str | None) -> str | None:
         with path.open(encoding="ascii") as file:
             # Use the mode of the open file, because the path may name another file by now.
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(4096)
+            text = file.read(_MAX_TOKEN_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read a token from {path}: {error}; expected a file with an ASCII token") from error
     if mode & stat.S_IROTH:
         raise ConfigError(
             f"all users of this machine can read the token in {path}; run chmod 600 and make a new token"
         )
+    if len(text) > _MAX_TOKEN_CHARS:
+        raise ConfigError(f"{path} has more than {_MAX_TOKEN_CHARS} characters; expected a file with only a token")
     return _checked(text.strip(), str(path))
 
 

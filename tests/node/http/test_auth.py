@@ -22,6 +22,12 @@ def test_a_token_comes_from_its_file_before_the_environment(token_file):
     assert load_token(None, None) is None
 
 
+def test_a_token_file_that_is_too_large_is_refused(token_file):
+    token_file.write_text("a" * 4097)
+    with pytest.raises(ConfigError, match="more than 4096 characters"):
+        load_token(token_file, None)
+
+
 def test_a_token_file_that_everybody_can_read_is_refused(token_file):
     token_file.chmod(0o644)
     with pytest.raises(ConfigError, match="chmod 600"):
