@@ -24,7 +24,7 @@ CONFIG_FILE: Final = "config.json"
 TORCH_FILE: Final = "pytorch_model.bin"
 TORCH_INDEX_FILE: Final = "pytorch_model.bin.index.json"
 _TORCH_SUFFIX: Final = ".bin"
-# Files of weights of other frameworks, or of other copies of the same weights: they are not stored with the version.
+# Files of weights and other tensors. Those that are not imported are not stored with the version either.
 _WEIGHT_SUFFIXES: Final = frozenset(
     (SUFFIX, _TORCH_SUFFIX, ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".tflite")
 )
@@ -55,7 +55,7 @@ def read_torch_folder(folder: Path, memory_bytes: int) -> ForeignState:
     if (folder / TORCH_INDEX_FILE).exists():
         return _read_indexed(folder, TORCH_INDEX_FILE, _TORCH_SUFFIX, read)
     (state,) = read_torch_files([folder / TORCH_FILE], memory_bytes)
-    return replace(state, format="huggingface")
+    return replace(state, format="huggingface", weight_files=(TORCH_FILE,))
 
 
 def _read_indexed(
@@ -97,13 +97,14 @@ def _read_indexed(
             f"{files[name]} does not have tensor {name!r}, although {index_name} lists it there; {len(missing)} "
             "tensors are missing in all"
         )
-    return ForeignState("huggingface", tensors, ignored=tuple(ignored))
+    weight_files = tuple(path.name for path in paths)
+    return ForeignState("huggingface", tensors, ignored=tuple(ignored), weight_files=weight_files)
 
 
 def with_small_files(state: ForeignState, folder: Path) -> ForeignState:
     """Return the state with the small files of its folder, and the parsed `config.json` if an entry can hold it.
 
-    Weights of other frameworks, subfolders, hidden files and files above the limits are listed in `left_out`.
+    Other weights, subfolders, hidden files and files above the limits are listed in `left_out`.
 
     Raises:
         ConfigError: `config.json` is not a file, or has more than 64 MiB.
@@ -114,11 +115,10 @@ def with_small_files(state: ForeignState, folder: Path) -> ForeignState:
     remaining_bytes = _MAX_SMALL_FILES_BYTES
     # Read `config.json` first, so that it is not left out because of the other files.
     for path in sorted(folder.iterdir(), key=lambda path: (path.name != CONFIG_FILE, path.name)):
-        if path.suffix in _WEIGHT_SUFFIXES or path.name in (INDEX_FILE, TORCH_INDEX_FILE):
-            # List the weights of other frameworks, which the user may expect. The imported weights and their index
-            # need no note; they are recognised by their suffix.
-            if path.suffix not in (SUFFIX, _TORCH_SUFFIX, ".json"):
-                left_out.append(path.name)
+        if path.name in (*state.weight_files, INDEX_FILE, TORCH_INDEX_FILE):
+            continue
+        if path.suffix in _WEIGHT_SUFFIXES:
+            left_out.append(path.name)
             continue
         is_small = path.is_file() and path.stat().st_size <= min(_MAX_SMALL_FILE_BYTES, remaining_bytes)
         if path.name == CONFIG_FILE and not is_small:

@@ -62,7 +62,7 @@ def read_safetensors_folder(folder: Path) -> ForeignState:
         )
     tensors = _read_tensors(files[0])
     if files[0].name != TENSORS_FILE:
-        return ForeignState("huggingface", tensors)
+        return ForeignState("huggingface", tensors, weight_files=(files[0].name,))
     # The name of the file shows that `models export` wrote this folder. It writes the state tree to another file, or
     # no tree if the state is a dict of tensors by name.
     state_file = folder / STATE_FILE

@@ -58,6 +58,7 @@ class ForeignState:
         files: other files that were stored with the model: unchanged bytes by file name.
         ignored: names of tensors in the files that do not belong to the model.
         left_out: names of files of the folder that are neither weights of the model nor in `files`.
+        weight_files: names of the files of the folder that hold `tensors`.
     """
 
     format: str
@@ -67,6 +68,7 @@ class ForeignState:
     files: Mapping[str, bytes] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    weight_files: tuple[str, ...] = ()
 
 
 def check_tensor_name(name: object, location: str) -> str:

@@ -97,13 +97,21 @@ def test_the_small_files_of_a_folder_go_out_again_and_the_rest_is_named(reposito
     hub = tmp_path / "hub"
     (hub / "onnx").mkdir(parents=True)
     save_file(WEIGHTS, hub / "model.safetensors")
-    for name in ("tokenizer.json", "README.md", "pytorch_model.bin", "tf_model.h5", ".gitattributes"):
+    for name in (
+        "tokenizer.json",
+        "README.md",
+        "pytorch_model.bin",
+        "training_args.bin",
+        "tf_model.h5",
+        ".gitattributes",
+    ):
         (hub / name).write_text(f"the {name}")
     with (hub / "large.json").open("wb") as file:
         file.truncate(65 << 20)
     report = import_model(repository, hub, "m")
     assert report.files == ("README.md", "tokenizer.json")
-    assert report.left_out == (".gitattributes", "large.json", "onnx", "tf_model.h5")
+    left_out = (".gitattributes", "large.json", "onnx", "pytorch_model.bin", "tf_model.h5", "training_args.bin")
+    assert report.left_out == left_out
     done = export_model(repository, "m", tmp_path / "out", "huggingface")
     assert [file.name for file in done.files] == ["README.md", "model.safetensors", "tokenizer.json"]
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "the tokenizer.json"
