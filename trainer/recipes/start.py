@@ -56,27 +56,37 @@ def start(config: TrainConfig, events: EventSink) -> Run:
     batches = plan_batches(config, hvd.size())
     schedule = build_schedule(config, batches.global_batch)
     place = choose_place(config)
-    cache, nodes = open_cache(config)
-    loader = task.open_loader(train_split, training=True, batch_size=batches.batch_size, cache=cache, place=place)
-    # Open the validation loader now, so that its errors appear before the first step.
-    val_loader = None
-    if "val" in dataset:
-        # An evaluation runs one forward pass per batch, so its batches are as large as one pass of training.
-        val_loader = task.open_loader(
-            dataset["val"], training=False, batch_size=batches.micro_batch, cache=cache, place=place
+    if config.patience is not None and "val" not in dataset:
+        raise ConfigError(
+            f"patience compares {config.stop_metric!r} of evaluations, and {data} has no split 'val' to evaluate; "
+            "ingest the data with one (--val-fraction), or leave out --patience"
         )
-    run = Run(
-        **vars(build_learner(config, task, batches, place)),
-        loader=loader,
-        val_loader=val_loader,
-        schedule=schedule,
-        stop=EarlyStop(config.stop_metric, config.patience, config.stop_mode),
-        events=events,
-        nodes=nodes,
-        version=version,
-    )
+    # If a later step fails, the stack ends what the earlier ones have started.
     with contextlib.ExitStack() as stack:
-        # The manager installs signal handlers; the stack restores the old ones if the rest fails.
+        cache, nodes = open_cache(config)
+        if nodes is not None:
+            stack.callback(nodes.close)
+        loader = task.open_loader(train_split, training=True, batch_size=batches.batch_size, cache=cache, place=place)
+        stack.callback(loader.close)
+        # Open the validation loader now, so that its errors appear before the first step.
+        val_loader = None
+        if "val" in dataset:
+            # An evaluation runs one forward pass per batch, so its batches are as large as one pass of training.
+            val_loader = task.open_loader(
+                dataset["val"], training=False, batch_size=batches.micro_batch, cache=cache, place=place
+            )
+            stack.callback(val_loader.close)
+        run = Run(
+            **vars(build_learner(config, task, batches, place)),
+            loader=loader,
+            val_loader=val_loader,
+            schedule=schedule,
+            stop=EarlyStop(config.stop_metric, config.patience, config.stop_mode),
+            events=events,
+            nodes=nodes,
+            version=version,
+        )
+        # The manager installs signal handlers; closing it restores the old ones.
         run.checkpoints = stack.enter_context(open_checkpoints(repo, config, cache))
         if run.version is not None:
             resume(run, restore(run, run.version))
@@ -194,7 +204,11 @@ def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
         return None, None
     if config.peers == "ranks":
         nodes = RankNodes(config.cache, (config.repo,), budget=config.cache_budget)
-        return Cache(config.cache, budget=config.cache_budget, peers=nodes.peers), nodes
+        try:
+            return Cache(config.cache, budget=config.cache_budget, peers=nodes.peers), nodes
+        except BaseException:
+            nodes.close()
+            raise
     peers = None if config.peers is None else open_peers(config.peers)
     return Cache(config.cache, budget=config.cache_budget, peers=peers), None
 

@@ -67,7 +67,7 @@ def go_through_epochs(run: Run) -> None:
         end_epoch(run)
     while not run.is_over:
         # Read the progress before taking a batch, because the loader counts a batch as soon as it returns it.
-        progress = run.loader.progress
+        progress, epoch = run.loader.progress, run.loader.epoch
         for batch in run.loader:
             clock.got_batch()
             rate = run.schedule.rate_at(progress, after=run.loader.progress)
@@ -91,7 +91,7 @@ def go_through_epochs(run: Run) -> None:
             if run.is_cut_short:
                 break
         if run.config.profile is not None:
-            report_profile(run, run.config.profile)
+            report_profile(run, run.config.profile, epoch)
         end_epoch(run)
         clock.restart()
 
@@ -153,8 +153,10 @@ def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: fl
         log.log(run.step, values)
 
 
-def report_profile(run: Run, path: str) -> None:
+def report_profile(run: Run, path: str, epoch: int) -> None:
     """Report from rank 0 where the time of the epoch that just ended was spent, and write this rank's trace of it.
+
+    `epoch` is the number of that epoch. The loader does not tell it: `max_steps` ends an epoch that it still counts.
 
     Raises:
         ConfigError: the trace cannot be written.
@@ -164,7 +166,7 @@ def report_profile(run: Run, path: str) -> None:
     run.loader.write_trace(trace_path(path, rank=hvd.rank(), num_ranks=hvd.size()))
     if hvd.rank() == 0:
         sys.stderr.write(f"{report}\n")
-        run.events.report("profile", epoch=run.loader.epoch - 1, **report.to_dict())
+        run.events.report("profile", epoch=epoch, **report.to_dict())
 
 
 def end(run: Run) -> str:

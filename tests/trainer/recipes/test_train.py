@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import threading
+import types
 
 import numpy as np
 import pyarrow as pa
@@ -254,6 +255,41 @@ def test_a_checkpoint_of_other_data_is_refused_by_the_names_of_the_versions(repo
     run(repository, "on-digits", max_steps=1)
     with pytest.raises(StateMismatchError, match=r"on-digits@1 was trained on digits@1, this run reads few@1; give"):
         run(repository, "on-digits", max_steps=2, data=few, size=16)
+
+
+def test_early_stop_without_a_validation_split_is_refused_before_the_first_step(repository, few, capsys):
+    with pytest.raises(ConfigError, match="few@1 has no split 'val' to evaluate; ingest the data with one"):
+        run(repository, "never-stops", data=few, evaluate_every=1, patience=2)
+    assert '"step"' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("max_steps", "epochs"), [(3, [0]), (13, [0, 1]), (22, [0, 1, 2])])
+def test_a_profile_names_its_epoch_also_if_steps_end_the_run_within_it(
+    repository, tmp_path, capsys, max_steps, epochs
+):
+    """Ten steps are an epoch."""
+    name = f"profiled-{max_steps}"
+    events = run(repository, name, capsys, epochs=3, max_steps=max_steps, profile=str(tmp_path / "trace.json"))
+    profiles = [event for event in events if event["event"] == "profile"]
+    assert [event["epoch"] for event in profiles] == epochs
+
+
+@pytest.mark.parametrize(
+    "step", ["start.build_learner", "start.Cache", "start.ConsumptionTracker", "start.open_checkpoints"]
+)
+def test_the_servers_of_the_nodes_end_if_a_later_step_of_the_start_fails(repository, tmp_path, monkeypatch, step):
+    """The servers need a job of several ranks; here a stand-in says whether it was closed."""
+    closed = []
+    nodes = types.SimpleNamespace(peers=None, close=lambda: closed.append(True))
+    monkeypatch.setattr("datasvc.trainer.recipes.start.RankNodes", lambda *_, **__: nodes)
+
+    def fail(*_, **__):
+        raise UnavailableError("the later step fails")
+
+    monkeypatch.setattr(f"datasvc.trainer.recipes.{step}", fail)
+    with pytest.raises(UnavailableError, match="later step"):
+        run(repository, "not-started", cache=str(tmp_path / "cache"), cache_budget="50MB", peers="ranks")
+    assert closed == [True]
 
 
 def test_a_finished_run_says_that_nothing_is_left(repository, capsys):
