@@ -6,6 +6,7 @@ The launcher of this process starts the ranks. A server in this process sends th
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import os
 import secrets
 import sys
@@ -113,9 +114,12 @@ def run(
     min_num_proc = _merge_aliases("min_np", min_np, "min_num_proc", min_num_proc)
     max_num_proc = _merge_aliases("max_np", max_np, "max_num_proc", max_num_proc)
     interfaces = _merge_aliases("network_interface", network_interface, "network_interfaces", network_interfaces)
+    counts = {"num_proc": num_proc, "min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "slots": slots}
+    for name, count in counts.items():
+        # Compared with None, because 0 does not mean the default.
+        if count is not None and (not isinstance(count, numbers.Integral) or count < 1):
+            raise ValueError(f"{name} is {count!r}; expected a whole number of at least 1, or None for the default")
     num_ranks = num_proc or min_num_proc or 1
-    if num_ranks < 1:
-        raise ValueError(f"num_proc must be at least 1, not {num_ranks}")
     call = pickle_call(func, tuple(args), dict(kwargs or {}))
     environ = dict(os.environ if env is None else env)
     program = _PROGRAM.format(paths=[str(Path(path).absolute()) for path in sys.path])

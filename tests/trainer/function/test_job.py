@@ -121,6 +121,14 @@ def test_arguments_that_contradict_each_other_are_refused(jobs, arguments, messa
     assert not jobs
 
 
+@pytest.mark.parametrize("name", ["num_proc", "np", "min_num_proc", "max_np", "slots"])
+@pytest.mark.parametrize("count", [0, -1, 1.5])
+def test_numbers_of_ranks_below_one_are_refused(jobs, name, count):
+    with pytest.raises(ValueError, match=rf" is {count}; expected a whole number of at least 1"):
+        run(len, **{name: count})
+    assert not jobs
+
+
 def test_an_argument_that_nobody_has_is_refused(jobs):
     with pytest.raises(TypeError, match="unexpected keyword argument 'speed'"):
         run(len, speed=3)

@@ -51,9 +51,11 @@ class Limits:
     def __post_init__(self) -> None:
         max_num_ranks = math.inf if self.max_num_ranks is None else self.max_num_ranks
         if not 1 <= self.min_num_ranks <= self.first_num_ranks <= max_num_ranks:
+            numbers = [f"--min-num-proc {self.min_num_ranks}", f"-np {self.first_num_ranks}"]
+            if self.max_num_ranks is not None:
+                numbers.append(f"--max-num-proc {self.max_num_ranks}")
             raise ValueError(
-                f"--min-num-proc {self.min_num_ranks}, -np {self.first_num_ranks} and --max-num-proc {max_num_ranks} "
-                "contradict each other; they must not decrease in this order"
+                f"{', '.join(numbers)}: expected numbers of at least 1 that do not decrease in this order"
             )
         if self.reset_limit is not None and self.reset_limit < 0:
             raise ValueError(f"the reset limit must not be negative, but is {self.reset_limit}")
