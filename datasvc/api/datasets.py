@@ -7,7 +7,6 @@ from itertools import chain
 from pathlib import Path
 
 from datasvc.api.operation import Collection, Operation
-from datasvc.repository import Entry
 from datasvc.repository.removal import RemovalReport, remove_versions
 from datasvc.shards.export import export
 from datasvc.shards.history.rename import rename
@@ -19,7 +18,13 @@ from datasvc.shards.query.contact_sheet import write_contact_sheet
 from datasvc.shards.query.preview import Preview, preview_samples
 from datasvc.shards.query.query import query
 from datasvc.shards.versions.class_names import name_classes
-from datasvc.shards.versions.dataset import DatasetVersion, choose_split, list_datasets, open_dataset
+from datasvc.shards.versions.dataset import (
+    DatasetVersion,
+    choose_split,
+    list_datasets,
+    open_dataset,
+    readable_versions,
+)
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.describe import describe_version
 from datasvc.shards.versions.diff import diff
@@ -41,6 +46,7 @@ class Datasets(Collection):
     rename = Operation(rename)
     open = Operation(open_dataset)
     describe = Operation(describe_version)
+    log = Operation(readable_versions)
     diff = Operation(diff)
     verify = Operation(verify)
     repair = Operation(repair_dataset)
@@ -50,10 +56,6 @@ class Datasets(Collection):
     def ls(self) -> list[DatasetVersion]:
         """Return the newest version of every data set, sorted by name; see `list_datasets`."""
         return list_datasets(self.repository)
-
-    def log(self, name: str, *, last: int | None = None) -> list[Entry]:
-        """Return the `last` newest entries of a data set (None: all), oldest first; see `Repository.entries`."""
-        return self.repository.entries("datasets", name, last=last)
 
     def remove(self, refs: Sequence[str], *, force: bool = False, message: str = "") -> RemovalReport:
         """Remove versions; their numbers are never reused. For arguments and errors, see `remove_versions`."""

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
-from datasvc.errors import CorruptDataError
 from datasvc.sizes import format_size
-
-if TYPE_CHECKING:
-    from datasvc.repository import Resolved
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a data set.")]
 
@@ -28,19 +22,16 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
     from datasvc.shards.versions.dataset import list_datasets
 
     repository = Repository.open(repo)
-    rows: list[dict[str, Any]] = []
-    for dataset in list_datasets(repository):
-        with _left_out_if_invalid(dataset.resolved):
-            splits = dataset.entry.content["splits"].values()
-            rows.append(
-                {
-                    "name": dataset.resolved.name,
-                    "version": dataset.resolved.version,
-                    "samples": sum(split["samples"] for split in splits),
-                    "bytes": sum(split["bytes"] for split in splits),
-                    "tags": repository.tags("datasets", dataset.resolved.name),
-                }
-            )
+    rows: list[dict[str, Any]] = [
+        {
+            "name": dataset.resolved.name,
+            "version": dataset.resolved.version,
+            "samples": sum(split["samples"] for split in dataset.entry.content["splits"].values()),
+            "bytes": sum(split["bytes"] for split in dataset.entry.content["splits"].values()),
+            "tags": repository.tags("datasets", dataset.resolved.name),
+        }
+        for dataset in list_datasets(repository)
+    ]
     if as_json:
         print_json([*rows, *unreadable_facts()])
     else:
@@ -52,10 +43,11 @@ def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> No
 
     Example: datasvc log pets --repo ./repo
     """
-    from datasvc.repository import Repository, Resolved
+    from datasvc.repository import Repository
+    from datasvc.shards.versions.dataset import readable_versions
 
     repository = Repository.open(repo)
-    entries = repository.entries("datasets", name)
+    entries = readable_versions(repository, name)
     removed = repository.state("datasets", name).removed
     if as_json:
         facts = [
@@ -65,25 +57,16 @@ def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> No
         print_json([*facts, *unreadable_facts()])
         return
     # People read the newest version first; programs get the order of the log.
-    rows: list[tuple[object, ...]] = []
-    for entry in reversed(entries):
-        version, content = Resolved("datasets", name, entry.number), entry.content
-        with _left_out_if_invalid(version):
-            num_samples = sum(split["samples"] for split in content["splits"].values())
-            shown = f"{version}{' (removed)' if entry.number in removed else ''}"
-            rows.append((shown, content["created"], num_samples, content["message"] or "-"))
+    rows = [
+        (
+            f"{name}@{entry.number}{' (removed)' if entry.number in removed else ''}",
+            entry.content.get("created", "-"),
+            sum(split["samples"] for split in entry.content["splits"].values()),
+            entry.content.get("message") or "-",
+        )
+        for entry in reversed(entries)
+    ]
     print_table(("version", "created", "samples", "message"), rows)
-
-
-@contextmanager
-def _left_out_if_invalid(version: Resolved) -> Iterator[None]:
-    """Leave a version out with a warning if a field of its entry has a wrong type."""
-    from datasvc.repository.repository import warn_unreadable
-
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError) as error:
-        warn_unreadable(version, CorruptDataError(f"the entry of {version} is not valid: {error!r}"))
 
 
 def _row(row: dict[str, Any]) -> tuple[object, ...]:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.models.provenance.sample_query import split_tables
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.repository import Digest, ObjectInfo, Repository, Resolved
-from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.shard_table import ShardTable
 
 # Exactly 64 hexadecimal digits: part of a longer number is not a digest.
@@ -30,7 +30,7 @@ def reachable_objects(repository: Repository, version: Resolved, content: Mappin
         if version.kind == "models":
             sizes = dict(_of_model(repository, version, content))
         else:
-            sizes = dict(_of_dataset(repository, content))
+            sizes = dict(_of_dataset(repository, version, content))
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptDataError(f"the entry of {version} has no valid list of its objects: {error!r}") from error
     except NotFoundError as error:
@@ -54,9 +54,10 @@ def _of_model(repository: Repository, version: Resolved, content: Mapping[str, A
                 yield link.object, link.object_bytes
 
 
-def _of_dataset(repository: Repository, content: Mapping[str, Any]) -> Iterator[tuple[Digest, int]]:
-    for split in content["splits"].values():
-        digest = parse_digest(split["table"])
+def _of_dataset(
+    repository: Repository, version: Resolved, content: Mapping[str, Any]
+) -> Iterator[tuple[Digest, int]]:
+    for digest in split_tables(content, str(version)).values():
         table = ShardTable.decode(repository.objects.read(digest), repository.objects.location(digest))
         rows = table.rows.select(["digest", "bytes"]).to_pylist()
         # The table has the sizes of the shards. Ask the store only for the sizes of the other objects.

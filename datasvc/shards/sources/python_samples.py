@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import pyarrow as pa
@@ -71,15 +71,18 @@ class PythonSource(StreamedSource):
         """Yield the samples; a second call yields none.
 
         Raises:
-            ConfigError: a sample is not a mapping, or its key or image is missing.
+            ConfigError: a sample is not a mapping.
         """
-        names = set(self._raw.names)
+        names, required = set(self._raw.names), self._columns.required
         batcher = SampleBatcher(self._raw, part.split)
         for number, original in enumerate(self._samples):
             _check_mapping(original)
             sample = original if self._has_keys else _with_number(original, number)
-            key = str(sample.get(self._columns.key or KEY))
-            reason = _rejection_reason(key, sample.keys() - names)
+            value = sample.get(self._columns.key or KEY)
+            # A sample without a key is named by its position.
+            key = f"sample {number}" if value is None else str(value)
+            missing = [name for name in required if sample.get(name) is None]
+            reason = _rejection_reason(key, sample.keys() - names, missing)
             if reason:
                 yield BadSample(part.split, printable(key), reason)
                 continue
@@ -99,10 +102,12 @@ def _with_number(sample: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {**sample, KEY: f"{number:09d}"}
 
 
-def _rejection_reason(key: str, unknown: Collection[str]) -> str | None:
-    """Return why a sample with this key and these unknown columns is rejected; None if it is not."""
+def _rejection_reason(key: str, unknown: Collection[str], missing: Sequence[str]) -> str | None:
+    """Return why a sample with this key and these unknown and missing columns is rejected; None if it is not."""
     if unknown:
         return f"has unknown columns {sorted(unknown)}"
+    if missing:
+        return f"has no {' and no '.join(missing)}"
     return None if printable(key) == key else "its key is not UTF-8"
 
 

@@ -232,13 +232,10 @@ class DatasetVersion(Mapping[str, Split]):
         self.repository = repository
         self.resolved = resolved
         self.entry = entry
-        try:
-            self._splits = {
-                name: Split(name, str(resolved), repository, split["table"])
-                for name, split in sorted(entry.content["splits"].items())
-            }
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CorruptDataError(f"the entry of {resolved} has no valid list of splits: {error!r}") from error
+        described = check_splits(entry.content, resolved)
+        self._splits = {
+            name: Split(name, str(resolved), repository, split["table"]) for name, split in sorted(described.items())
+        }
 
     def __getitem__(self, split: str) -> Split:
         """Return the split of this name. Raise NotFoundError, which lists the existing splits, if there is none."""
@@ -257,6 +254,31 @@ class DatasetVersion(Mapping[str, Split]):
 
     def __repr__(self) -> str:
         return f"Dataset({self.resolved}, {dict(self._splits)})"
+
+
+def check_splits(content: Mapping[str, Any], version: Resolved) -> Mapping[str, Mapping[str, Any]]:
+    """Return the description of each split in the content of an entry, by name.
+
+    Raises:
+        CorruptDataError: a split is not described by the digest of a table and numbers of samples and bytes.
+    """
+    what = f"the entry of {version} has no valid list of splits"
+    splits = content.get("splits")
+    if not isinstance(splits, Mapping):
+        raise CorruptDataError(f"{what}: expected an object, found {type(splits).__name__}; restore the entry")
+    for name, split in splits.items():
+        if not isinstance(split, Mapping):
+            raise CorruptDataError(f"{what}: split {name!r} is {type(split).__name__}, expected an object")
+        if not isinstance(split.get("table"), str):
+            raise CorruptDataError(f"{what}: split {name!r} has no digest of a table")
+        parse_digest(split["table"])
+        for field in ("samples", "bytes", "shards"):
+            # A Boolean is an integer in Python.
+            if type(split.get(field)) is not int or split[field] < 0:
+                raise CorruptDataError(
+                    f"{what}: {field!r} of split {name!r} is {split.get(field)!r}, expected a number"
+                )
+    return splits
 
 
 def open_dataset(repository: Repository, ref: str) -> DatasetVersion:
@@ -311,6 +333,24 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
             except CorruptDataError as error:
                 warn_unreadable(resolved, error)
     return datasets
+
+
+def readable_versions(repository: Repository, name: str, *, last: int | None = None) -> list[Entry]:
+    """Return the entries of the `last` newest versions of a data set (None: all), oldest first, with removed ones.
+
+    An entry that cannot be read, or has no valid splits, is left out with an `UnreadableVersionWarning`. For errors,
+    see `Repository.entries`.
+    """
+    entries = []
+    for entry in repository.entries("datasets", name, last=last):
+        version = Resolved("datasets", name, entry.number)
+        try:
+            check_splits(entry.content, version)
+        except CorruptDataError as error:
+            warn_unreadable(version, error)
+        else:
+            entries.append(entry)
+    return entries
 
 
 def continued_version(repository: Repository, name: str, head: int) -> Resolved | None:

@@ -178,6 +178,21 @@ def test_a_split_that_could_not_be_named_is_refused(split):
         SourceOptions(split=split)
 
 
+@pytest.mark.parametrize("key", [None, "id"])
+def test_a_later_sample_of_an_iterable_without_key_or_image_is_a_bad_sample(repository, key):
+    name = key or "key"
+    samples = [{name: f"k{number}", "image": jpeg(seed=number)} for number in range(120)]
+    del samples[110][name], samples[111]["image"]
+    samples[112]["image"] = None
+    report = ingest(repository, samples, "made", source_options=SourceOptions(key=key), on_bad="skip")
+    assert report.num_samples == {"train": 117}
+    assert [(bad.key, bad.reason) for bad in report.bad] == [
+        ("sample 110", f"has no {name}"), ("k111", "has no image"), ("k112", "has no image"),
+    ]  # fmt: skip
+    with pytest.raises(BadSampleError, match="3 of 120 samples"):
+        ingest(repository, samples, "made", source_options=SourceOptions(key=key))
+
+
 def test_an_iterable_that_raises_half_way_commits_nothing_and_leaves_nothing(repository):
     def samples():
         yield from ({"value": number} for number in range(500))

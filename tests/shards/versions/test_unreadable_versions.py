@@ -50,10 +50,22 @@ def test_lists_have_all_other_versions_and_a_warning(datasets):
 
 
 def test_an_entry_whose_splits_are_no_splits_hides_no_other_data_set(datasets):
-    for odd in (None, 3, ["train"], {"train": None}, {"train": {"table": 3}}):
-        entry_file(datasets, "pets", 2).write_bytes(encode_entry({"format": 1, "splits": odd}))
+    good = datasets.versions("datasets", "pets").read(1).content["splits"]["train"]
+    facade = DataRepository(datasets).datasets
+    odd_splits = [{**good, name: value} for name in good for value in (None, "x", -1, True, 1.5, [], {})]
+    odd_splits += [None, 3, "train", ["train"], {"train": None}, {"train": ["table"]}, {"train": {"table": 3}}]
+    for odd in odd_splits:
+        splits = {"train": odd} if isinstance(odd, dict) and "table" in odd else odd
+        entry_file(datasets, "pets", 2).write_bytes(encode_entry({"format": 1, "splits": splits}))
         with pytest.warns(UnreadableVersionWarning, match="pets@2"):
-            assert [str(dataset.resolved) for dataset in DataRepository(datasets).datasets.ls()] == ["tales@1"]
+            assert [str(dataset.resolved) for dataset in facade.ls()] == ["tales@1"]
+        with pytest.warns(UnreadableVersionWarning, match="pets@2"):
+            assert [entry.number for entry in facade.log("pets")] == [1]
+        for operation in (facade.open, facade.describe, facade.verify):
+            with pytest.raises(
+                CorruptDataError, match=r"entry of pets@2 has no valid list of splits|is not a digest"
+            ):
+                operation("pets@2")
 
 
 def test_a_lost_version_is_passed_over_by_what_continues_the_data_set(datasets):

@@ -291,7 +291,11 @@ def test_what_cannot_be_resolved_or_is_of_a_later_format_is_an_error_and_no_repo
     with pa.ipc.new_file(sink, rows.schema) as file:
         file.write_table(rows)
     later = pets.objects.put(sink.getvalue().to_pybytes()).digest
-    entry = {"splits": {"train": {"table": later, "samples": 1}}, "message": "", "skipped": 0}
+    entry = {
+        "splits": {"train": {"table": later, "samples": 1, "bytes": 1, "shards": 1}},
+        "message": "",
+        "skipped": 0,
+    }
     pets.versions("datasets", "odd").append(lambda _head: entry)
     with pytest.raises(ConfigError, match="reads up to"):
         verify(pets, "odd")

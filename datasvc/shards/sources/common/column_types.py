@@ -172,13 +172,15 @@ def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return one
     if pa.types.is_null(one):
         return other
+    # Encodings at the top are decoded before the comparison; those of the values of a list in the recursion.
+    one, other = _decoded(one), _decoded(other)
     # Integers are never joined with floats: an integer may lose precision as a float.
     for kind in (pa.types.is_integer, pa.types.is_floating):
         if kind(one) and kind(other):
             # pyarrow finds the wider of two types only when it unifies schemas.
             schemas = [pa.schema([("", data_type)]) for data_type in (one, other)]
             return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
-    if pa.types.is_list(_decoded(one)) and pa.types.is_list(_decoded(other)):
+    if pa.types.is_list(one) and pa.types.is_list(other):
         inner = _join_types(one.value_type, other.value_type)
         return None if inner is None else pa.list_(inner)
     return None

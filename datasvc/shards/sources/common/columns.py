@@ -103,6 +103,12 @@ class ColumnMap:
         """Raw columns that are needed to make samples."""
         return [*([] if self.key is None else [self.key]), *self._fields]
 
+    @property
+    def required(self) -> list[str]:
+        """Raw columns that must have a value in each sample: the key, and images unless a first sample lacks them."""
+        key = [] if self.key is None else [self.key]
+        return [*key, *(name for name, field in self._fields.items() if not field.nullable)]
+
     def convert(self, batch: pa.RecordBatch, keys: pa.Array | Sequence[str]) -> pa.RecordBatch:
         """Return a batch of raw samples as a batch of `schema`.
 

@@ -180,8 +180,9 @@ def _first_fields(reader: FileReader, parts: Sequence[SourcePart]) -> list[list[
     samples: list[list[str]] = []
     size_bytes, first_error = 0, None
     for number, part in enumerate(parts):
-        # These bounds keep the listing fast. `_FIRST_PARTS` does not count until a sample is found.
-        if len(samples) >= _FIRST_SAMPLES or size_bytes >= _FIRST_BYTES or (samples and number >= _FIRST_PARTS):
+        # These bounds keep the listing fast. They count only after a sample is found: without one there is no column.
+        is_enough = len(samples) >= _FIRST_SAMPLES or size_bytes >= _FIRST_BYTES or number >= _FIRST_PARTS
+        if samples and is_enough:
             break
         with open_tar(reader, part.where["path"]) as stream:
             try:

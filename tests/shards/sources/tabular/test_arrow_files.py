@@ -159,3 +159,28 @@ def test_offsets_that_lead_astray_are_bad_samples(tmp_path):
     assert samples.num_rows + len(bad) == 3
     assert bad
     assert samples.column("text").to_pylist() == ["aa"]
+
+
+NARROW, WIDE = pa.array([[1], [2, 3]], pa.list_(pa.int32())), pa.array([[1], [2, 3]], pa.list_(pa.int64()))
+INDICES = pa.array([0, 1], pa.int32())
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize(
+    ("encoded", "plain"),
+    [
+        (pa.RunEndEncodedArray.from_arrays(pa.array([1, 2], pa.int32()), NARROW), WIDE),
+        (pa.DictionaryArray.from_arrays(INDICES, NARROW), WIDE),
+        (pa.DictionaryArray.from_arrays(INDICES, pa.array([1, 2], pa.int32())), pa.array([1, 2], pa.int64())),
+        (pa.array([1, 2], pa.int64()).dictionary_encode(), pa.array([1, 2], pa.int8())),
+    ],
+)
+def test_files_that_differ_in_the_encoding_and_the_width_of_a_column_are_joined(
+    tmp_path, encoded, plain, is_reversed
+):
+    columns = [encoded, plain][:: -1 if is_reversed else 1]
+    for name, column in zip(("a", "b"), columns, strict=True):
+        write(tmp_path, f"{name}.arrow", {"x": column})
+    samples, bad = read_all(ArrowSource.list(str(tmp_path)))
+    assert (samples.column("x").to_pylist(), bad) == (encoded.to_pylist() + plain.to_pylist(), [])
+    assert samples.schema.field("x").type in (pa.int64(), pa.list_(pa.int64()))

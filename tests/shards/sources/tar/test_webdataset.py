@@ -266,6 +266,16 @@ def test_a_field_that_the_first_samples_did_not_have_makes_a_bad_sample_that_say
     assert "'new' is in none of the first samples" in bad[0].reason
 
 
+def test_bad_samples_do_not_use_up_the_bytes_in_which_the_columns_are_looked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_FIRST_BYTES", 100)
+    for number in range(3):
+        put(tmp_path / f"{number}.tar", tar_of([(f"{number}.", b"x" * 200)]))  # no extension
+    put(tmp_path / "3.tar", tar_of([("4.txt", b"4")]))
+    samples, bad = read(WebDatasetSource.list(str(tmp_path)))
+    assert [sample["key"] for sample in samples] == ["4"]
+    assert len(bad) == 3
+
+
 def test_columns_are_decided_by_several_parts_of_every_split(tmp_path):
     put(tmp_path / "train-0.tar", tar_of([("1.txt", b"1")]))
     put(tmp_path / "train-1.tar", tar_of([("2.txt", b"2"), ("2.a", b"a")]))
