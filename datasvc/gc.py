@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,11 +17,19 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from datasvc import durable
-from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
+from datasvc.errors import (
+    ConfigError,
+    CorruptDataError,
+    DatasvcError,
+    NotFoundError,
+    UnavailableError,
+    UnreadableVersionWarning,
+)
 from datasvc.models.provenance.sample_query import split_tables
 from datasvc.models.registry.removal import kept_of_removed
 from datasvc.models.tensors.dedup_index import pointed_digest
 from datasvc.models.tensors.tensor_table import read_table
+from datasvc.models.versions.entry_fields import check_fields
 from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Repository, Resolved, Storage
 from datasvc.repository.logs.journal import JOURNALS
@@ -242,6 +251,7 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
             yield from _digests_in(entry.content)
             try:
                 yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
+                _warn_of_wrong_fields(Resolved("models", name, entry.number), entry)
             except (CorruptDataError, NotFoundError, ConfigError) as error:
                 problems.append(error)
     if problems:
@@ -321,6 +331,15 @@ def _kept_of_removed_dataset(objects: Objects, version: str, entry: Entry) -> It
             table = ShardTable.decode(objects.read(digest), objects.location(digest))
             shards = {shard.digest for shard in table.shards()}
             yield from table.objects() - shards
+
+
+def _warn_of_wrong_fields(version: Resolved, entry: Entry) -> None:
+    """Warn if a field that names no object has a wrong type: the objects are kept, but no list has the version."""
+    try:
+        check_fields(entry.content, version)
+    except CorruptDataError as error:
+        message = f"the objects of {version} are kept, but {error}"
+        warnings.warn(UnreadableVersionWarning(str(version), message), stacklevel=2)
 
 
 def _referenced_by_model(objects: Objects, version: str, entry: Entry, seen_tables: set[Digest]) -> Iterator[Digest]:

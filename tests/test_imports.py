@@ -92,9 +92,9 @@ ROOMS = {
     "datasvc.shards.sources": ["common", "tabular tar mds arrays records text", "images", "."],
     "datasvc.cache": ["catalogue sources", "peers", "fetch", ".", "prefetch", "forecast"],
     "datasvc.models": [
-        "tensors search",
+        "tensors",
         "versions",
-        "restoring",
+        "restoring search",
         "saving interop",
         "dcp",
         "registry",

@@ -3,7 +3,12 @@
 import json
 
 import pytest
+import torch
 
+from datasvc.models import save
+from datasvc.models.versions.entry_fields import find_wrong_fields
+from datasvc.repository import Repository
+from datasvc.repository.logs.log import encode_entry
 from datasvc.shards.versions.delete import delete
 from tests.cli.command import run
 from tests.models.entries import commit_entry
@@ -56,6 +61,47 @@ def test_a_comparison_leaves_out_what_it_cannot_read(damaged):
     assert (result.returncode, result.stdout.splitlines()) == (3, ["step\t0\t1"])
     (line,) = result.stderr.splitlines()
     assert line.startswith("warning: cnn@3 is left out")
+
+
+ODD = [None, True, -1, 1.5, "odd", ["odd"], {"a": ["odd"]}]
+COMMANDS = {
+    "ls": ["ls"],
+    "find": ["find", "version > 0", "--by", "top1"],
+    "show": ["show", "cnn@2"],
+    "compare": ["compare", "cnn@1", "cnn@2"],
+    "gc": ["gc", "--yes", "--no-writers"],
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    repository = Repository.create(str(tmp_path_factory.mktemp("plain")))
+    for step in range(2):
+        save(repository, "cnn", {"w": torch.full((8,), float(step))}, step=step, metrics={"top1": 0.5})
+    return repository
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_version_with_a_field_of_an_odd_type_is_one_line_and_status_3(plain, command):
+    path = plain.storage.local_path("models/cnn/versions/00000002.json")
+    kept, content = path.read_bytes(), dict(plain.versions("models", "cnn").read(2).content)
+    num_refused = 0
+    try:
+        for number, field in enumerate(
+            sorted({*content, "merged", "sharding", "origin", "imported"} - {"format", "checksum"})
+        ):
+            entries = [{**content, field: value} for value in ODD]
+            wrong = list(filter(find_wrong_fields, entries))
+            entry = wrong[-(number % 2)]  # the first or the last
+            path.write_bytes(encode_entry(entry))
+            result = run("models", *COMMANDS[command], "--repo", plain.url)
+            lines = result.stderr.splitlines()
+            assert (result.returncode, len(lines)) == (3, 1), (field, entry[field], result.stderr)
+            assert "cnn@2" in lines[0]
+            num_refused += 1
+    finally:
+        path.write_bytes(kept)
+    assert num_refused > 20
 
 
 def test_mark_lost_is_the_way_out(damaged):

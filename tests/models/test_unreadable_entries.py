@@ -134,6 +134,25 @@ def test_the_index_warns_of_an_indexed_version_until_it_can_be_read_again(models
     assert {warning.message.version for warning in caught} == {"cnn@2", "cnn@40"}
 
 
+def test_the_index_warns_of_a_version_with_a_wrong_field_until_it_is_restored(models):
+    for step in range(3, 40):
+        save(models, "gpt", {"w": torch.full((8,), float(step))}, step=step)
+    mark_lost(models, "models", ["cnn@2"])
+    path = entry_file(models, "gpt", 2)
+    whole, content = path.read_bytes(), dict(models.versions("models", "gpt").read(2).content)
+    path.write_bytes(encode_entry({**content, "step": "many"}))
+    for _ in range(2):  # the first builds the index, the second reads it
+        with pytest.warns(
+            UnreadableVersionWarning, match="gpt@2 has fields that queries do not see.*'many'"
+        ) as caught:
+            assert len(find_versions(models, "model = 'gpt'")) == 38
+        assert len(caught) == 1
+    path.write_bytes(whole)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(find_versions(models, "model = 'gpt' and step >= 0")) == 38
+
+
 def test_gc_deletes_nothing_until_the_damaged_version_is_declared_lost_and_its_grace_has_passed(models):
     own = {file.path for file in models.storage.walk("objects")}
     damage(entry_file(models, "gpt", 1))

@@ -48,5 +48,5 @@ def compare(
             for row in result.values
         ],
     )
-    if not result.values:
+    if not result.values and len(result.versions) > 1:
         print_line(f"no difference between {', '.join(result.versions)}", err=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.search.index import map_models
-from datasvc.models.versions.entry_fields import check_fields
+from datasvc.models.versions.entry_fields import check_fields, valid_entries
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Digest, Entry, Repository, Resolved
 from datasvc.repository.logs.references import is_name, parse_reference
@@ -153,16 +153,7 @@ def _missing_parents(
 
 
 def _versions(name: str, entries: list[Entry], state: NameState) -> list[ModelVersion]:
-    versions = []
-    for entry in entries:
-        version = Resolved("models", name, entry.number)
-        try:
-            check_fields(entry.content, version)
-        except CorruptDataError as error:
-            warn_unreadable(version, error)
-        else:
-            versions.append(_version(name, entry, state))
-    return versions
+    return [_version(name, entry, state) for entry in valid_entries(name, entries)]
 
 
 def _version(name: str, entry: Entry, state: NameState) -> ModelVersion:

@@ -4,29 +4,38 @@ The index is derived from the entries, so it may be lost or outdated at any time
 version that it contains. A reader adds the entries after that version, and rewrites the file if it has added many. If
 the commits in the index differ from those in the logs, for example after a backup is restored, the index is rebuilt.
 Tags and removals are not indexed, because they change without a new version. Versions that cannot be read are listed
-as such: each query tries to read them again, and warns if it cannot.
+as such: each query tries to read them again, and warns if it cannot. So are versions with fields of a wrong type; in
+their rows, such fields are null.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
+from datasvc.errors import (
+    ConfigError,
+    CorruptDataError,
+    NotFoundError,
+    UnavailableError,
+    UnreadableVersionWarning,
+)
 from datasvc.models.search.rows import SCHEMA, Field, build_rows
+from datasvc.models.versions.entry_fields import check_fields
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import Entry, Repository
+from datasvc.repository import Entry, Repository, Resolved
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import digest_of
 from datasvc.threads import map_in_threads
 
 _Result = TypeVar("_Result")
 
-INDEX_FORMAT: Final = 3
+INDEX_FORMAT: Final = 4
 # A model name cannot begin with a dot, so no log has this path.
 INDEX_PATH: Final = "models/.index"
 # An index of millions of versions is far smaller. So a larger file is damaged, and the index is rebuilt.
@@ -59,18 +68,21 @@ class VersionIndex:
         fields: fields that the values in the rows refer to.
         heads: newest indexed version of each model, by model name.
         unreadable: versions up to the heads that could not be read when they were to be indexed, by model name.
+        invalid: versions in the table whose entries have a field of a wrong type, by model name.
     """
 
     table: pa.Table
     fields: Sequence[Field]
     heads: Mapping[str, Head]
     unreadable: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    invalid: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> VersionIndex:
     """Return an up-to-date index; rewrite the stored one if it lacks many versions.
 
-    Versions that cannot be read are left out with an `UnreadableVersionWarning`.
+    Versions that cannot be read are left out with an `UnreadableVersionWarning`. There is also one for each version
+    with a field of a wrong type.
 
     Args:
         repository: repository of the models.
@@ -85,16 +97,18 @@ def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> V
     # An indexed model without a log means that the logs were replaced.
     if stored is not None and set(stored.heads) <= set(names):
         missing = _find_missing(repository, names, stored.heads)
-        # If one of the unreadable versions was restored from a copy, build the index again.
-        if missing is not None and any(
-            repository.readable_entries("models", name, numbers) for name, numbers in stored.unreadable.items()
-        ):
+        # If one of these versions was restored from a copy, build the index again.
+        if missing is not None and _is_restored(repository, stored):
             missing = None
     if stored is None or missing is None:
         stored = VersionIndex(SCHEMA.empty_table(), (), {})
         missing = _find_missing(repository, names, {})
         assert missing is not None
     entries = _read_entries(repository, missing, progress)
+    invalid = {name: list(numbers) for name, numbers in stored.invalid.items()}
+    for name, entry in entries:
+        if not _has_valid_fields(Resolved("models", name, entry.number), entry):
+            invalid.setdefault(name, []).append(entry.number)
     if not entries:
         return stored
     fields = {name: position for position, name in enumerate(stored.fields)}
@@ -110,7 +124,7 @@ def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> V
         ]
         if skipped:
             unreadable.setdefault(name, []).extend(skipped)
-    index = VersionIndex(table, tuple(fields), {**stored.heads, **heads}, unreadable)
+    index = VersionIndex(table, tuple(fields), {**stored.heads, **heads}, unreadable, invalid)
     if len(entries) >= max(_MAX_MISSING, stored.table.num_rows // _MISSING_PART):
         _publish(repository, index)
     return index
@@ -128,6 +142,7 @@ def encode_index(index: VersionIndex) -> bytes:
     """Return the index as bytes: a digest, followed by an Arrow IPC file with that digest."""
     metadata = {"format": INDEX_FORMAT, "fields": index.fields, "heads": index.heads}
     metadata |= {"unreadable": index.unreadable} if index.unreadable else {}
+    metadata |= {"invalid": index.invalid} if index.invalid else {}
     sink = pa.BufferOutputStream()
     schema = SCHEMA.with_metadata({_METADATA_KEY: json.dumps(metadata, sort_keys=True).encode()})
     with pa.ipc.new_file(sink, schema) as file:
@@ -153,11 +168,13 @@ def decode_index(raw: bytes) -> VersionIndex:
             raise CorruptDataError(f"the index has format {metadata['format']}; expected format {INDEX_FORMAT}")
         heads = {str(name): Head(int(number), str(commit)) for name, (number, commit) in metadata["heads"].items()}
         fields = [Field(tuple(path), str(kind), bool(is_list)) for path, kind, is_list in metadata["fields"]]
-        listed = metadata.get("unreadable", {}).items()
-        unreadable = {str(name): [int(number) for number in numbers] for name, numbers in listed}
+        unreadable, invalid = (
+            {str(name): [int(number) for number in numbers] for name, numbers in metadata.get(part, {}).items()}
+            for part in ("unreadable", "invalid")
+        )
     except (pa.ArrowException, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptDataError(f"the index is damaged: {error!r}") from error
-    return VersionIndex(table.replace_schema_metadata(), fields, heads, unreadable)
+    return VersionIndex(table.replace_schema_metadata(), fields, heads, unreadable, invalid)
 
 
 def _load(repository: Repository) -> VersionIndex | None:
@@ -165,6 +182,30 @@ def _load(repository: Repository) -> VersionIndex | None:
         return decode_index(repository.storage.read(INDEX_PATH, _MAX_BYTES))
     except (NotFoundError, CorruptDataError):
         return None  # the index is rebuilt from the entries
+
+
+def _is_restored(repository: Repository, index: VersionIndex) -> bool:
+    """Return whether a version can be read or is valid that was not when it was indexed; warn about the others."""
+    readable = [
+        bool(repository.readable_entries("models", name, numbers)) for name, numbers in index.unreadable.items()
+    ]
+    valid = [
+        _has_valid_fields(Resolved("models", name, entry.number), entry)
+        for name, numbers in index.invalid.items()
+        for entry in repository.readable_entries("models", name, numbers)
+    ]
+    return any(readable) or any(valid)
+
+
+def _has_valid_fields(version: Resolved, entry: Entry) -> bool:
+    """Return whether `check_fields` accepts the entry of a version; warn if not."""
+    try:
+        check_fields(entry.content, version)
+    except CorruptDataError as error:
+        message = f"{version} has fields that queries do not see: {error}"
+        warnings.warn(UnreadableVersionWarning(str(version), message), stacklevel=2)
+        return False
+    return True
 
 
 def _publish(repository: Repository, index: VersionIndex) -> None:

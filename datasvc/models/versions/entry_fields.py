@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from datasvc.errors import CorruptDataError
+from datasvc.repository import Entry, Resolved
+from datasvc.repository.repository import warn_unreadable
 
 _MAX_COUNT: Final = (1 << 63) - 1  # of an int64, as in the version index
 # `VersionMetadata` accepts 100 levels below a field; a loader state and other fields are far flatter.
@@ -127,6 +129,20 @@ def check_fields(content: Mapping[str, Any], version: object) -> None:
     problems = find_wrong_fields(content)
     if problems:
         raise CorruptDataError(f"the entry of {version} is not valid: {'; '.join(problems.values())}")
+
+
+def valid_entries(name: str, entries: Iterable[Entry]) -> list[Entry]:
+    """Return the entries of the model `name` that `check_fields` accepts; warn about the others."""
+    valid = []
+    for entry in entries:
+        version = Resolved("models", name, entry.number)
+        try:
+            check_fields(entry.content, version)
+        except CorruptDataError as error:
+            warn_unreadable(version, error)
+        else:
+            valid.append(entry)
+    return valid
 
 
 def find_wrong_fields(content: Mapping[str, Any]) -> dict[str, str]:
