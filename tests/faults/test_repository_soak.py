@@ -26,7 +26,7 @@ from tests.said import say
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-SOAK_S = float(os.environ.get("DATASVC_SOAK_S", "90"))
+SOAK_S = float(os.environ.get("DATASVC_SOAK_S", "60"))
 PROCESSES = {"saver": "save", "other-saver": "save", "ingester": "ingest", "deleter": "delete"}
 PROCESSES |= {"sweeper": "sweep", "other-sweeper": "sweep", "trainer": "train"}
 ENDS = {0, -signal.SIGKILL, -signal.SIGINT, -signal.SIGTERM}  # the last: before it could handle the signal
