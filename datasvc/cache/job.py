@@ -74,7 +74,7 @@ class CacheJob:
 
     @property
     def budget_bytes(self) -> int:
-        """Most bytes that this tenant may use: the budget minus other tenants' guarantees, up to its own maximum."""
+        """Limit of this tenant: the budget minus other tenants' guarantees, or its own maximum if that is lower."""
         return self._open().catalogue.read(CatalogueTables.account).available(self.tenant)
 
     def acquire(self, info: ObjectInfo, repository: Store, progress: Progress = NO_PROGRESS) -> Acquired:

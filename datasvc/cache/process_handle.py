@@ -77,7 +77,7 @@ class CacheFolder:
         self._open_lock.close()
 
     def close_locks(self) -> None:
-        """Close the inherited descriptors in a forked child, which would keep the locks after the parent's exit."""
+        """Close the inherited descriptors in a forked child: they would keep the locks after the parent's exit."""
         self.locks.close_after_fork()
         self.files.abandon()
         self._open_lock.close()
@@ -115,8 +115,8 @@ class CacheFolder:
         return {"hits": taken} if taken else {}
 
 
-# The open folders of this process. `leave_folder` must not block, so it adds its arguments to `_leaving`. The thread
-# that next has the lock ends these uses.
+# The open folders of this process. `leave_folder` must not block, so it only adds its arguments to `_leaving`; a
+# thread that has `_folders_lock` ends these uses.
 _folders: dict[Path, CacheFolder] = {}
 _folders_lock = threading.Lock()
 _leaving: deque[tuple[Path, CacheFolder]] = deque()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from datasvc.cache.catalogue.catalogue import EvictOutcome
+from datasvc.cache.catalogue.catalogue import InvalidateOutcome
 from datasvc.cache.catalogue.file_links import FileLink
 from datasvc.cache.catalogue.records import RESERVED
 from datasvc.cache.catalogue.tables import CatalogueTables
@@ -85,20 +85,20 @@ def _check(folder: CacheFolder, digest: Digest) -> Finding | Literal["held"]:
         return "gone"
 
 
-def _finding_of(outcome: EvictOutcome) -> Finding | Literal["held"]:
+def _finding_of(outcome: InvalidateOutcome) -> Finding | Literal["held"]:
     match outcome:
         case "superseded":
             # Another process has invalidated this file or fetched it again, so this check found nothing to report.
             return "intact"
         case "held":
             return "held"
-        case "free":
+        case "unused":
             return "corrupt"
 
 
 def _is_intact(folder: CacheFolder, digest: Digest, descriptor: int) -> bool:
     # Hold the object, so that neither its file nor the recorded digest of a staged file is removed during the check.
-    # The hold ends before `invalidate`, which reports the holds that are left.
+    # The hold ends before `invalidate`, which reports whether others are left.
     folder.locks.acquire(digest)
     try:
         expected = FileLink(folder.files.folder, digest).content_digest or digest

@@ -18,7 +18,7 @@ from datasvc.threads import run_in_threads
 
 _MIN_THREADS = 8
 _MAX_THREADS = 64
-_BYTES_AT_ONCE = 512 << 20  # objects to fetch at once, by their mean size
+_BYTES_AT_ONCE = 512 << 20  # of the objects that are fetched at once, by their mean size
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class TenantUsage:
     Attributes:
         used_bytes: bytes of resident objects and of those being fetched.
         guaranteed_bytes: bytes reserved for the tenant.
-        maximum_bytes: most bytes that it may use; None: no limit but the budget.
+        maximum_bytes: limit of the bytes that it may use; None: only the budget limits it.
     """
 
     used_bytes: int

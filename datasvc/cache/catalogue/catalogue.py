@@ -1,14 +1,16 @@
 """The catalogue of a node's cache: an LMDB database of resident and reserved objects, with one writer at a time.
 
 `CacheJob`, through which programs use a cache, makes its changes here. The catalogue guards the budget: space is
-reserved here before a byte is fetched, and no reservation takes the sum of reserved and resident bytes over the
-budget. A file gets its final name inside the transaction that marks the object
-resident, and is removed inside the transaction that deletes its record.
+reserved here before a byte is fetched, and a reservation is refused if reserved and resident bytes together would
+exceed the budget. A file gets its final name inside the transaction that marks the object resident, and is removed
+inside the transaction that deletes its record.
 
-A reservation is valid exactly as long as the lock of its incoming file is held. The lock is taken before the
-reservation becomes visible and released after it is completed or dropped, so a free lock means that the fetching
-process has ended. Objects in use are protected by locks outside the catalogue (`object_locks`): an eviction takes the
-exclusive lock of its victim and keeps it until the transaction is committed.
+A fetch writes to an incoming file and keeps it locked; its reservation is valid exactly as long. The lock is taken
+before the reservation becomes visible and released after it is completed or dropped, so a free lock means that the
+fetching process has ended.
+
+A process that uses an object has a *hold* on it: a shared lock outside the catalogue (`object_locks`). An eviction
+takes the exclusive lock of its victim, and keeps it until the transaction is committed.
 
 LMDB runs without fsync. A crash of a process loses nothing; after a crash of the machine the catalogue is rebuilt
 from the files, and each file is verified before it is used (`recovery`).
@@ -51,12 +53,12 @@ T = TypeVar("T")
 
 Reservation = Literal["resident", "reserved", "busy", "later"] | NoSpaceYet
 """Result of `Catalogue.reserve`."""
-EvictOutcome = Literal["free", "held", "superseded"]
+InvalidateOutcome = Literal["unused", "held", "superseded"]
 """Result of `Catalogue.invalidate`."""
 
 _MAP_BYTES: Final = 4 << 30  # address space, not memory: enough for some ten million objects
-# `shrink` lowers the limit at least so far below the bytes in use. The disk may lack only a few bytes, but each call
-# must free some space or raise: otherwise a fetch would call it forever.
+# `shrink` sets the limit at least this many bytes below the bytes in use. The disk may lack only a few bytes, but
+# each call must free some space or raise: otherwise a fetch would call `shrink` forever.
 _MIN_SHRINK_BYTES: Final = 64 << 10
 
 
@@ -80,7 +82,7 @@ class Catalogue:
             max_readers=1024,
             mode=PRIVATE_FILE,
         )
-        # A reader that was killed inside a transaction would keep old pages in use, and the file would grow.
+        # Remove ended readers: one that was killed inside a transaction keeps old pages in use, and the file grows.
         self.env.reader_check()
         self._tables = Tables(self.env)
         self._write_lock = threading.Lock()
@@ -100,15 +102,15 @@ class Catalogue:
             return tables.boot
 
     def read(self, get: Callable[[CatalogueTables], T]) -> T:
-        """Return the result of `get`, which sees one state of all tables; `get` must not return an open cursor."""
+        """Call `get` with the tables of one read transaction; return its result, which must not be an open cursor."""
         with self._map_errors(), self.env.begin() as txn:
             return get(CatalogueTables(self._tables, txn))
 
     def configure(self, change: Callable[[Configuration], Configuration]) -> None:
         """Change budget and quotas for all processes of the node, and evict unused objects above the new limits.
 
-        An unchanged configuration evicts nothing. In both cases, a limit that a full disk has lowered is set to the
-        budget again.
+        An unchanged configuration evicts nothing. Changed or not, a limit that was lowered because the disk was full
+        is set to the budget again.
 
         Args:
             change: returns the new configuration, given the current one.
@@ -133,7 +135,7 @@ class Catalogue:
             for file in scanned:
                 record = ObjectRecord(UNVERIFIED, file.size_bytes, tables.next_use(NO_JOB, None), NO_JOB, file.tenant)
                 tables.put(file.digest, None, record)
-            # Not changed: the caller has read it from the folder.
+            # The caller has read this configuration from the folder, so it is not a change.
             self._store_configuration(tables, configuration, is_changed=False)
             if configuration.budget_bytes:
                 space.enforce_budget()
@@ -144,14 +146,14 @@ class Catalogue:
             tables.register(job_id, note)
 
     def retire(self, job_id: str) -> None:
-        """Mark an access order as ended although its process runs: its objects are evicted first. Irreversible."""
+        """Mark an access order as ended for good, while its process may still run: its objects are evicted first."""
         with self._writing() as (tables, _):
-            # `SpaceAllocator.sweep` may have unregistered a job that has ended before.
+            # After an earlier call, `SpaceAllocator.sweep` may have unregistered the job.
             if tables.job(job_id) is not None:
                 tables.retire(job_id)
 
     def is_ready(self, info: ObjectInfo) -> bool:
-        """Return whether an object is resident and verified. Without a hold of the caller, it may be evicted at once.
+        """Return whether an object is resident and verified. Unless the caller has a hold, this can change any time.
 
         A cache hit costs this read transaction and the look-up of the file; it writes nothing to the catalogue.
         """
@@ -182,14 +184,15 @@ class Catalogue:
             space until another object has arrived; call again then.
 
         Raises:
-            CacheFullError: evicting every unused object would not free enough space, or a single inode, and no fetch
-                in progress will add an evictable object.
-            CorruptDataError: the object is resident and verified, with another size than `info` has.
+            CacheFullError: even without all unused objects, there would not be enough space, or no inode; and no
+                fetch in progress will add an object that can be evicted.
+            CorruptDataError: the object is resident and verified, but its size is not that in `info`.
             UnavailableError: the incoming file cannot be created.
         """
         with self._writing() as (tables, space):
             record = tables.get(info.digest)
-            # If no process has the lock, the reserving process has ended. This call then takes over its reservation.
+            # A locked incoming file means that the object is being fetched. Otherwise the process that reserved the
+            # object has ended, and this call takes over its reservation.
             if record is not None and record.state == RESERVED and self._files.is_incoming_locked(info.digest):
                 return "busy"
             if record is not None and record.size_bytes != info.size_bytes:
@@ -197,42 +200,45 @@ class Catalogue:
                 record = None
             if record is not None and record.state == RESIDENT and self._files.is_there(info.digest, info.size_bytes):
                 return "resident"
-            refused, min_distance_bytes = False, SPARE_NOTHING
+            # Objects that are needed again within `min_distance_bytes` are not evicted. For an object that is needed
+            # now, any unused object may be evicted.
+            lacks_space, min_distance_bytes = False, SPARE_NOTHING
             if record is not None:
                 # The object's space is already charged; the space of its quarantined copy may not be.
                 space.count_quarantine(record.tenant)
             else:
-                # For an object needed now, any unused object may be evicted; a prefetch keeps those needed sooner.
                 if prefetch is not None:
+                    # Keep the objects that are needed before the object to prefetch.
                     min_distance_bytes = prefetch.next_use - prefetch.now
                 if not evict:
                     min_distance_bytes = max(min_distance_bytes, SPARE_NEEDED)
-                refused = not space.make_space(tenant, footprint(info.size_bytes), min_distance_bytes)
-                if refused and prefetch is not None:
+                lacks_space = not space.make_space(tenant, footprint(info.size_bytes), min_distance_bytes)
+                if lacks_space and prefetch is not None:
                     return "later"
-            if not refused:
+            if not lacks_space:
                 is_locked = self._lock_incoming(info.digest, tables, space, tenant, min_distance_bytes)
                 if is_locked is None and prefetch is not None:
                     return "later"
                 if is_locked is False:
                     return "busy"
                 if is_locked:
-                    # A prefetch has no hold, so `_lock_incoming` may have evicted this object itself for its inode.
+                    # A prefetch has no hold on its object, so `_lock_incoming` may have evicted the object itself to
+                    # free an inode. Read the record again.
                     if record is not None:
                         record = tables.get(info.digest)
-                    # An existing record stays charged to its tenant: its reservation is taken over, or its file is
-                    # verified again.
+                    # If there is a record, of a reservation to take over or a file to verify again, its tenant pays.
                     payer = tenant if record is None else record.tenant
                     tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
                     return "reserved"
-            # Wait only if this thread is fetching nothing; otherwise two threads could wait for each other forever.
+            # Let the caller wait only if its thread is fetching nothing: two fetching threads could wait for each
+            # other forever.
             if not self._files.is_fetching_in_this_thread():
                 awaited = space.find_incoming(tenant, footprint(info.size_bytes))
                 if awaited is not None:
                     return NoSpaceYet(awaited)
             tables.count({"refused": 1})
-            refusal = space.refusal(tenant, info) if refused else self._no_inodes()
-        # Raised after the transaction, which commits the removal of leftovers and the counter.
+            refusal = space.refusal(tenant, info) if lacks_space else self._no_inodes()
+        # Raised outside the transaction: an error inside would abort it, and undo the counter and removed records.
         raise refusal
 
     def complete(
@@ -257,7 +263,7 @@ class Catalogue:
             record = tables.get(digest)
             assert record is not None, digest
             assert (record.state, record.job_id) == (RESERVED, job_id), record
-            # Inside the transaction, so that no record ever says "resident" without its file.
+            # Publish before the commit, so that no record ever has the state RESIDENT without its file.
             if publish:
                 self._files.publish(digest, record.tenant)
             else:
@@ -266,11 +272,11 @@ class Catalogue:
             tables.count(counts)
 
     def drop(self, digest: Digest, job_id: str) -> None:
-        """Remove the caller's reservation, if it has one, after a failed fetch."""
+        """Remove the caller's reservation, if any, and the incoming file after a failed fetch."""
         with self._writing() as (tables, space):
             record = tables.get(digest)
             if record is not None and (record.state, record.job_id) == (RESERVED, job_id):
-                # `forget` also removes a published or unverified file: without a record, its space is not counted.
+                # `forget` also removes the final file, if there is one: without a record, its space is not counted.
                 space.forget(digest, record)
             self._files.remove_incoming(digest)
 
@@ -279,7 +285,8 @@ class Catalogue:
     ) -> None:
         """Record the next use of an object whose hold the caller is about to release.
 
-        If another running job needs the object as soon or sooner, its record stays, see `SpaceAllocator.claim`.
+        The next use is not recorded if another running job needs the object at the same distance or sooner, see
+        `SpaceAllocator.claim`.
         """
         with self._writing() as (tables, space):
             record = tables.get(digest)
@@ -303,10 +310,10 @@ class Catalogue:
     def shrink(self, digest: Digest, allocated_bytes: int) -> None:
         """Lower the limit to the bytes that fit on a full disk, and evict until the objects fit below the limit.
 
-        If the disk has no inodes left, the limit stays, and one object is evicted for its inode.
+        If the disk lacks inodes, not bytes, keep the limit and evict one object.
 
         Args:
-            digest: object that the caller has reserved and could not write; it counts as in use.
+            digest: object that the caller has reserved and could not write; it is not evicted.
             allocated_bytes: bytes of this object that the disk accepted.
 
         Raises:
@@ -334,11 +341,11 @@ class Catalogue:
                     "and every remaining object is in use by a running job or pinned; free space on the disk, or "
                     "lower the budget"
                 )
-        # Raised after the transaction, which commits the removal of leftovers.
+        # Raised outside the transaction: an error inside would abort it, and undo removed records.
         raise refusal
 
     def free_inode(self) -> None:
-        """Evict an object, because the disk has no inode left for a file that belongs to no object, such as a lease.
+        """Evict an object to free an inode for a file that belongs to no object, such as a lease.
 
         Raises:
             CacheFullError: nothing is left to evict.
@@ -349,7 +356,7 @@ class Catalogue:
         raise self._no_inodes()
 
     def quarantine(self, digest: Digest) -> None:
-        """Quarantine the corrupt file of an object that the caller has reserved, and count it as corrupt."""
+        """Quarantine or remove the corrupt file of an object that the caller has reserved and fetches again."""
         with self._writing() as (tables, space):
             record = tables.get(digest)
             assert record is not None, digest
@@ -357,18 +364,17 @@ class Catalogue:
             tables.count({"corrupt": 1})
             space.quarantine_or_remove(digest, record.tenant)
 
-    def invalidate(self, digest: Digest, inode: int) -> EvictOutcome:
-        """Quarantine a resident object whose bytes are wrong, and count it as corrupt.
-
-        Its file is kept until the space is needed.
+    def invalidate(self, digest: Digest, inode: int) -> InvalidateOutcome:
+        """Delete the record of a resident object whose bytes are wrong, and quarantine its file.
 
         Args:
             digest: the object; the caller has released its own hold.
-            inode: inode of the file that the caller read and still has open, so that the number is not reused.
+            inode: inode of the file that the caller has read and still has open: the number of an open file is not
+                reused.
 
         Returns:
-            "free": the object was not in use. "held": a process has a hold on the object, so the space is freed only
-            after the release. "superseded": another process has already invalidated or replaced that file.
+            "unused": no process has a hold on the object. "held": a process has a hold, so the space is freed only
+            after its release. "superseded": another process has already invalidated or replaced that file.
         """
         with self._writing() as (tables, space):
             record = tables.get(digest)
@@ -378,7 +384,7 @@ class Catalogue:
             tables.count({"corrupt": 1})
             tables.delete(digest, record)
             space.quarantine(digest, held=held)
-            return "held" if held else "free"
+            return "held" if held else "unused"
 
     def mark_verified(self, digest: Digest) -> None:
         """Make an object resident if its state is UNVERIFIED. The caller has verified its bytes."""
@@ -388,7 +394,7 @@ class Catalogue:
                 tables.put(digest, record, record._replace(state=RESIDENT))
 
     def pin(self, name: str, digests: Mapping[Digest, int]) -> None:
-        """Exclude objects from eviction until `unpin`, resident or not."""
+        """Exclude objects, resident or not, from eviction until `unpin`."""
         with self._writing() as (tables, _):
             for digest in digests:
                 tables.pin(digest, name)
@@ -417,10 +423,11 @@ class Catalogue:
     def _lock_incoming(
         self, digest: Digest, tables: CatalogueTables, space: SpaceAllocator, tenant: str, min_distance_bytes: int
     ) -> bool | None:
-        """Lock the incoming file, and evict while the disk has no inode for it.
+        """Lock the incoming file; evict objects while the disk has no inode for it.
 
         Returns:
-            Whether this call has locked the file; None: the disk has no inode for it, and nothing is left to evict.
+            True: this call has locked the file. False: another thread or process has the lock. None: the disk has no
+            inode for the file, and nothing is left to evict.
         """
         while True:
             try:
@@ -449,9 +456,9 @@ class Catalogue:
     @contextmanager
     def _writing(self) -> Iterator[tuple[CatalogueTables, SpaceAllocator]]:
         """Yield the tables and the space allocator of one write transaction; unlock the victims after the commit."""
-        # The contexts close in reverse order: commit, unlock the victims, release `_write_lock`. `_write_lock` is the
-        # last, because all threads of a process lock victims through the same descriptors: these locks do not exclude
-        # another thread of this process.
+        # The contexts close in reverse order: commit, unlock the victims, release `_write_lock`. The locks of the
+        # victims do not exclude other threads of this process, because all its threads share the descriptors. So
+        # `_write_lock` must exclude them until the victims are unlocked.
         with self._write_lock, ExitStack() as ending, self._map_errors(), self.env.begin(write=True) as txn:
             tables = CatalogueTables(self._tables, txn)
             space = SpaceAllocator(tables, self._files, self._locks, self.env.reader_check)
@@ -465,7 +472,7 @@ class Catalogue:
         except lmdb.Error as error:
             raise describe_failure(self._files.catalogue, error) from error
         except OSError as error:
-            # A transaction also checks, creates and removes files. An error of these has aborted it.
+            # A transaction also checks, creates and removes files. If this fails, the transaction is aborted.
             raise UnavailableError(
                 f"cannot change the files of the cache {self._files.folder}: {error}; check its disk and permissions"
             ) from error
@@ -474,10 +481,10 @@ class Catalogue:
 def _evict_for_inode(
     tables: CatalogueTables, space: SpaceAllocator, tenant: str, min_distance_bytes: int = SPARE_NOTHING
 ) -> bool:
-    """Remove leftovers of ended processes, or else evict an object; return whether one of them was possible."""
+    """Free an inode: remove files of ended processes, or else evict an object. Return False if there is neither."""
     old_limit = tables.limit_bytes
-    # The bytes in use exceed this limit by one, so one object is evicted. The old limit is restored afterwards: the
-    # disk lacks only inodes, not space.
+    # The bytes in use exceed this limit by one, so `make_space` must remove a file. The old limit is restored
+    # afterwards: the disk lacks only inodes, not space.
     tables.limit_bytes = tables.account().total_bytes - 1
     try:
         return space.make_space(tenant, 0, min_distance_bytes)

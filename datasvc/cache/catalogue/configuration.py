@@ -23,7 +23,7 @@ from datasvc.sizes import parse_size
 
 CACHE_FORMAT: Final = 2
 _NAME: Final = "cache.json"
-_ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # proc(5): space, tab, newline and backslash in a mount point
+_ESCAPED: Final = re.compile(r"\\([0-7]{3})")  # a space, tab, newline or backslash in a mount point, see proc(5)
 # On these, locks are per machine, lost after a reconnect, or missing. Also, a cache on a network saves no transfer.
 _REMOTE_FILE_SYSTEMS: Final = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs"}

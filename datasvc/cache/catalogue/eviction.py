@@ -10,7 +10,7 @@ uses of different jobs are compared by distance: the bytes that a job still read
 An unknown next use counts as further than every known one. Of the objects with an unknown next use, the one released
 last is evicted first. If every shard is used once per epoch, this keeps as much of the data as fits; if the one
 released first were evicted, each shard would be dropped just before its next use. Objects of ended jobs are evicted
-before those of running jobs, those of the oldest job first.
+before those of running jobs; of two ended jobs, the older one loses its objects first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from datasvc.order import NEVER
 from datasvc.repository import Digest
 
 UNKNOWN: Final = 1 << 60
-"""Smallest unknown next use. Each unknown one is UNKNOWN plus a number that grows with each release of any job."""
+"""Smallest unknown next use. Each unknown next use is UNKNOWN plus a number that grows with each release."""
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ def choose_victims(
         account: space in use; this function subtracts the victims from it.
         tenant: tenant that needs the space.
         size_bytes: space that it needs.
-        min_distance_bytes: evict only objects at a larger distance, so that a prefetch keeps those needed sooner;
-            -NEVER is below every distance.
+        min_distance_bytes: evict only objects at a larger distance. A prefetch sets it to keep the objects that are
+            needed before its own; -NEVER is below every distance.
         take: locks a victim, and returns whether this succeeded; called only for objects whose eviction helps.
     """
     victims: list[EvictionCandidate] = []
     remaining = iter(candidates)
     while account.missing(tenant, size_bytes) > 0:
         candidate = next(remaining, None)
-        # The candidates of ended jobs come first, and count as further than those of running jobs, which come by
+        # Candidates of ended jobs come first, and count as further than all others. Those of running jobs follow by
         # descending distance. So no later candidate may be evicted either.
         if candidate is None or candidate.distance_bytes <= min_distance_bytes:
             break

@@ -1,7 +1,7 @@
-"""Links that give staged files their original names, and the digests of their contents: `CACHE/links/`.
+"""Links that give staged files their original names, and records of the digests of their contents: `CACHE/links/`.
 
-A staged file is a remote file that was fetched by its URL, see `staged_files`. Its object is not named by its
-content, so a scrub and a restart verify it by the recorded digest.
+A staged file is a remote file that was fetched by its URL, see `staged_files`. Its object is not named by the digest
+of its content, so a scrub or a restart verifies the object by the recorded digest.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FileLink:
         Also None if the recorded digest is damaged: the object then counts as corrupt, and is fetched again.
         """
         path = self._folder / _CONTENT
-        # An earlier version could create a symbolic link of this name, for a staged file called ".content".
+        # An earlier version of datasvc created a symbolic link of this name for a staged file called ".content".
         with suppress(FileNotFoundError, UnicodeDecodeError, CorruptDataError):
             return None if path.is_symlink() else parse_digest(path.read_text(encoding="ascii"))
         return None

@@ -67,8 +67,8 @@ class Files:
         self.catalogue = folder / "catalogue"
         self.quarantine = folder / "quarantine"
         self.pins = folder / "pins"
-        # Locked incoming files by object and thread id. Not descriptors: a `FileIO` that an interrupt keeps from
-        # being stored here is deleted, and closes its file.
+        # Locked incoming files by object and thread id. Not descriptors: if an interrupt comes before a `FileIO` is
+        # stored here, the deletion of the `FileIO` closes the file.
         self._locked: dict[tuple[Digest, int], FileIO] = {}
         try:
             folder.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
@@ -124,8 +124,7 @@ class Files:
         method only inside a write transaction of the catalogue, so that an object has one incoming file.
         Raises OSError.
         """
-        # The target folder is created before the fetch, because here the caller can evict objects if the disk has no
-        # inodes; `publish` could not.
+        # Create the target folder here, not in `publish`: if the disk has no inodes, the caller evicts an object.
         with suppress(FileExistsError):
             os.mkdir(f"{self._root}/objects/{digest[:2]}")
         file = FileIO(self._incoming(digest), "r+", opener=_open_or_create)
@@ -145,8 +144,8 @@ class Files:
     def wait_for_incoming(self, digest: Digest) -> None:
         """Wait until the fetch of an object has ended: the kernel then releases its lock, also after a crash.
 
-        If the object is not being fetched, wait until other callers of this method have unlocked it: `lock_incoming`
-        fails while they have the lock.
+        If the object is not being fetched, wait until other callers of this method have released their locks, because
+        `lock_incoming` fails until then.
         """
         try:
             descriptor = os.open(self._incoming(digest), os.O_RDONLY)

@@ -1,8 +1,8 @@
 """Leases: each process that has a cache open keeps a file locked, so that others can tell whether it still runs.
 
-The kernel releases the lock when the process exits, also by a crash, so no timeout and no clock is needed. `flock`
-belongs to the open file: other threads of the same process see the lock too, and it is not lost when another
-descriptor of the file is closed.
+The kernel releases the lock when the process exits or crashes, so no timeout and no clock is needed. A lock by
+`flock` belongs to the open file: other threads of the same process find the file locked too, and closing another
+descriptor of the file does not release the lock.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Lease:
     def close(self) -> None:
         """End the lease. Closing again does nothing."""
         if self._descriptor >= 0:
-            # A file that cannot be removed is at least unlocked below: the next process that checks it removes it.
+            # If the file cannot be removed now, the next process that checks the lease removes it: it is unlocked.
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
             self.abandon()
@@ -115,7 +115,7 @@ def unlock_and_close(descriptor: int) -> None:
 
 
 def is_held(folder: Path, lease_id: str) -> bool:
-    """Return whether the process of a lease still runs; remove the file of one that has ended."""
+    """Return whether the process of a lease still runs; if it has ended, remove the file of the lease."""
     path = folder / lease_id
     held = is_locked(path)
     if not held:

@@ -1,9 +1,9 @@
-"""Plans when one job uses each shard, over several epochs: its next uses are the input of the eviction policy. Pure.
+"""Plans when one job with a known access order uses each shard, over several epochs. Pure.
 
-The stager and the forecast use it for known access orders.
-Times are on the job's clock: the bytes that its access order has served since epoch 0, which is the number of
-positions times the mean size of a sample. So the next uses of all jobs of a cache have the same unit, whatever the
-data and the speed of each job. A lane is a span of the data set; an order reads its lanes in parallel.
+The next use of each shard follows from this plan, and is the input of the eviction policy. Times are on the job's
+clock: the bytes that its access order has served since epoch 0, computed as the number of positions times the mean
+size of a sample. So the next uses of all jobs of a cache have the same unit, whatever the data and the speed of each
+job. A lane is a span of the data set; an order reads its lanes in parallel.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ def next_uses(uses: Uses) -> Integers:
     times = np.unique(np.concatenate([uses.first, uses.stop]))
     base = uses.shards * (len(times) + 1)
     begins, ends = (base + np.searchsorted(times, column) for column in (uses.first, uses.stop))
-    # `following` is, for each use, the next use in this order that begins at or after its end. It is a use of another
-    # shard, or the last use, if the shard is not used again.
+    # `following` is, for each use, the first use in the order `by_shard` that begins at or after its end. If the
+    # shard is not used again, this is a use of another shard, or the last use.
     by_shard = np.argsort(begins, kind="stable")
     insert_at = np.searchsorted(begins[by_shard], ends)
     following = by_shard[np.minimum(insert_at, len(uses) - 1)]
@@ -112,7 +112,7 @@ def next_uses(uses: Uses) -> Integers:
 
 
 def bias_owned(times: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
-    """Return next uses such that a node with peers evicts the shards it owns after those it does not own.
+    """Change next uses so that a node with peers evicts shards that it does not own before those that it owns.
 
     Only the owner reads a shard from the origin; the other nodes read it from the owner. If all nodes need all
     shards, next uses alone would make all nodes keep the same shards. The other shards would then be read from the

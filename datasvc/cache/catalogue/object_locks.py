@@ -3,8 +3,9 @@
 Each object has a lock of one byte, at an offset computed from its digest, in one of 64 files. A process that uses an
 object has a hold on it: a shared lock. A hold writes nothing to disk, and needs no clean-up and no timeout. An
 eviction takes the lock exclusively, which fails while any process has a hold. The locks belong to the open file
-description (`F_OFD_SETLK`): a file that is opened twice in one process has locks that exclude each other as those of
-two processes do. Evictions open the files again, so that a process never evicts an object on which it has a hold.
+description (`F_OFD_SETLK`): if one process opens a file twice, locks through the two descriptors exclude each other
+like locks of two processes. Evictions use descriptors of their own, so that a process never evicts an object on which
+it has a hold.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class ObjectLocks:
         self._opening = threading.Lock()  # guards the opening of lock files
         try:
             make_private(folder)
-            # This unlocks a byte that is not locked, only to fail at once if these locks are not supported.
+            # A test: to unlock a byte that is not locked does nothing, or fails if these locks are not supported.
             fcntl.fcntl(self._descriptor(self._exclusive_files, 0), _SETLK, _flock(fcntl.F_UNLCK, 0))
             # All files are created now, because the disk may have no inodes left later.
             names = {f"{number:02x}" for number in range(_NUM_FILES)}
@@ -86,7 +87,7 @@ class ObjectLocks:
         self._release_abandoned()
 
     def abandon(self, digests: Iterable[Digest]) -> None:
-        """Remove one hold per digest. Never blocks, because a finalizer calls it, in the midst of any other call."""
+        """Remove one hold per digest. Never blocks: the caller is a finalizer, which may interrupt any other call."""
         self._abandoned.extend(digests)
         self._release_abandoned()
 
@@ -97,7 +98,7 @@ class ObjectLocks:
     def try_lock_exclusive(self, digest: Digest) -> bool:
         """Lock an object exclusively until `unlock`; return False if any process has a hold on it.
 
-        Call it only inside a write transaction of the catalogue: one thread of the machine at a time may call it.
+        Call it only inside a write transaction of the catalogue: one thread of the machine at a time has one.
         """
         try:
             self._set(self._exclusive_files, _SETLK, fcntl.F_WRLCK, digest)

@@ -1,8 +1,8 @@
 """Folders and lock files of a cache that only its own user can open.
 
-Whoever may open a file for reading may lock it, for any time: another user could stop every process of a cache.
-Therefore new cache folders, folders of locked files and lock files are closed to other users. A user who wants others
-to read resident objects opens the cache's folder by `chmod`; the folders and files that are locked stay closed.
+A user who may open a file for reading may also lock it for any time, and so stop every process of a cache. Therefore
+new cache folders, folders of locked files and lock files are closed to other users. If the owner opens the cache's
+folder by `chmod`, others can read resident objects; the folders and files that are locked stay closed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,6 @@ def open_lock_file(path: Path) -> int:
     """Open a lock file, which is created if missing, and close it to other users. Raises OSError."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, PRIVATE_FILE)
     if os.fstat(descriptor).st_mode & _OTHERS:
-        with suppress(PermissionError):  # as above
+        with suppress(PermissionError):  # see `make_private`
             os.fchmod(descriptor, PRIVATE_FILE)
     return descriptor

@@ -1,9 +1,10 @@
 """Quotas of tenants on one cache, and the account of the bytes that each tenant uses. Pure.
 
-The eviction policy asks the account how many bytes are missing, and which evictions are allowed.
-The guaranteed bytes of a tenant are reserved for it, used or not. Any tenant may use the remaining space up to its
-maximum. Invariant: no reservation takes the quarantined bytes plus the sum over tenants of max(used, guaranteed)
-above the budget. If the disk was full below the budget, only used bytes count, so unused guarantees reserve nothing.
+The account computes for the eviction policy how many bytes are missing, and which evictions are allowed. The
+guaranteed bytes of a tenant are reserved for it, used or not. Any tenant may use the remaining space up to its
+maximum. Invariant: a reservation is refused if it would make the quarantined bytes plus the sum over tenants of
+max(used, guaranteed) exceed the budget. If the disk became full before the budget was used, only used bytes count:
+unused guarantees reserve nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Quota:
 
     Attributes:
         guaranteed_bytes: bytes reserved for the tenant, used or not.
-        maximum_bytes: most bytes that the tenant may use; None: no limit but the budget.
+        maximum_bytes: limit of the bytes that the tenant may use; None: only the budget limits it.
 
     Raises:
         ConfigError: the guarantee is negative or above the maximum, or the maximum is less than 1.
@@ -63,7 +64,7 @@ class Account:
         quotas: quotas of the tenants that have one.
         used_bytes: reserved and resident bytes by tenant.
         quarantined_bytes: bytes of quarantined files, which count for no tenant.
-        is_limited_by_disk: whether the disk was full below the budget; unused guarantees are then not reserved.
+        is_limited_by_disk: whether `budget_bytes` is such a lower limit; unused guarantees are then not reserved.
     """
 
     budget_bytes: int
@@ -82,7 +83,7 @@ class Account:
         return self.used_bytes.get(tenant, 0)
 
     def available(self, tenant: str) -> int:
-        """Return the most bytes a tenant may use: the budget minus others' guarantees, up to the tenant's maximum.
+        """Return the limit of a tenant: the budget minus others' guarantees, or its own maximum if that is lower.
 
         Quarantined bytes are not subtracted, because the quarantine is emptied before any eviction.
         """
@@ -99,12 +100,12 @@ class Account:
         return max(self.above_maximum(tenant, size_bytes), self.above_budget(tenant, size_bytes))
 
     def above_maximum(self, tenant: str, size_bytes: int) -> int:
-        """Return by how many bytes `size_bytes` more would exceed the tenant's maximum; 0 or less: they fit."""
+        """Return by how many bytes a tenant would exceed its maximum if it used `size_bytes` more; <= 0: they fit."""
         maximum = self.quota(tenant).maximum_bytes
         return 0 if maximum is None else self.used(tenant) + size_bytes - maximum
 
     def above_budget(self, tenant: str, size_bytes: int) -> int:
-        """Return by how many bytes `size_bytes` more of a tenant would exceed the budget; 0 or less: they fit."""
+        """Return by how many bytes all use would exceed the budget if a tenant used `size_bytes` more; <= 0: fits."""
         return self._charged(tenant, size_bytes) - self.budget_bytes
 
     def helps(self, victim: str, tenant: str, freed_bytes: int, size_bytes: int) -> bool:

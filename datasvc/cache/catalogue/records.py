@@ -1,4 +1,4 @@
-"""Binary encoding of the catalogue's records and index keys. They are short, because there may be millions."""
+"""Binary encoding of the catalogue's records and index keys. It is short, because there may be millions of them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ObjectRecord(NamedTuple):
     Attributes:
         state: RESERVED, RESIDENT or UNVERIFIED.
         size_bytes: size of the content.
-        next_use: next use on the clock of the job, in bytes; values >= `eviction.UNKNOWN` mean unknown
-            or NEVER; 0 while RESERVED.
-        job_id: job that fetches the object, or whose next use is recorded.
-        tenant: tenant whose quota is charged: the one that fetched the object, or the one that a scan read from its
-            file.
+        next_use: when the job `job_id` needs the object next, on its clock, in bytes; from `eviction.UNKNOWN` on:
+            unknown or NEVER; 0 while RESERVED.
+        job_id: job that fetches the object, or job of the recorded next use.
+        tenant: tenant whose quota is charged: the tenant that fetched the object, or, after a scan, the tenant that
+            is recorded in the file's attributes.
     """
 
     state: int
@@ -88,7 +88,7 @@ def parse_eviction_key(key: bytes) -> tuple[str, int, Digest]:
 
 
 def eviction_value(record: ObjectRecord) -> bytes:
-    """Return the value of an eviction key: what the choice of victims needs, so that it reads no other table."""
+    """Return the value of an eviction key: all that the choice of victims needs, so it reads no other table."""
     return _USED_BYTES.pack(record.used_bytes) + record.tenant.encode()
 
 

@@ -36,9 +36,9 @@ _LAST_PAGE: Final = struct.Struct("<Q")
 _LAST_PAGE_OFFSET: Final = 136
 # Ratio of expected to actual size above which a file counts as truncated. An intact file may also be shorter than
 # expected, see `_is_truncated`.
-_MAX_UNWRITTEN: Final = 2
+_MAX_SIZE_RATIO: Final = 2
 _BOOT: Final = "boot"  # a file beside the database
-# A rebuild of some million objects takes less time. Other processes wait for the lock during a rebuild.
+# Other processes wait for the lock during a rebuild. A rebuild of some million objects takes less time than this.
 _MAX_WAIT_S: Final = 300.0
 _RETRY_S: Final = 0.02
 
@@ -131,7 +131,7 @@ def _open(files: Files, locks: ObjectLocks, open_lock: OpenLock, configuration: 
 
 
 def _rebuild(files: Files, locks: ObjectLocks, configuration: Configuration) -> Catalogue:
-    # The folders themselves stay: another process that opens the cache now recognises it by them, and then waits.
+    # The folders themselves stay: by them, another process that opens the cache now finds that it is one, and waits.
     for folder in (files.catalogue, files.folder / "incoming", files.quarantine):
         for path in folder.iterdir():
             path.unlink()
@@ -154,8 +154,8 @@ def _is_of_this_boot(folder: Path) -> bool:
 def _is_truncated(folder: Path) -> bool:
     """Return whether the database's file has lost its end: LMDB maps the file, and would crash with a bus error.
 
-    An intact file may be a little shorter than expected, because LMDB has never written some pages at its end. It is
-    then extended with zeros.
+    An intact file may be a little shorter than expected, because LMDB has never written some pages at its end. This
+    function then extends the file with zeros.
     """
     path = folder / "data.mdb"
     if not path.exists():
@@ -167,7 +167,7 @@ def _is_truncated(folder: Path) -> bool:
         last_page = max(_LAST_PAGE.unpack_from(head, page + _LAST_PAGE_OFFSET)[0] for page in (0, _PAGE))
         # The two meta pages belong to the last two transactions, and either one may refer to pages in the lost end.
         expected_bytes, file_bytes = (last_page + 1) * _PAGE, path.stat().st_size
-        if expected_bytes > _MAX_UNWRITTEN * file_bytes:
+        if expected_bytes > _MAX_SIZE_RATIO * file_bytes:
             return True
         if expected_bytes > file_bytes:
             file.truncate(expected_bytes)

@@ -30,7 +30,7 @@ SPARE_NOTHING: Final = -NEVER
 SPARE_NEEDED: Final = NEVER // 2
 """A `min_distance_bytes` that keeps every object that a running job may need again, at a known time or not."""
 
-_NO_TENANT: Final = ""  # has no objects, so an eviction for it takes no object within any tenant's guarantee
+_NO_TENANT: Final = ""  # a tenant without objects: an eviction for it leaves every tenant its guarantee
 _MAPPED: Final = ".mapped"  # name suffix of a quarantined file on which a job had a hold when it was moved
 
 
@@ -80,16 +80,17 @@ class SpaceAllocator:
         """Evict unused objects where the budget, or the limit of a tenant, is exceeded."""
         self.sweep()
         for tenant in self._tables.account().used_bytes:
-            # Bytes that a tenant uses above its maximum, or that exceed the budget, are missing for 0 more bytes.
+            # For 0 more bytes, `missing` counts what is used above the tenant's maximum, or above the budget.
             self._evict(self._choose_victims(self._tables.account(), tenant, 0))
 
     def enforce_budget(self) -> None:
-        """Evict unused objects above the budget, those within guarantees last; unused guarantees reserve nothing."""
+        """Evict unused objects above the budget, those within guarantees last; an unused guarantee does not count."""
         # Maximums are enforced only from the next reservation on, because a scan may not find the tenants of objects.
         guarantees = {
             name: replace(quota, maximum_bytes=None) for name, quota in self._tables.account().quotas.items()
         }
-        # First the objects above each guarantee, then, for each tenant, its objects within the guarantee.
+        # An eviction for `_NO_TENANT` takes objects above the guarantees. Then, an eviction for a tenant also takes
+        # the tenant's own objects within its guarantee.
         for tenant in (_NO_TENANT, *self._tables.account().used_bytes):
             account = replace(self._tables.account(), quotas=guarantees, is_limited_by_disk=True)
             self._evict(self._choose_victims(account, tenant, 0))
@@ -159,7 +160,7 @@ class SpaceAllocator:
     def claim(self, digest: Digest, new_record: ObjectRecord) -> None:
         """Replace an object's record, unless another running job needs the object at the same distance or sooner.
 
-        A record of the same job is always replaced. So is one of the job's process, which has no access order.
+        A record of the same job, or of the process of this job, is always replaced.
         """
         record, claimant = self._tables.get(digest), self._tables.job(new_record.job_id)
         assert record is not None
@@ -174,7 +175,7 @@ class SpaceAllocator:
         self._tables.put(digest, record, new_record)
 
     def remove_wrong_size(self, info: ObjectInfo, record: ObjectRecord) -> None:
-        """Remove an object that is not verified, and whose record has another size than `info`.
+        """Remove an object that is not verified, and whose recorded size differs from the size in `info`.
 
         Raises:
             CorruptDataError: the object is verified, so the size in `info` is wrong.
@@ -226,7 +227,7 @@ class SpaceAllocator:
             path.replace(quarantined)
 
     def quarantine_or_remove(self, digest: Digest, tenant: str) -> None:
-        """Quarantine a corrupt file whose tenant fetches it again, or remove it if there is no space for both."""
+        """Quarantine a corrupt file, or remove it if `tenant` has no space for both this file and a correct one."""
         path = self._files.object_path(digest)
         if self._tables.account().missing(tenant, _footprint_of(path)) > 0:
             path.unlink(missing_ok=True)
@@ -236,8 +237,8 @@ class SpaceAllocator:
     def count_quarantine(self, tenant: str) -> None:
         """Measure the quarantine again, and empty it if `tenant` is above its maximum or the budget is exceeded.
 
-        If a process is killed after it has moved a file to the quarantine, and before its commit, the file is there
-        but not counted.
+        A process that is killed between the move of a file to the quarantine and the commit leaves a file that is
+        not counted.
         """
         self._tables.quarantined_bytes = sum(map(_footprint_of, self._files.quarantine.iterdir()))
         if self._tables.account().missing(tenant, 0) > 0:

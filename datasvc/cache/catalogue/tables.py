@@ -101,7 +101,7 @@ class CatalogueTables:
         return None if value is None else ObjectRecord.state_of(value)
 
     def put(self, digest: Digest, old: ObjectRecord | None, record: ObjectRecord) -> None:
-        """Write a record in place of `old`, and update the indexes and the bytes used by its tenant."""
+        """Write a record in place of `old` (None: there is none), and update the indexes and the tenant's bytes."""
         key = bytes.fromhex(digest)
         if old is not None:
             self.unlist(digest, old)
@@ -109,7 +109,7 @@ class CatalogueTables:
         self._txn.put(key, record.encode(), db=self._tables.objects)
         if record.state == RESERVED:
             self._txn.put(key, b"", db=self._tables.reserved)
-        elif not self.is_pinned(digest):  # eviction reads only this index, so it never visits a pinned object
+        elif not self.is_pinned(digest):  # eviction reads only `order`, so it never visits a pinned object
             self._ensure_registered(record.job_id)
             order = eviction_key(record.job_id, record.next_use, digest)
             self._txn.put(order, eviction_value(record), db=self._tables.order)
@@ -186,7 +186,7 @@ class CatalogueTables:
             self._txn.delete(prefix, db=self._tables.jobs)
 
     def next_use(self, job_id: str, reuse: NextUse | None) -> int:
-        """Return the next use to store for an object, and update the job's clock from `reuse`."""
+        """Return the next use to store for `reuse`, and set the job's clock; for None, return an unknown next use."""
         if reuse is None:
             return UNKNOWN + self.next_sequence()
         self.set_clock(job_id, reuse.now)
@@ -351,8 +351,8 @@ def describe_failure(path: Path, error: lmdb.Error) -> UnavailableError:
             f"write ({error}): check the disk (`dmesg`), and start this process again; no cached object is lost"
         )
     if isinstance(error, lmdb.LockError):
-        # LMDB has a lock per process id, which this process found taken, see mdb_reader_pid in mdb.c of
-        # https://github.com/LMDB/lmdb.
+        # LMDB has a lock per process id, and another process has the lock of this id, see mdb_reader_pid in mdb.c
+        # of https://github.com/LMDB/lmdb.
         return UnavailableError(
             f"the cache catalogue {path} is in use by a process of the same process id as this one ({os.getpid()}): "
             "the two run in containers with separate process ids. Share the process ids of the node (Kubernetes: "

@@ -46,7 +46,7 @@ class Fetcher:
             file_digest = None if path.is_symlink() else digest_of_file(path)
         except FileNotFoundError:
             return False
-        # Only a staged remote file has a content digest on record; the name of another object is its digest.
+        # Only a staged remote file has a content digest on record; the name of any other object is its digest.
         intact = file_digest == (FileLink(self._files.folder, digest).content_digest or digest)
         if not intact:
             self._catalogue.quarantine(digest)
@@ -64,7 +64,7 @@ class Fetcher:
             progress: counts the bytes that arrive, by source.
 
         Returns:
-            The source that sent most bytes, and the counters to add to when the object is published.
+            The source that sent most bytes; and the numbers to add to counters when the object is published, by name.
 
         Raises:
             CacheFullError: the disk is full and nothing can be evicted.
@@ -93,7 +93,7 @@ class Fetcher:
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     raise
-                # Each call of `shrink` frees space, by evictions or by removing leftovers, or raises: the loop ends.
+                # Each call of `shrink` frees space or raises, so the loop ends.
                 self._catalogue.shrink(info.digest, os.fstat(descriptor).st_blocks * 512)  # blocks of 512 bytes
         if isinstance(repository, RemoteFile):
             # The file may have changed between two ranges. Its object is named by its state before the first range.

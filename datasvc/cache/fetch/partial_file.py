@@ -25,7 +25,8 @@ from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo
 
 _READ_BACK_BYTES = 1 << 20
-# Most bytes to read back and hash per received buffer: while a thread hashes, it does not read from its connection.
+# Limit of the bytes to read back and hash after each received buffer: meanwhile, the thread does not read from its
+# connection.
 _MAX_READ_BACK_BYTES = 8 << 20
 
 
@@ -55,7 +56,7 @@ class PartialFile:
         self._hashing = threading.Lock()  # guards the next two attributes
         self._hash = blake3()
         self._hashed_bytes = 0
-        self._filled = [  # number of received bytes of each part, which arrive in order inside the part
+        self._filled = [  # number of received bytes of each part; the bytes of one part arrive in order
             self._part_bytes(number) if number in parts.arrived else 0 for number in range(parts.num_parts)
         ]
         self.bytes_by_source: Counter[ObjectSource] = Counter()
@@ -131,7 +132,7 @@ class PartialFile:
             offset, length = offset + part_length, length - part_length
 
     def _hash_arrived(self, offset: int, view: memoryview) -> None:
-        """Hash a received buffer if it is the next to hash, then some of the bytes after it that arrived earlier."""
+        """Hash a received buffer if its turn has come, then bytes after it that have arrived earlier."""
         # Never waits for a thread that is hashing: that thread, or a later call, hashes these bytes from the file.
         if not self._hashing.acquire(blocking=False):
             return

@@ -48,7 +48,7 @@ def transfer(
     When a source fails, the next one continues the transfer. When the complete bytes are wrong, the error is recorded
     for each source that sent some of them, and the transfer restarts with the next source. The origin gets a second
     try, because a bit error in transfer is not likely to repeat. Bytes that an earlier process received are kept.
-    While the file contains some of these, wrong bytes are recorded for no source, because their sender is unknown.
+    If such bytes are part of a wrong file, no error is recorded, because the sender of the wrong bytes is unknown.
 
     Args:
         info: the object.
@@ -114,15 +114,15 @@ class _Transfer:
                 source.record_integrity(intact=True)
             return True
         self._num_corrupt += 1
-        # An empty file is always complete, so another try would never end.
+        # An empty file is complete after every `reset`, so the loop of `run` would never end.
         if not self._info.size_bytes:
             raise CorruptDataError(
                 f"object {self._info.digest[:12]}... cannot be empty: zero bytes have the digest {digest[:12]}...; "
                 "the shard table or index that names this object is wrong"
             )
         if self._file.has_earlier_bytes:
-            # The wrong bytes may be those of the earlier process, so the sources of this process get a second try,
-            # in their old order. Sources that have failed get none, because the transfer must end.
+            # The wrong bytes may be those of the earlier process, so the sources that this process has read get a
+            # second try, in their old order. Sources that have failed get none, because the transfer must end.
             failed = {source for source, _ in self._failures}
             self._untried.extendleft(source for source in reversed(bytes_by_source) if source not in failed)
         else:

@@ -155,8 +155,8 @@ def _replay_chosen(
     # The share of the budget that the chosen shards get. On the disk, files occupy whole blocks; in the simulation,
     # shards have their exact size.
     budget = int(budget_bytes * chosen_bytes / int(footprint(sizes).sum()))
-    # By chance, the few chosen shards of a window may need a larger share of the budget than the real window, and the
-    # simulation would fail.
+    # By chance, the few chosen shards of a window may need a larger share of the budget than the real window; without
+    # this minimum, the simulation would fail.
     min_budget = max(_max_bytes_in_use(uses_of_node, bytes_per_shard) for uses_of_node in nodes)
     result = replay(
         nodes,
@@ -191,7 +191,7 @@ def _nodes_of(uses: Uses, workload: Workload) -> list[Uses]:
 
 
 def _of_all_nodes(traffic: EpochTraffic, nodes: int, owned_share: float, *, has_peers: bool) -> EpochTraffic:
-    """Return the traffic of all nodes, which read the same shards, from that of one.
+    """Return the traffic of all nodes, computed from the traffic of one: all nodes read the same shards.
 
     The simulated node owns `owned_share` of the bytes, and reads only these from the origin.
     """
@@ -199,8 +199,8 @@ def _of_all_nodes(traffic: EpochTraffic, nodes: int, owned_share: float, *, has_
         return _scaled(traffic, nodes)
     used = nodes * traffic.used_bytes
     origin = traffic.origin_bytes / owned_share
-    # What a node without own shards reads from its peers. One node may own all of very few shards: then each other
-    # node would read all of them from it.
+    # What a node that owns no shards reads from its peers. If there are very few shards, the simulated node may own
+    # all of them; then each other node reads all of them from it.
     all_from_peers = traffic.peer_bytes / (1 - owned_share) if owned_share < 1 else origin
     # The shares that the nodes do not own add up to `nodes - 1`.
     peers = (nodes - 1) * all_from_peers
@@ -228,8 +228,8 @@ def _max_bytes_in_use(uses: Uses, bytes_per_shard: Integers) -> int:
 
 
 def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
-    # While one node trains one sample, every node does: bytes that all nodes together read from the origin meanwhile,
-    # and bytes that one node reads from its peers.
+    # Bytes read while each node trains one sample: those that all nodes together read from the origin, and those that
+    # one node reads from its peers.
     per_sample = {"origin": traffic.origin_bytes / num_samples * nodes, "peers": traffic.peer_bytes / num_samples}
     limits = {"origin": rates.origin, "peers": rates.peers}
     given_limits = {name: limit for name, limit in limits.items() if limit is not None}

@@ -120,7 +120,7 @@ class _SimulatedCaches:
         self.caches = caches
         self._sizes = sizes
         self._owners = owners
-        self._prefetched: set[tuple[int, int]] = set()
+        self._prefetched: set[tuple[int, int]] = set()  # (node, shard)
 
     def acquire(self, node: int, shard: int, now: int, traffic: EpochTraffic) -> None:
         cache = self.caches[node]

@@ -20,7 +20,7 @@ class SimulatedCache:
 
     Args:
         sizes: bytes of each shard, by number.
-        budget_bytes: most bytes of all resident shards.
+        budget_bytes: limit of the bytes of all resident shards.
     """
 
     def __init__(self, sizes: Sequence[int], budget_bytes: int) -> None:

@@ -1,7 +1,8 @@
 """The list of nodes: fixed, from a file that may change while a job runs, or from the addresses of a DNS name.
 
-`Peers` gets the current nodes before each fetch. An invalid list at the start is an error. While a list is invalid
-later, the last valid one stays in use, so a typing error or a short failure of a name server does not end a job.
+`Peers` gets the current nodes before each fetch. An invalid list at the start is an error. If the list becomes
+invalid later, the last valid one stays in use, so a typing error or a short failure of a name server does not end a
+job.
 
 Each node identifies itself in the list, because a node that requests an object from itself would deadlock.
 """
@@ -290,5 +291,5 @@ def bracketed(host: str) -> str:
 
 
 def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    # The inode shows a rename that the modification time, of limited resolution, does not show.
+    # A new file that is renamed over the old one may have the same modification time, but has another inode.
     return status.st_mtime_ns, status.st_ino, status.st_size

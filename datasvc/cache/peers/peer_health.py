@@ -140,8 +140,8 @@ class PeerHealth:
 
     def _extend(self, streak: _Streak) -> None:
         """Add a fault, and begin its pause."""
-        # The requests of several threads may fail at the same time: failures during a pause add no fault, except that
-        # of the request that tries the peer again.
+        # The requests of several threads may fail at the same time, so failures during a pause add no fault. The
+        # request that tries the peer again is an exception.
         if not streak.length or self._is_on_trial or self._clock() >= self._paused_until_s:
             streak.length += 1
             self._is_on_trial = False

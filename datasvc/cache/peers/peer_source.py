@@ -46,8 +46,8 @@ class PeerSettings:
         ca_file: certificates that verify peers with "https"; None: those of the system.
         tls_name: name in the certificates of the peers; None: the host name of each peer.
         connect_timeout_s: time limit to establish a connection.
-        stall_timeout_s: longest time without a byte during an answer, and from its first byte to the end of its
-            headers; before the answer begins, the interval of health checks.
+        stall_timeout_s: time limit without a byte during an answer, and for the headers of an answer after its first
+            byte. Before the answer begins, it is the interval of health checks.
         answer_timeout_s: time limit until an answer begins: the peer may have to fetch the object first.
         min_bytes_s: lowest accepted rate in bytes per second, measured over `rate_window_s`.
         rate_window_s: time over which the rate is measured.
@@ -121,7 +121,7 @@ class PeerSource:
 
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """Pass the bytes to the sink in order, from the calling thread. For errors see `ObjectSource.stream`."""
-        # Without an origin, the peer is a fallback, whose health was not checked when the list of sources was made.
+        # Without an origin, the peer is a fallback: `Peers` has not checked its health.
         if not self._origin_query and not self._health.may_request():
             raise UnavailableError(f"{self.name} is not requested again so soon after a failure")
         with closing(self._receive(info, offset, length)) as views:
@@ -132,9 +132,9 @@ class PeerSource:
                 offset += len(view)
 
     def record_integrity(self, *, intact: bool) -> None:
-        """Record the result of an object with bytes from the peer.
+        """Record whether an object with bytes from the peer had the right digest.
 
-        After wrong bytes, request a check of the peer's copy, and pause other requests.
+        If not, ask the peer to check its copy, and pause other requests to it.
         """
         self._health.record_integrity(intact=intact)
         if not intact:
@@ -208,7 +208,7 @@ class PeerSource:
         """Wait until an answer begins, for as long as health checks succeed: the peer may be fetching the object.
 
         Returns:
-            Longest time until the first byte of the answer can be read. Seconds.
+            Time limit for the first byte of the answer, in seconds.
 
         Raises:
             TimeoutError: no answer begins, or the peer does not answer a health check.
@@ -224,7 +224,8 @@ class PeerSource:
                     f"it sent no answer for at least {self._settings.stall_timeout_s} s, and then did not answer a "
                     f"health check (limit {self._settings.connect_timeout_s} s)"
                 )
-        # With TLS, the received bytes may be a message that precedes the answer, so the rest of the time is left.
+        # With TLS, the received bytes may be a message before the answer; the answer may then take the rest of the
+        # time.
         remaining_s = 0.0 if self._tls is None else deadline - time.monotonic()
         return max(remaining_s, self._settings.stall_timeout_s)
 

@@ -64,7 +64,7 @@ class Peers:
     def fallback_sources(self, info: ObjectInfo) -> list[PeerSource]:
         """Return the peers to read an object from when its origin has failed: those that rank below this node.
 
-        They send it only if it is resident there, so requests never wait for each other in a cycle.
+        These peers send the object only if it is resident there, so requests never wait for each other in a cycle.
         """
         _, lower = self._ranked(info.digest)
         return [self._source(url, info, None) for url in lower]

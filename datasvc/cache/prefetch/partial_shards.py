@@ -1,8 +1,8 @@
-"""Read and verify single samples by range while their shards are in transfer, so that a run can start sooner.
+"""Reads and verifies single samples, by ranged requests, while their shards are in transfer: a run starts sooner.
 
-A shard takes a second or more to arrive, and a sample takes some milliseconds. But each byte that is read early
-arrives again with its shard, so only a small share of the data is read in this way. `PrefetchingShardStore` uses this
-module.
+`PrefetchingShardStore` uses this module. A shard takes a second or more to arrive, and a sample takes some
+milliseconds. But each byte that is read early in this way arrives again with its shard, so only a small share of the
+data is read early.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PartialShardReader:
     def read(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
         """Return shards that contain the requested rows; {} if the limit is reached, or a row cannot be read.
 
-        In both cases, no more samples are read afterwards.
+        After either of these, no more samples are read: every later call returns {}.
         """
         if not requests or not self._remaining_bytes:
             return {}
@@ -73,8 +73,8 @@ class PartialShardReader:
         }
         reads = [(partial, read) for request, partial in opened.items() for read in partial.plan(request.rows)]
         size_bytes = sum(read.size_bytes for _, read in reads)
-        # If one shard cannot be read by samples, the batch waits for this shard, and early reads of the others do not
-        # make it ready sooner.
+        # If one shard cannot be read by samples, the batch waits for it anyway: early reads of the other shards do
+        # not make the batch ready sooner.
         if len(opened) < len(requests) or size_bytes > self._remaining_bytes:
             self.stop()
             return {}

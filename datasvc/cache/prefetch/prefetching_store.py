@@ -23,21 +23,22 @@ from datasvc.repository import Digest, ObjectInfo
 from datasvc.shards import ShardRequest, Split
 from datasvc.shards.format.reader import Shard
 
-_MAX_FETCHES = 4
+_MAX_FETCHES = 4  # of one process at a time
 
 
 class PrefetchingShardStore:
     """A `ShardStore` of one split that reads through a node's cache in one access order.
 
-    The stager starts when a shard is missing for the first time: data that is fully resident needs no stager. Until
-    the stager runs, and whenever it is late, this process fetches the missing shards of a batch in parallel.
+    The stager starts when a shard is missing for the first time: data that is fully resident needs no stager. If
+    shards of a batch are still missing when the batch needs them, this process fetches them itself, in parallel.
 
     Args:
         cache: cache of the node.
         split: split to read.
         config: parameters of the access order.
         lanes: lanes that this process reads; None: all.
-        num_ranks: number of ranks of the job, which share the limit of early reads.
+        num_ranks: number of ranks of the job. Together they may read only a small part of the split by
+            `open_early`, see `PartialShardReader`.
         step_bytes: see `UseTimeline`.
     """
 
@@ -51,7 +52,7 @@ class PrefetchingShardStore:
         num_ranks: int = 1,
         step_bytes: int | None = None,
     ) -> None:
-        # One job per store: two loaders of one process have separate clocks.
+        # One job per store, because each loader of a process needs a clock of its own: the bytes that it has served.
         self._job = cache.new_job(f"{split.dataset}/{split.name}")
         self._shards = CachedShards(self._job, split.repository)
         self._split = split
@@ -59,7 +60,7 @@ class PrefetchingShardStore:
         self._timeline = UseTimeline(split.table, config, lanes, step_bytes=step_bytes)
         self._numbers = {info.digest: number for number, info in enumerate(split.table.shards())}
         self._cursor = (0, 0)  # epoch and position before which all samples were served
-        self._early = PartialShardReader(
+        self._partial_shards = PartialShardReader(
             split.repository.objects, split.table.size_bytes, num_ranks=num_ranks, count=self._job.count
         )
         self._stager: Stager | None = None
@@ -73,7 +74,7 @@ class PrefetchingShardStore:
     def open(self, info: ObjectInfo) -> tuple[Shard, Outcome]:
         """Return the shard as `open_shard` does, and its outcome: "resident", "origin" or "peer"."""
         shard, outcome = self._shards.open(info)
-        self._early.forget(info.digest)
+        self._partial_shards.forget(info.digest)
         if outcome != "resident" and self._stager is None:
             self._start()
         return shard, outcome
@@ -83,17 +84,18 @@ class PrefetchingShardStore:
         return self._shards.is_resident(info)
 
     def open_early(self, wanted: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
-        """Start to fetch missing shards, and read the wanted samples of these shards early, by `PartialShardReader`.
+        """Start to fetch the missing shards. Meanwhile, read only their wanted samples, by `PartialShardReader`.
 
         Returns:
-            The missing shards, each with its wanted samples; {} if none is missing, or samples cannot be read early.
+            The missing shards, each with its wanted samples; {} if no shard is missing, the limit of such reads is
+            reached, or one has failed.
         """
         missing = [request for request in wanted if not self._shards.is_resident(request.info)]
         if missing and self._stager is None:
             self._start()
         for request in missing:
             self._fetch(request.info)
-        return self._early.read(missing)
+        return self._partial_shards.read(missing)
 
     def release_shard(self, info: ObjectInfo) -> None:
         """Allow the shard to be evicted, and declare its next use by this job."""
@@ -117,17 +119,17 @@ class PrefetchingShardStore:
             self._stager = None
 
     def _fetch(self, info: ObjectInfo) -> None:
-        """Start a fetch of a shard that is needed now, unless too many are in progress."""
+        """Start a fetch of a shard that is needed now, in another thread, unless too many are in progress."""
 
         def fetch() -> None:
             now = self._timeline.clock(*self._cursor)
             try:
-                with suppress(DatasvcError):  # `open` meets and reports the same error
-                    self._job.prefetch(info, self._split.repository, NextUse(now, now))
+                with suppress(DatasvcError):  # `open` will get the same error, and report it
+                    self._job.prefetch(info, self._split.repository, NextUse(now, now))  # the next use is now
             finally:
                 self._fetching.discard(info.digest)
 
-        # Above this limit, the stager fetches the shard, in the order of need, or `open` does.
+        # If _MAX_FETCHES are in progress, the stager fetches this shard when its turn comes, or `open` does.
         if info.digest in self._fetching or len(self._fetching) >= _MAX_FETCHES:
             return
         if self._threads is None:

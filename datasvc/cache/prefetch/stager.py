@@ -1,8 +1,8 @@
 """The stager: a child process of a job that fetches shards ahead, so that I/O stays out of the training process.
 
-The stager receives each new position of the job. It fetches the shards in the order of need, across the end of the
-epoch, and pauses when the fetch of the next shard would evict a shard that is needed sooner. The job fetches missing
-shards itself, so a stager that is late or has crashed makes the job slower, but its data stays the same.
+The stager receives each new position of the job. It fetches the shards in the order in which the job needs them,
+across the end of the epoch, and pauses when the fetch of the next shard would evict a shard that is needed sooner. A
+stager that is late or has crashed only makes the job slower: the job fetches missing shards itself.
 
 It is a separate program (`python -m datasvc.cache.prefetch.stager`), and exits when the job exits: see
 `ChildProcess`.
@@ -32,11 +32,11 @@ from datasvc.errors import DatasvcError
 from datasvc.order import NextUse, OrderConfig
 from datasvc.shards import Split
 
-# The fetch of a large shard sends many ranged requests at once, that of a small one few. So the number of shards to
-# fetch at once follows from their bytes.
+# The fetch of a large shard sends many ranged requests at once; the fetch of a small shard sends few. So the bytes in
+# transfer are limited, not the number of shards.
 _MIN_SHARDS_AT_ONCE = 4
 _MAX_BYTES_AT_ONCE = 256 << 20
-# Shards in transfer occupy cache space too: they may take at most 1/16 of the budget, or the space of 4 shards.
+# Shards in transfer take space of the cache too: at most 1/16 of the budget, or 4 shards if that is more.
 _BUDGET_DIVISOR = 16
 
 
@@ -45,7 +45,7 @@ class StagerJob:
     """The input of a stager: the split that a job reads, the job's access order, and its position at the start.
 
     Attributes:
-        cache: handle of the job on the cache. Unpickled in another process, the handle opens the cache there.
+        cache: the job's handle on the cache. When the stager unpickles it, this opens the cache in the stager.
         config: parameters of the access order.
         lanes: lanes that the job reads; None: all.
         step_bytes: see `UseTimeline`.
@@ -79,7 +79,7 @@ class JobPrefetcher:
     """Chooses the shards that one job needs next, and fetches them while the cache has space. Safe for threads.
 
     Attributes:
-        num_at_once: most shards to fetch at the same time.
+        num_at_once: maximum number of shards to fetch at the same time.
     """
 
     def __init__(self, job: StagerJob) -> None:
@@ -90,9 +90,9 @@ class JobPrefetcher:
         self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, self._job.budget_bytes)
         self.num_at_once = _choose_shards_at_once(job.split, self._job.budget_bytes)
         self._waiting: deque[NeededShard] = deque()
-        self._deferred: list[tuple[int, NeededShard]] = []  # with the clock value at which to try again
+        self._deferred: list[tuple[int, NeededShard]] = []  # each with the clock (bytes served) at which to try again
         self._in_progress: set[int] = set()  # numbers of the shards that are being fetched
-        self._is_blocked = False  # whether the next shard had no space since the job last advanced
+        self._is_blocked = False  # True after a fetch found no space, until the job advances
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -107,9 +107,9 @@ class JobPrefetcher:
             self._is_blocked = False
             now = self._timeline.clock(epoch, position)
             if epoch != previous[0] or self._cursor < previous:
-                # A new epoch, or an earlier state was restored. Declare the next uses again: a shard whose declared
-                # use the job has skipped would seem to be needed now. After a restore, every use is declared again,
-                # because a shard may be needed sooner than declared.
+                # A new epoch has begun, or an earlier state was restored: declare the next uses again. In a new
+                # epoch, replace only passed uses: a shard that the job has skipped would seem to be needed now.
+                # After a restore, replace all uses: a shard may be needed sooner than declared.
                 self._expect(passed_only=self._cursor > previous)
                 self._waiting = deque(self._timeline.needed_shards(epoch, position))
                 self._deferred.clear()
@@ -130,7 +130,7 @@ class JobPrefetcher:
             return needed
 
     def fetch(self, needed: NeededShard) -> None:
-        """Fetch a shard that `next_shard` returned; queue it again if there is no space, or after a failure."""
+        """Fetch a shard that `next_shard` returned; queue it again if it has not arrived."""
         now = self._timeline.clock(*self._cursor)
         outcome: Outcome | None = None
         try:
@@ -143,11 +143,11 @@ class JobPrefetcher:
             with self._lock:
                 self._in_progress.discard(needed.shard)
                 if outcome == "later":
-                    # Blocked until the job advances: the job then releases shards, and needs this shard sooner.
+                    # Try again when the job advances: then it releases shards, and this shard's use is nearer.
                     self._is_blocked = True
                     self._waiting.appendleft(needed)
                 elif outcome == "busy":
-                    # Another thread or process fetches the shard. When the job advances, check whether it arrived.
+                    # Another thread or process fetches the shard. Check when the job advances whether it has arrived.
                     self._deferred.append((now + 1, needed))
                 elif outcome is None:
                     # After a failure, wait longer: other shards come first.
@@ -155,16 +155,16 @@ class JobPrefetcher:
 
     def _fetch(self, needed: NeededShard, now: int) -> Outcome:
         info = self._split.table.shard(needed.shard)
-        # For a shard that is needed later than this, no shard is evicted that a running job may need again: to keep
-        # that shard is worth more than to have the new one early.
+        # A shard that is needed only after more than `_ahead_bytes` must not replace a shard that a running job may
+        # need again: keeping the old one is worth more than having the new one early.
         evict = needed.first - now <= self._ahead_bytes
         # A shard at the border of two lanes has several uses, and one of these may come before `needed`.
         next_use = self._timeline.next_use(needed.shard, *self._cursor)
-        # The use may be in progress, and have begun before `now`: then the shard is needed now.
+        # A use that began before `now` is still in progress: the shard is needed now.
         reuse = NextUse(now, max(now, next_use))
         outcome = self._job.prefetch(info, self._split.repository, reuse, evict=evict)
         if outcome == "resident":
-            # `prefetch` declares the next use only of a shard that it fetches.
+            # `prefetch` has fetched nothing, so it has not declared the next use.
             self._job.expect({info.digest: next_use}, now)
         return outcome
 
@@ -208,7 +208,7 @@ def _finished(events: queue.SimpleQueue[tuple[int, int] | None], fetch: Future[N
 
 
 def _listen(pipe: BinaryIO, events: queue.SimpleQueue[tuple[int, int] | None]) -> None:
-    """Pass on the positions of the job. When the job has exited, exit this process at once, during fetches too."""
+    """Put the positions of the job into `events`. When the job has exited, exit at once, even during fetches."""
     with suppress(EOFError, pickle.UnpicklingError):
         while True:
             events.put(pickle.load(pipe))  # noqa: S301 - from our own parent process

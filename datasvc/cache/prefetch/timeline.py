@@ -41,8 +41,8 @@ class UseTimeline:
         table: shards of the split.
         config: parameters of the access order.
         lanes: lanes that this process reads; None: all.
-        step_bytes: bytes by which each position advances the clock; None: the mean size of a sample. For a split in a
-            mixture: the bytes that the job reads of all splits between two positions of this split.
+        step_bytes: bytes by which each position advances the clock; None: the mean size of a sample. In a mixture,
+            it must include the bytes that the job reads of other splits between two positions of this split.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class UseTimeline:
         return (epoch * self._num_samples + position) * self._step
 
     def reuse(self, shard: int, epoch: int, position: int) -> NextUse:
-        """Return when a shard released at a position is needed again; NEVER if not before the end of the next epoch.
+        """Return when a shard released at a position is used again; NEVER if not until the end of the next epoch.
 
         The uses by all lanes count, because another rank of this node may read them.
         """
@@ -80,14 +80,14 @@ class UseTimeline:
         return _first_use(shard, ((local, local.stop > now) for _, local in self._uses_of(epoch)))
 
     def next_uses(self, epoch: int, position: int) -> dict[int, int]:
-        """Return when this process needs each shard next, by shard number; see `needed_shards`."""
+        """Return when this process needs each shard next, by shard number, until the end of the next epoch."""
         uses: dict[int, int] = {}
         for needed in self.needed_shards(epoch, position):
             uses.setdefault(needed.shard, needed.first)
         return uses
 
     def needed_shards(self, epoch: int, position: int) -> list[NeededShard]:
-        """Return the uses by this process that end after a position, until the end of the next epoch, by time."""
+        """Return the uses by this process that end after a position, to the end of the next epoch; earliest first."""
         now = self.clock(epoch, position)
         return [
             NeededShard(shard, first, stop)

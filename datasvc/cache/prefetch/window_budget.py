@@ -109,7 +109,8 @@ def window_bytes(
     # At the end of an epoch, the last blocks of each lane and the first blocks of the next epoch are in use. Without
     # sticky lanes, lanes also cut shards in two where they end and begin, except at the ends of the data.
     num_cut = 2 * lanes + num_shared if config.sticky else 4 * lanes - 2
-    # A lane's positions are rounded up in each of the two epochs: at most one more than the whole run rounded up.
+    # The number of a lane's positions is rounded up in each of the two epochs. So it is at most one more than if the
+    # whole run were rounded up once.
     run_of_lane = -(-(run + skipped) // lanes) + 1
     boundary_span = _max_boundary_samples(num_samples // lanes, lane_size, block, run_of_lane)
     at_boundary = _max_of_spans(counts, sizes, boundary_span - 2, lanes, num_cut)
@@ -126,8 +127,8 @@ def _max_in_sequence(counts: Integers, sizes: Integers, run: int, skipped: int) 
     """Return the largest sum of sizes of the shards of `run` positions in the order of the shard table."""
     stops = np.cumsum(counts)
     num_samples = int(stops[-1])
-    # The largest sums begin with the last sample of a shard, which is at `stops - 1`. `last` is the last of the `run`
-    # positions, in two epochs one after the other, without the skipped positions between them.
+    # The largest sums begin with the last sample of a shard, at `stops - 1`. `last` is the last position of such a
+    # run, numbered through two epochs. A run that crosses the end of the first epoch jumps over `skipped` positions.
     last = stops + run - 2
     last += np.where(last >= num_samples - skipped, skipped, 0)
     ends = np.searchsorted(np.concatenate([stops, stops + num_samples]), last, side="right")
@@ -146,7 +147,7 @@ def _max_boundary_samples(short: int, long: int, block: int, run: int) -> int:
     """
     best = 0
     for size in {short, long}:
-        # Every possible number of these positions that are in the ending epoch; the others are in the next one.
+        # Each possible division of the positions: `at_end` of them in the ending epoch, the others in the next one.
         at_end = np.arange(1, max(min(run - 1, size), 1) + 1)
         last_blocks = size - (size - at_end) // block * block
         first_blocks = np.minimum(-(-(run - at_end) // block) * block, size)
@@ -160,16 +161,16 @@ def _max_of_spans(counts: Integers, sizes: Integers, span: int, lanes: int, num_
     Args:
         counts: `int64[n]`, samples of each shard, at least 1.
         sizes: `int64[n]`, bytes of each shard.
-        span: most samples of all shards that are completely inside the span of one lane; below 0: as 0.
+        span: upper bound of the total samples of the shards completely inside the span of one lane; below 0: as 0.
         lanes: number of spans.
-        num_cut: most shards, of all spans together, that are only partly inside.
+        num_cut: upper bound of the number of shards, of all spans together, that are only partly inside.
     """
     span = max(span, 0)
     by_count = np.argsort(counts, kind="stable")
     ascending, small = counts[by_count], np.concatenate([[0], np.cumsum(sizes[by_count])])
     largest = np.concatenate([[0], np.cumsum(np.sort(sizes)[::-1])])
-    # First bound: the number of shards inside is largest if they have the fewest samples. Assume that these shards,
-    # and the cut ones, have the most bytes.
+    # First bound: the number of shards inside is largest if they have the fewest samples. Assume that as many shards,
+    # and the cut ones, are those with the most bytes.
     num_inside = lanes * int(np.searchsorted(np.cumsum(ascending), span, side="right"))
     most = int(largest[min(num_inside + num_cut, len(counts))])
     # Second bound, for a few small shards among large ones, such as the last shard of an ingest: all shards with
@@ -177,7 +178,7 @@ def _max_of_spans(counts: Integers, sizes: Integers, span: int, lanes: int, num_
     # holds for every i, so the smallest of these sums is a bound.
     num_large = np.minimum(lanes * (span // ascending) + num_cut, len(counts))
     mixed = int((small[:-1] + largest[num_large]).min())
-    # Third bound, for long spans: all samples have the highest bytes per sample.
+    # Third bound, for long spans: assume that the samples inside are those with the most bytes per sample.
     by_density = np.argsort(-sizes / counts, kind="stable")
     dense_counts = np.concatenate([[0], np.cumsum(counts[by_density])])
     dense = np.interp(lanes * span, dense_counts, np.concatenate([[0], np.cumsum(sizes[by_density])]))
@@ -189,9 +190,9 @@ def choose_windowed(
 ) -> OrderConfig:
     """Return a windowed order for shards of these sizes: as many lanes and as large blocks as the budget holds.
 
-    A quarter of the budget stays free for shards that are fetched ahead. There are at most 8 lanes, and about 4
-    shards in a block. If no order fits into the rest, the result may use all of the budget; if none fits at all, it
-    is the smallest one.
+    A quarter of the budget stays free for shards that are fetched ahead. There are at most 8 lanes, and at most about
+    4 shards in a block. If no order fits into three quarters of the budget, the result may use all of it; if no order
+    fits at all, the result is the smallest one.
 
     Args:
         samples_per_shard: `int64[num_shards]`, of all splits.
@@ -317,9 +318,9 @@ def _advise(
     )
 
 
-def _largest_fitting(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest value from 1 to `most` that fits, by bisection; 0 if none does."""
-    low, high = 0, most
+def _largest_fitting(fits: Callable[[int], bool], maximum: int) -> int:
+    """Return the largest value from 1 to `maximum` that fits, by bisection; 0 if none does."""
+    low, high = 0, maximum
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

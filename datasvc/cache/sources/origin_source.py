@@ -1,7 +1,7 @@
 """Sources of objects: the interface of every source, and the origin, read by parallel ranged requests.
 
-One request to an object store transfers some 35-90 MB/s, so many run at once. The limit of their number holds for
-the process, not for each object: one shard alone can use all requests, and many shards share them.
+One request to an object store transfers some 35-90 MB/s, so many run at once. Their number is limited per process,
+not per object: one shard alone can use all requests, and many shards share them.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class ObjectSource(Protocol):
             NotFoundError: the source does not have the object.
             CorruptDataError: the source has another object under this name.
             ConfigError: the source refuses the request.
-            UnavailableError: the transfer ended early; the bytes passed so far are valid.
+            UnavailableError: the transfer ended before all bytes arrived; the bytes passed so far are valid.
         """
 
     def record_integrity(self, *, intact: bool) -> None:
-        """Record whether an object, of which this source sent some bytes, was complete with the right digest."""
+        """Record whether a complete object, with bytes from this source, had the right digest."""
 
 
 class Origin(Protocol):
@@ -96,15 +96,15 @@ class RequestPool:
     """The requests to origins that this process has in progress, over all objects.
 
     Args:
-        num_requests: most requests at once, at least 1. Each needs 512 KiB of memory if the store's client can
-            stream. Otherwise each needs up to 16 MiB, and `_WRITING_THREADS` more answers may be in memory until they
-            are written.
+        num_requests: maximum number of requests at once, at least 1. Each needs 512 KiB of memory if the store's
+            client can stream. Otherwise each needs up to 16 MiB, and `_WRITING_THREADS` more answers may be in memory
+            until they are written.
     """
 
     def __init__(self, num_requests: int = 16) -> None:
         assert num_requests > 0, num_requests
         self.num_requests = num_requests
-        self._in_progress: set[CancellationToken] = set()
+        self._interrupts: set[CancellationToken] = set()  # one per object in transfer
         self._lock = threading.Lock()
         self._is_closed = False
         self._slots = threading.Semaphore(num_requests)
@@ -112,7 +112,7 @@ class RequestPool:
         _pools.add(self)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in a thread. It must send each request inside `slot`. Raises UnavailableError after `close`."""
+        """Run `work` in a thread; it must send each request inside `slot`. Raises UnavailableError after `close`."""
         try:
             return self._threads.submit(work)
         except RuntimeError as error:  # raised by the executor after its shutdown
@@ -120,14 +120,14 @@ class RequestPool:
 
     @contextmanager
     def sharing(self, interrupt: CancellationToken) -> Iterator[None]:
-        """Inside the block, one more object shares the requests; `close` ends those of the object by `interrupt`."""
+        """Count one more object in transfer inside the block; `close` ends its requests by `interrupt`."""
         with self._lock:
-            self._in_progress.add(interrupt)
+            self._interrupts.add(interrupt)
         try:
             yield
         finally:
             with self._lock:
-                self._in_progress.remove(interrupt)
+                self._interrupts.remove(interrupt)
 
     @contextmanager
     def slot(self) -> Iterator[int]:
@@ -142,7 +142,7 @@ class RequestPool:
         with self._slots:
             # Checked inside the slot, because the pool may have been closed during the wait.
             self.check_open()
-            yield max(1, self.num_requests // max(1, len(self._in_progress)))
+            yield max(1, self.num_requests // max(1, len(self._interrupts)))
 
     def check_open(self) -> None:
         """Raise UnavailableError if the pool was closed."""
@@ -153,7 +153,7 @@ class RequestPool:
         """Cancel all requests; those that wait for a slot fail. A request that cannot be cancelled ends by itself."""
         self._is_closed = True
         with self._lock:
-            interrupts = list(self._in_progress)
+            interrupts = list(self._interrupts)
         for interrupt in interrupts:
             interrupt.set()
         # `cancel_futures` is not used: with it, a thread that waits in `as_completed` would never return.
@@ -177,8 +177,8 @@ class OriginSource:
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """Pass the bytes to the sink, by several requests at once. For errors see `ObjectSource.stream`."""
         assert info.digest == self._digest
-        # Read once per call, because `can_stream` may become False during the transfer. The way to read a range must
-        # match its length: an answer of streaming length that is collected in memory needs much memory.
+        # Read once, because `can_stream` may become False during the transfer: ranges whose length was chosen for
+        # streaming are too long to be collected in memory.
         is_streamed = self._origin.can_stream
         gate = RequestGate(sink)
         ranges = RangeRequests(offset, offset + length, STREAMED_PARTS if is_streamed else GATHERED_PARTS)

@@ -1,6 +1,7 @@
-"""Divides the range of an object into requests, and passes on the bytes of their answers. `OriginSource` sends them.
+"""Divides the range of an object into requests, and passes on the bytes of the answers.
 
-`RangeRequests` chooses the requests. `RequestGate` passes their bytes to the incoming file until the transfer ends.
+`RangeRequests` chooses the requests, and `OriginSource` sends them. `RequestGate` passes the received bytes to the
+incoming file until the transfer ends.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ Sink = Callable[[int, memoryview], None]
 # A longer request spends a smaller share of its time on latency: 4 parts at 35 MB/s lose 4 % to a latency of 20 ms.
 # An answer that is collected needs as much memory as its length.
 GATHERED_PARTS: Final = 4
-"""Most parts of a request whose answer is collected in memory."""
+"""Maximum number of parts of a request whose answer is collected in memory."""
 STREAMED_PARTS: Final = 16
-"""Most parts of a request whose answer is passed on as it arrives."""
+"""Maximum number of parts of a request whose answer is passed on as it arrives."""
 
 
 class RangeRequests:
@@ -34,8 +35,8 @@ class RangeRequests:
     Args:
         start: first byte of the range.
         stop: first byte after the range.
-        max_parts: most parts of a request while the object has one request at a time; while it has several, the
-            limit is `GATHERED_PARTS`.
+        max_parts: maximum number of parts of a request while the object has one request at a time; while it has
+            several, the maximum is `GATHERED_PARTS`.
     """
 
     def __init__(self, start: int, stop: int, max_parts: int) -> None:

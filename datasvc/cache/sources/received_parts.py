@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, Self
 
 PART_BYTES: Final = 4 << 20
-# A number and its complement, so that zeros or half a record are recognised as invalid.
+# A part number and its complement, so that zeros or half a record are recognised as invalid.
 _RECORD = struct.Struct("<II")
 _COMPLEMENT = 0xFFFFFFFF
 

@@ -72,7 +72,7 @@ class RemoteFile:
         self.info = ObjectInfo(Digest(blake3(identity.encode()).hexdigest()), int(metadata["size"]))
 
     def check_unchanged(self) -> None:
-        """Raise SourceChangedError if the store reports another state of the file than when this object was created.
+        """Raise SourceChangedError if the store reports another state of the file than at `__init__`.
 
         Raises the errors of `RemoteFile` too.
         """
@@ -81,7 +81,7 @@ class RemoteFile:
 
     @property
     def objects(self) -> RemoteFile:
-        """This file as the `Origin` of its only object, as `Repository.objects` is that of many objects."""
+        """This file: the `Origin` of its only object, as `Repository.objects` is the `Origin` of many objects."""
         return self
 
     def location(self, _digest: Digest) -> str:

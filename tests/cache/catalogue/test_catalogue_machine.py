@@ -337,7 +337,7 @@ class CatalogueMachine(RuleBasedStateMachine):
         if known is None or known.state != RESIDENT or replaced:
             assert verdict == "superseded"
             return
-        assert verdict == ("held" if self.is_held(number) else "free")
+        assert verdict == ("held" if self.is_held(number) else "unused")
         del self.known[number]
 
     @precondition(reserved)
