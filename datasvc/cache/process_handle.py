@@ -24,7 +24,7 @@ from datasvc.repository.store.retries import map_exceptions
 
 
 class CacheFolder:
-    """A cache folder that is open in this process, shared by all its jobs there.
+    """A cache folder that is open in this process, shared by all jobs of the process on this folder.
 
     Attributes:
         lease_id: id of this process's lease, which is also the id of its job.
@@ -123,7 +123,7 @@ _leaving: deque[tuple[Path, CacheFolder]] = deque()
 
 
 def join_folder(folder: Path) -> CacheFolder:
-    """Return the open folder of this process. Call `leave_folder` once for each call; the last one closes it."""
+    """Return the process's handle on a folder, opened if needed. For each call, call `leave_folder` once."""
     try:
         with _folders_lock:
             if folder not in _folders:
@@ -138,7 +138,7 @@ def join_folder(folder: Path) -> CacheFolder:
 
 
 def leave_folder(folder: Path, opened: CacheFolder) -> None:
-    """End one use of a folder in this process. Never blocks: a finalizer may interrupt any call of its thread."""
+    """End one use of a folder; the last use closes it. Never blocks: a finalizer calls this inside any other call."""
     _leaving.append((folder, opened))
     _close_unused_folders()
 

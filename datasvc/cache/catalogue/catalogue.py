@@ -1,13 +1,13 @@
 """The catalogue of a node's cache: an LMDB database of resident and reserved objects, with one writer at a time.
 
-`CacheJob`, through which programs use a cache, makes its changes here. The catalogue guards the budget: space is
-reserved here before a byte is fetched, and a reservation is refused if reserved and resident bytes together would
-exceed the budget. A file gets its final name inside the transaction that marks the object resident, and is removed
-inside the transaction that deletes its record.
+`CacheJob`, through which programs use a cache, reads and changes the catalogue. The catalogue guards the budget:
+space is reserved here before a byte is fetched, and a reservation is refused if reserved and resident bytes together
+would exceed the budget. A file gets its final name inside the transaction that marks the object resident, and is
+removed inside the transaction that deletes its record.
 
-A fetch writes to an incoming file and keeps it locked; its reservation is valid exactly as long. The lock is taken
-before the reservation becomes visible and released after it is completed or dropped, so a free lock means that the
-fetching process has ended.
+A fetch writes to an incoming file and keeps this file locked. Its reservation is valid only while the lock is held.
+The lock is taken before the reservation becomes visible, and released after the reservation is completed or dropped.
+So the free lock of a reservation means that the fetching process has ended.
 
 A process that uses an object has a *hold* on it: a shared lock outside the catalogue (`object_locks`). An eviction
 takes the exclusive lock of its victim, and keeps it until the transaction is committed.
@@ -146,7 +146,7 @@ class Catalogue:
             tables.register(job_id, note)
 
     def retire(self, job_id: str) -> None:
-        """Mark an access order as ended for good, while its process may still run: its objects are evicted first."""
+        """Mark the job of an access order as ended for good, although its process runs: evict its objects first."""
         with self._writing() as (tables, _):
             # After an earlier call, `SpaceAllocator.sweep` may have unregistered the job.
             if tables.job(job_id) is not None:
@@ -184,9 +184,9 @@ class Catalogue:
             space until another object has arrived; call again then.
 
         Raises:
-            CacheFullError: even without all unused objects, there would not be enough space, or no inode; and no
-                fetch in progress will add an object that can be evicted.
-            CorruptDataError: the object is resident and verified, but its size is not that in `info`.
+            CacheFullError: space or an inode would be missing even if every unused object were evicted, and no fetch
+                in progress will add an object that can be evicted.
+            CorruptDataError: the object is resident and verified, but its size is not the size in `info`.
             UnavailableError: the incoming file cannot be created.
         """
         with self._writing() as (tables, space):
@@ -226,7 +226,7 @@ class Catalogue:
                     # free an inode. Read the record again.
                     if record is not None:
                         record = tables.get(info.digest)
-                    # If there is a record, of a reservation to take over or a file to verify again, its tenant pays.
+                    # A record means that a reservation is taken over, or a file is verified again: its tenant pays.
                     payer = tenant if record is None else record.tenant
                     tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
                     return "reserved"

@@ -174,7 +174,7 @@ def file_system_of(folder: Path, mounts: str) -> str:
     """Return the type of the file system of `folder`; `mounts` is the content of /proc/self/mountinfo.
 
     A FUSE mount has the type "fuse.SUBTYPE". If it has no subtype, the result is "fuse." and the source of the mount
-    up to a colon, which is the name of the program for some programs.
+    up to a colon: some programs use their own name as the source.
     """
     longest, kind = -1, ""
     path = str(folder.resolve())

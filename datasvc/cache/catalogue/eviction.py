@@ -2,15 +2,15 @@
 
 The cache (`space`) and its simulation (`datasvc.cache.forecast`) use the same policy.
 
-Of all resident objects that are not in use, the one with the furthest next use is evicted first: Belady's rule
-(L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966), which a known access order
-makes possible. A next use is the time when a job needs the object again, on the job's clock of bytes served. Next
-uses of different jobs are compared by distance: the bytes that a job still reads before it needs the object.
+Of all resident objects that are not in use, the one with the furthest next use is evicted first. This is Belady's
+rule (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966); it is possible because
+access orders are known. A next use is the time when a job needs the object again, on the job's clock of bytes served.
+Next uses of different jobs are compared by distance: the bytes that a job still reads before it needs the object.
 
 An unknown next use counts as further than every known one. Of the objects with an unknown next use, the one released
-last is evicted first. If every shard is used once per epoch, this keeps as much of the data as fits; if the one
-released first were evicted, each shard would be dropped just before its next use. Objects of ended jobs are evicted
-before those of running jobs; of two ended jobs, the older one loses its objects first.
+last is evicted first. If every shard is used once per epoch, this keeps as much of the data as fits; evicting the one
+released first would drop each shard just before its next use. Objects of ended jobs are evicted before those of
+running jobs; of two ended jobs, the older one loses its objects first.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def choose_victims(
         size_bytes: space that it needs.
         min_distance_bytes: evict only objects at a larger distance. A prefetch sets it to keep the objects that are
             needed before its own; -NEVER is below every distance.
-        take: locks a victim, and returns whether this succeeded; called only for objects whose eviction helps.
+        take: locks a candidate, and returns whether this succeeded; called only for objects whose eviction helps.
     """
     victims: list[EvictionCandidate] = []
     remaining = iter(candidates)

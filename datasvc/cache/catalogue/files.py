@@ -11,7 +11,7 @@ CACHE/leases/               one locked file per process, see `lease`
 CACHE/catalogue/            LMDB database, see `catalogue` and `recovery`
 CACHE/links/                staged files under their original names, see `staged_files`
 
-Only the cache's user can open files that processes lock, see `private`.
+Only the cache's user can open the files that processes lock, see `private`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Leases: each process that has a cache open keeps a file locked, so that others can tell whether it still runs.
+"""Leases: a process that has a cache open keeps a file locked, which shows other processes that it still runs.
 
 The kernel releases the lock when the process exits or crashes, so no timeout and no clock is needed. A lock by
 `flock` belongs to the open file: other threads of the same process find the file locked too, and closing another
@@ -69,7 +69,8 @@ class Lease:
     def close(self) -> None:
         """End the lease. Closing again does nothing."""
         if self._descriptor >= 0:
-            # If the file cannot be removed now, the next process that checks the lease removes it: it is unlocked.
+            # If the file cannot be removed here, the next process that checks the lease finds it unlocked, and
+            # removes it.
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
             self.abandon()

@@ -123,9 +123,9 @@ def bias_owned(times: Integers, owned: npt.NDArray[np.bool_]) -> Integers:
         owned: `bool[n]`, whether this node is the owner of the shard.
 
     Returns:
-        `int64[n]`, smallest first: owned shards that this node needs, by next use; other shards that it needs, by
-        next use; UNKNOWN for owned shards that only peers may request; NEVER for shards that no node will request
-        from this node.
+        `int64[n]`. From the smallest values to the largest: owned shards that this node needs, by next use; other
+        shards that it needs, by next use; UNKNOWN for owned shards that only peers may request; NEVER for shards that
+        no node will request from this node.
     """
     if_needed = np.where(owned, times, times + _NOT_OWNED)
     if_not_needed = np.where(owned, UNKNOWN, NEVER)

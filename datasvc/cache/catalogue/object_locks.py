@@ -57,7 +57,7 @@ class ObjectLocks:
         self._opening = threading.Lock()  # guards the opening of lock files
         try:
             make_private(folder)
-            # A test: to unlock a byte that is not locked does nothing, or fails if these locks are not supported.
+            # A test: if these locks are supported, unlocking a byte that is not locked does nothing; else it fails.
             fcntl.fcntl(self._descriptor(self._exclusive_files, 0), _SETLK, _flock(fcntl.F_UNLCK, 0))
             # All files are created now, because the disk may have no inodes left later.
             names = {f"{number:02x}" for number in range(_NUM_FILES)}

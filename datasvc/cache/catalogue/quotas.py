@@ -3,7 +3,7 @@
 The account computes for the eviction policy how many bytes are missing, and which evictions are allowed. The
 guaranteed bytes of a tenant are reserved for it, used or not. Any tenant may use the remaining space up to its
 maximum. Invariant: a reservation is refused if it would make the quarantined bytes plus the sum over tenants of
-max(used, guaranteed) exceed the budget. If the disk became full before the budget was used, only used bytes count:
+max(used, guaranteed) exceed the budget. If the disk became full before the budget was used up, only used bytes count:
 unused guarantees reserve nothing.
 """
 
@@ -57,7 +57,7 @@ def check_quotas(quotas: Mapping[str, Quota], budget_bytes: int) -> None:
 
 @dataclass
 class Account:
-    """Disk space that each tenant uses, and the limits on it: a copy of the catalogue's sums to plan evictions with.
+    """Disk space that each tenant uses, and the limits on it: a copy of the catalogue's sums, to plan evictions.
 
     Attributes:
         budget_bytes: budget of the cache, or a lower limit that was set when the disk was full.
@@ -100,12 +100,12 @@ class Account:
         return max(self.above_maximum(tenant, size_bytes), self.above_budget(tenant, size_bytes))
 
     def above_maximum(self, tenant: str, size_bytes: int) -> int:
-        """Return by how many bytes a tenant would exceed its maximum if it used `size_bytes` more; <= 0: they fit."""
+        """Return the bytes above the tenant's maximum if the tenant used `size_bytes` more; 0 or less: they fit."""
         maximum = self.quota(tenant).maximum_bytes
         return 0 if maximum is None else self.used(tenant) + size_bytes - maximum
 
     def above_budget(self, tenant: str, size_bytes: int) -> int:
-        """Return by how many bytes all use would exceed the budget if a tenant used `size_bytes` more; <= 0: fits."""
+        """Return the bytes above the budget if a tenant used `size_bytes` more; 0 or less: they fit."""
         return self._charged(tenant, size_bytes) - self.budget_bytes
 
     def helps(self, victim: str, tenant: str, freed_bytes: int, size_bytes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Binary encoding of the catalogue's records and index keys. It is short, because there may be millions of them."""
+"""Binary encoding of the catalogue's records and index keys. It is compact: there may be millions of records."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ObjectRecord(NamedTuple):
     Attributes:
         state: RESERVED, RESIDENT or UNVERIFIED.
         size_bytes: size of the content.
-        next_use: when the job `job_id` needs the object next, on its clock, in bytes; from `eviction.UNKNOWN` on:
-            unknown or NEVER; 0 while RESERVED.
+        next_use: when the job `job_id` needs the object next, on the job's clock, in bytes. `eviction.UNKNOWN` or
+            more means unknown or NEVER; 0 while RESERVED.
         job_id: job that fetches the object, or job of the recorded next use.
         tenant: tenant whose quota is charged: the tenant that fetched the object, or, after a scan, the tenant that
             is recorded in the file's attributes.

@@ -131,7 +131,7 @@ def _open(files: Files, locks: ObjectLocks, open_lock: OpenLock, configuration: 
 
 
 def _rebuild(files: Files, locks: ObjectLocks, configuration: Configuration) -> Catalogue:
-    # The folders themselves stay: by them, another process that opens the cache now finds that it is one, and waits.
+    # The folders themselves stay: without catalogue/, a process that opens the cache now might not recognise it.
     for folder in (files.catalogue, files.folder / "incoming", files.quarantine):
         for path in folder.iterdir():
             path.unlink()

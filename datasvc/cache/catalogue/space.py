@@ -57,8 +57,8 @@ class SpaceAllocator:
     def make_space(self, tenant: str, size_bytes: int, min_distance_bytes: int = SPARE_NOTHING) -> bool:
         """Free space until a tenant may use `size_bytes` more; return False if that is impossible.
 
-        If space is missing, leftovers of ended processes are removed first, see `sweep`; this alone may free enough.
-        Objects are evicted only if the result is True.
+        If space is missing, `sweep` is called first, and may free enough. Objects are evicted only if the result is
+        True.
 
         Args:
             tenant: tenant that needs the space.
@@ -80,7 +80,7 @@ class SpaceAllocator:
         """Evict unused objects where the budget, or the limit of a tenant, is exceeded."""
         self.sweep()
         for tenant in self._tables.account().used_bytes:
-            # For 0 more bytes, `missing` counts what is used above the tenant's maximum, or above the budget.
+            # 0 more bytes: evict only what is used above the tenant's maximum, or above the budget.
             self._evict(self._choose_victims(self._tables.account(), tenant, 0))
 
     def enforce_budget(self) -> None:
@@ -114,7 +114,7 @@ class SpaceAllocator:
             record = self._tables.get(digest)
             assert record is not None
             helps = account.helps(record.tenant, tenant, record.used_bytes, size_bytes)
-            # A free lock means that the fetch has ended without result, so waiting for it would not help.
+            # A free lock means that the fetch has ended without a result, so waiting for it would not help.
             if helps and self._files.is_incoming_locked(digest):
                 return digest
         return None
@@ -247,7 +247,7 @@ class SpaceAllocator:
     def _choose_victims(
         self, account: Account, tenant: str, size_bytes: int, min_distance_bytes: int = SPARE_NOTHING
     ) -> Mapping[Digest, int]:
-        """Return the objects to evict, bytes by digest; lock each exclusively, and subtract it from `account`."""
+        """Return the bytes of each object to evict; lock these objects, and subtract their bytes from `account`."""
         victims = choose_victims(
             self._candidates(),
             account,

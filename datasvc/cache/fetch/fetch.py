@@ -38,7 +38,7 @@ class Fetcher:
     def is_intact(self, digest: Digest) -> bool:
         """Return whether the file of an object that this thread has reserved exists and has the right digest.
 
-        A corrupt file is moved to the quarantine.
+        A corrupt file is moved to the quarantine, or removed.
         """
         path = self._files.object_path(digest)
         try:
@@ -64,7 +64,8 @@ class Fetcher:
             progress: counts the bytes that arrive, by source.
 
         Returns:
-            The source that sent most bytes; and the numbers to add to counters when the object is published, by name.
+            The kind of source that sent most bytes; and, by name of the counter, the numbers to add when the object
+            is published.
 
         Raises:
             CacheFullError: the disk is full and nothing can be evicted.

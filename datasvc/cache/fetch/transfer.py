@@ -22,7 +22,7 @@ class FetchReport:
     """Result of a transfer.
 
     Attributes:
-        bytes_by_kind: bytes received by kind of source, those of wrong objects included.
+        bytes_by_kind: bytes received by kind of source, wrong bytes included.
         num_corrupt: number of times that wrong bytes were received.
         kind: kind of the source that sent most bytes; None: an earlier fetch had received all of them.
         content: digest of the bytes. It differs from the name of the object only if this is a remote file.

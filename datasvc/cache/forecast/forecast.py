@@ -1,9 +1,9 @@
 """Forecast of the traffic of a training run between caches, peers and origin, before it starts. Pure.
 
 `datasvc cache plan` prints the forecast. The first epochs are simulated with the eviction policy of the real cache
-(see `replay`). All nodes read at the same rate, and own equal numbers of shards. Of a large data set, only every n-th
-shard is simulated, with a budget reduced in proportion. Such sampling preserves the hit ratio of a cache
-(Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015).
+(see `replay`). The simulation assumes that all nodes read at the same rate, and own equal numbers of shards. Of a
+large data set, only every n-th shard is simulated, with a budget reduced in proportion. Such sampling preserves the
+hit ratio of a cache (Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from datasvc.order import OrderConfig
 
 _EPOCHS: Final = 6
 _STEADY_EPOCHS: Final = 2  # the last simulated epochs; their mean stands for all later epochs
-_MAX_SHARDS: Final = 30_000  # their simulation takes some seconds
+_MAX_SHARDS: Final = 30_000  # to simulate; this takes some seconds
 _OWNERS: Final = 48  # purpose of the keys, see `derive_keys`
 
 

@@ -63,7 +63,7 @@ def replay(
     """Simulate caches that are empty at first; all nodes read at the same rate.
 
     Args:
-        nodes: uses of each node; all together at least one. As in the real cache, evictions compare next uses until
+        nodes: uses of each node; there is at least one use. As in the real cache, evictions compare next uses until
             the end of the next epoch, and nodes keep owned shards longer than others, see `bias_owned`.
         bytes_per_shard: `int64[num_shards]`.
         budget_bytes: budget of each node's cache.
@@ -99,7 +99,7 @@ def replay(
 
 
 def _events(nodes: Sequence[Uses], ahead_bytes: int) -> Iterator[tuple[int, ...]]:
-    """Yield time, kind, node and number of the use of each event, by time, kind, number and node."""
+    """Yield (time, kind, node, number of the use) of each event, sorted by time, kind, number and node."""
     columns: list[tuple[Integers, int, int]] = []
     for node, uses in enumerate(nodes):
         columns += [(uses.stop, _RELEASE, node), (uses.first, _ACQUIRE, node)]

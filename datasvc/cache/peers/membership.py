@@ -117,7 +117,7 @@ class FileMembership:
 
 
 class DnsMembership:
-    """Nodes listed by the addresses of a DNS name, such as that of a headless Kubernetes service.
+    """Nodes at the addresses of a DNS name, such as the name of a headless Kubernetes service.
 
     Args:
         host: DNS name.

@@ -68,7 +68,7 @@ class PeerHealth:
         self._failures = _Streak(first_pause_s=1, max_pause_s=60)
         self._corruptions = _Streak(first_pause_s=60, max_pause_s=3600)
         self._paused_until_s = clock()
-        # Whether a request tries the peer after a pause: its failure counts, although the next pause has begun.
+        # Whether a request is trying the peer after a pause. Its failure counts, although the next pause has begun.
         self._is_on_trial = False
         self._report = PeerReport()
 

@@ -93,7 +93,7 @@ class PeerSource:
     Args:
         url: base URL of the peer.
         digest: the object.
-        origin_url: repository from which the peer fetches the object if it does not have it; None: it does not fetch.
+        origin_url: repository from which the peer fetches the object if needed; None: the peer does not fetch it.
         settings: connection settings.
         health: health of the peer.
         tls: TLS context; None for "http".

@@ -1,9 +1,9 @@
 """The other nodes, as sources of objects before and after the origin.
 
 For each object, `placement` ranks the nodes; the first one is the owner. A node requests an object only from nodes
-that rank above itself. A requested node without the object fetches it from the origin. So the object is read from the
-origin once, by its owner. Other nodes skip a peer that is paused after a failure, and use the next node in rank as
-the owner. If the origin fails, the nodes that rank below the requesting one send the objects that they have.
+that rank above itself. A requested node that does not have the object fetches it first. So the object is read from
+the origin once, by its owner. Other nodes skip a peer that is paused after a failure, and use the next node in rank
+as the owner. If the origin fails, the nodes that rank below the requesting node send the objects that they have.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from datasvc.repository import Digest, ObjectInfo
 from datasvc.shards import ShardRequest, Split
 from datasvc.shards.format.reader import Shard
 
-_MAX_FETCHES = 4  # of one process at a time
+_MAX_FETCHES = 4  # at once, by the threads of one store
 
 
 class PrefetchingShardStore:
@@ -64,7 +64,7 @@ class PrefetchingShardStore:
             split.repository.objects, split.table.size_bytes, num_ranks=num_ranks, count=self._job.count
         )
         self._stager: Stager | None = None
-        self._fetching: set[Digest] = set()  # shards that the threads of this process fetch
+        self._fetching: set[Digest] = set()  # shards that the threads of this store fetch
         self._threads: ThreadPoolExecutor | None = None
 
     def open_shard(self, info: ObjectInfo) -> Shard:

@@ -45,7 +45,7 @@ class StagerJob:
     """The input of a stager: the split that a job reads, the job's access order, and its position at the start.
 
     Attributes:
-        cache: the job's handle on the cache. When the stager unpickles it, this opens the cache in the stager.
+        cache: the job's handle on the cache. Unpickling it in the stager's process opens the cache there.
         config: parameters of the access order.
         lanes: lanes that the job reads; None: all.
         step_bytes: see `UseTimeline`.

@@ -91,8 +91,8 @@ def window_bytes(
         run: number of positions.
         skipped: upper bound of the positions at the end of an epoch that are not served, see `BatchesAtOnce`.
     """
-    used = samples_per_shard > 0
-    counts, sizes = samples_per_shard[used], footprint(bytes_per_shard[used])
+    has_samples = samples_per_shard > 0
+    counts, sizes = samples_per_shard[has_samples], footprint(bytes_per_shard[has_samples])
     total = int(sizes.sum())
     if config.shuffle == "global" or run + skipped >= counts.sum():
         return total
@@ -105,7 +105,7 @@ def window_bytes(
     span = min(blocks_at_once(config, run) * block, lane_size)
     # Each end of a lane's span may cut a shard. At least one sample of each cut shard is inside, so all other shards
     # of the span together have at most `span - 2` samples.
-    inside = _max_of_spans(counts, sizes, span - 2, lanes, 2 * lanes + num_shared)
+    in_one_epoch = _max_of_spans(counts, sizes, span - 2, lanes, 2 * lanes + num_shared)
     # At the end of an epoch, the last blocks of each lane and the first blocks of the next epoch are in use. Without
     # sticky lanes, lanes also cut shards in two where they end and begin, except at the ends of the data.
     num_cut = 2 * lanes + num_shared if config.sticky else 4 * lanes - 2
@@ -114,7 +114,7 @@ def window_bytes(
     run_of_lane = -(-(run + skipped) // lanes) + 1
     boundary_span = _max_boundary_samples(num_samples // lanes, lane_size, block, run_of_lane)
     at_boundary = _max_of_spans(counts, sizes, boundary_span - 2, lanes, num_cut)
-    return min(total, max(inside, at_boundary))
+    return min(total, max(in_one_epoch, at_boundary))
 
 
 def blocks_at_once(config: OrderConfig, run: int) -> int:

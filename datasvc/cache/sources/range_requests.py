@@ -53,7 +53,7 @@ class RangeRequests:
         return -(-self._stop // PART_BYTES) - self._start // PART_BYTES
 
     def take(self, num_concurrent: int) -> tuple[int, int] | None:
-        """Return start and stop of the next request; None if the whole range is requested.
+        """Return start and stop of the next request; None if the whole range has been requested.
 
         Args:
             num_concurrent: number of requests that the object may have in progress at once.
