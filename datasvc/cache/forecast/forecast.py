@@ -152,8 +152,8 @@ def _replay_chosen(
     owners = _draw_owners(chosen, workload) if workload.has_peers and workload.nodes > 1 else None
     sizes = bytes_per_shard[samples_per_shard > 0]  # shards without samples are never read
     chosen_bytes = int(bytes_per_shard[chosen].sum())
-    # The share of the budget that the chosen shards get. On the disk, files occupy whole blocks; in the simulation,
-    # shards have their exact size.
+    # The share of the budget that the chosen shards get. The real budget counts whole disk blocks (`footprint`); the
+    # simulation counts exact sizes.
     budget = int(budget_bytes * chosen_bytes / int(footprint(sizes).sum()))
     # By chance, the few chosen shards of a window may need a larger share of the budget than the real window; without
     # this minimum, the simulation would fail.

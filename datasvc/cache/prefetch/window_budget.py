@@ -167,22 +167,24 @@ def _max_of_spans(counts: Integers, sizes: Integers, span: int, lanes: int, num_
     """
     span = max(span, 0)
     by_count = np.argsort(counts, kind="stable")
-    ascending, small = counts[by_count], np.concatenate([[0], np.cumsum(sizes[by_count])])
-    largest = np.concatenate([[0], np.cumsum(np.sort(sizes)[::-1])])
+    # At index i: the bytes of the i shards with the fewest samples, and the bytes of the i largest shards.
+    ascending, short_bytes = counts[by_count], np.concatenate([[0], np.cumsum(sizes[by_count])])
+    largest_bytes = np.concatenate([[0], np.cumsum(np.sort(sizes)[::-1])])
     # First bound: the number of shards inside is largest if they have the fewest samples. Assume that as many shards,
     # and the cut ones, are those with the most bytes.
     num_inside = lanes * int(np.searchsorted(np.cumsum(ascending), span, side="right"))
-    most = int(largest[min(num_inside + num_cut, len(counts))])
+    first_bound = int(largest_bytes[min(num_inside + num_cut, len(counts))])
     # Second bound, for a few small shards among large ones, such as the last shard of an ingest: all shards with
     # fewer samples than shard i, and as many of the others as would fit if they were not longer than shard i. This
     # holds for every i, so the smallest of these sums is a bound.
     num_large = np.minimum(lanes * (span // ascending) + num_cut, len(counts))
-    mixed = int((small[:-1] + largest[num_large]).min())
+    second_bound = int((short_bytes[:-1] + largest_bytes[num_large]).min())
     # Third bound, for long spans: assume that the samples inside are those with the most bytes per sample.
     by_density = np.argsort(-sizes / counts, kind="stable")
     dense_counts = np.concatenate([[0], np.cumsum(counts[by_density])])
     dense = np.interp(lanes * span, dense_counts, np.concatenate([[0], np.cumsum(sizes[by_density])]))
-    return min(most, mixed, int(dense) + 1 + int(largest[min(num_cut, len(counts))]))
+    third_bound = int(dense) + 1 + int(largest_bytes[min(num_cut, len(counts))])
+    return min(first_bound, second_bound, third_bound)
 
 
 def choose_windowed(
