@@ -138,7 +138,7 @@ def join_folder(folder: Path) -> CacheFolder:
 
 
 def leave_folder(folder: Path, opened: CacheFolder) -> None:
-    """End one use of a folder; the last use closes it. Never blocks: a finalizer calls this inside any other call."""
+    """End one use of a folder; close it after the last. Never blocks: a finalizer may interrupt any other call."""
     _leaving.append((folder, opened))
     _close_unused_folders()
 

@@ -146,7 +146,7 @@ class Catalogue:
             tables.register(job_id, note)
 
     def retire(self, job_id: str) -> None:
-        """Mark the job of an access order as ended for good, although its process runs: evict its objects first."""
+        """Mark the job of an access order as ended for good. From now on, its objects are evicted before others."""
         with self._writing() as (tables, _):
             # After an earlier call, `SpaceAllocator.sweep` may have unregistered the job.
             if tables.job(job_id) is not None:

@@ -147,7 +147,7 @@ class JobPrefetcher:
                     self._is_blocked = True
                     self._waiting.appendleft(needed)
                 elif outcome == "busy":
-                    # Another thread or process fetches the shard. Check when the job advances whether it has arrived.
+                    # Another thread or process fetches the shard. When the job advances, check if it has arrived.
                     self._deferred.append((now + 1, needed))
                 elif outcome is None:
                     # After a failure, wait longer: other shards come first.
