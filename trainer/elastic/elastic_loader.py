@@ -1,6 +1,6 @@
-"""A wrapper that creates a new loader when rank or size change, and continues it at the position of the job.
+"""Wraps a loader. When rank or size change, creates a new loader that continues at the position of the job.
 
-Training functions put it into a `TorchState`, which calls `reset` after each change of the ranks.
+Training functions put the wrapper into a `TorchState`, which calls `reset` after each change of the ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ResumableLoader(Protocol[B_co]):
 
 
 class ElasticLoader(Generic[B]):
-    """A wrapper of the loader for the current rank and size; its other attributes are those of that loader.
+    """A wrapper of a loader for the current rank and size. Attributes not defined here are those of the loader.
 
     Its state is the position of the whole job, not of one rank. So after a change of size, the ranks together deliver
     each remaining sample exactly once. Create a new iterator in every call of the training function,
@@ -37,8 +37,8 @@ class ElasticLoader(Generic[B]):
 
     Args:
         make_loader: factory, called as `make_loader(rank, size)` after each change. Loaders of `datasvc.loaders` take
-            `ranks=DataRanks(rank, size)`. For a constant global batch size, use the global batch size divided by
-            `size` as the batch size of the loader.
+            `ranks=DataRanks(rank, size)`. To keep the global batch size constant, divide it by `size` to get the
+            batch size of the loader.
     """
 
     def __init__(self, make_loader: Callable[[int, int], ResumableLoader[B]]) -> None:

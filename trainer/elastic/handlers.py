@@ -94,7 +94,7 @@ class OptimizerHandler(StateDictHandler):
 
 
 class GradScalerHandler(StateDictHandler):
-    """Handler for `torch.amp.GradScaler`, whose `state_dict` lacks one part: the progress of the current step."""
+    """Handler for `torch.amp.GradScaler`, whose `state_dict` does not contain the progress of the current step."""
 
     value: torch.amp.GradScaler
 

@@ -59,7 +59,7 @@ def run(
         with rendezvous.notifying(state.on_hosts_updated):
             rendezvous.begin_training()
             result = loop.run(lambda: func(state, *args, **kwargs))
-            # Not after an exception: the driver then warns if the process exits with status 0 all the same.
+            # Not called after an exception: the driver then warns if the process still exits with status 0.
             rendezvous.end_training()
         return result
 
@@ -91,8 +91,8 @@ class _Loop:
         while True:
             try:
                 if self._should_sync:
-                    # First make the counts of optimizers and modules equal: the counts are part of the names of later
-                    # operations, which must be equal on all ranks.
+                    # Later operations have names that contain counts of optimizers and modules. These names must be
+                    # equal on all ranks, so make the counts equal first.
                     raise_counts()
                     self._state.synchronize()
                 return train()
@@ -111,7 +111,7 @@ class _Loop:
     def _check_progress(self, error: HorovodInternalError) -> None:
         """Raise the error if it has occurred too often in a row: a new round does not repair it."""
         assignment = None if self._rendezvous is None else self._rendezvous.assignment
-        # After another commit or another death, the same message counts as a new failure. The launcher limits deaths.
+        # After another commit or death, the same message counts as a new failure; the launcher limits the deaths.
         failure = (str(error), self._state.num_commits, 0 if assignment is None else assignment.num_deaths)
         self._num_repeats = self._num_repeats + 1 if failure == self._last_failure else 0
         self._last_failure = failure

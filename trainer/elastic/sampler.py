@@ -30,7 +30,7 @@ class ElasticSampler(Sampler[int]):
         self.shuffle = shuffle
         self.seed = seed
         self.epoch = 0
-        self.processed_num = 0  # samples at the start of the epoch's order that `record_batch` has counted
+        self.processed_num = 0  # number of samples that `record_batch` has counted, from the start of the order
         self.processed_indices: set[int] = set()  # samples that `record_indices` has listed
         self.reset()
 

@@ -34,9 +34,9 @@ class State:
     ) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
-        # Changes of hosts as arguments of `on_hosts_updated`, and the number of the last one that was checked.
+        # The arguments of `on_hosts_updated` for each change of hosts that was not checked yet.
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
-        self._last_updated_timestamp: float = 0
+        self._last_updated_timestamp: float = 0  # number of the last change that was checked
         self._reset_callbacks: list[Callable[[], None]] = []
         self._serial = 0
         self.num_commits = 0
@@ -55,7 +55,7 @@ class State:
 
     def on_reset(self) -> None:
         """Adapt to a new round: discard old host messages, then call `reset` and the reset callbacks."""
-        # The new round already includes the changes in the queue. If this discards a newer one too, `run` repeats it.
+        # The new round includes the changes in the queue. If a newer change is discarded too, `run` has it repeated.
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -95,8 +95,8 @@ class State:
             HostsUpdatedInterrupt: hosts have changed; raised on all ranks.
             HorovodInternalError: a rank is lost.
         """
-        # All ranks must raise in the same call, so all use the values of rank 0: the number of the last change that
-        # was checked before, that of the newest change, and the kinds of the changes in between.
+        # All ranks must raise in the same call, so all use the values of rank 0: the number of the change that was
+        # checked last, the number of the newest change, and the kinds of the changes in between.
         local_update = (self._last_updated_timestamp, *self._drain_messages())
         previous, self._last_updated_timestamp, result = self._bcast_object(local_update)
         if self._last_updated_timestamp > previous:
@@ -177,8 +177,8 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
-# Horovod defines these names in its module `state`. Here they are in other modules. Some of these modules import this
-# one, so they are imported only when a name is used.
+# Horovod defines these names in its module `state`. Here they are in other modules. Some of those modules import this
+# module, so they are imported only when a name is used.
 _MODULE_OF = {
     "ElasticSampler": "sampler",
     "TorchState": "torch_state",

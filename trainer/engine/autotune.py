@@ -36,7 +36,7 @@ class Autotuner:
 
     def __init__(self, start: Tuning) -> None:
         self.trials: list[Trial] = []
-        # The point in trial, and the best one so far, as indices of `FUSION_MIB` and `CYCLE_TIME_MS`.
+        # The point that is being tried, and the best one so far, as indices of `FUSION_MIB` and `CYCLE_TIME_MS`.
         self._point = (
             _nearest(FUSION_MIB, start.fusion_bytes / 2**20),
             _nearest(CYCLE_TIME_MS, start.cycle_time_s * 1e3),
@@ -44,7 +44,7 @@ class Autotuner:
         self._best = self._point
         self._scores: dict[tuple[int, int], float] = {}  # throughput of each point that was tried
         self._samples: list[float] = []  # throughputs of the current trial
-        # Bytes and start of the current sample; the first call of `observe` starts it.
+        # Bytes and start of the current sample; the first call of `observe` starts the first sample.
         self._num_bytes = 0
         self._since_s: float | None = None
         self.is_done = False
@@ -55,7 +55,7 @@ class Autotuner:
         return _tuning(self._point)
 
     def observe(self, num_bytes: int, now_s: float) -> bool:
-        """Record one call's bytes, and return whether a trial has ended, so that `tuning` may have changed.
+        """Record the bytes of one call. Return whether a trial has ended; then `tuning` may have changed.
 
         Args:
             num_bytes: bytes that were reduced since the last call.

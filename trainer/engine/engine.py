@@ -110,8 +110,8 @@ class Engine:
                 )
             self._in_flight[key] = submission
             self._queue.append(submission)
-            # Stored for a later join: a rank that has joined (has no more data) submits nothing, but the executor
-            # makes neutral tensors in its place, which need a device.
+            # Stored for the time after a join: a rank that has joined (it has no more data) submits nothing. The
+            # executor makes neutral tensors in place of its submissions, and these tensors need a device.
             if submission.inputs and submission.inputs[0].is_cuda:
                 self._cuda_device = submission.inputs[0].device
             self._changed.notify()
@@ -221,7 +221,7 @@ class Engine:
         if not awaits_others and len(self.process_sets) == 1:
             # Every operation needs all ranks, so none can run before this rank submits one, which ends the pause.
             return self._cycle_time_s * _MAX_UNNEEDED_CYCLES
-        # The pause begins with half a cycle and doubles. The exponent is limited: an idle hour has many cycles.
+        # The pause begins with half a cycle and doubles. The exponent is limited, so that the power cannot overflow.
         return self._cycle_time_s * min(_MAX_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
@@ -229,8 +229,8 @@ class Engine:
         operations = []
         for outcome in outcomes:
             self._timeline.agreed(outcome.key)
-            # If this rank had joined, the operation has no submission of this rank. If `_in_flight` has one of the
-            # same name, that one is newer and belongs to a later operation.
+            # If this rank had joined, it has no submission for this operation. A submission of the same name in
+            # `_in_flight` is then newer, and belongs to a later operation.
             submission = self._in_flight.get(outcome.key) if self._transport.rank in outcome.requests else None
             if isinstance(outcome, Refused):
                 if submission is not None:

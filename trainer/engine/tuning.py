@@ -1,7 +1,7 @@
 """Autotuning on rank 0 during the job: measures the throughput, proposes values to all ranks, and logs the trials.
 
 The engine of rank 0 has a `Tuner` if autotuning is on. `autotune` searches the values; this module adds the clock
-and the files.
+and the log file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tuner:
 
     def __init__(self, settings: EngineSettings) -> None:
         self._autotuner = Autotuner(Tuning(settings.fusion_bytes, settings.cycle_time_s))
-        self._log = None if settings.autotune_log is None else Path(settings.autotune_log)
+        self._log_path = None if settings.autotune_log is None else Path(settings.autotune_log)
         self._has_changed = True  # the first proposal is the point of the grid that is nearest to the settings
 
     def propose(self) -> Tuning | None:
@@ -57,7 +57,7 @@ class Tuner:
         self._write_log()
 
     def _write_log(self) -> None:
-        if self._log is None:
+        if self._log_path is None:
             return
         lines = ["fusion_bytes,cycle_time_ms,bytes_per_s"] + [
             f"{trial.tuning.fusion_bytes},{trial.tuning.cycle_time_s * 1e3:g},{trial.bytes_per_s:.0f}"
@@ -65,10 +65,10 @@ class Tuner:
         ]
         try:
             # Write under another name and then rename, so that no reader gets a partial file.
-            temporary = self._log.with_name(f".{self._log.name}.new")
+            temporary = self._log_path.with_name(f".{self._log_path.name}.new")
             temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            temporary.replace(self._log)
+            temporary.replace(self._log_path)
         except OSError as error:
             # The job continues without the log; one warning is enough.
             logger.warning("the log of the autotuner cannot be written: %s", error)
-            self._log = None
+            self._log_path = None

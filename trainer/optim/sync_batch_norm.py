@@ -1,8 +1,8 @@
 """Batch normalization over the batches of all ranks, on CPUs and GPUs.
 
 The statistics are computed from one sum over the ranks. Ranks may have batches of different sizes or empty batches,
-and ranks that have joined add zeros. The sums are in float64, so that the mean square minus the squared mean is an
-accurate variance.
+and ranks that have called `join` (they have no more batches) add zeros. The variance is the mean square minus the
+squared mean; the sums are in float64 to keep it accurate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datasvc.trainer.optim.wrapper_numbers import next_number
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base class of torch's modules
     """Batch normalization for inputs of any number of dimensions; training uses the statistics of all ranks.
 
-    Every rank creates its modules in the same order, and calls them in the same order. The module does not
+    Every rank must create its modules in the same order, and call them in the same order. The module does not
     communicate in evaluation, or on ranks outside the process set. The gradients of weight and bias are those of the
     local batch only; `DistributedOptimizer` combines them.
 
@@ -47,15 +47,16 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
-        # The name contains no count of calls. After epochs of different lengths, ranks would have different counts.
+        # The name of the allreduce must be equal on all ranks. It contains no count of calls, because ranks whose
+        # epochs differ in length would have different counts.
         self._name = f"sync_batch_norm.{next_number('sync_batch_norm')}"
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         """Normalize `floating[batch, num_features, ...]`.
 
         Raises:
-            ValueError: the input has less than two dimensions; all ranks together have at most one value per channel;
-                the trainer is not initialized.
+            ValueError: the input has fewer than two dimensions; all ranks together have at most one value per
+                channel; the trainer is not initialized.
             HorovodInternalError: ranks disagree on the number of channels, or a rank is lost.
         """
         if input.dim() < 2:
@@ -105,12 +106,12 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
         """Normalize like torch's modules, without the other ranks."""
         uses_batch_statistics = self.training or self.running_mean is None
         momentum = self._next_momentum() if self.training and self.track_running_stats else 0.0
-        # In training the running statistics are passed only to be updated, in evaluation to be used.
-        passes_running = not self.training or self.track_running_stats
+        # In evaluation, `batch_norm` normalizes with the running statistics. In training, it only updates them.
+        pass_running_statistics = not self.training or self.track_running_stats
         return functional.batch_norm(
             input,
-            self.running_mean if passes_running else None,
-            self.running_var if passes_running else None,
+            self.running_mean if pass_running_statistics else None,
+            self.running_var if pass_running_statistics else None,
             self.weight,
             self.bias,
             uses_batch_statistics,
@@ -182,7 +183,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, inverse_std, count = ctx.saved_tensors  # noqa: A001 - torch's name
-        # `shape` makes a value per channel broadcast over the input; `axes` are all axes except the channels.
+        # A view with `shape` broadcasts one value per channel over the input. `axes` lacks only the channel axis.
         dtype, shape = _working_dtype(input), (1, -1, *[1] * (input.dim() - 2))
         axes = [axis for axis in range(input.dim()) if axis != 1]
         output_gradient, centred = gradient.to(dtype), input.to(dtype) - mean.to(dtype).view(shape)
@@ -190,7 +191,7 @@ class _Normalize(torch.autograd.Function):
         sums = torch.cat([bias_gradient, products]).double()
         sums = allreduce_(sums, op=Sum, name=f"{ctx.name}.gradient", process_set=ctx.process_set)
         # Mean and variance depend on all inputs, so two terms are subtracted from each gradient: the mean gradient,
-        # and a part that is proportional to the centred input. With means over all ranks, the input gradient is
+        # and a part that is proportional to the centred input. The input gradient, with means over all ranks, is
         # weight / std * (gradient - mean(gradient) - centred * mean(gradient * centred) / std^2).
         mean_gradient, mean_product = (sums / count).chunk(2)
         scale = inverse_std if weight is None else inverse_std * weight.double()

@@ -1,7 +1,7 @@
 """The actions of the driver of an elastic job: `membership` decides on them, `driver` executes them.
 
-A worker is a process of the job; a round is a period with a fixed assignment of ranks to workers. The members of a
-round are its workers. The field `worker` is the name of a worker, and `number` is the number of its request.
+A worker is a process of the job. A round is a period with a fixed assignment of ranks to workers; these workers are
+the members of the round. The field `worker` is the name of a worker, and `number` is the number of its request.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class Finish:
 
     Args:
         exit_status: exit status of the launcher.
-        reason: reason of the failure; empty after success. If `worker` is set, it is text that follows "it".
+        reason: reason of the failure, empty after success. If `worker` is set, a text that follows "it", such as
+            "exited with status 1".
         worker: name of the worker that failed first; None if no worker is the cause.
         others: one line for each other worker that failed since the last round began.
     """

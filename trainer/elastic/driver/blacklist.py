@@ -9,7 +9,7 @@ class Blacklist:
     """Hosts that get no new workers after a failure, permanently or for a time that doubles with each failure.
 
     Args:
-        cooldown_range_s: minimum and maximum time for which a host is blocked; None to block it permanently.
+        cooldown_range_s: time for which the first failure blocks a host, and its maximum; None to block permanently.
 
     Raises:
         ValueError: the minimum is negative or larger than the maximum.

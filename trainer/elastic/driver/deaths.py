@@ -1,7 +1,7 @@
 """Records the deaths of workers, and chooses the one that the launcher reports as the cause. Used by `membership`.
 
-A death is the unexpected end of a worker, also if the driver terminates the worker because it is late. A round is a
-period with a fixed assignment of ranks to workers. This module does no I/O.
+A death is the unexpected end of a worker. A worker that the driver terminates because it missed a deadline counts as
+dead too. A round is a period with a fixed assignment of ranks to workers. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class Death:
     Args:
         worker: worker that ended.
         returncode: return code of its process; negative for a signal.
-        trouble: text that follows the worker's name, such as "did not start in time"; None to describe `returncode`.
-        has_started: whether its command has run. Also False if the driver terminates it because it is late.
+        trouble: cause, as text that follows the worker's name, such as "did not start in time"; None if `returncode`
+            is the only description.
+        has_started: whether its command has run. Also False if the worker missed a deadline and is terminated.
         last_line: last line of its output that is not blank; empty if there is none.
     """
 
@@ -82,15 +83,15 @@ class Deaths:
     def choose_cause(self) -> Death | None:
         """Return the most likely cause of the deaths since the last round began; None if there are none.
 
-        It is the first death with a reported error, else the first death. But if no dead worker has been in a round,
-        the first error of the program comes before other deaths, such as an unreachable host.
+        It is the first death with a reported error, else the first death. But if none of the dead workers has been in
+        a round, the first error of the program comes before other deaths, such as an unreachable host.
         """
         reported = [death for death in self.since_round if death.worker.name in self.errors]
-        # The loss of one member makes the programs of the other members fail. So if members died, an error of a
-        # program does not come before other deaths.
-        has_members = any(death.worker.may_have_state for death in self.since_round)
-        faults = [death for death in self.since_round if death.is_program_error and not has_members]
-        candidates = [*reported, *faults, *self.since_round]
+        # The loss of one member makes the programs of the other members fail. If members died, an error of a program
+        # may therefore be a consequence, and does not come before other deaths.
+        have_members_died = any(death.worker.may_have_state for death in self.since_round)
+        program_errors = [death for death in self.since_round if death.is_program_error and not have_members_died]
+        candidates = [*reported, *program_errors, *self.since_round]
         return candidates[0] if candidates else None
 
     def finish(self, cause: Death, why: str = "") -> Finish:
@@ -108,7 +109,7 @@ class Deaths:
         return tuple(others)
 
     def cover_slots(self, slots: set[tuple[str, int]]) -> bool:
-        """Return whether the program failed in each of these slots (host, slot), and all deaths are its errors."""
-        # Only errors of the program: after another failure, such as an unreachable host, a new worker may succeed.
+        """Return whether the program failed in each of these slots (host, slot), and no death has another cause."""
+        # After another kind of death, such as an unreachable host, a new worker may succeed.
         failed = {(death.worker.host, death.worker.slot) for death in self.since_round}
         return bool(failed) and slots <= failed and all(death.is_program_error for death in self.since_round)

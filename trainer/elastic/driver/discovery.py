@@ -26,7 +26,7 @@ def run_discovery(script: str, *, default_slots: int, timeout_s: float = _SCRIPT
 
     Args:
         script: command line for a shell, usually a path.
-        default_slots: number of slots of hosts without a number.
+        default_slots: number of slots of a host whose line gives none; a slot is the place of one rank.
         timeout_s: time after which the script and its children are killed.
 
     Raises:
@@ -47,7 +47,7 @@ def run_discovery(script: str, *, default_slots: int, timeout_s: float = _SCRIPT
     except subprocess.TimeoutExpired:
         raise DiscoveryError(f"'{script}' took longer than {timeout_s:g} s") from None
     finally:
-        # Without a return code the process is not reaped yet, so no other process group can have its number.
+        # The kill is safe: without a return code the process is not reaped, so no other group can have its number.
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -68,9 +68,9 @@ class Discovery:
         script: see `run_discovery`.
         default_slots: see `run_discovery`.
         interval_s: seconds between the end of one run of the script and the start of the next.
-        on_hosts: callback for the hosts of the first run and after each change; called from the thread.
-        on_error: callback for a failure, unless the run before failed with the same message; called from the thread.
-            The script runs again after a failure.
+        on_hosts: callback that gets the hosts, after the first run and after each change; called from the thread.
+        on_error: callback that gets the message of a failure, if the run before did not fail with the same message;
+            called from the thread. The script runs again after a failure.
     """
 
     def __init__(

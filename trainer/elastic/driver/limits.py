@@ -27,15 +27,15 @@ class Limits:
         min_num_ranks: minimum number of ranks of a round.
         max_num_ranks: maximum number of ranks; further slots stay empty. None for no limit.
         elastic_timeout_s: maximum time to wait for slots while there are too few; then the job ends.
-        start_timeout_s: maximum time for a worker to start, and then, while others wait, to call `init`. A worker
-            that takes longer is terminated. None for no limit.
-        hang_timeout_s: maximum time for a member to leave a round that has ended; after it, the member is terminated.
+        start_timeout_s: maximum time for a worker to start, and again to call `init` while other workers wait for it.
+            A worker that takes longer is terminated. None for no limit.
+        hang_timeout_s: maximum time for a worker to leave a round that has ended; then the worker is terminated.
         reset_limit: maximum number of rounds after the first; None for no limit.
         cooldown_range_s: see `Blacklist`.
         hosts_can_change: whether host discovery may find more hosts.
 
     Raises:
-        ValueError: the numbers contradict each other.
+        ValueError: the numbers of ranks contradict each other, or the reset limit is negative.
     """
 
     first_num_ranks: int = 1
@@ -77,8 +77,8 @@ def plan_limits(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, s
         max_num_ranks=options.max_num_ranks,
         elastic_timeout_s=timeout_s,
         start_timeout_s=job.start_timeout_s,
-        # Not the timeout of collectives: a healthy rank may work longer than that between two collectives. The user
-        # may set this variable for the ranks only.
+        # The timeout of collectives is no substitute: a healthy rank may work longer than that between two of them.
+        # The user may set this variable for the ranks only, so read their variables too.
         hang_timeout_s=_seconds({**environ, **job.variables}, _HANG_VARIABLE, _DEFAULT_TIMEOUT_S),
         reset_limit=options.reset_limit,
         cooldown_range_s=options.cooldown_range_s,

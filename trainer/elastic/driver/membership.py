@@ -1,15 +1,15 @@
 """Membership of an elastic job: decides which workers start, stop and form a round. Does no I/O and reads no clock.
 
-A worker is a process of the job; a round is a period with a fixed assignment of ranks to workers, its members. A
-worker joins the job when it requests a rank. `driver` passes each event and the time to this module, and executes the
-actions that the module returns. Invariants:
+A worker is a process of the job. A round is a period with a fixed assignment of ranks to workers; these workers are
+its members. A worker joins the job when it requests a rank. `driver` passes each event and the time to this module,
+and executes the actions that the module returns. Invariants:
 
 - A round has each rank once, and its members are alive when it begins.
 - Rank 0 of a round has the newest state that any live worker has committed. If the job has a committed state and no
   live worker has it, the job ends; it never restarts silently from the beginning.
-- A blocked host gets no new worker.
-- A round has at least the minimum number of ranks, except at the end of the job, when workers have finished; then a
-  message is printed.
+- A host that `Blacklist` blocks gets no new worker.
+- A round has at least the minimum number of ranks. It may have fewer only after a worker has finished; then a message
+  is printed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ RESET_LIMIT_STATUS = 3
 
 
 class JobMembership:
-    """The state of a job. Each public method except `next_deadline_s` handles an event, and returns actions.
+    """The state of a job. Each public method except `next_deadline_s` handles an event.
 
-    The actions are to be executed in order. After a `Finish`, events are ignored.
+    It returns the actions that follow, in the order of their execution. After a `Finish`, events are ignored.
 
     Args:
         limits: limits on the membership.
@@ -67,7 +67,7 @@ class JobMembership:
         self._is_over = False  # whether a `Finish` was returned
 
     def hosts_found(self, hosts: Sequence[Host], now_s: float) -> list[Action]:
-        """Handle a new list of all hosts, each listed once."""
+        """Handle a new list of all hosts; each host is listed once."""
         self._hosts = tuple(hosts)
         return self._advance(now_s)
 
@@ -92,7 +92,7 @@ class JobMembership:
         return self._advance(now_s)
 
     def script_failed(self, error: ScriptError, now_s: float) -> list[Action]:
-        """Handle a worker's report that its program exits with an error; terminate it later if it does not exit."""
+        """Handle a worker's report that its program exits with an error. If it does not exit, terminate it later."""
         self._deaths.errors[error.worker] = error
         worker = self._workers.by_name.get(error.worker)
         if worker is not None:
@@ -122,7 +122,8 @@ class JobMembership:
             if worker.may_have_state:
                 # Members that wait to connect to this worker stop waiting.
                 actions.append(Break(self._round, f"{worker.describe()} has exited"))
-            # After the first round has begun, a worker that was in no round has not trained: its end is a death.
+            # Before the first round, status 0 is always a success. Later, a worker that was in no round has not
+            # trained, so its end is a death.
             if returncode == 0 and (worker.may_have_state or not self._round):
                 # As in Horovod, status 0 means that the program has finished. Horovod stops the other ranks at their
                 # next round, and their remaining training is lost; here they train to their own end.
@@ -151,7 +152,8 @@ class JobMembership:
         )
 
     def _add_death(self, death: Death, now_s: float) -> list[Action]:
-        # An error of the program does not end the job by itself: a program that fails on one host may work on others.
+        # A program that fails on one host may work on others. So the job ends at once only if the program reported an
+        # error that a new round cannot repair.
         worker = death.worker
         if self._deaths.ends_job(worker.name):
             return [self._deaths.finish(death)]
@@ -178,7 +180,7 @@ class JobMembership:
         """Return the actions that the current state requires; called after each event."""
         if self._is_over:
             return []
-        # Slots are dropped first, because a worker that has lost its slot does not count towards `max_num_ranks`.
+        # Slots are dropped first, because a worker that has lost its slot no longer counts towards `max_num_ranks`.
         actions = [*self._drop_slots(now_s), *self._start_workers(now_s), *self._stop_late(now_s)]
         actions += self._form_round(now_s)
         return self._cut_after_finish([*actions, *self._announce(), *self._conclude()])
@@ -192,7 +194,7 @@ class JobMembership:
         return actions
 
     def _drop_slots(self, now_s: float) -> list[Action]:
-        """Mark the workers that have lost their slots, and stop those of them that have not joined yet.
+        """Update which workers have lost their slots, and terminate those of them that have not joined yet.
 
         If a host has fewer slots than workers, new workers lose their slots first, and then the highest old ranks.
         """
@@ -211,22 +213,22 @@ class JobMembership:
         return actions
 
     def _start_workers(self, now_s: float) -> list[Action]:
-        """Start a worker on each free slot, unless the job finishes or the last round has enough workers."""
+        """Start a worker on each free slot, unless the job is finishing or no further round would use the worker."""
         is_last_round = bool(self._round) and self._resets_left() <= 0
         if self._is_finishing or (is_last_round and len(self._workers.with_slot()) >= self._limits.min_num_ranks):
             return []
         free = self._list_free(now_s)
-        # The first workers start together, when there are enough slots: their environment describes the whole job.
+        # Wait for enough slots, to start the first workers together: their environment describes the whole job.
         if not self._workers.num_started and len(free) < self._num_needed(now_s):
             return []
         started = [self._workers.start(host, now_s) for host in free]
-        # A leaving worker keeps its slot until it exits, and with it the local rank, which only its replacement gets.
+        # A leaving worker keeps its slot and its local rank until it exits; only its replacement gets them.
         leaving = [worker for worker in self._workers.in_phase(Phase.LEAVING) if worker.host in free]
         placements = plan_placements([*self._workers.with_slot(), *leaving])
         return [Start(worker.name, worker.host, placements[worker.name]) for worker in started]
 
     def _list_free(self, now_s: float) -> list[str]:
-        """Return the host of each slot that may get a worker at `now_s`: twice if two of its slots may."""
+        """Return the hosts on which workers may start at `now_s`, each host once per free slot."""
         free = [host.name for host in self._hosts for _ in range(self._num_free(host, now_s))]
         max_num_ranks = self._limits.max_num_ranks
         return free if max_num_ranks is None else free[: max(0, max_num_ranks - len(self._workers.with_slot()))]
@@ -288,8 +290,8 @@ class JobMembership:
             return []
         chosen = [worker for worker in waiting if not worker.has_lost_slot]
         if self._has_state and not any(worker.serial for worker in chosen):
-            # The workers that have the state have lost their slots. They join one more round, in which the other
-            # workers copy the state from them.
+            # All workers that have the state have lost their slots. They take part in one more round, in which the
+            # other workers copy the state from them.
             chosen = [worker for worker in waiting if not worker.has_lost_slot or worker.may_have_state]
         # New workers do not have the state of the job, so they wait until a worker that was in a round waits too.
         if self._round and chosen and not any(worker.may_have_state for worker in chosen):
@@ -326,7 +328,7 @@ class JobMembership:
         return self._too_few_since_s is not None and self._too_few_since_s + self._limits.elastic_timeout_s <= now_s
 
     def _wait(self, now_s: float) -> list[Action]:
-        """Print that the job waits for slots; end the job if no slot can appear, or if the time is over."""
+        """Print that the job waits for slots. End the job if no slot can appear, or if the time limit has passed."""
         finish = self._conclude()
         if finish or self._is_finishing:
             return finish
@@ -334,8 +336,8 @@ class JobMembership:
         if not self._workers.num_started:  # the first workers start only when there are enough slots
             num_slots += len(self._list_free(now_s))
         if num_slots >= needed:
-            # After failures the time keeps running, because it also limits repeated failures before the first round.
-            # When it is over it stays over, so that `_num_needed` remains the minimum.
+            # After failures the time limit keeps running, because it also limits repeated failures before the first
+            # round. After the limit, do not start it again, so that `_num_needed` remains the minimum.
             if not self._deaths.since_round and not self._has_waited_too_long(now_s):
                 self._too_few_since_s = None
             return []
@@ -353,8 +355,8 @@ class JobMembership:
         return [PrintMessage(f"{text}: waiting for hosts, {self._limits.elastic_timeout_s:g} s at most")]
 
     def _can_grow(self, now_s: float) -> bool:
-        """Return whether more workers may request a rank than wait for one now."""
-        # On a new host, on a slot whose worker does not wait yet or must exit, or on a host blocked for a time.
+        """Return whether a worker that does not wait for a rank now may request one later."""
+        # It may start on a new host, run already, replace a worker that exits, or start on a host whose block ends.
         return (
             self._limits.hosts_can_change
             or len(self._workers.by_name) > len(self._workers.in_phase(Phase.WAITING))
@@ -362,12 +364,12 @@ class JobMembership:
         )
 
     def _fail_job(self, reason: str) -> Finish:
-        """Return the end of a job that cannot continue; its cause is a death, if there was one in this round."""
+        """Return the `Finish` of a job that cannot continue. It names a dead worker as the cause, if there is one."""
         cause = self._deaths.choose_cause()
         return Finish(1, reason) if cause is None else self._deaths.finish(cause, f"; {reason}" if reason else "")
 
     def _deny_rank(self, worker: Worker, now_s: float) -> DenyRank:
-        # Only workers without a slot are not chosen for a round.
+        # Every waiting worker with a slot is chosen for the round, so this one has none.
         assert worker.request is not None
         worker.enter(Phase.LEAVING, now_s)
         return DenyRank(worker.name, worker.request.number, f"its slot on {worker.host} was removed")
@@ -402,14 +404,14 @@ class JobMembership:
     def _conclude(self) -> list[Action]:
         """Return the `Finish` of the job if no remaining worker can continue it, otherwise an empty list."""
         staying = self._workers.staying()
-        # After the first round began, only a worker that was in a round can continue the job.
+        # After the first round has begun, only a worker that was in a round can continue the job.
         if self._round and any(worker.may_have_state for worker in staying):
             return []
-        # Before, the job waits for workers until all have finished, or until the program has failed everywhere.
+        # Before that, the job waits for workers until all have finished, or until the program has failed everywhere.
         have_all_finished = self._is_finishing and not staying
         if not self._round and not have_all_finished and not self._has_failed_everywhere(staying):
             return []
-        # Without a failure since the last round began, all its members have finished.
+        # Without a failure since the last round began, all members of that round have finished.
         if not self._deaths.since_round:
             return [Finish(0)]
         if self._round:

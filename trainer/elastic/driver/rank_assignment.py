@@ -1,6 +1,6 @@
 """Assignment of ranks to the workers of a new round, for `membership`. All functions are pure.
 
-A worker is a process of the job; a round is a period with a fixed assignment of ranks to workers.
+A worker is a process of the job. A round is a period with a fixed assignment of ranks to workers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datasvc.trainer.env.environment import RankPlacement
 def plan_placements(workers: Sequence[Worker]) -> dict[str, RankPlacement]:
     """Return the placement of every worker by its name, in rank order.
 
-    The worker with the newest state gets rank 0: the others copy the state of rank 0, so no committed work is lost.
+    The worker with the newest state gets rank 0. The others copy the state of rank 0, so no committed work is lost.
     Workers with equal states keep the order of their old ranks, and new workers come last. The local rank depends on
     the slot and not on the rank, because programs choose their GPU by the local rank, often before the first round.
     """
@@ -44,7 +44,7 @@ def plan_placements(workers: Sequence[Worker]) -> dict[str, RankPlacement]:
 def _plan_local_ranks(slots: Sequence[int]) -> dict[int, int]:
     """Return the local rank of each slot in use on a host.
 
-    It is the number of the slot if that is below the number of slots in use. The others get the local ranks left.
+    A slot with a number below the number of slots in use gets its own number. The others get what is left.
     """
     unused = sorted(set(range(len(slots))) - set(slots))
     return {slot: slot if slot < len(slots) else unused.pop(0) for slot in sorted(slots)}

@@ -29,12 +29,12 @@ def plan_worker_start(
     """Return the description of the process of a worker, which `RankGroup.start` starts.
 
     Args:
-        start: worker, its host and its expected placement.
+        start: name, host and expected placement of the worker.
         job: job with the command and the settings of remote hosts.
         environ: environment of the launcher.
         listener: listening socket of the job's store.
         num_neighbours: number of ranks that share the processors of the host, this one included.
-        other_hosts: names of the known hosts other than this machine; None if the job uses this machine only.
+        other_hosts: names of the known hosts except this machine; None if the job uses this machine only.
 
     Raises:
         ValueError: a network interface does not exist.

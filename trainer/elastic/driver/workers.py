@@ -10,7 +10,7 @@ from datasvc.trainer.rendezvous.messages import RankRequest
 
 # A worker that must exit has this time; then the driver terminates it.
 _LEAVE_TIME_S = 30.0
-# Without a start timeout, a worker that is this late is not terminated; a note is printed.
+# Without a start timeout, a note is printed after this time, and the worker is not terminated.
 NOTE_TIME_S = 60.0
 
 
@@ -37,7 +37,7 @@ class Worker:
         old_rank: rank in the last round that it was a member of; None before its first round.
         request: its last request for a rank.
         started_s: time when its command began to run; None before that.
-        is_noted: whether a note about its delay was printed, which happens only once.
+        is_noted: whether a note about its delay was printed; there is one note per worker.
         slot_lost_s: time when its slot was removed; None while it has one.
         failing_since_s: time when it reported that it exits with an error; None before that.
         is_stopped: whether `membership` has returned the action to terminate its process.
@@ -144,21 +144,21 @@ class Workers:
     def deadlines(self, *, start_timeout_s: float | None, hang_timeout_s: float) -> list[Deadline]:
         """Return the deadlines of all workers. The arguments are limits of the job; see `Limits`.
 
-        Without a start timeout, the deadlines of workers that start are not binding.
+        Without a start timeout, the deadlines of starting workers are not binding.
         """
         waiting = self.in_phase(Phase.WAITING)
         deadlines = self._start_deadlines(start_timeout_s, [worker.since_s for worker in waiting])
-        # The first request of a member for a new rank ends the round for all members. Empty without such a request.
-        first_request_s = sorted(worker.since_s for worker in waiting if worker.may_have_state)[:1]
+        # The round ends for all members when the first of them requests a new rank. Before that, this list is empty.
+        round_end_s = sorted(worker.since_s for worker in waiting if worker.may_have_state)[:1]
         for worker in self.in_phase(Phase.MEMBER):
             # A member must also leave the round after it has lost its slot.
-            ends_s = first_request_s if worker.slot_lost_s is None else [*first_request_s, worker.slot_lost_s]
+            ends_s = round_end_s if worker.slot_lost_s is None else [*round_end_s, worker.slot_lost_s]
             if ends_s:
-                # Not before the round began: the slot may have been lost earlier.
+                # Count from the begin of the round if the slot was lost earlier.
                 at_s = max(min(ends_s), worker.since_s) + hang_timeout_s
                 deadlines.append(Deadline(at_s, worker, "request a rank"))
         for worker in self.by_name.values():
-            # A worker must exit after the driver has told it to leave, and after it has reported an error.
+            # A worker must exit after the driver has denied it a rank, and after it has reported an error.
             since_s = worker.since_s if worker.phase is Phase.LEAVING else worker.failing_since_s
             if since_s is not None and not worker.is_stopped:
                 deadlines.append(Deadline(since_s + _LEAVE_TIME_S, worker, "exit"))

@@ -1,6 +1,6 @@
 """Pool of fusion buffers, into which tensors are packed so that one collective sends them together.
 
-The pool has at most two buffers per dtype and device. They are reused, and replaced when a longer one is needed.
+The pool has at most two buffers per dtype and device. It replaces a buffer only when a longer one is needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class FusionBuffers:
         If both buffers of this dtype and device are in use, wait until one of them is given back.
 
         Raises:
-            RuntimeError: `fail` was called before or during the wait, so no buffer in use is given back.
+            RuntimeError: `fail` was called before or during the wait. After a failure, a buffer in use may never be
+                given back.
         """
         kind = (dtype, device)
         with self._changed:
@@ -64,7 +65,7 @@ class FusionBuffers:
             self._num_made.clear()
 
     def fail(self, failure: str) -> None:
-        """End all waits of `take`: a call that waits now or would have to wait later raises `failure` as an error."""
+        """Make each `take` that waits, or would have to wait later, raise RuntimeError with the message `failure`."""
         with self._changed:
             self._failure = failure
             self._changed.notify_all()

@@ -22,7 +22,7 @@ class Completions:
     groups may still use tensors, so the caller must destroy these groups.
 
     Args:
-        on_error: called once, with the text of the first error of a completion function. No later function runs.
+        on_error: called with the text of the first error of a completion function. No further function runs then.
     """
 
     def __init__(self, on_error: Callable[[str], None]) -> None:
@@ -42,7 +42,7 @@ class Completions:
             after: completion function, called with the work; an exception in it ends the job.
             is_short: whether to complete the work in the calling thread if the queue is empty; faster for short work.
         """
-        # Needs no lock: only the thread that calls `add` makes the queue longer.
+        # Needs no lock: only the thread that calls `add` makes the queue longer, so an empty queue stays empty here.
         if is_short and not self._pending:
             after(work)
             return

@@ -66,8 +66,8 @@ class Executor:
         """Begin all allreduces, fused, then run the other operations in order.
 
         Args:
-            operations: agreed operations of this rank's process sets, each with this rank's submission. None instead
-                of a submission: this rank has joined, that is, it has declared that it has no more data.
+            operations: agreed operations of this rank's process sets, each with this rank's submission; None if
+                this rank has joined, that is, has declared that it has no more data.
 
         Raises:
             RuntimeError: the group is broken; `finish` is not called for the remaining operations.
@@ -78,8 +78,8 @@ class Executor:
             [(ready, submission or self._neutral_submission(ready)) for ready, submission in allreduces]
         )
         timeline = self._timeline
-        # Of these operations, only a barrier can run without a submission of this rank, which has joined. Then this
-        # rank has nothing to send and no handle to finish.
+        # If this rank has joined, only a barrier can run here. This rank has no submission then, so it has nothing to
+        # send and no handle to finish.
         for ready, submission in operations:
             if ready.request.kind is not CollectiveKind.ALLREDUCE and submission is not None:
                 timeline.begin([ready.key], ready.request.kind.value.upper())

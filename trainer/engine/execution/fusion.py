@@ -17,7 +17,7 @@ from datasvc.trainer.engine.negotiation.requests import Request
 
 @dataclass(frozen=True, slots=True)
 class FusionSlot:
-    """The position of one tensor in its buffer: tensor number `member` of request number `operation`, in elements."""
+    """The place, in elements, of one tensor in its buffer: tensor number `member` of request number `operation`."""
 
     operation: int
     member: int
@@ -44,7 +44,7 @@ class Buffer:
 
     @property
     def operation(self) -> int:
-        """The number of the first request; all of them share process set, reduction, factors and device."""
+        """The number of the first request. All requests have its process set, reduction, factors and device."""
         return self.slots[0].operation
 
 

@@ -1,6 +1,7 @@
-"""Handles and submissions: a handle is the future result of an operation, a submission a request with its tensors.
+"""Handles and submissions of operations.
 
-`job.submit` makes both for each call of a user; the engine finishes the handle.
+A handle is the future result of an operation; a submission is a request with its tensors. `job.submit` makes both for
+each call of a user; the engine finishes the handle.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ class Handle:
         self._finished.wait()
         if self._error is not None:
             raise self._error
-        self._let_current_stream_wait()
+        self._make_current_stream_wait()
         return self._result if self.present is None else self.present(self._result)
 
     def settle(self) -> None:
         """Wait until the operation no longer uses its tensors; ignore its error."""
         self._finished.wait()
-        self._let_current_stream_wait()
+        self._make_current_stream_wait()
 
     def succeed(self, result: Result, cuda_done: tuple[torch.cuda.Event, torch.device] | None = None) -> None:
         """Set the result. On CUDA, `cuda_done` is the CUDA event after which the result is valid, and the device."""
@@ -67,7 +68,7 @@ class Handle:
         self._error = error
         self._finished.set()
 
-    def _let_current_stream_wait(self) -> None:
+    def _make_current_stream_wait(self) -> None:
         """Order later work on torch's current stream after the operation; the host does not wait."""
         if self._cuda_done is None:
             return
@@ -85,7 +86,7 @@ class Submission:
     """A request of one rank with its tensors.
 
     Attributes:
-        request: properties of the operation, for the other ranks.
+        request: properties of the operation, which are sent to the other ranks.
         inputs: tensors that the engine reads.
         outputs: tensors that the engine writes; may be the inputs. Empty if it allocates them, as for allgather.
         result: value that the handle returns: usually the outputs, as one tensor or as a list.

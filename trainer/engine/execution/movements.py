@@ -51,7 +51,7 @@ class Movements:
                 copy_into(tensor, output)
             # An empty tensor is not sent. The shape is the same on all ranks, so all of them skip the collective.
             if output.numel():
-                # `wire` is a copy of an output that is strided, lazily negated, or on a GPU without NCCL.
+                # A strided or lazily negated output is copied, and so is one on a GPU without NCCL.
                 wire = _materialized(output).to(self.transport.wire_device(output.device)).contiguous()
                 self.transport.broadcast(as_bytes(wire), root_rank, ready.request.process_set)
                 copy_into(wire, output)
@@ -65,7 +65,7 @@ class Movements:
         assert sent is not None
         received = [_splits(request)[rank_in_set] for request in ready.requests.values()]
         with self.streams.on_engine_stream(tensor.device, [submission.cuda_ready], [tensor]):
-            # The splits may leave out the last rows.
+            # The splits may leave out the last rows, which are not sent.
             wire = _materialized(tensor[: sum(sent)]).to(self.transport.wire_device(tensor.device)).contiguous()
             output = torch.empty((sum(received), *wire.shape[1:]), dtype=wire.dtype, device=wire.device)
             row_bytes = wire.element_size() * wire.shape[1:].numel()
@@ -111,7 +111,7 @@ class Movements:
 
 
 def _materialized(tensor: Tensor) -> Tensor:
-    """Return a tensor whose memory has its values. A tensor with a lazy negation or conjugation is copied."""
+    """Return the tensor, or a copy if it has a lazy negation or conjugation, which its bytes do not show."""
     return tensor.resolve_conj().resolve_neg()
 
 

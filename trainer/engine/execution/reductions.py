@@ -74,9 +74,9 @@ class Reductions:
     def _begin(
         self, buffer: Buffer, ready: Ready, submissions: Sequence[Submission], finishing: Sequence[Submission]
     ) -> None:
-        """Pack a buffer and begin its allreduce. After the allreduce, unpack it and finish those in `finishing`.
+        """Pack a buffer and begin its allreduce. `slot.operation` of the buffer is an index of `submissions`.
 
-        `slot.operation` of the buffer is an index of `submissions`.
+        After the allreduce, the buffer is unpacked, and the submissions in `finishing` are finished.
         """
         request = ready.request
         inputs = [submissions[slot.operation].inputs[slot.member] for slot in buffer.slots]
@@ -151,8 +151,8 @@ class Reductions:
     def _reduce_by_adasum(self, buffer: Buffer, flat: Tensor) -> None:
         """Replace the tensors of the buffer by their Adasum over all ranks; return when it is complete."""
         transport = self.transport
-        # As in Horovod over NCCL, which alone sends from GPU memory: an average within each node, then Adasum between
-        # the nodes. A place is a participant of Adasum: here a node, otherwise a rank.
+        # A buffer is on a GPU only with NCCL. Then, as in Horovod, average within each node, and combine the nodes by
+        # Adasum. A place is a participant of Adasum: a node in this case, otherwise a rank.
         ranks_per_place = transport.local_size if flat.is_cuda else 1
         if ranks_per_place > 1:
             self._make_node_sets()
@@ -184,7 +184,7 @@ class Reductions:
         return -1 - node  # negative, so that it differs from the number of every process set of users
 
     def _scatter(self, ready: Ready, dtype: torch.dtype, tensor: Tensor, output: Tensor) -> None:
-        """Reduce one tensor over the ranks in a dtype, and store this rank's rows of the result in `output`."""
+        """Reduce one tensor over the ranks in `dtype`, and store this rank's rows of the result in `output`."""
         request, transport = ready.request, self.transport
         # Always copy, because `_scale` and the allreduce below overwrite `wire`.
         wire = tensor.to(transport.wire_device(tensor.device), dtype, copy=True).contiguous()
@@ -205,7 +205,7 @@ class Reductions:
 
 
 def split_rows(num_rows: int, num_ranks: int) -> list[int]:
-    """Return the number of rows of each rank after a reducescatter; the first `num_rows % num_ranks` get one more."""
+    """Return each rank's number of rows in a reducescatter; the first `num_rows % num_ranks` ranks get one more."""
     rows_per_rank, num_longer = divmod(num_rows, num_ranks)
     return [rows_per_rank + (index < num_longer) for index in range(num_ranks)]
 

@@ -27,7 +27,7 @@ class Timeline:
         """Record the beginning of a cycle that has submissions."""
 
     def submitted(self, key: Key, kind: str, rank: int) -> None:
-        """Record that a rank has submitted an operation; the first of its ranks begins the negotiation."""
+        """Record that a rank has submitted an operation; the first rank that does so begins the negotiation."""
 
     def agreed(self, key: Key) -> None:
         """Record the end of the negotiation of an operation."""
@@ -64,13 +64,13 @@ class TraceFile(Timeline):
         self._file.write("[\n")
         self._marks_cycles = marks_cycles
         self._start_ns = time.monotonic_ns()
-        # Events for `_writer`, in lists that belong together; None ends the file.
+        # Lists of events for `_writer`; the events of a list have the same time. None ends the file.
         self._queue: queue.SimpleQueue[list[dict[str, Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         # Each operation has a row. A row is a process (`pid`) of the trace, because viewers group events by process.
         self._rows: dict[Key, int] = {}
-        self._is_negotiating: set[Key] = set()
-        self._has_activity: set[Key] = set()
+        self._negotiating: set[Key] = set()
+        self._with_activity: set[Key] = set()
         self._is_closed = False
         # A separate thread writes, because a slow file system must not delay operations.
         self._writer = threading.Thread(target=self._write, name="trainer-timeline", daemon=True)
@@ -86,8 +86,8 @@ class TraceFile(Timeline):
         events: list[dict[str, Any]] = []
         with self._lock:
             row = self._row(key, events)
-            if key not in self._is_negotiating:
-                self._is_negotiating.add(key)
+            if key not in self._negotiating:
+                self._negotiating.add(key)
                 events.append({"name": f"NEGOTIATE_{kind}", "ph": "B", "pid": row})
             events.append({"name": str(rank), "ph": "X", "dur": 0, "pid": row})
             self._put(events)
@@ -95,8 +95,8 @@ class TraceFile(Timeline):
     def agreed(self, key: Key) -> None:
         """End the range of the negotiation."""
         with self._lock:
-            if key in self._is_negotiating:
-                self._is_negotiating.discard(key)
+            if key in self._negotiating:
+                self._negotiating.discard(key)
                 self._put([{"ph": "E", "pid": self._rows[key]}])
 
     def begin(self, keys: Sequence[Key], phase: str) -> None:
@@ -114,9 +114,9 @@ class TraceFile(Timeline):
         with self._lock:
             for key in keys:
                 row = self._row(key, events)
-                if key in self._has_activity:
+                if key in self._with_activity:
                     events.append({"ph": "E", "pid": row})
-                self._has_activity.add(key)
+                self._with_activity.add(key)
                 events.append({"name": name, "ph": "B", "pid": row})
             self._put(events)
 
@@ -125,8 +125,8 @@ class TraceFile(Timeline):
         events = []
         with self._lock:
             for key in keys:
-                if key in self._has_activity:
-                    self._has_activity.discard(key)
+                if key in self._with_activity:
+                    self._with_activity.discard(key)
                     events.append({"ph": "E", "pid": self._rows[key]})
                 events.append({"ph": "E", "pid": self._rows[key]})
             self._put(events)
@@ -168,8 +168,8 @@ class TraceFile(Timeline):
             for event in events:
                 self._file.write(("" if is_first else ",\n") + json.dumps(event))
                 is_first = False
-            # After a crash the file has all events up to the last time the queue was empty. It lacks the closing
-            # bracket, which viewers do not need.
+            # A crash loses only the events since the queue was last empty. The file then lacks the closing bracket,
+            # which viewers do not need.
             if self._queue.empty():
                 self._file.flush()
         self._file.write("\n]\n")

@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# The dtypes that are sent as another dtype. gloo does not support int16. The wider type also keeps a sum from
+# The dtypes that are reduced as another dtype. gloo does not support int16. The wider type also keeps a sum from
 # overflowing before it is averaged, and can hold a sum of bool values.
 _WIRE_DTYPES: Final = {torch.int16: torch.int32, torch.bool: torch.int32}
 

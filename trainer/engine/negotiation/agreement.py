@@ -12,8 +12,8 @@ from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
 
 _Property = Callable[[Request], object]
 
-# Properties that must be equal on all ranks, each with its title for error messages: for every kind of operation, and
-# below by kind.
+# Properties that must be equal on all ranks, each with its title for error messages. `_EVERY_KIND` has those of every
+# operation, `_BY_KIND` those of one kind.
 _EVERY_KIND: tuple[tuple[str, _Property], ...] = (
     ("operation", lambda request: request.kind.value),
     ("data type", lambda request: _one_or_all(request.dtypes)),

@@ -1,8 +1,8 @@
 """The message that a rank sends to all others in one cycle, and its encoding.
 
 The encoding is JSON, not pickle. It is compact enough, because a cached request is sent as its number in the request
-cache, and an empty message has no bytes. The message is a list: is_leaving, entries and, if one of the two is set,
-failure and tuning.
+cache, and an empty message has no bytes. The message is a list: is_leaving and entries, followed by failure and
+tuning if at least one of them is set.
 """
 
 from __future__ import annotations

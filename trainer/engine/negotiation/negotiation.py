@@ -17,7 +17,7 @@ from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKi
 JOIN: Final = Key(GLOBAL_SET, CollectiveKind.JOIN.value)
 # These kinds can run while some ranks have joined. For an allreduce, those ranks send neutral values.
 _WITH_JOINED: Final = (CollectiveKind.ALLREDUCE, CollectiveKind.BARRIER)
-# These kinds change the joined ranks or the process sets, so they need more than the short path of `advance`.
+# These kinds change the joined ranks or the process sets, so the short path of `advance` cannot handle them.
 _WITH_EFFECT: Final = (CollectiveKind.JOIN, CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET)
 
 
@@ -83,7 +83,7 @@ class Negotiation:
         return dict(self._sets)
 
     def advance(self, submitted: Sequence[Sequence[Request]]) -> list[Outcome]:
-        """Process the new submissions of one cycle, by rank, and return the outcomes of complete operations.
+        """Process the new submissions of one cycle, listed by rank, and return the outcomes of complete operations.
 
         Returns:
             The outcomes in the order in which the operations become complete if ranks are processed in rank order.
@@ -144,7 +144,7 @@ class Negotiation:
 
     def _add(self, rank: int, request: Request) -> list[Outcome]:
         """Add a request to its operation, and return the outcomes if the operation is now complete."""
-        # The set was removed after the rank submitted this request.
+        # The set may have been removed after the rank submitted this request.
         if request.process_set not in self._sets:
             return [Refused(request.key, f"{request.key.describe()}: the process set was removed", {rank: request})]
         by_rank = self._pending.setdefault(request.key, {})
@@ -154,9 +154,9 @@ class Negotiation:
         return self._settle(request.key)
 
     def _join(self, rank: int, request: Request) -> list[Outcome]:
-        """Mark a rank as joined, and return the outcomes of the operations that now are complete."""
+        """Mark a rank as joined, and return the outcomes of the operations that are complete now."""
         self._joined[rank] = request
-        # This rank may be the last one that pending operations have waited for.
+        # Pending operations may have waited for this rank only.
         outcomes = [outcome for key in list(self._pending) for outcome in self._settle(key)]
         if len(self._joined) == self._num_ranks:
             joined, self._joined = self._joined, {}
