@@ -76,7 +76,10 @@ def placement_variables(placement: RankPlacement) -> dict[str, str]:
 
 
 def choose_gloo_interface(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return Gloo's variable for the network interface, from Horovod's; {} if Gloo's is set or Horovod's is not."""
+    """Return the variable that makes Gloo use the network interface in Horovod's variable.
+
+    The result is {} if Horovod's variable is not set, or Gloo's is set already.
+    """
     name = environ.get("HOROVOD_GLOO_IFACE")
     return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in environ else {}
 
@@ -96,10 +99,10 @@ def configure_logging(environ: Mapping[str, str]) -> None:
         raise ValueError(f"HOROVOD_LOG_LEVEL must be one of {', '.join(_LOG_LEVELS)}, not {level!r}")
     logger = logging.getLogger("datasvc.trainer")
     logger.setLevel(_LOG_LEVELS[level.upper()])
-    # An earlier call of this function may have added the handler; a second handler would print each line twice.
+    # The program or an earlier call may have added a handler; a second handler would print each line twice.
     if logger.hasHandlers():
         return
-    # Lines have the time unless one of two variables turns it off; without HOROVOD_LOG_TIMESTAMP, it counts as on.
+    # Lines have the time unless one of two variables turns it off. HOROVOD_LOG_TIMESTAMP is on by default.
     has_timestamp = _is_on({"HOROVOD_LOG_TIMESTAMP": "1", **environ}, "HOROVOD_LOG_TIMESTAMP")
     hides_time = _is_on(environ, "HOROVOD_LOG_HIDE_TIME") or not has_timestamp
     handler = logging.StreamHandler()
@@ -110,7 +113,7 @@ def configure_logging(environ: Mapping[str, str]) -> None:
 
 def _read_cross(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Return the cross rank and the cross size from the launcher's variables; None if they are not set."""
-    # These variables take precedence over a computation, which is wrong if nodes have different numbers of ranks.
+    # Without these variables, `read_placement` must assume that all nodes have the same number of ranks.
     for names in (("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE")):
         if all(name in environ for name in names):
             cross_rank, cross_size = (parse_whole(environ[name], name) for name in names)

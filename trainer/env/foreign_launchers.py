@@ -18,7 +18,7 @@ from collections.abc import Mapping
 
 from datasvc.trainer.env.slurm import expand_node_list, expand_task_counts, is_task
 
-# These ports are below the ephemeral range of Linux, 32768 and above: any process may get an ephemeral port.
+# Linux gives ports from 32768 on to any process that asks for a free port, so these ports are below.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 # torchrun's names, and Open MPI's names of the same variables.
 _MPI = {

@@ -57,7 +57,7 @@ def expand_task_counts(text: str, num_nodes: int) -> list[int]:
 
 
 def _list_counts(text: str) -> list[int]:
-    """Return the numbers of a list of tasks per node, with repeated ones; for errors, see `expand_task_counts`."""
+    """Return the numbers in a list of tasks per node; `4(x2)` gives 4 twice. For errors, see `expand_task_counts`."""
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part.strip())

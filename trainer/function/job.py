@@ -194,7 +194,7 @@ def _choose_error(failure: JobFailure, server: CallServer) -> BaseException:
         return causes[0]
     if errors and not is_cause_unreported:
         return errors[0]
-    # The rank that failed first has sent no exception, for example because it was killed; or no rank has sent one.
+    # The rank that failed first has sent no exception, for example because it was killed.
     return HorovodInternalError(failure.describe())
 
 
@@ -218,7 +218,7 @@ def _check_controller(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: 
 
 def _choose_elastic_error(failure: JobFailure, server: CallServer) -> BaseException:
     """Return the exception of the worker (a process of an elastic job) whose failure ended the job."""
-    # The job has continued after the exceptions of other workers.
+    # The exceptions of other workers are not the cause: the job continued after them.
     errors = [answer for answer in server.errors if answer.worker is not None and answer.worker == failure.worker]
     return unpickle_error(errors[-1]) if errors else HorovodInternalError(failure.describe())
 

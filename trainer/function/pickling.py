@@ -23,7 +23,7 @@ class RankTracebackError(Exception):
     """The traceback of a rank as text; the cause of the exception from that rank."""
 
     def __init__(self, rank: int, text: str) -> None:
-        # Python prints the message after the name of this class; the line breaks separate the traceback from it.
+        # Python prints the name of this class before the message; the line breaks separate the two.
         super().__init__(f"\n\non rank {rank}:\n{text}")
 
 
@@ -31,10 +31,10 @@ class RankTracebackError(Exception):
 class CallResult:
     """The message by which a rank reports the result or the exception of the call.
 
-    If `text` is empty, `content` is the pickled result. Otherwise `text` is the traceback, and `content` the pickled
-    exception, or None if it cannot be pickled. `worker` is the name of the process in an elastic job, where its rank
-    may change; None in any other job. `has_left` is True if the function ended the process with status 0 instead of
-    returning.
+    If `text` is empty, `content` is the pickled result. Otherwise `text` is the traceback, and `content` is the
+    pickled exception, or None if the exception cannot be pickled. `worker` is the name of the process in an elastic
+    job, where the rank may change; None in any other job. `has_left` is True if the function ended the process with
+    status 0 instead of returning.
     """
 
     rank: int
@@ -115,8 +115,8 @@ def unpickle_error(answer: CallResult) -> BaseException:
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
-    # To unpickle an exception, pickle calls its class with `args`, which fails if the constructor takes others. So
-    # unpickle each candidate here as a test.
+    # pickle rebuilds an exception as `type(error)(*error.args)`, which fails if the constructor has other parameters.
+    # So unpickle each candidate here as a test.
     for candidate in (error, _ExceptionParts(error)):
         # The code of third-party exceptions may raise anything.
         with contextlib.suppress(Exception):

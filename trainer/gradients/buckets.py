@@ -64,7 +64,7 @@ def plan_groups(
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[list[int]]:
-    """Make each group of parameters a bucket (one bucket per kind), and group the other parameters by size.
+    """Make one bucket of each group (one per kind of its parameters), and group the other parameters by size.
 
     Args:
         sizes_bytes: size of the gradient of each parameter.

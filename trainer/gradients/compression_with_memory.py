@@ -52,7 +52,7 @@ class CompressionWithMemory(ABC):
         raise ValueError(f"{self} stores the unsent part of gradients, so only DistributedOptimizer can use it")
 
     def check(self, op: ReduceOp) -> None:
-        """Check that the reduction is linear: error feedback adds the parts of one gradient in different steps.
+        """Check that the reduction is linear, because error feedback sends one gradient in parts, in several steps.
 
         Raises:
             ValueError: `op` is neither Average nor Sum.

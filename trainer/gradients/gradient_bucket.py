@@ -66,7 +66,7 @@ class Bucket(ABC):
         self.parameters = dict(parameters)
         self.reduction = reduction
         self.is_launched = False
-        self._filled: set[int] = set()
+        self._filled: set[int] = set()  # positions of the gradients that were added in this step
         self._handle: Handle | None = None
 
     def add(self, position: int) -> None:
@@ -122,7 +122,7 @@ class Bucket(ABC):
 
     def _assign(self, position: int, gradient: Tensor) -> None:
         parameter = self.parameters[position]
-        # A parameter that was frozen after its bucket was planned is sent only because the other ranks expect it.
+        # Skip a parameter that was frozen after its bucket was planned; it was sent only for the other ranks.
         if parameter.requires_grad:
             parameter.grad = gradient
 
@@ -176,7 +176,7 @@ class DenseBucket(Bucket):
         if self._flat is None:
             self._allocate()
         if not self._filled:
-            # Compute them in each step, because the number of ranks can change between the steps of an elastic job.
+            # Compute the factors in each step: the number of ranks can change between the steps of an elastic job.
             self._factors = self.reduction.factors()
         parameter, view, factor = self.parameters[position], self._views[position], self._factors[0]
         gradient = parameter.grad

@@ -24,7 +24,7 @@ from datasvc.trainer.gradients.gradient_bucket import Bucket, DenseBucket, Gradi
 from datasvc.trainer.gradients.single_gradients import CompressedBucket, SparseGradient
 from datasvc.trainer.job import runtime
 
-# The compressors that only convert the dtype, with the dtype of their `DenseBucket`; None for that of the parameters.
+# The compressors that only convert the dtype, with the dtype of their `DenseBucket`. None is the parameters' dtype.
 # The copy into the bucket does the conversion. Any other compressor needs a `CompressedBucket`.
 _FLAT_DTYPES: Mapping[type[Compressor], torch.dtype | None] = {
     Compression.none: None,
@@ -81,7 +81,7 @@ class GradientReducer:
         self._exchange = exchange
         self._num_passes = dict.fromkeys(parameters, 0)
         trainable = {i: parameter for i, parameter in parameters.items() if parameter.requires_grad}
-        # A parameter with sparse gradients gets a bucket of its own, unless they are sent as dense tensors.
+        # A parameter with sparse gradients gets a bucket of its own, unless its gradients are sent as dense tensors.
         gathered = frozenset() if exchange.sparse_as_dense else exchange.sparse
         self._buckets = self._make_buckets({i: p for i, p in trainable.items() if i not in gathered})
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
@@ -126,7 +126,7 @@ class GradientReducer:
         self._hooks = []
 
     def count_pass(self, position: int) -> None:
-        """Count a backward pass of this parameter; the last pass completes its gradient.
+        """Count a backward pass of this parameter. After the last pass, add its gradient to the bucket.
 
         Raises:
             AssertionError: there were more passes than `passes_per_step`.
@@ -184,8 +184,7 @@ class GradientReducer:
             return
         for position in self._exchange.sparse & self._bucket_of.keys():
             parameter = self._parameters[position]
-            # Always one sparse dimension, although the local gradient may have had more: all ranks must store the
-            # same elements.
+            # Use one sparse dimension, even if the local gradient had more: all ranks must store the same elements.
             if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad = parameter.grad.to_sparse(1)
 

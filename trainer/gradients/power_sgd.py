@@ -172,7 +172,7 @@ class _PowerSGDBucket(Bucket):
         return _Factors(matrix, matrix @ right, right)
 
     def _basis(self, position: int, matrix: Tensor) -> Tensor:
-        """Return the basis of the last step, or a random basis if there is none or it is zero."""
+        """Return the basis of the last step, or a random basis if that of the last step is missing or zero."""
         # The random basis must be equal on all ranks, because their left factors are summed.
         generator = torch.Generator().manual_seed(hash((self._settings.seed, position)) % 2**63)
         shape = (matrix.shape[1], min(self._settings.rank, *matrix.shape))

@@ -33,8 +33,8 @@ class SparseGradient(Bucket):
         (parameter,) = self.parameters.values()
         gradient = parameter.grad
         if gradient is None or not gradient.is_sparse:
-            # A missing gradient is sent as an empty sparse tensor. A dense gradient does not come from the model: it
-            # is the zeros that `broadcast_optimizer_state` sets before the first step.
+            # A missing gradient is sent as an empty sparse tensor. A dense gradient does not come from the model:
+            # `broadcast_optimizer_state` sets it to zeros before the first step.
             gradient = empty_sparse_like(parameter) if gradient is None else gradient.to_sparse(1)
         return gather_sparse(gradient, name=self.name, process_set=self.reduction.process_set)
 

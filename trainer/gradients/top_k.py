@@ -22,11 +22,11 @@ from datasvc.trainer.job.submit import submit_allgather
 
 @dataclass(frozen=True)
 class TopK(CompressionWithMemory):
-    """Compression that sends the largest absolute values of each parameter, with their indices, in each step.
+    """Compression that sends, for each parameter, the gradient values of largest magnitude and their indices.
 
     Traffic grows with the number of ranks: each rank receives a fraction `ratio * size()` of the values, with an
-    index of 4 bytes for each. A step fails if a rank has joined, because joined ranks do not take part in the
-    allgather that this compression uses.
+    index of 4 bytes for each. A step fails if a rank has joined (it has no more data), because such a rank
+    does not take part in the allgather that this compression uses.
 
     Args:
         ratio: fraction of the values of a parameter to send; at least one value is sent.
@@ -100,7 +100,7 @@ class _TopKBucket(Bucket):
     def _take(self, position: int) -> None:
         memory = self._memory.setdefault(position, {})
         residual = with_residual(self.parameters[position], memory).contiguous()
-        # `take_largest` removes the sent values from the residual, which keeps the unsent part of the gradient.
+        # `take_largest` removes the sent values, so `residual` then is the unsent part of the gradient.
         self._chosen[position] = take_largest(residual, self._ratio)
         memory[RESIDUAL] = residual
 

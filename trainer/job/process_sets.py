@@ -1,7 +1,7 @@
 """Process sets: subsets of the ranks that run operations among themselves.
 
 A process set has a number only while it is added to the job of this process. `runtime` clears the numbers when the
-job ends. Functions import `submit` inside, because `submit` imports this module.
+job ends. The import of `submit` is inside functions, because `submit` imports this module.
 """
 
 from __future__ import annotations

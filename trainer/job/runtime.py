@@ -1,6 +1,6 @@
 """The job of this process: `init` joins it, `shutdown` leaves it. Between the two, the process has one engine.
 
-`init` and `shutdown` import `process_sets` inside, because `process_sets` imports this module.
+`init` and `shutdown` import `process_sets` inside their bodies, because `process_sets` imports this module.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def init(
 ) -> None:
     """Join the job that the environment describes, or a job of one rank if it describes none.
 
-    Every rank calls this; it returns when all ranks have called it. It creates the default process group of
-    torch.distributed if there is none (gloo, and NCCL where each rank has a GPU). A second call before `shutdown` has
+    Every rank calls this function, which returns when all ranks have called it. If torch.distributed has no default
+    process group, `init` creates one (gloo, and NCCL where each rank has a GPU). A second call before `shutdown` has
     no effect.
 
     Args:
@@ -163,7 +163,7 @@ def is_elastic() -> bool:
 
 
 def num_inits() -> int:
-    """Return how often this process has joined a job. The numbering of unnamed operations restarts at each join."""
+    """Return how often this process has joined a job. Each time, the numbering of unnamed operations restarts."""
     return _num_inits
 
 
@@ -247,7 +247,7 @@ def _check_comm(comm: Sequence[int] | None, placement: RankPlacement) -> None:
 
 
 def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transport, bool]:
-    """Connect this rank of a static job; return its transport, and whether this created the default process group.
+    """Connect this rank of a static job. Return its transport, and whether the default group was created here.
 
     Raises:
         ValueError: the existing default process group has another rank or size than the environment.
@@ -270,7 +270,7 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
         # Destroy our group, because a retry would treat it as one that the user created.
         if owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
-        # This subclass of RuntimeError says already which ranks are missing.
+        # This subclass of RuntimeError already names the ranks that are missing.
         if isinstance(error, HorovodInternalError):
             raise
         raise HorovodInternalError(f"rank {placement.rank} could not connect to the other ranks: {error}") from error

@@ -70,7 +70,7 @@ def submit_allreduce(
         is_grouped: whether the tensors form one operation with a buffer of its own.
         is_prescaled: whether the inputs are multiplied by `prescale_factor` already; only for grouped operations.
         process_set: ranks that take part.
-        layout: checksum of the memory layout of the inputs; ranks with different ones get an error. 0 for no check.
+        layout: checksum of the memory layout of the inputs, which must be equal on all ranks; 0 for no check.
 
     Raises:
         ValueError: there is no tensor, a dtype that cannot be reduced, a sparse tensor, or tensors on different
@@ -233,7 +233,7 @@ def choose_name(kind: CollectiveKind, name: str | None) -> str:
 
 
 def restart_names() -> None:
-    """Restart the numbering of unnamed operations after a join: ranks that joined early have counted fewer."""
+    """Restart the numbering of unnamed operations after a join, because ranks that joined early counted fewer."""
     counts = _current_counts()
     counts.num_joins += 1
     counts.counters.clear()

@@ -32,8 +32,8 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, methods: type) -> Any:
     subclass: Any = type(base.__name__, (methods, base), {})
     # Do not call the constructor, because it would create new state and parameter groups.
     wrapped = subclass.__new__(subclass)
-    # Do not copy "step": a learning-rate scheduler stores a bound step() in the optimizer's __dict__, which would
-    # hide the step() of `methods`.
+    # Do not copy "step": a learning-rate scheduler stores a bound step() in the optimizer's __dict__. A copy
+    # of it would hide the step() of `methods`.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return wrapped
 
@@ -105,8 +105,8 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
             self._combine(parameters, old_values)
         return loss
 
-    # Because of this attribute, torch does not wrap step() in profiling and user hooks. It has wrapped the step() of
-    # the base class already.
+    # With this attribute, torch does not add profiling and user hooks to step(). The step() of the base class, which
+    # this one calls, has them already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _combine(self, parameters: list[Tensor], old_values: list[Tensor]) -> None:

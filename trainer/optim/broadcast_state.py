@@ -94,8 +94,8 @@ def broadcast_optimizer_state(
 ) -> None:
     """Make the state and options of the optimizer equal to those of the root.
 
-    Existing tensors are overwritten in place; scalars and tuples keep their types. State that only the root has, as
-    after it has restored a checkpoint, is created on the other ranks; state that the root does not have is removed.
+    Existing tensors are overwritten in place; scalars and tuples keep their types. State that only the root has,
+    for example from a checkpoint, is created on the other ranks. State that the root does not have is removed.
     As in Horovod, parameters without a gradient get a gradient of zeros. Residuals of a compression (unsent parts of
     gradients) stay on their rank.
 
@@ -120,7 +120,7 @@ def broadcast_optimizer_state(
             parameter.grad = torch.zeros_like(parameter)
     # First broadcast the values without the tensors, so that all ranks prepare tensors of the root's shapes. Then
     # broadcast the tensors.
-    # The state of each parameter, then the options of each group; the other lists below have the same order.
+    # `local_values` has the state of each parameter, then the options of each group; the lists below have this order.
     local_values = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
     local_values += [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
     described = [_describe(values) for values in local_values]
@@ -180,7 +180,7 @@ def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], de
         if isinstance(value, _TensorDescription):
             local = local_values.get(key)
             fits = isinstance(local, Tensor) and (local.shape, local.dtype) == (value.shape, value.dtype)
-            # Use the device of the parameter, unless the root keeps the tensor on the host, such as a step counter.
+            # The root may keep a tensor, such as a step counter, on the host. Others are on the parameter's device.
             tensor_device = torch.device("cpu") if value.is_on_host else device
             prepared[key] = local if fits else torch.empty(value.shape, dtype=value.dtype, device=tensor_device)
     return prepared

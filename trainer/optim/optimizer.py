@@ -80,7 +80,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
         compression.check(op)
     names = name_parameters(optimizer, named_parameters)
     passes = _checked_passes(backward_passes_per_step)
-    # A single rank has nothing to combine, so the other wrapper is enough for Adasum too.
+    # A single rank has nothing to combine, so `_DistributedOptimizer` is enough for Adasum too.
     if op is ReduceOp.ADASUM and (runtime.size() > 1 or runtime.is_elastic()):
         return make_adasum_optimizer(optimizer, compression, process_set, names=names, passes_per_step=passes)
     reduction = GradientReduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set)
@@ -155,7 +155,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Make `step` use the gradients without combining them, inside the block."""
+        """Make `step` use the gradients as they are inside the block, without combining them."""
         self._should_synchronize = False
         try:
             yield
@@ -163,7 +163,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Wait for the combined gradients, then make a step. With a closure, combine them after each of its calls."""
+        """Combine the gradients, then make a step. With a closure, combine them after each call of the closure."""
         # A closure computes the gradients inside of `step`, possibly several times, as for LBFGS.
         if closure is not None and self._reducer is not None and self._should_synchronize:
             return super().step(self._synchronizing(closure))
@@ -181,8 +181,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         # Do not call step(None), because the step of some optimizers takes no argument.
         return super().step(closure) if closure is not None else super().step()
 
-    # Because of this attribute, torch does not wrap step() in profiling and user hooks. It has wrapped the step() of
-    # the base class already.
+    # With this attribute, torch does not add profiling and user hooks to step(). The step() of the base class, which
+    # this one calls, has them already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
@@ -209,8 +209,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a state, as the base class does, and discard accumulated gradients.
 
-        The residuals of a compression are restored only on the rank that saved them, and in the process that saved
-        them even if its rank has changed. Other ranks ignore them.
+        The residuals of a compression are restored on the rank that saved them, and also in the process that saved
+        them, whose rank may have changed. Other ranks ignore the residuals.
         """
         if self._reducer is not None:
             self._reducer.reset()  # gradients from before the load must not enter the next step
@@ -285,7 +285,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reducer = self._hook_parameters(parameters, self._reducer_name)
         new_positions = sorted(trainable - covered)
         if new_positions:
-            # The new reducer was not hooked during this backward pass, so a temporary one sends the new gradients.
+            # The new reducer has missed this backward pass, so a temporary reducer sends the new gradients.
             new_parameters = [parameters[position] for position in new_positions]
             temporary_reducer = self._hook_parameters(new_parameters, f"{self._reducer_name}.late")
             temporary_reducer.finish()

@@ -1,4 +1,4 @@
-"""Numbers distributed optimizers and `SyncBatchNorm` modules, so that each has names of its own for its operations.
+"""Gives each distributed optimizer and `SyncBatchNorm` module a number, which is part of the names of its operations.
 
 An object must have the same number on all ranks. The numbers count creations, not live objects, because garbage
 collection happens at different times on different ranks. In an elastic job, ranks that start later have created fewer

@@ -48,7 +48,7 @@ class Arrivals:
         self.is_over = False
 
     def find_late(self, *, now_s: float, started: Collection[int], called: Collection[int]) -> LateRanks | None:
-        """Return the ranks that are late, or None. Each missing step is returned once.
+        """Return the ranks that are late, or None. Each missing step is reported only once.
 
         Args:
             now_s: current time.

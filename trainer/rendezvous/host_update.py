@@ -1,4 +1,4 @@
-"""The exceptions and values by which a rank learns that the hosts of its elastic job have changed.
+"""The exceptions and values that report a change of the hosts to a rank of an elastic job.
 
 The module does not import torch, so that it loads fast.
 """

@@ -56,7 +56,7 @@ class Break:
 
 @dataclass(frozen=True)
 class Announce:
-    """Send a notice that hosts have changed to members of the current round."""
+    """Send members of the current round a notice that hosts have changed."""
 
     notice: Notice
     workers: tuple[str, ...]

@@ -23,7 +23,7 @@ class Limits:
     """Limits on the membership of an elastic job.
 
     Args:
-        first_num_ranks: number of ranks for which the start of the first round waits.
+        first_num_ranks: number of ranks that the first round waits for.
         min_num_ranks: minimum number of ranks of a round.
         max_num_ranks: maximum number of ranks; further slots stay empty. None for no limit.
         elastic_timeout_s: maximum time to wait for slots while there are too few; then the job ends.

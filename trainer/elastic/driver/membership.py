@@ -42,9 +42,10 @@ RESET_LIMIT_STATUS = 3
 
 
 class JobMembership:
-    """The state of a job. Each public method except `next_deadline_s` handles an event.
+    """The state of a job.
 
-    It returns the actions that follow, in the order of their execution. After a `Finish`, events are ignored.
+    Each public method except `next_deadline_s` handles an event, and returns the actions to execute, in order. Events
+    after a `Finish` are ignored.
 
     Args:
         limits: limits on the membership.
@@ -196,7 +197,7 @@ class JobMembership:
     def _drop_slots(self, now_s: float) -> list[Action]:
         """Update which workers have lost their slots, and terminate those of them that have not joined yet.
 
-        If a host has fewer slots than workers, new workers lose their slots first, and then the highest old ranks.
+        If a host has fewer slots than workers, new workers lose their slots first, then those with the highest ranks.
         """
         slots = {host.name: host.num_slots for host in self._hosts}
         actions: list[Action] = []
@@ -213,7 +214,7 @@ class JobMembership:
         return actions
 
     def _start_workers(self, now_s: float) -> list[Action]:
-        """Start a worker on each free slot, unless the job is finishing or no further round would use the worker."""
+        """Start a worker on each free slot, unless the job is finishing, or has enough workers for its last round."""
         is_last_round = bool(self._round) and self._resets_left() <= 0
         if self._is_finishing or (is_last_round and len(self._workers.with_slot()) >= self._limits.min_num_ranks):
             return []

@@ -46,15 +46,15 @@ def plan_worker_start(
     elif other_hosts is not None:
         # One other host is enough to find the network interface through which all hosts reach this machine.
         addresses = list_addresses(other_hosts[:1], job.remote.network_interfaces)
-    # The name of a worker is `host:slot:number`. The host is removed first, because it may contain colons (IPv6).
-    slot, _, number = start.worker.removeprefix(f"{start.host}:").partition(":")
+    # A worker's name is `host:slot:seniority`. Remove the host first, because it may contain colons (IPv6).
+    slot, _, seniority = start.worker.removeprefix(f"{start.host}:").partition(":")
     return plan_rank_start(
         job,
         HostedRank(start.host, start.placement),
         inherited | {WORKER_VARIABLE: start.worker, "HOROVOD_ELASTIC": "1"},
         worker_id=start.worker,
         label=f"{start.host}:{slot}",
-        folder_name=f"worker.{start.host}.{slot}.{number}",
+        folder_name=f"worker.{start.host}.{slot}.{seniority}",
         num_neighbours=num_neighbours,
         port=listener.getsockname()[1],
         addresses=addresses,

@@ -47,7 +47,7 @@ class FusionBuffers:
                 self._num_made[kind] = self._num_made.get(kind, 0) + 1
                 buffer = torch.empty(0, dtype=dtype, device=device)
         if buffer.numel() < num_elements:
-            # Replace the buffer. This soon stops, because each training step needs the same sizes.
+            # Replace the buffer by a longer one. This soon stops, because each training step needs the same sizes.
             buffer = torch.empty(num_elements, dtype=dtype, device=device)
         return buffer[:num_elements]
 

@@ -33,7 +33,7 @@ class RequestCache:
         return self._requests[number]
 
     def remember(self, request: Request) -> None:
-        """Store a request under the number of its key, or else a new number, or else that of the oldest request."""
+        """Store a request. A new key gets a new number or, in a full cache, that of the oldest request."""
         key = request.key
         if self._capacity == 0:
             return

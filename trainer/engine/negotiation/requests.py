@@ -57,8 +57,8 @@ class Request:
     """The request of one rank for one named operation.
 
     Attributes:
-        name: name of the operation, unique among those of the process set in flight.
-        dtypes, shapes: one entry per tensor: one tensor, or several if `is_grouped`.
+        name: name of the operation; no other operation in flight of the same process set has this name.
+        dtypes, shapes: one entry per tensor; only a grouped operation may have several tensors.
         device_type: device of the tensors, such as "cuda".
         reduce_op, prescale_factor, postscale_factor: reduction, and the factors before and after it (allreduce,
             reducescatter).
