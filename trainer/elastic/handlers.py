@@ -145,7 +145,7 @@ def set_handler_registry(registry: Registry) -> None:
 
 
 def choose_handler(value: Any) -> StateHandler | None:
-    """Return a new handler for a value; None if the value is a plain attribute, which `ObjectState` copies."""
+    """Return a new handler for a value; None for a plain attribute, because `ObjectState` copies such a value."""
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)

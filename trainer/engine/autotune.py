@@ -78,8 +78,8 @@ class Autotuner:
         self._num_bytes, self._since_s = 0, now_s
         if len(self._samples) < _NUM_WARMUPS + _NUM_SAMPLES:
             return False
-        # The first sample is left out, because some of its operations ran with the previous values. Of the others the
-        # median is used, so that one sample with a pause has no effect.
+        # The first sample is left out, because some of its operations ran with the previous values. The median of the
+        # other samples is used, so that one sample with a pause has no effect.
         self._score(median(self._samples[_NUM_WARMUPS:]))
         self._samples = []
         return True

@@ -35,14 +35,14 @@ from datasvc.trainer.errors import HorovodInternalError
 
 logger = logging.getLogger(__name__)
 
-# Maximum pauses of an idle rank between two exchanges, in cycles. The second one applies while no operation can run
-# before this rank submits one.
+# Maximum pauses of an idle rank between two exchanges, in cycles. `_MAX_UNNEEDED_CYCLES` applies while no operation
+# can run before this rank submits one.
 _MAX_IDLE_CYCLES = 5.0
 _MAX_UNNEEDED_CYCLES = 50.0
 
 
 class Engine:
-    """The engine of one rank, from its construction until `close`. Owns the transport.
+    """The engine of one rank. It runs from its construction until `close`, and owns the transport.
 
     Args:
         transport: connection to the other ranks; every rank constructs an engine.
@@ -61,7 +61,7 @@ class Engine:
         self._clock = clock
         self._negotiation = Negotiation(transport.size)
         self.process_sets: Mapping[int, tuple[int, ...]] = self._negotiation.process_sets
-        """Global ranks of each process set that every rank has added, by its number."""
+        """Global ranks of each process set that every rank has added, by the number of the set."""
         self._cache = RequestCache(settings.cache_capacity)
         self._stall_watch = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s)
         self._timeline = Timeline()
@@ -88,7 +88,7 @@ class Engine:
             cuda_device=self._choose_cuda_device,
         )
         self._executor.set_fusion(settings.fusion_bytes)
-        # A daemon thread: Python joins other threads before it runs the exit handler that closes the engine.
+        # A daemon thread, because Python waits for other threads before the exit handler that closes the engine runs.
         self._thread = threading.Thread(target=self._run, name="trainer-engine", daemon=True)
         self._thread.start()
 
@@ -219,13 +219,13 @@ class Engine:
             # This rank must be in the exchange when the others submit: a pause would delay the operation.
             return 0.0
         if not awaits_others and len(self.process_sets) == 1:
-            # Every operation needs all ranks, so none can run before this rank submits one, which ends the pause.
+            # Every operation needs all ranks, so it cannot run before this rank submits it. That ends the pause.
             return self._cycle_time_s * _MAX_UNNEEDED_CYCLES
         # The pause begins with half a cycle and doubles. The exponent is limited, so that the power cannot overflow.
         return self._cycle_time_s * min(_MAX_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
 
     def _settle(self, outcomes: Sequence[Outcome]) -> None:
-        """Run the operations that are ready, and fail this rank's submissions of those that are refused."""
+        """Run the operations that are ready, and fail this rank's submissions to refused operations."""
         operations = []
         for outcome in outcomes:
             self._timeline.agreed(outcome.key)
@@ -283,7 +283,7 @@ class Engine:
             self._changed.notify()
 
     def _raise_failure(self) -> None:
-        """Raise the failure of a reduction in the engine's thread, which ends the job."""
+        """If a reduction has failed, raise its failure in the engine's thread, which then ends the job."""
         if self._reduction_failure is not None:
             self._activity = "a reduction"
             raise RuntimeError(self._reduction_failure)

@@ -40,7 +40,7 @@ class Tuner:
         return self._autotuner.tuning
 
     def observe(self, requests: Sequence[Request]) -> None:
-        """Record the operations of one cycle, which have begun. Only the bytes of allreduces count."""
+        """Record the operations that have begun in one cycle. Only the bytes of allreduces count."""
         num_bytes = sum(
             prod(shape) * wire_dtype(dtype).itemsize
             for request in requests

@@ -199,7 +199,7 @@ def _choose_error(failure: JobFailure, server: CallServer) -> BaseException:
 
 
 def _merge_aliases(older: str, older_value: T | None, newer: str, value: T | None) -> T | None:
-    """Return the value of an argument that has two names. Raise ValueError if they have different values."""
+    """Return the value of an argument that has two names. Raise ValueError if the names have different values."""
     if older_value is not None and value is not None and older_value != value:
         raise ValueError(f"{older}={older_value!r} is the older name of {newer}={value!r}: give one of them")
     return older_value if value is None else value

@@ -45,7 +45,7 @@ class CallResult:
 
 
 def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
-    """Return a pickle of a function and its arguments, which `call_pickled` runs.
+    """Return a pickle of a function and its arguments, for `call_pickled`.
 
     Raises:
         TypeError: the function or an argument cannot be pickled.

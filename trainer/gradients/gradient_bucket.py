@@ -65,7 +65,7 @@ class Bucket(ABC):
         self.name = name
         self.parameters = dict(parameters)
         self.reduction = reduction
-        self.is_launched = False
+        self.is_launched = False  # whether the bucket was sent in this step
         self._filled: set[int] = set()  # positions of the gradients that were added in this step
         self._handle: Handle | None = None
 

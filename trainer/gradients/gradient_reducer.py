@@ -179,7 +179,7 @@ class GradientReducer:
             self._move_to_sparse_bucket(position)
 
     def _make_sparse_again(self) -> None:
-        """Convert dense gradients back to the sparse form of the model, which SparseAdam requires."""
+        """Convert dense gradients back to sparse ones, because SparseAdam requires these."""
         if not self._exchange.sparse_as_dense:
             return
         for position in self._exchange.sparse & self._bucket_of.keys():

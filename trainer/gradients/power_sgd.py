@@ -35,7 +35,7 @@ class PowerSGD(CompressionWithMemory):
     """Low-rank compression of gradients, with warm start and error feedback.
 
     Args:
-        rank: number of columns of the two matrices.
+        rank: rank of the approximation: the number of columns of both matrices.
         start_iteration: number of initial steps without compression, because gradients change fast in these steps.
         min_compression_rate: smallest compression ratio at which a parameter is compressed.
         seed: seed of the first basis, which is random because there is no right matrix of an earlier step.
@@ -172,7 +172,7 @@ class _PowerSGDBucket(Bucket):
         return _Factors(matrix, matrix @ right, right)
 
     def _basis(self, position: int, matrix: Tensor) -> Tensor:
-        """Return the basis of the last step, or a random basis if that of the last step is missing or zero."""
+        """Return the basis of the last step. If it is missing or zero, return a random basis."""
         # The random basis must be equal on all ranks, because their left factors are summed.
         generator = torch.Generator().manual_seed(hash((self._settings.seed, position)) % 2**63)
         shape = (matrix.shape[1], min(self._settings.rank, *matrix.shape))

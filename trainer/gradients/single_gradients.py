@@ -68,7 +68,7 @@ class CompressedBucket(Bucket):
 
     def _send(self) -> Handle:
         prescale, postscale = self.reduction.factors()
-        # Send in the order of the bucket, which all ranks have. The order in which gradients complete may differ.
+        # Send in the order of the bucket, because it is equal on all ranks; gradients may complete in other orders.
         tensors = [self._compressed[position][0] for position in self.parameters]
         return submit_allreduce(
             tensors,

@@ -206,7 +206,7 @@ def submit_barrier(process_set: ProcessSet = global_process_set) -> Handle:
 def submit_join() -> Handle:
     """Submit a join; it finishes when every rank has joined.
 
-    Until then the engine of this rank takes part in the allreduces of the others, with neutral values.
+    Until then the engine of this rank takes part in the allreduces of the other ranks, with neutral values.
     """
     return _submit(Request(name="join", kind=CollectiveKind.JOIN), [], [], None)
 
@@ -287,7 +287,7 @@ def _submit(
 
 
 def _current_counts() -> _Counts:
-    """Return the counters, which start again with each `init`."""
+    """Return the counters since the last `init`."""
     # Both `_submit` and `restart_names` call this, because the first call after `init` may come from either.
     global _counts  # noqa: PLW0603 - of this process
     if _counts.num_inits != runtime.num_inits():

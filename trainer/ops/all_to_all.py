@@ -49,10 +49,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start an `alltoall`; do not change the tensor before `synchronize`, which returns its result.
-
-    Not differentiable.
-    """
+    """Start an `alltoall`; do not change the tensor before `synchronize` returns the result. Not differentiable."""
     handle = submit_alltoall(tensor, splits, name=choose_name(CollectiveKind.ALLTOALL, name), process_set=process_set)
     if splits is not None:
         # Only the finished operation has the numbers of received rows, so `synchronize` adds them to its result.

@@ -106,8 +106,8 @@ class _Allreduce(torch.autograd.Function):
     def forward(ctx: Any, name: str, reduction: ReduceOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = [new_output(tensor) for tensor in tensors]
         handle = submit_allreduce(tensors, outputs, name=name, **vars(reduction))
-        # The name of the backward operation is derived from the name of the forward operation, which is equal on all
-        # ranks even if it was generated.
+        # The name of the forward operation, even a generated one, is equal on all ranks. So the name of the backward
+        # operation is equal too.
         ctx.arguments = (f"{handle.name}.gradient", reduction)
         handle.wait()
         return tuple(outputs)

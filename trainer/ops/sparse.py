@@ -17,9 +17,7 @@ from datasvc.trainer.ops.reductions import Average, Sum
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: ReduceOp, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start an allreduce of sparse COO tensors, which gathers the indices and values of all ranks.
-
-    Not differentiable.
+    """Start an allreduce of sparse COO tensors: gather the indices and values of all ranks. Not differentiable.
 
     Args:
         tensor: sparse tensor of the same shape, dtype and number of sparse dimensions on every rank; the number of

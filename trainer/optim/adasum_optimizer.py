@@ -56,7 +56,7 @@ def make_adasum_optimizer(
     if runtime.size() & (runtime.size() - 1):
         raise ValueError(f"Adasum needs a power of two as the number of ranks, not {runtime.size()}")
     wrapped = wrap_optimizer(optimizer, _DistributedAdasumOptimizer)
-    # `DistributedOptimizer` has checked the compression: those with memory support only Average and Sum.
+    # `DistributedOptimizer` has checked this: a compression with memory supports only Average and Sum.
     assert not isinstance(compression, CompressionWithMemory)
     wrapped.set_up(compression, names, passes_per_step)
     return wrapped

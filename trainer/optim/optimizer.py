@@ -163,7 +163,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Combine the gradients, then make a step. With a closure, combine them after each call of the closure."""
+        """Combine the gradients, then make a step. If there is a closure, combine them after each of its calls."""
         # A closure computes the gradients inside of `step`, possibly several times, as for LBFGS.
         if closure is not None and self._reducer is not None and self._should_synchronize:
             return super().step(self._synchronizing(closure))

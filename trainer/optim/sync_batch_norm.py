@@ -202,7 +202,7 @@ class _Normalize(torch.autograd.Function):
         input_gradient = ((output_gradient - mean_gradient) * scale).sub_(centred.mul_(centred_scale)).to(input.dtype)
         if weight is None:
             return (input_gradient, *[None] * 5)
-        # These are of the local batch only; `DistributedOptimizer` combines them.
+        # These gradients are of the local batch only; `DistributedOptimizer` combines them.
         weight_gradient = (products * inverse_std.to(dtype)).to(weight.dtype)
         return (input_gradient, weight_gradient, bias_gradient.to(weight.dtype), None, None, None)
 

@@ -127,7 +127,7 @@ class JobMembership:
             # trained, so its end is a death.
             if returncode == 0 and (worker.may_have_state or not self._round):
                 # As in Horovod, status 0 means that the program has finished. Horovod stops the other ranks at their
-                # next round, and their remaining training is lost; here they train to their own end.
+                # next round, and their remaining training is lost; here the other ranks train to their end.
                 self._is_finishing = True
                 if is_training:
                     actions.append(self._warn_of_early_end(worker))

@@ -44,7 +44,7 @@ def plan_placements(workers: Sequence[Worker]) -> dict[str, RankPlacement]:
 def _plan_local_ranks(slots: Sequence[int]) -> dict[int, int]:
     """Return the local rank of each slot in use on a host.
 
-    A slot with a number below the number of slots in use gets its own number. The others get what is left.
+    A slot whose number is below the number of slots in use gets this number. The other slots get the numbers left.
     """
     unused = sorted(set(range(len(slots))) - set(slots))
     return {slot: slot if slot < len(slots) else unused.pop(0) for slot in sorted(slots)}

@@ -26,7 +26,7 @@ def plan_worker_start(
     num_neighbours: int,
     other_hosts: Sequence[str] | None,
 ) -> RankStart:
-    """Return the description of the process of a worker, which `RankGroup.start` starts.
+    """Return the description by which `RankGroup.start` starts the process of a worker.
 
     Args:
         start: name, host and expected placement of the worker.

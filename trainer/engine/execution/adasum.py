@@ -1,8 +1,8 @@
 """Adasum: a combination of gradients that sums orthogonal ones and averages parallel ones (Maleki et al. 2020).
 
 `Reductions` uses it for allreduces with `Adasum`. Ranks combine in pairs: at level k of a tree, each rank exchanges
-with the rank whose number differs in bit k. So all ranks compute the same tree and get the same bits. Dot products
-are computed per tensor, not per buffer, in float64.
+with the rank whose number differs in bit k. Both get the same result, so after the last level all ranks have the
+same bits. Dot products are computed per tensor, not per buffer, in float64.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Completions:
     groups may still use tensors, so the caller must destroy these groups.
 
     Args:
-        on_error: called with the text of the first error of a completion function. No further function runs then.
+        on_error: called with the text of the first error of a completion function. After that, no function runs.
     """
 
     def __init__(self, on_error: Callable[[str], None]) -> None:

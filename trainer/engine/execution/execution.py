@@ -63,14 +63,14 @@ class Executor:
         self._timeline = self._reductions.timeline = timeline
 
     def run(self, operations: Sequence[tuple[Ready, Submission | None]]) -> None:
-        """Begin all allreduces, fused, then run the other operations in order.
+        """Begin all allreduces, packed into fusion buffers; then run the other operations in order.
 
         Args:
             operations: agreed operations of this rank's process sets, each with this rank's submission; None if
                 this rank has joined, that is, has declared that it has no more data.
 
         Raises:
-            RuntimeError: the group is broken; `finish` is not called for the remaining operations.
+            RuntimeError: a process group is broken; `finish` is not called for the remaining operations.
         """
         # Allreduces first: they complete in another thread while this one runs the other operations.
         allreduces = [entry for entry in operations if entry[0].request.kind is CollectiveKind.ALLREDUCE]

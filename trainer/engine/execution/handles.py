@@ -86,7 +86,7 @@ class Submission:
     """A request of one rank with its tensors.
 
     Attributes:
-        request: properties of the operation, which are sent to the other ranks.
+        request: description of the operation, for the other ranks.
         inputs: tensors that the engine reads.
         outputs: tensors that the engine writes; may be the inputs. Empty if it allocates them, as for allgather.
         result: value that the handle returns: usually the outputs, as one tensor or as a list.

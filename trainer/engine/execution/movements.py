@@ -1,8 +1,8 @@
 """Runs the agreed operations that move values without changing them: allgather, broadcast, alltoall.
 
-The `Executor` calls it. Values are sent as bytes, so every dtype is supported. Bytes can only be sent from contiguous
-memory of the wire device (see `Transport.wire_device`). A variable named `wire` is a tensor that meets this
-condition: the user's tensor itself if possible, else a copy.
+`Executor` uses this module. Values are sent as bytes, so every dtype is supported. Bytes can only be sent from
+contiguous memory of the wire device (see `Transport.wire_device`). A variable named `wire` is a tensor that meets
+this condition: the user's tensor itself if possible, else a copy.
 """
 
 from __future__ import annotations

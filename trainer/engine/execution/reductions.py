@@ -24,7 +24,7 @@ from datasvc.trainer.engine.execution.wire import can_send_directly, copy_into, 
 from datasvc.trainer.engine.negotiation.negotiation import Ready
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp, Request
 
-# Collectives up to this size are completed in the engine's thread: a switch to that of `Completions` takes longer.
+# Collectives up to this size are completed in the engine's thread: a switch to another thread takes longer.
 _SHORT_BYTES = 64 * 1024
 
 
@@ -53,7 +53,7 @@ class Reductions:
         element_bytes = {name: wire_dtype(name).itemsize for request in requests for name in request.dtypes}
         buffers = plan_fusion(requests, fusion_bytes=self.fusion_bytes, element_bytes=element_bytes)
         # The tensors of a grouped request may be in several buffers. Buffers complete in order, so the request
-        # finishes with the last of them, whose index replaces the earlier ones here.
+        # finishes with its last buffer. The dict keeps the last index for each operation.
         last_buffer = {slot.operation: index for index, buffer in enumerate(buffers) for slot in buffer.slots}
         submissions = [submission for _, submission in operations]
         for index, buffer in enumerate(buffers):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def record_submission(device: torch.device) -> torch.cuda.Event | None:
-    """Return the CUDA event after which tensors that are submitted now are valid; None for another device."""
+    """Return the CUDA event after which tensors that are submitted now are valid; None on a device without CUDA."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch

@@ -109,7 +109,7 @@ class TraceFile(Timeline):
             self._put(events)
 
     def activity(self, keys: Sequence[Key], name: str) -> None:
-        """Begin the range of an activity inside the range of the phase, and end that of the previous activity."""
+        """Begin the range of an activity inside the range of the phase, after the end of the previous activity."""
         events: list[dict[str, Any]] = []
         with self._lock:
             for key in keys:

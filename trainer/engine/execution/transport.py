@@ -162,7 +162,7 @@ class GroupTransport(Transport):
         gpu: unique name of the GPU of this rank; empty without one. NCCL rejects two ranks on one GPU, so CUDA
             tensors are sent over NCCL if every rank has a GPU of its own, otherwise through host memory over gloo.
         local_size: number of ranks on this node.
-        timeout_s: seconds after which a collective fails if a rank does not answer; None for that of `settings`.
+        timeout_s: seconds after which a collective fails if a rank does not answer; None for `settings.timeout_s`.
 
     Attributes:
         settings: settings of rank 0, which all ranks use: different settings would plan different fusion buffers.
