@@ -1,4 +1,4 @@
-"""Interface of compressions with error feedback: a rank adds the unsent part of a gradient to its next gradient.
+"""Interface of compressions with error feedback: a rank adds the unsent part of a gradient to the next gradient.
 
 The unsent part is called the residual, and is stored in the memory of the compression. Invariant: the sum of all
 applied gradients plus the average of the ranks' residuals equals the sum of the averaged gradients of all steps so

@@ -34,7 +34,7 @@ class _Counts:
     Attributes:
         num_inits: number of this `init`, as from `runtime.num_inits`.
         num_joins: how often all ranks have joined since this `init`.
-        counters: counter of each process set since the last join, by the number of the set.
+        counters: counter of each process set, by the number of the set; each starts again after a join.
     """
 
     num_inits: int = 0

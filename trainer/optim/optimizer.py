@@ -104,8 +104,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._parameter_names = names
         self._exchange = exchange
         self._reducer_name = f"gradients.{next_number('gradients')}"
-        self._should_synchronize = True
-        self._is_synchronized = False
+        self._should_synchronize = True  # False inside `skip_synchronize`
+        self._is_synchronized = False  # whether `synchronize` was called since the last step
         self._reducer: GradientReducer | None = None
         self._passes_per_step = passes_per_step
         if _takes_part(exchange.reduction.process_set):

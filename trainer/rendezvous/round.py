@@ -21,12 +21,12 @@ from datasvc.trainer.rendezvous.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
-# The limits of a wait for a key of the round, and of a collective while the members connect. They can be short: all
-# members wait for the round and connect at the same time. They must be short: if a member dies while it connects, the
-# others wait for a few times the second limit.
+# The limits of a wait for a key and of a collective, while the members of a round connect. They can be short, because
+# all members connect at the same time. They must be short, because the other members wait for a few times the second
+# limit if a member dies while it connects.
 _KEY_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
-# After this many consecutive failed rounds, the likely cause is a network that blocks connections, not dead ranks.
+# The job ends after this many consecutive failed rounds: the likely cause is then a network that blocks connections.
 _MAX_ROUNDS = 5
 
 

@@ -86,12 +86,12 @@ class Deaths:
         It is the first death with a reported error, else the first death. But if none of the dead workers has been in
         a round, the first error of the program comes before other deaths, such as an unreachable host.
         """
-        reported = [death for death in self.since_round if death.worker.name in self.errors]
+        with_error = [death for death in self.since_round if death.worker.name in self.errors]
         # The loss of one member makes the programs of the other members fail. If members died, an error of a program
         # may therefore be a consequence, and does not come before other deaths.
         have_members_died = any(death.worker.may_have_state for death in self.since_round)
         program_errors = [death for death in self.since_round if death.is_program_error and not have_members_died]
-        candidates = [*reported, *program_errors, *self.since_round]
+        candidates = [*with_error, *program_errors, *self.since_round]
         return candidates[0] if candidates else None
 
     def finish(self, cause: Death, why: str = "") -> Finish:

@@ -35,7 +35,7 @@ class Reductions:
     Attributes:
         fusion_bytes: maximum size of a fusion buffer, from the next operation on.
         timeline: timeline that records later operations.
-        _has_node_sets: whether the process sets exist that Adasum uses, one per node.
+        _has_node_sets: whether the process sets of the nodes, which Adasum uses, have been created.
     """
 
     transport: Transport

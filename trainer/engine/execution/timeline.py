@@ -36,7 +36,7 @@ class Timeline:
         """Record that operations begin to run together; `phase` is the name of the event."""
 
     def activity(self, keys: Sequence[Key], name: str) -> None:
-        """Record the beginning of an activity of these operations, and the end of their previous one."""
+        """Record the beginning of an activity of these operations, and the end of their previous activity."""
 
     def end(self, keys: Sequence[Key]) -> None:
         """Record the end of operations, and of their last activity."""
