@@ -183,7 +183,7 @@ class Engine:
             outcomes = self._negotiation.advance(submitted)
             if outcomes:
                 self._stall_watch.restart(JOIN)  # a join that waits for ranks that make progress is not stalled
-            self._settle(outcomes)
+            self._process_outcomes(outcomes)
         tuning = messages[0].tuning
         if tuning is not None:
             # All ranks adopt the values in the same cycle, because different fusion sizes lead to different buffers.
@@ -224,7 +224,7 @@ class Engine:
         # The pause begins with half a cycle and doubles. The exponent is limited, so that the power cannot overflow.
         return self._cycle_time_s * min(_MAX_IDLE_CYCLES, 0.5 * 2.0 ** min(self._num_idle_cycles, 8))
 
-    def _settle(self, outcomes: Sequence[Outcome]) -> None:
+    def _process_outcomes(self, outcomes: Sequence[Outcome]) -> None:
         """Run the operations that are ready, and fail this rank's submissions to refused operations."""
         operations = []
         for outcome in outcomes:

@@ -139,7 +139,7 @@ class GradientReducer:
             )
         self._num_passes[position] += 1
         if self._num_passes[position] == self.passes_per_step:
-            self._settle_layout(position)
+            self._handle_sparse(position)
             self._bucket_of[position].add(position)
 
     def _hook(self, position: int) -> RemovableHandle:
@@ -158,15 +158,15 @@ class GradientReducer:
 
     def _launch_remaining(self) -> None:
         """Send the buckets for which this rank has not had all gradients."""
-        # Iterate over a copy, because `_settle_layout` can move a parameter to another bucket.
+        # Iterate over a copy, because `_handle_sparse` can move a parameter to another bucket.
         for position, bucket in list(self._bucket_of.items()):
             if not bucket.is_launched:
-                self._settle_layout(position)
+                self._handle_sparse(position)
         for bucket in self._buckets:
             if not bucket.is_launched:
                 bucket.launch()
 
-    def _settle_layout(self, position: int) -> None:
+    def _handle_sparse(self, position: int) -> None:
         """If the gradient is sparse, convert it to a dense one, or move its parameter to a bucket of its own."""
         parameter = self._parameters[position]
         if parameter.grad is None or parameter.grad.layout is torch.strided:

@@ -1,7 +1,7 @@
 """Records the deaths of workers, and chooses the one that the launcher reports as the cause. Used by `membership`.
 
-A death is the unexpected end of a worker. A worker that the driver terminates because it missed a deadline counts as
-dead too. A round is a period with a fixed assignment of ranks to workers. This module does no I/O.
+A death is the unexpected end of a worker. The termination of a worker that missed a deadline also counts, unless the
+worker had to exit anyway. A round is a period with a fixed assignment of ranks to workers. This module does no I/O.
 """
 
 from __future__ import annotations

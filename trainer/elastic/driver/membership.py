@@ -181,8 +181,8 @@ class JobMembership:
         """Return the actions that the current state requires; called after each event."""
         if self._is_over:
             return []
-        # Slots are dropped first, because a worker that has lost its slot no longer counts towards `max_num_ranks`.
-        actions = [*self._drop_slots(now_s), *self._start_workers(now_s), *self._stop_late(now_s)]
+        # Slots are updated first, because a worker that has lost its slot no longer counts towards `max_num_ranks`.
+        actions = [*self._update_slots(now_s), *self._start_workers(now_s), *self._stop_late(now_s)]
         actions += self._form_round(now_s)
         return self._cut_after_finish([*actions, *self._announce(), *self._conclude()])
 
@@ -194,7 +194,7 @@ class JobMembership:
                 return actions[: index + 1]
         return actions
 
-    def _drop_slots(self, now_s: float) -> list[Action]:
+    def _update_slots(self, now_s: float) -> list[Action]:
         """Update which workers have lost their slots, and terminate those of them that have not joined yet.
 
         If a host has fewer slots than workers, new workers lose their slots first, then those with the highest ranks.
@@ -218,7 +218,7 @@ class JobMembership:
         is_last_round = bool(self._round) and self._resets_left() <= 0
         if self._is_finishing or (is_last_round and len(self._workers.with_slot()) >= self._limits.min_num_ranks):
             return []
-        free = self._list_free(now_s)
+        free = self._list_free_slots(now_s)
         # Wait for enough slots, to start the first workers together: their environment describes the whole job.
         if not self._workers.num_started and len(free) < self._num_needed(now_s):
             return []
@@ -228,13 +228,13 @@ class JobMembership:
         placements = plan_placements([*self._workers.with_slot(), *leaving])
         return [Start(worker.name, worker.host, placements[worker.name]) for worker in started]
 
-    def _list_free(self, now_s: float) -> list[str]:
+    def _list_free_slots(self, now_s: float) -> list[str]:
         """Return the hosts on which workers may start at `now_s`, each host once per free slot."""
-        free = [host.name for host in self._hosts for _ in range(self._num_free(host, now_s))]
+        free = [host.name for host in self._hosts for _ in range(self._num_free_slots(host, now_s))]
         max_num_ranks = self._limits.max_num_ranks
         return free if max_num_ranks is None else free[: max(0, max_num_ranks - len(self._workers.with_slot()))]
 
-    def _num_free(self, host: Host, now_s: float) -> int:
+    def _num_free_slots(self, host: Host, now_s: float) -> int:
         if self._blacklist.is_blocked(host.name, now_s):
             return 0
         # A slot is free only after its process has exited: until then the process occupies the GPU.
@@ -335,7 +335,7 @@ class JobMembership:
             return finish
         needed, num_slots = self._num_needed(now_s), len(self._workers.with_slot())
         if not self._workers.num_started:  # the first workers start only when there are enough slots
-            num_slots += len(self._list_free(now_s))
+            num_slots += len(self._list_free_slots(now_s))
         if num_slots >= needed:
             # After failures the time limit keeps running, because it also limits repeated failures before the first
             # round. After the limit, do not start it again, so that `_num_needed` remains the minimum.

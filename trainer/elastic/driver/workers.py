@@ -154,7 +154,7 @@ class Workers:
             # A member must also leave the round after it has lost its slot.
             ends_s = round_end_s if worker.slot_lost_s is None else [*round_end_s, worker.slot_lost_s]
             if ends_s:
-                # Count from the begin of the round if the slot was lost earlier.
+                # Count from the beginning of the round if the slot was lost earlier.
                 at_s = max(min(ends_s), worker.since_s) + hang_timeout_s
                 deadlines.append(Deadline(at_s, worker, "request a rank"))
         for worker in self.by_name.values():

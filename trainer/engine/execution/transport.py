@@ -131,7 +131,7 @@ class ExchangeStep(NamedTuple):
         target: rank to send to.
         source: rank to receive from.
         held: number of parts that this rank has before the step.
-        num_parts: number of parts to send, and number of parts to receive.
+        num_parts: number of parts to send; the same number is received.
     """
 
     target: int

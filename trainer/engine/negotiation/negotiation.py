@@ -151,19 +151,19 @@ class Negotiation:
         # The submitting engine rejects a name that is still in flight, so a rank cannot submit it twice.
         assert rank not in by_rank
         by_rank[rank] = request
-        return self._settle(request.key)
+        return self._complete_if_ready(request.key)
 
     def _join(self, rank: int, request: Request) -> list[Outcome]:
         """Mark a rank as joined, and return the outcomes of the operations that are complete now."""
         self._joined[rank] = request
         # Pending operations may have waited for this rank only.
-        outcomes = [outcome for key in list(self._pending) for outcome in self._settle(key)]
+        outcomes = [outcome for key in list(self._pending) for outcome in self._complete_if_ready(key)]
         if len(self._joined) == self._num_ranks:
             joined, self._joined = self._joined, {}
             outcomes.append(Ready(dict(sorted(joined.items())), self._sets[GLOBAL_SET], value=rank))
         return outcomes
 
-    def _settle(self, key: Key) -> list[Outcome]:
+    def _complete_if_ready(self, key: Key) -> list[Outcome]:
         """Remove a pending operation and return its outcomes, or return none if a rank is missing."""
         if key not in self._pending or self._missing(key):
             return []
