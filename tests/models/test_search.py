@@ -1,3 +1,4 @@
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -8,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc import sql_sandbox
-from datasvc.errors import ConfigError, UnavailableError
+from datasvc.errors import ConfigError, CorruptDataError, UnavailableError
 from datasvc.models.registry.removal import remove
 from datasvc.models.search import find_versions, query_versions
 from datasvc.models.search import index as search_index
-from datasvc.models.search.index import INDEX_PATH, VersionIndex, decode_index, encode_index, read_index
+from datasvc.models.search.index import INDEX_PATH, Head, VersionIndex, decode_index, encode_index, read_index
 from datasvc.models.search.rows import build_rows
 from datasvc.models.search.table import build_table
 from datasvc.repository import Entry, Repository
 from datasvc.repository.logs.log import Log
+from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.storage import Storage
 from tests.confined_sql import check_refused
 from tests.models.entries import commit_entry
@@ -452,6 +454,45 @@ def test_an_index_that_is_damaged_or_of_other_models_is_made_again(repository, d
     assert found(repository, "step = 7") == ["n@8" if damage == "other models" else "m@8"]
     assert decode_index(path.read_bytes()).table.num_rows == 40
     assert (path.read_bytes() == raw) == (damage != "other models")
+
+
+def sealed(content):
+    return digest_of(content).encode() + content
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 8))
+def test_an_index_with_a_right_digest_and_wrong_bytes_is_read_or_refused(random, num_changes):
+    versions = [("m", Entry(n, {"step": n, "config": {"lr": 0.1, "name": f"x{n}", "l": [1, n]}})) for n in range(9)]
+    fields = {}
+    index = VersionIndex(build_rows(versions, fields), list(fields), {"m": Head(8, "c")})
+    content = bytearray(encode_index(index)[64:])
+    for _ in range(num_changes):
+        content[random.randrange(len(content))] = random.randrange(256)
+    with contextlib.suppress(CorruptDataError):
+        build_table(decode_index(sealed(bytes(content))))
+
+
+@pytest.mark.parametrize("wrong", ["field", "kind", "path", "depth", "tree", "null", "model"])
+def test_an_index_that_refers_to_nothing_is_made_again(repository, wrong):
+    grow(repository, 40)
+    index = read_index(repository)
+    table, fields = index.table, list(index.fields)
+    first = fields[0]
+    changes = {
+        "field": (table, []),
+        "kind": (table, [first._replace(kind="date"), *fields[1:]]),
+        "path": (table, [first._replace(path=(first.path[0], 3)), *fields[1:]]),
+        "depth": (table, [first._replace(path=(first.path[0], *"a" * 2000)), *fields[1:]]),
+        "tree": (table, [first._replace(path=("files", "a")), *fields[1:]]),
+        "null": (table.set_column(1, "version", pa.nulls(40, pa.int64())), fields),
+        "model": (table.set_column(0, "model", pa.array(["../m"] * 40)), fields),
+    }
+    changed = VersionIndex(*changes[wrong], index.heads)
+    path = Path(repository.url, INDEX_PATH)
+    raw = path.read_bytes()
+    path.write_bytes(encode_index(changed))
+    assert found(repository, "step = 7") == ["m@8"]
+    assert path.read_bytes() == raw
 
 
 @pytest.mark.parametrize("num_since", [0, 2, 20])

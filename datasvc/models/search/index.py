@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from datasvc.errors import (
     ConfigError,
@@ -25,12 +26,13 @@ from datasvc.errors import (
     UnavailableError,
     UnreadableVersionWarning,
 )
-from datasvc.models.search.rows import SCHEMA, Field, build_rows
+from datasvc.models.search.rows import KINDS, MAX_DEPTH, SCHEMA, TREES, VALUES, Field, build_rows
 from datasvc.models.versions.entry_fields import check_fields
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Entry, Repository, Resolved
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import digest_of
+from datasvc.shards.format.ipc_reader import PARSE_ERRORS, read_table
 from datasvc.threads import map_in_threads
 
 _Result = TypeVar("_Result")
@@ -160,9 +162,9 @@ def decode_index(raw: bytes) -> VersionIndex:
     content = memoryview(raw)[_DIGEST_BYTES:]
     if digest_of(content).encode() != raw[:_DIGEST_BYTES]:
         raise CorruptDataError("the index does not match its digest")
+    # The digest finds damage, but not a file that another program wrote: check every position before it is followed.
+    table = read_table(content, "the index").combine_chunks()
     try:
-        table = pa.ipc.open_file(pa.py_buffer(content)).read_all().combine_chunks()
-        table.validate()
         metadata = json.loads(table.schema.metadata[_METADATA_KEY])
         if metadata["format"] != INDEX_FORMAT or not table.schema.equals(SCHEMA):
             raise CorruptDataError(f"the index has format {metadata['format']}; expected format {INDEX_FORMAT}")
@@ -172,16 +174,33 @@ def decode_index(raw: bytes) -> VersionIndex:
             {str(name): [int(number) for number in numbers] for name, numbers in metadata.get(part, {}).items()}
             for part in ("unreadable", "invalid")
         )
-    except (pa.ArrowException, KeyError, TypeError, ValueError, AttributeError) as error:
+        _check_rows(table, fields)
+    except (*PARSE_ERRORS, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"the index is damaged: {error!r}") from error
     return VersionIndex(table.replace_schema_metadata(), fields, heads, unreadable, invalid)
 
 
+def _check_rows(table: pa.Table, fields: Sequence[Field]) -> None:
+    """Raise ValueError if the rows of an index have no model, version or values, or refer to a field that is not."""
+    for indexed in fields:
+        is_named = 1 < len(indexed.path) <= MAX_DEPTH and all(isinstance(name, str) for name in indexed.path)
+        if not is_named or indexed.path[0] not in TREES or indexed.kind not in KINDS:
+            raise ValueError(f"{indexed} is not a field")
+    values = table[VALUES].combine_chunks()
+    numbers = values.flatten().field("field")
+    if any(column.null_count for column in (table["model"], table["version"], values, numbers)):
+        raise ValueError("a row lacks a value")
+    if len(numbers) and not 0 <= pc.min(numbers).as_py() <= pc.max(numbers).as_py() < len(fields):
+        raise ValueError(f"a value refers to a field that is not one of {len(fields)}")
+
+
 def _load(repository: Repository) -> VersionIndex | None:
+    """Return the stored index; None if there is none or it is damaged, so that it is built again from the entries."""
     try:
-        return decode_index(repository.storage.read(INDEX_PATH, _MAX_BYTES))
+        index = decode_index(repository.storage.read(INDEX_PATH, _MAX_BYTES))
     except (NotFoundError, CorruptDataError):
-        return None  # the index is rebuilt from the entries
+        return None
+    return index if set(pc.unique(index.table["model"]).to_pylist()) <= set(index.heads) else None
 
 
 def _is_restored(repository: Repository, index: VersionIndex) -> bool:

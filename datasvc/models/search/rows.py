@@ -19,6 +19,7 @@ _COUNTS: Final = ("step", "epoch", "size_bytes", "stored_bytes", "num_tensors", 
 _LISTS: Final = ("data", "evaluation", "parents")
 TREES: Final = ("metrics", "config", "environment", "code")
 VALUES: Final = "values"
+KINDS: Final = ("number", "boolean", "text")
 SCHEMA: Final = pa.schema(
     {
         "model": pa.string(),
@@ -30,8 +31,8 @@ SCHEMA: Final = pa.schema(
         VALUES: pa.list_(pa.struct({"field": pa.int32(), "number": pa.float64(), "text": pa.string()})),
     }
 )
-# Values below this depth are not indexed; the settings of a run are flat or nearly flat.
-_MAX_DEPTH: Final = 9
+# Longest path. Values below this depth are not indexed; the settings of a run are flat or nearly flat.
+MAX_DEPTH: Final = 9
 
 
 class Field(NamedTuple):
@@ -39,7 +40,7 @@ class Field(NamedTuple):
 
     Attributes:
         path: names from the tree down, such as ("config", "optimizer", "lr").
-        kind: "number", "boolean" or "text".
+        kind: one of `KINDS`.
         is_list: whether a version may have several values.
     """
 
@@ -117,10 +118,10 @@ def _leaves(value: Any, path: tuple[str, ...], *, is_list: bool = False) -> Iter
         yield Field(path, "text", is_list), value
     elif isinstance(value, bool | int | float):
         yield Field(path, "boolean" if isinstance(value, bool) else "number", is_list), value
-    elif len(path) < _MAX_DEPTH and isinstance(value, Mapping):
+    elif len(path) < MAX_DEPTH and isinstance(value, Mapping):
         for key, child in value.items():
             yield from _leaves(child, (*path, key), is_list=is_list)
-    elif len(path) < _MAX_DEPTH and isinstance(value, list):
+    elif len(path) < MAX_DEPTH and isinstance(value, list):
         for child in value:
             yield from _leaves(child, path, is_list=True)
 

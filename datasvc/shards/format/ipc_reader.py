@@ -104,7 +104,7 @@ class IpcReader:
         )
 
 
-def read_table(content: bytes, name: str) -> pa.Table:
+def read_table(content: bytes | memoryview, name: str) -> pa.Table:
     """Return the validated table of an Arrow IPC file. Raise CorruptDataError."""
     reader = IpcReader(pa.BufferReader(content), name)
     return pa.Table.from_batches(reader.batches(), reader.schema)
