@@ -217,8 +217,8 @@ def build_tree(items: Mapping[str, Any], paths: Mapping[str, Any], location: str
     """Build the state tree from values and paths, both by name; a name without a path becomes a key of the root.
 
     Raises:
-        CorruptDataError: a path is empty or too long, or two values have the same path.
-        AttributeError, TypeError: a path leads through a value, or a key cannot be the key of a dict.
+        CorruptDataError: a path is empty or too long, leads into a value, or is that of another value.
+        TypeError: a key cannot be the key of a dict.
     """
     root = _Node()
     for name, value in items.items():
@@ -227,7 +227,8 @@ def build_tree(items: Mapping[str, Any], paths: Mapping[str, Any], location: str
             raise CorruptDataError(f"{location}: {name!r} has no valid path in the state")
         node: Any = root
         for key in path[:-1]:
-            node = node.setdefault(key, _Node())
+            # A stored value may be a dict too, but no path leads into it: its tree is complete.
+            node = node.setdefault(key, _Node()) if isinstance(node, _Node) else None
         if not isinstance(node, _Node) or path[-1] in node:
             raise CorruptDataError(f"{location}: two values have the same path in the state, {name!r} is one of them")
         node[path[-1]] = value

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
 from datasvc.models import restore, save
 from datasvc.models.interop import export_model, import_model
-from datasvc.models.interop.dcp_folders import write_dcp_folder
+from datasvc.models.interop.dcp_folders import build_tree, write_dcp_folder
 from tests.examples import examples
 from tests.fuzzing import counts_refusals
 
@@ -239,6 +239,19 @@ def test_metadata_that_lies_is_refused_and_leaves_nothing(repository, tmp_path, 
     with pytest.raises(CorruptDataError, match=message):
         import_model(repository, folder, "m")
     assert repository.names("models") == []
+
+
+@pytest.mark.parametrize("more", [(), ("b",), ("b", "c"), ("new",), ("new", "c"), ("b", "new", "c", "d")])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_no_path_leads_into_a_value_that_is_a_dict(more, is_first):
+    value = {"b": {"c": 1}}
+    items = {"value": value, "inner": 2}
+    paths = {"value": ("a",), "inner": ("a", *more)}
+    ordered = items if is_first else dict(reversed(items.items()))
+    with pytest.raises(CorruptDataError, match="two values have the same path"):
+        build_tree(ordered, paths, "here")
+    assert value == {"b": {"c": 1}}
+    assert build_tree(items, {"value": ("a",), "inner": ("x", 0, "y")}, "here") == {"a": value, "x": [{"y": 2}]}
 
 
 def test_a_list_index_of_any_size_costs_nothing(repository, tmp_path):
