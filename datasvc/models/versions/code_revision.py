@@ -10,7 +10,8 @@ import os
 import re
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -87,9 +88,7 @@ def describe_code(folder: Path | None = None) -> CodeRevision:
     revision = _git(where, "rev-parse", "--verify", "HEAD")
     if revision is None:
         return CodeRevision(None, dirty=False)
-    status = (_git(where, "status", "--porcelain=v1", "-z", max_bytes=_MAX_NAME_BYTES) or "").split("\0")[:-1]
-    # The entry of an untracked file is "?? " and its name.
-    untracked = [line[3:] for line in status if line.startswith("?? ")]
+    untracked, num_untracked = _untracked(where)
     # A submodule at another commit is a local change; untracked files in a submodule are not.
     tracked_only = ("--untracked-files=no", "--ignore-submodules=untracked")
     return CodeRevision(
@@ -97,8 +96,8 @@ def describe_code(folder: Path | None = None) -> CodeRevision:
         # Any output means a change, so one byte of it is enough.
         dirty=bool(_git(where, "status", "--porcelain", *tracked_only, max_bytes=1)),
         remote=_remote(where),
-        untracked=tuple(untracked[:_MAX_NAMES]),
-        num_untracked=len(untracked),
+        untracked=untracked,
+        num_untracked=num_untracked,
         submodules=_submodules(where),
     )
 
@@ -166,6 +165,31 @@ def without_credentials(url: str) -> str | None:
     return f"{scheme}://{kept}{re.split('[?#]', host_path)[0]}"
 
 
+def _untracked(folder: str) -> tuple[tuple[str, ...], int]:
+    """Return the first names, and the number of all untracked files and folders; (), 0 if git fails."""
+    names: list[str] = []
+    num_untracked = 0
+    try:
+        with _running(folder, "status", "--porcelain=v1", "-z") as git:
+            assert git.stdout is not None
+            remainder, is_source = b"", False
+            # Read to the end, but block by block: there may be millions of untracked files.
+            while block := git.stdout.read(_MAX_NAME_BYTES):
+                *records, remainder = (remainder + block).split(b"\0")
+                for record in records:
+                    # The record after that of a renamed file is its previous name. That of an untracked file is "?? "
+                    # and its name.
+                    is_renamed = not is_source and (record[:1] in {b"R", b"C"} or record[1:2] in {b"R", b"C"})
+                    if not is_source and record.startswith(b"?? "):
+                        num_untracked += 1
+                        if len(names) < _MAX_NAMES:
+                            names.append(record[3:].decode(errors="replace"))
+                    is_source = is_renamed
+            return (tuple(names), num_untracked) if git.wait() == 0 else ((), 0)
+    except OSError:
+        return (), 0
+
+
 def _submodules(folder: str) -> dict[str, str]:
     """Return the checked-out commit of each submodule by path; see `CodeRevision.submodules`."""
     top = _git(folder, "rev-parse", "--show-toplevel")
@@ -189,29 +213,36 @@ def _git(folder: str, *arguments: str, max_bytes: int = 1 << 20) -> str | None:
 
 def _output(folder: str, *arguments: str, max_bytes: int) -> bytes | None:
     """Return the first bytes of git's output, up to `max_bytes`; None if git fails, times out or is not installed."""
+    try:
+        with _running(folder, *arguments) as git:
+            assert git.stdout is not None
+            output = git.stdout.read(max_bytes)
+            if git.stdout.read(1):
+                # The rest of the output is not needed, and git would wait until it is read.
+                git.kill()
+                return output
+            return output if git.wait() == 0 else None
+    except OSError:
+        return None
+
+
+@contextmanager
+def _running(folder: str, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run git with its output as a pipe; it is killed after `_TIMEOUT_S`. Raises OSError: it is not installed."""
     command = ["git", "-C", folder, *_PLAIN, *arguments]
     # With these variables, git takes no lock that another git process may need, does not prompt, and writes English.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
-    try:
-        with subprocess.Popen(  # noqa: S603
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        ) as git:
-            timer = threading.Timer(_TIMEOUT_S, git.kill)
-            timer.daemon = True
-            timer.start()
-            try:
-                assert git.stdout is not None
-                output = git.stdout.read(max_bytes)
-                if git.stdout.read(1):
-                    # The rest of the output is not needed, and git would wait until it is read.
-                    git.kill()
-                    return output
-                return output if git.wait() == 0 else None
-            finally:
-                timer.cancel()
-    except OSError:
-        return None
+    with subprocess.Popen(  # noqa: S603
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    ) as git:
+        timer = threading.Timer(_TIMEOUT_S, git.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield git
+        finally:
+            timer.cancel()

@@ -46,6 +46,17 @@ def test_what_differs_from_the_revision_is_kept_as_a_patch_that_makes_it_again(r
     assert keep_code(repository.objects, checkout) == kept  # the process runs what it loaded
 
 
+def test_all_untracked_files_are_counted_and_the_first_are_named(tmp_path):
+    checkout = make_checkout(tmp_path / "a", {"train.py": b"1\n", "?? old": b"2\n", "third": b"3\n"})
+    git(checkout, "mv", "?? old", "new")
+    names = [f"{number:04d}-{'x' * 200}" for number in range(700)]  # twice the output that is read at once
+    for name in names:
+        (checkout / name).write_bytes(b"")
+    described = describe_code(checkout)
+    assert (described.num_untracked, described.untracked) == (700, tuple(names[:100]))
+    assert described.dirty
+
+
 def test_a_run_says_which_code_lay_there_when_it_opened_its_model(repository, tmp_path, monkeypatch):
     checkout = make_checkout(tmp_path / "a", {"train.py": b"1\n"})
     monkeypatch.chdir(checkout)
