@@ -166,9 +166,9 @@ class _ConsumerSearch:
                 for source, split_lookups in enumerate(lookups[order])
             }
             for source, in_split in by_source.items():
-                if in_split.num_lost:
+                if in_split.lost:
                     name = order.names[source]
-                    gap = f"it read {name}, of which {in_split.num_lost} shards are not in this repository"
+                    gap = f"it read {name}, of which {len(in_split.lost)} shards are not in this repository"
                     self._add_gap(order, gap)
             by_order[order] = KeyPositions(order, tables, by_source)
         return by_order

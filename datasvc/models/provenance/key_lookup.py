@@ -34,14 +34,14 @@ class KeyPlaces:
         keys: `int64[n]`, index in the requested keys of each key that was found.
         shards: `int64[n]`, number of the key's shard in the shard table.
         rows: `int64[n]`, row of the key in the shard, counted without deleted samples, as an access order counts.
-        num_lost: number of shards that could not be searched, because their keys or the deletions of the split are
+        lost: numbers of the shards that could not be searched, because their keys or the deletions of the split are
             not in the repository.
     """
 
     keys: Integers
     shards: Integers
     rows: Integers
-    num_lost: int = 0
+    lost: frozenset[int] = frozenset()
 
     @classmethod
     def join(cls, parts: Sequence[KeyPlaces]) -> KeyPlaces:
@@ -50,7 +50,8 @@ class KeyPlaces:
             concatenate(part.keys for part in parts),
             concatenate(part.shards for part in parts),
             concatenate(part.rows for part in parts),
-            sum(part.num_lost for part in parts),
+            # A union, not a sum: every search in the split misses the same shards.
+            frozenset[int]().union(*(part.lost for part in parts)),
         )
 
 
@@ -121,7 +122,7 @@ def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _H
     deletions = _deletions(objects, table)
     deleted = table.deleted_per_shard
     keys, shards, rows = [], [], []
-    num_lost = 0
+    lost = set[int]()
     for number, shard in enumerate(table.shards()):
         if shard not in hits:
             continue  # `find_places` was called for other shards only
@@ -129,7 +130,7 @@ def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _H
         # Without the deletions, a hit may be a deleted sample, and the rows of other hits are unknown: the shard is
         # lost too.
         if hit is None or (deletions is None and deleted[number] and len(hit.keys)):
-            num_lost += 1
+            lost.add(number)
             continue
         if not len(hit.keys):
             continue
@@ -145,7 +146,7 @@ def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _H
         keys.append(kept_keys)
         shards.append(np.full(len(kept_keys), number))
         rows.append(kept_rows)
-    return KeyPlaces(concatenate(keys), concatenate(shards), concatenate(rows), num_lost)
+    return KeyPlaces(concatenate(keys), concatenate(shards), concatenate(rows), frozenset(lost))
 
 
 def _deletions(objects: Objects, table: ShardTable) -> Deletions | None:

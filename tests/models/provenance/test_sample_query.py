@@ -109,6 +109,21 @@ def test_a_table_of_that_name_that_nobody_knows_is_no_answer(pets, tmp_path):
     assert "which is not in this repository" in found.gaps["lost@1"][0]
 
 
+def test_a_shard_that_two_searches_miss_is_counted_once(repository):
+    shard = [sample_of(number, LABELLED_SCHEMA) for number in (11, 12, 13)]
+    other = [
+        sample_of(number, LABELLED_SCHEMA) for number in (10, 11)
+    ]  # the key is in both splits, so it is searched for twice
+    write_version(repository, "pets", {"train": [other], "val": [shard]}, LABELLED_SCHEMA)
+    delete(repository, "pets@1", keys=["11"])
+    write_version(repository, "copies", {"train": [shard]}, LABELLED_SCHEMA)
+    delete(repository, "copies@1", keys=["12"])
+    train(repository, "cnn", split(repository, "copies@2"))
+    repository.objects.local_path(split(repository, "copies@2").table.deletions).unlink()
+    found = find_consumers(repository, deleted_in="pets@2", data="copies")
+    assert found.gaps == {"cnn@1": ("it read copies@2/train, of which 1 shards are not in this repository",)}
+
+
 def test_data_that_were_left_behind_are_a_gap_and_no_failure(pets, tmp_path):
     train(pets, "cnn", split(pets, "pets@2"))
     other = Repository.create(str(tmp_path / "other"))
