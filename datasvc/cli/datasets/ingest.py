@@ -239,7 +239,7 @@ def _print_dry_run(plan: DryRun, *, as_json: bool) -> None:
             "format": plan.kind,
             "samples": samples,
             "source": format_size(plan.size_bytes),
-            "shards": f"{about}{plan.num_shards}",
+            "shards": f"{'about ' if plan.has_estimated_shards else ''}{plan.num_shards}",
             "time": f"about {plan.seconds:.0f} s",
             "columns": columns,
             "classes": len(plan.classes),

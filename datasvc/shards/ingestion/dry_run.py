@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,12 +40,13 @@ class DryRun:
     Attributes:
         kind: format of the source.
         num_samples: number of samples by split; None if the source does not give it and no part was read to its end.
-        is_estimate: whether the numbers of samples and shards are extrapolated from the parts that were read.
+        is_estimate: whether numbers of samples are extrapolated from the parts that were read.
         size_bytes: bytes of the source.
         num_shards: number of shards of all splits.
+        has_estimated_shards: whether `num_shards` is computed from sizes, and not from the assignment of samples.
         schema: columns of the shards.
         classes: class names by label.
-        seconds: estimated duration without writing, from the rate of reading and checking the first samples.
+        seconds: estimated duration without writing, from the time of reading and checking the first samples.
         bad: bad samples among those that were read.
     """
 
@@ -54,6 +55,7 @@ class DryRun:
     is_estimate: bool
     size_bytes: int
     num_shards: int
+    has_estimated_shards: bool
     schema: pa.Schema
     classes: tuple[str, ...]
     seconds: float
@@ -106,26 +108,51 @@ def dry_run_ingest(
     started = time.perf_counter()
     is_listed = isinstance(opened, ListedSource)
     probe = _read_files(opened, options, bad) if is_listed else _read_parts(opened, options, bad)
-    # Bytes per second of one process.
-    rate = probe.read_bytes / max(time.perf_counter() - started, 1e-6)
+    probe_s = time.perf_counter() - started
     size_bytes = sum(unit.size_bytes for unit in units)
+    num_samples = _count_samples(units, probe)
+    # An ingest ends a streamed source after `limit` samples; of a listed one the units have no more files.
+    needed_bytes = size_bytes * _needed_share(num_samples, limit)
     # Stored bytes per source byte, above 1 for a compressed source; 1 if no part was read to its end.
     ratio = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
     return DryRun(
         kind=opened.kind,
-        num_samples=_count_samples(units, probe, limit),
+        num_samples={
+            split: count if count is None or limit is None else min(count, limit)
+            for split, count in num_samples.items()
+        },
         is_estimate=not is_listed and any(part.num_samples is None for unit in units for part in unit.parts),
         size_bytes=size_bytes,
         # Each unit of a listed source is one shard.
-        num_shards=len(units) if is_listed else max(1, round(size_bytes * ratio / shard_bytes)),
+        num_shards=len(units) if is_listed else max(1, round(needed_bytes * ratio / shard_bytes)),
+        has_estimated_shards=not is_listed,
         schema=stored_schema(opened.schema),
         classes=opened.classes,
-        seconds=size_bytes / max(rate, 1.0) / max(1, min(num_workers, len(units))),
+        seconds=_estimate_seconds(probe, probe_s, needed_bytes, ratio) / max(1, min(num_workers, len(units))),
         bad=bad,
     )
 
 
-def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int | None) -> dict[str, int | None]:
+def _estimate_seconds(probe: _SourceProbe, probe_s: float, needed_bytes: float, ratio: float) -> float:
+    """Return the time in which one process reads and checks `needed_bytes` of the source.
+
+    The probe counts stored bytes, of which a compressed source has more than bytes to read: `ratio` converts them.
+    """
+    if probe.read_bytes:
+        return probe_s * needed_bytes * ratio / probe.read_bytes
+    # All samples that were read are bad.
+    return probe_s * needed_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 0.0
+
+
+def _needed_share(num_samples: Mapping[str, int | None], limit: int | None) -> float:
+    """Return the share of the samples that an ingest with `limit` reads; 1 if a number of samples is unknown."""
+    counts = [count for count in num_samples.values() if count is not None]
+    if limit is None or len(counts) < len(num_samples) or not sum(counts):
+        return 1.0
+    return sum(min(count, limit) for count in counts) / sum(counts)
+
+
+def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe) -> dict[str, int | None]:
     """Return the number of samples by split. Samples held out of a streamed source still count as "train"."""
     counts: dict[str, int | None] = {}
     for unit in units:
@@ -140,7 +167,7 @@ def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe, limit: int 
         previous_units = counts.get(unit.split, 0)
         # One unit with an unknown number makes the number of the split unknown.
         counts[unit.split] = None if previous_units is None else previous_units + count
-    return {split: count if count is None or limit is None else min(count, limit) for split, count in counts.items()}
+    return counts
 
 
 def _read_files(source: Source, options: BuildOptions, bad: list[BadSample]) -> _SourceProbe:

@@ -81,8 +81,8 @@ def check_batch(work: IngestWork, batch: pa.RecordBatch, split: str, bad: list[B
         headers, columns[field.name] = _check_images(work, batch.column(field.name), reasons, nullable=field.nullable)
         if field.name == IMAGE:
             # A null or bad image has the size 0.
-            sizes = [(header.width, header.height) if header else (0, 0) for header in headers]
-            columns[WIDTH], columns[HEIGHT] = (pa.array(side, pa.int32()) for side in zip(*sizes, strict=True))
+            columns[WIDTH] = pa.array([header.width if header else 0 for header in headers], pa.int32())
+            columns[HEIGHT] = pa.array([header.height if header else 0 for header in headers], pa.int32())
             kinds = [header.kind if header else "" for header in headers]
     # A column `label` of another type is treated as an ordinary column.
     if LABEL in columns and pa.types.is_integer(columns[LABEL].type):

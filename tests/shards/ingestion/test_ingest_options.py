@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import multiprocessing
 import shutil
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from PIL import Image
 
 import datasvc
@@ -18,9 +20,12 @@ from datasvc.errors import BadSampleError, ConfigError, ConflictError, NotFoundE
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.export import export
+from datasvc.shards.format.schema import stored_schema
+from datasvc.shards.ingestion import dry_run
+from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.ingestion.dry_run import dry_run_ingest
-from datasvc.shards.ingestion.plan import is_held_out
-from datasvc.shards.ingestion.validate import value_bytes
+from datasvc.shards.ingestion.plan import BuildOptions, is_held_out
+from datasvc.shards.ingestion.validate import check_batch, value_bytes
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.sources.python_samples import PythonSource
@@ -421,6 +426,38 @@ def test_statistics_count_labels_kinds_and_sizes(repository, folder):
     assert sum(table.label_counts.values()) == table.num_samples
 
 
+def test_a_dry_run_estimates_the_time_of_what_an_ingest_reads(tmp_path, monkeypatch):
+    """The whole source is read within one second by this clock, whatever its compression."""
+    ticks = itertools.count()
+    monkeypatch.setattr(dry_run.time, "perf_counter", lambda: float(next(ticks)))
+    path = tmp_path / "rows.jsonl.zst"
+    rows = "".join(json.dumps({"key": str(number), "text": "word " * 400}) + "\n" for number in range(100))
+    path.write_bytes(zstandard.compress(rows.encode()))
+    plan = dry_run_ingest(None, open_source(str(path)), "texts")
+    assert plan.seconds == pytest.approx(1.0)
+    assert (plan.num_samples, plan.is_estimate, plan.has_estimated_shards) == ({"train": 100}, True, True)
+    assert plan.size_bytes * 10 < len(rows)
+    limited = dry_run_ingest(None, open_source(str(path)), "texts", limit=25)
+    assert limited.num_samples == {"train": 25}
+    assert limited.seconds == pytest.approx(0.25)
+
+
+def test_a_batch_without_samples_is_checked_to_one_without_samples(tars):
+    source = open_source(str(tars))
+    work = IngestWork("", "", "", "", source, stored_schema(source.schema), BuildOptions(), source.classes)
+    batch = next(iter(source.read(source.parts[0])))
+    bad = []
+    checked = check_batch(work, batch.slice(0, 0), "train", bad)
+    assert (checked.num_samples, checked.columns.schema, list(checked.kinds), bad) == (0, work.schema, [], [])
+    assert (checked.sizes_bytes.sum(), [len(column) for column in checked.digests]) == (0, [0, 0])
+
+
+def test_the_shards_of_a_source_that_knows_its_samples_are_an_estimate(tmp_path):
+    pq.write_table(pa.table({"key": ["a", "b"], "text": ["x", "y"]}), tmp_path / "rows.parquet")
+    plan = dry_run_ingest(None, open_source(str(tmp_path / "rows.parquet")), "texts")
+    assert (plan.num_samples, plan.is_estimate, plan.has_estimated_shards) == ({"train": 2}, False, True)
+
+
 @pytest.mark.parametrize("kind", ["listed", "streamed"])
 def test_a_dry_run_says_what_an_ingest_then_does(repository, folder, tars, kind):
     source = open_source(str(folder if kind == "listed" else tars))
@@ -433,6 +470,7 @@ def test_a_dry_run_says_what_an_ingest_then_does(repository, folder, tars, kind)
         assert (plan.num_samples, plan.num_shards) == (report.num_samples, sum(report.num_shards.values()))
     else:
         assert plan.is_estimate
+        assert plan.has_estimated_shards
         assert plan.num_samples == report.num_samples  # it is small, so all of it was read
         assert plan.num_shards == pytest.approx(sum(report.num_shards.values()), abs=3)
 
