@@ -1,6 +1,6 @@
-"""Further columns of a batch: numbers and booleans as arrays, everything else as lists of Python values.
+"""Columns that the argument `columns` of `ImageLoader` adds to a batch.
 
-The argument `columns` of `ImageLoader` requests them.
+Numbers and booleans are delivered as arrays, everything else as lists of Python values.
 """
 
 from __future__ import annotations
@@ -17,33 +17,37 @@ from datasvc.shards import Split
 from datasvc.shards.format.reader import text_errors
 
 
-def is_number(data_type: pa.DataType) -> bool:
+def is_array_column(data_type: pa.DataType) -> bool:
     """Return whether a column of this type is delivered as an array or tensor."""
     return any(is_kind(data_type) for is_kind in (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean))
 
 
-def sort_columns(samples: Split | Mixture, columns: Sequence[str]) -> tuple[list[str], list[str]]:
+def divide_columns(samples: Split | Mixture, columns: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the columns that are delivered as arrays, and those that are delivered as lists.
 
     Raises:
-        ConfigError: a split lacks a column, or a column of numbers has different types in the splits of a mixture.
+        ConfigError: a split lacks a column; or the splits of a mixture give a column different types, one of them a
+            type of arrays.
     """
-    numbers = []
+    arrays = []
     for name in dict.fromkeys(columns):
         check_column(samples, name)
         types = {split.table.sample_schema.field(name).type for split in weighted_splits(samples)}
-        if any(map(is_number, types)):
+        if any(map(is_array_column, types)):
             if len(types) > 1:
                 raise ConfigError(
                     f"column {name!r} of {samples!r} has several types, {sorted(map(str, types))}; ingest the splits "
                     "with one type, or leave the column out"
                 )
-            numbers.append(name)
-    return numbers, [name for name in columns if name not in numbers]
+            arrays.append(name)
+    return arrays, [name for name in columns if name not in arrays]
 
 
 def read_lists(batch: SampleBatch, columns: Sequence[str]) -> dict[str, list[Any]]:
-    """Return columns of a batch as lists of Python values; None for null, and if a shard lacks the column.
+    """Return columns of a batch as lists of Python values.
+
+    A value is None if it is null. It is also None if its shard lacks the column: only the schema of the split has all
+    columns.
 
     Raises:
         CorruptDataError: a text is not UTF-8.

@@ -18,7 +18,7 @@ from datasvc.loaders.augment.augment import AugmentConfig, parse_evaluation
 from datasvc.loaders.core.batches import SampleBatches
 from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes
 from datasvc.loaders.core.mixture import Mixture, check_column, columns_of, largest
-from datasvc.loaders.core.other_columns import sort_columns
+from datasvc.loaders.core.other_columns import divide_columns
 from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.core.state import DECODE, EVALUATION
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, DecodeConfig, Framework
@@ -110,7 +110,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         group = DecodeGroup(decode_group) if isinstance(decode_group, str) else decode_group
         augment = augment or AugmentConfig()
         check_column(split, IMAGE, "images")
-        self._numbers, self._lists = sort_columns(split, columns)
+        self._numbers, self._lists = divide_columns(split, columns)
         labels = [LABEL] if LABEL in columns_of(split) else []
         super().__init__(
             split,
@@ -243,10 +243,10 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def _make_decoder(self) -> BatchDecoder[ImageBatch[Any]]:
         # The batches of a decode group are in shared memory, which is not page-locked; `_deliver` copies them.
         config = dataclasses.replace(self._config, is_pinned=self._is_pinned and self.sharing is None)
-        # The question identifies the choice that all ranks make together, so it must be equal on all of them.
+        # The identity names the choice that all ranks make together, so it must be equal on all of them.
         # `super()` leaves out the backend, which may differ until the ranks agree.
-        question = super().state_dict() | {"batch_size": self.batch_size}
-        backend = self._choice.settle(self._draw_trial, question=question)
+        identity = super().state_dict() | {"batch_size": self.batch_size}
+        backend = self._choice.settle(self._draw_trial, loader_identity=identity)
         decoder = ImageDecoder(
             make_backend(config, backend, framework=self._framework, profiler=self.profiler),
             framework=self._framework,

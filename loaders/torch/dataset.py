@@ -104,7 +104,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return several samples in the order of `indices`, read shard by shard. For errors see `__getitem__`."""
         # A forked process opens clients, shards and cache again, because those of its parent do not work there.
-        if self._reader is None or self._reader.process != os.getpid():
+        if self._reader is None or self._reader.pid != os.getpid():
             split = self.split if self._process == os.getpid() else reopen(self.split)
             self._reader = SampleReader(split, self._address)
         numbers = [self._number(index) for index in indices]

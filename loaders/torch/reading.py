@@ -1,6 +1,6 @@
 """Reads a split's samples by number, for `Dataset`.
 
-Each process opens its own shards and cache, because open ones cannot be pickled.
+Each process opens its own shards and cache, because an open shard or cache cannot be pickled.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from datasvc.shards import Shard, ShardStore, Split
 from datasvc.shards.format.reader import text_errors
 from datasvc.shards.versions.dataset import open_listed_shard
 
-# A mapped shard uses two file descriptors, and a process may often open only 1024. The other shards are in memory, or
-# in a cache that cannot hold the whole split; open shards then use the memory, or the budget, that other shards need.
+# A mapped shard uses two file descriptors, and the limit of a process is often 1024.
 _MAX_MAPPED_SHARDS: Final = 256
-_MAX_OTHER_SHARDS: Final = 4
+# For shards that are held in memory, and for a cache too small for the split, because open shards are not evicted.
+_MAX_COSTLY_SHARDS: Final = 4
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class CacheAddress:
 class SampleReader:
     """Reads samples. Only the process that created a reader may use it.
 
-    Without a cache, it reads a local repository in place.
+    Without a cache, shards of a local repository are mapped, and shards of a remote one are read into memory.
 
     Raises:
-        ConfigError: the cache was open in the parent process before a fork.
+        ConfigError: the parent process had opened the cache before it forked this process.
         UnavailableError: the cache cannot be opened.
     """
 
     def __init__(self, split: Split, address: CacheAddress | None) -> None:
-        self.process = os.getpid()
+        self.pid = os.getpid()
         self.split = split
         self._cache = None if address is None else address.open()
         self._store: ShardStore = split.origin if self._cache is None else self._cache.shards(split.repository)
@@ -99,9 +99,9 @@ class SampleReader:
             rows = requested[indices] - first_number
             with self._lock:
                 shard = self._open_shard(shard_index)
-            # The file of the shard also has the deleted samples, which the numbers of the split do not count.
-            stored = self.split.stored_rows(shard_index, rows)
-            for index, sample in zip(indices.tolist(), _read_rows(shard, stored, columns), strict=True):
+            # Numbers of samples skip deleted samples, which the file of the shard still contains.
+            stored_rows = self.split.stored_rows(shard_index, rows)
+            for index, sample in zip(indices.tolist(), _read_rows(shard, stored_rows, columns), strict=True):
                 samples[index] = sample
         return samples
 
@@ -122,14 +122,14 @@ class SampleReader:
         if self._cache is None:
             # Either all objects of a repository are local files, or none is.
             is_mapped = not infos or self.split.repository.objects.local_path(infos[0].digest) is not None
-            return _MAX_MAPPED_SHARDS if is_mapped else _MAX_OTHER_SHARDS
+            return _MAX_MAPPED_SHARDS if is_mapped else _MAX_COSTLY_SHARDS
         available_bytes = self._cache.available_bytes({info.digest for info in infos})
         fits = int(footprint(self.split.table.bytes_per_shard).sum()) <= available_bytes
-        return _MAX_MAPPED_SHARDS if fits else _MAX_OTHER_SHARDS
+        return _MAX_MAPPED_SHARDS if fits else _MAX_COSTLY_SHARDS
 
 
 def reopen(split: Split) -> Split:
-    """Return a copy of a split for a forked process, with new store clients, because old ones do not work there."""
+    """Return a copy of a split for a forked process, with new store clients, as old ones do not work there."""
     opened: Split = pickle.loads(pickle.dumps(split))  # noqa: S301 - pickled in the same line
     return opened
 

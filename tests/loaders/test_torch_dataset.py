@@ -226,7 +226,7 @@ def test_a_forked_child_opens_the_split_for_itself(digits):
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            said = dataset[1000]["key"] if dataset._reader.process != os.getpid() else "the parent's reader"
+            said = dataset[1000]["key"] if dataset._reader.pid != os.getpid() else "the parent's reader"
             said = said if dataset._reader.split is not dataset.split else "the parent's clients"
         finally:
             os.write(writing, said.encode())

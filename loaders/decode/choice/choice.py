@@ -1,4 +1,7 @@
-"""Chooses the decoding backend of an `ImageLoader` from its argument, its state or a trial, the same on all ranks."""
+"""Chooses the decoding backend of an `ImageLoader`: from its argument, its state or a trial.
+
+All ranks get the same backend.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 # Function that returns batches for a trial.
-Draw = Callable[[], Sequence[TrialBatch]]
+DrawBatches = Callable[[], Sequence[TrialBatch]]
 
 
 class DecodeChoice:
@@ -48,101 +51,104 @@ class DecodeChoice:
         self._config, self._ranks = config, ranks
         self._try_in_child, self._find_store = try_in_child, find_store
         self._chosen: Backend | None = candidates[0] if len(candidates) == 1 else None
-        self._stored: Backend | None = None  # backend of the last state, if this loader may use it
-        self._in_state: Backend | None = None  # backend of the last state, usable or not; equal on all ranks
+        self._from_state: Backend | None = None  # backend of the last restored state; equal on all ranks
+        self._usable_from_state: Backend | None = None  # the last one that this loader may use
         self._is_agreed = False  # whether all ranks use `_chosen`
 
     @property
     def backend(self) -> Backend:
         """The chosen backend; before the choice, the most likely one."""
-        return self._chosen or self._stored or self._candidates[0]
+        return self._chosen or self._usable_from_state or self._candidates[0]
 
     @property
     def state(self) -> Backend | None:
         """The backend to store in a loader state; None before the choice."""
-        return self._chosen or self._stored
+        return self._chosen or self._usable_from_state
 
-    def restore(self, stored: Backend | None) -> None:
-        """Use the backend of a loader state; warn instead if it is not a candidate. None: the state has none."""
-        self._in_state = stored
-        if stored is None or stored == self._chosen:
+    def restore(self, backend: Backend | None) -> None:
+        """Use the backend of a loader state, or warn if it may not be used. None: the state has no backend."""
+        self._from_state = backend
+        if backend is None or backend == self._chosen:
             return
         self._is_agreed = False
         # For "auto", Pillow may not be a candidate, but it is always installed, so it can be used.
-        if stored in self._candidates or (stored == "pillow" and self._requested == "auto"):
-            self._stored = stored
+        if backend in self._candidates or (backend == "pillow" and self._requested == "auto"):
+            self._usable_from_state = backend
             # `settle` tries a GPU backend before it is chosen, because another machine may have saved the state.
-            self._chosen = None if stored in ON_GPU else stored
+            self._chosen = None if backend in ON_GPU else backend
             return
         _LOG.warning(
-            "the state was saved by a loader that decodes with %r; decode=%r uses %r here, so pixels differ from "
-            "those of that run by a few levels of 255",
-            stored,
+            "the state was saved by a loader that decodes with %r, which decode=%r does not allow here; this loader "
+            "decodes with %r, so its pixels differ from those of the saved run by a few levels of 255",
+            backend,
             self._requested,
             self.backend,
         )
 
-    def settle(self, draw: Draw, *, question: Mapping[str, Any]) -> Backend:
-        """Choose the backend, after a trial if several are possible, and return it.
+    def settle(self, draw_batches: DrawBatches, *, loader_identity: Mapping[str, Any]) -> Backend:
+        """Choose the backend and return it. If several are possible, try them first.
 
         Args:
-            draw: function that returns batches for a trial.
-            question: values that identify this loader among those of the job, equal on all ranks.
+            draw_batches: function that returns batches for a trial.
+            loader_identity: values that identify this loader among those of the job, equal on all ranks.
 
         Raises:
             ConfigError: no candidate works, or this machine cannot use the choice of data rank 0.
             DeviceError: the backend of the state does not work here.
             UnavailableError: data rank 0 does not report its choice.
         """
-        # Whether ranks agree on a backend depends only on values that are equal on all ranks. Otherwise one rank
-        # could wait for others that do not take part.
+        # Decide whether to call `_agree` only from values that are equal on all ranks. Otherwise one rank could wait
+        # for others that do not take part.
         has_choice = self._requested in {"auto", "gpu"} and self._config.device_id is not None
         needs_agreement = has_choice and self._ranks.world_size > 1 and not self._is_agreed
         store = self._find_store() if needs_agreement else None
         if store is not None:
-            self._chosen = self._agree(draw, question, store)
+            self._chosen = self._agree(draw_batches, loader_identity, store)
             self._is_agreed = True
         if self._chosen is None:
-            self._chosen = self._choose_alone(draw) if self._stored is None else self._try_stored(self._stored, draw)
+            if self._usable_from_state is None:
+                self._chosen = self._choose_without_agreement(draw_batches)
+            else:
+                self._chosen = self._check_from_state(self._usable_from_state, draw_batches)
         return self._chosen
 
-    def _agree(self, draw: Draw, question: Mapping[str, Any], store: Store) -> Backend:
+    def _agree(self, draw_batches: DrawBatches, loader_identity: Mapping[str, Any], store: Store) -> Backend:
         """Return the choice of data rank 0."""
-        identity = repr(
-            [sorted(question.items()), self._requested, self._in_state, self._ranks.world_size, self._config.pixels]
-        )
+        world_size, pixels = self._ranks.world_size, self._config.pixels
+        identity = repr([sorted(loader_identity.items()), self._requested, self._from_state, world_size, pixels])
         answer = agree(
             hashlib.sha256(identity.encode()).hexdigest(),
             # Rank 0 reports even a single candidate, because other ranks may have several.
-            lambda: self._chosen or self._stored or self._choose_here(draw),
+            lambda: self._chosen or self._usable_from_state or self._choose_by_trial(draw_batches),
             is_first=self._ranks.rank == 0,
             store=store,
         )
         chosen = parse_backend(answer)
         if chosen not in self._candidates and not (chosen == "pillow" and self._requested == "auto"):
             raise ConfigError(
-                f"decode={self._requested!r} is {chosen!r} on data rank 0, and data rank {self._ranks.rank} has only "
-                f"{', '.join(map(repr, self._candidates))}: install the same software on all machines, or give all "
-                "ranks decode='cpu' or another backend that all have"
+                f"for decode={self._requested!r}, data rank 0 chose {chosen!r}, but data rank {self._ranks.rank} can "
+                f"use only {', '.join(map(repr, self._candidates))}: install the same software on all machines, or "
+                "give all ranks decode='cpu' or another backend that all have"
             )
-        # Rank 0 reports the backend of a state without a trial, so each rank tries it. Any other GPU backend has
-        # worked in the trial of rank 0.
-        return self._try_stored(chosen, draw) if chosen in ON_GPU and chosen == self._stored else chosen
+        # Rank 0 has not tried a backend that it took from the state, so each rank tries it here. A GPU backend that
+        # is not from the state has worked in the trial of rank 0.
+        is_untried = chosen in ON_GPU and chosen == self._usable_from_state
+        return self._check_from_state(chosen, draw_batches) if is_untried else chosen
 
-    def _try_stored(self, stored: Backend, draw: Draw) -> Backend:
-        """Return the backend of the state, after a trial here, because another machine may have saved the state."""
-        batches = draw()  # none if there is nothing to decode: then no trial is needed
-        refused = self._try_in_child(self._config, [stored], batches).refused if batches else {}
+    def _check_from_state(self, from_state: Backend, draw_batches: DrawBatches) -> Backend:
+        """Return the backend of the state if it works here. Another machine may have saved the state."""
+        batches = draw_batches()  # none if there is nothing to decode: then no trial is needed
+        refused = self._try_in_child(self._config, [from_state], batches).refused if batches else {}
         if refused:
-            other = next(backend for backend in ON_GPU if backend != stored)
+            other = next(backend for backend in ON_GPU if backend != from_state)
             raise DeviceError(
-                f"the state was saved by a loader that decodes with {stored!r}, which does not work here: "
-                f"{refused[stored]}; to continue with pixels that differ by a few levels of 255 give decode='cpu' or "
-                f"decode={other!r}"
+                f"the state was saved by a loader that decodes with {from_state!r}, which does not work here: "
+                f"{refused[from_state]}; to continue with pixels that differ by a few levels of 255, give "
+                f"decode='cpu' or decode={other!r}"
             )
-        return stored
+        return from_state
 
-    def _choose_alone(self, draw: Draw) -> Backend:
+    def _choose_without_agreement(self, draw_batches: DrawBatches) -> Backend:
         if self._ranks.world_size > 1:
             _LOG.warning(
                 "each of %d ranks chooses a backend for decode=%r alone, because torch.distributed has no process "
@@ -150,10 +156,11 @@ class DecodeChoice:
                 self._ranks.world_size,
                 self._requested,
             )
-        return self._choose_here(draw)
+        return self._choose_by_trial(draw_batches)
 
-    def _choose_here(self, draw: Draw) -> Backend:
-        batches = draw()
+    def _choose_by_trial(self, draw_batches: DrawBatches) -> Backend:
+        """Return the fastest candidate that works on this machine."""
+        batches = draw_batches()
         if not batches:
             return self._candidates[0]  # there is nothing to decode
         trials = self._try_in_child(self._config, self._candidates, batches)
@@ -163,8 +170,8 @@ class DecodeChoice:
             if self._requested == "gpu":
                 reasons = "; ".join(f"{backend}: {reason}" for backend, reason in trials.refused.items())
                 raise ConfigError(f"no backend for decode='gpu' works on this machine: {reasons}; use decode='cpu'")
-            return self._candidates[0]  # for "auto", a backend on the CPU
-        chosen = max(trials.rates, key=trials.rates.__getitem__)  # of equal rates, that of the first candidate
+            return self._candidates[0]  # for "auto", the first candidate decodes on the CPU
+        chosen = max(trials.rates, key=trials.rates.__getitem__)  # if rates are equal, the first candidate wins
         measured = ", ".join(f"{rate:.0f} images/s with {backend!r}" for backend, rate in trials.rates.items())
         _LOG.info("decode=%r is %r here: %s", self._requested, chosen, measured)
         return chosen

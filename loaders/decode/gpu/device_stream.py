@@ -1,7 +1,7 @@
-"""A separate GPU stream for copies and kernels that run in parallel to those of the caller's stream.
+"""A separate GPU stream for copies and kernels that run in parallel with those of the caller's stream.
 
-Invariant: every tensor made on this stream is passed to `hand_over`. So the caller's stream waits for the tensor, and
-torch's allocator reuses its memory only after the caller's stream has finished with it.
+Every tensor made on this stream must be passed to `hand_over`. Then the caller's stream waits until the tensor
+is complete, and torch's allocator reuses the tensor's memory only after the caller's stream has used it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from datasvc.loaders.core.batch import check_gpu
 if TYPE_CHECKING:
     import torch
 
-# Pixels as levels 0 to 255.
-Levels = npt.NDArray[np.uint8]
+# An array of pixel values, 0 to 255.
+Pixels = npt.NDArray[np.uint8]
 
 
 def current_gpu() -> int:
@@ -56,10 +56,11 @@ class CudaStream:
         check_gpu(device)
         self._stream = make_stream(self._device)
 
-    def allocate(self, shape: tuple[int, ...]) -> Levels:
+    def allocate(self, shape: tuple[int, ...]) -> Pixels:
         """Return page-locked host memory with arbitrary values."""
-        with self._torch.cuda.device(self._device):  # otherwise page-locking creates a context on another GPU
-            memory: Levels = self._torch.empty(shape, dtype=self._torch.uint8, pin_memory=True).numpy()
+        # Otherwise page-locking would create a CUDA context on the current GPU, which may be another one.
+        with self._torch.cuda.device(self._device):
+            memory: Pixels = self._torch.empty(shape, dtype=self._torch.uint8, pin_memory=True).numpy()
         return memory
 
     def active(self) -> AbstractContextManager[object]:
@@ -68,31 +69,31 @@ class CudaStream:
         return stream
 
     def copy(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Start a copy to the device, in a block of `active`.
+        """Start a copy to the device. Call this inside `with stream.active()`.
 
-        The array must not change until an event is done that was recorded after this call.
+        Do not change the array before the copy is complete: call `record` after this call, and wait for its event.
         """
         return self._torch.from_numpy(array).to(self._device, non_blocking=True)
 
     def record(self) -> torch.cuda.Event:
-        """Return an event that is done when all work that was queued on this stream before is done."""
-        done: torch.cuda.Event = self._stream.record_event()
-        return done
+        """Return an event that marks the end of the work queued on this stream so far."""
+        end: torch.cuda.Event = self._stream.record_event()
+        return end
 
-    def hand_over(self, tensor: torch.Tensor, done: torch.cuda.Event) -> None:
-        """Make the caller's stream wait for `done`, and keep the tensor's memory until that stream has used it."""
-        # The current stream of the calling thread, which uses the batch.
+    def hand_over(self, tensor: torch.Tensor, end: torch.cuda.Event) -> None:
+        """Make the caller's stream wait for `end`, and keep the tensor's memory until that stream has used it."""
+        # The caller uses the batch on the current stream of its thread.
         current: Any = self._torch.cuda.current_stream(self._device)
-        current.wait_event(done)
+        current.wait_event(end)
         tensor.record_stream(current)
 
 
 def place(array: npt.NDArray[Any], device: str | torch.device) -> torch.Tensor:
-    """Return a small array as a tensor on a device, copied on the current stream; the host does not wait.
+    """Return a small array as a tensor on a device. The current stream copies it; the host does not wait.
 
     Args:
-        array: the array. It may be changed after the call, unless the device is the CPU: then the tensor
-            shares its memory.
+        array: the array. For a GPU, it may be changed as soon as this call returns. For the CPU it may not, because
+            the tensor shares its memory.
         device: name of the device, such as "cpu" or "cuda:1".
     """
     import torch

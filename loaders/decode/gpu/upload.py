@@ -1,8 +1,8 @@
 """Backend that decodes on the CPU, and copies the pixels to a GPU, which converts them to the output format.
 
 Pixels are copied as `uint8`, which has a quarter of the size of float32. Threads decode to page-locked memory. While
-the caller uses a batch, the next one is copied and converted on a separate stream. Invariant: memory that a copy
-reads is reused for decoding only after that copy is done.
+the caller uses a batch, the next one is copied and converted on a separate stream. Invariant: while a copy reads a
+slot of page-locked memory, nothing is decoded to that slot.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from datasvc.loaders.augment.edits import Edit
 from datasvc.loaders.decode.backend import Backend, BackendConfig, DecodedImages, Read
 from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
 from datasvc.loaders.decode.gpu.dali import device_errors
-from datasvc.loaders.decode.gpu.device_stream import CudaStream, Levels
+from datasvc.loaders.decode.gpu.device_stream import CudaStream, Pixels
 from datasvc.loaders.decode.gpu.finish import DeviceFinish
 from datasvc.loaders.decode.pixels import PixelFormat
 from datasvc.loaders.profiling.step_profiler import StepProfiler
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from datasvc.shards.format.mapped_file import Bytes
 
-# Besides the batches in progress, copies of the caller's batch and of the next one may still read their slots.
+# Number of slots besides those of the batches in progress: the caller's batch and the next one may still be copied.
 _NUM_COPYING: Final = 2
 
 
@@ -39,56 +39,56 @@ _NUM_COPYING: Final = 2
 class _DecodingBatch:
     """A batch that threads decode: its output slot, its run, and its colour factors for the device."""
 
-    slot: Levels
+    slot: Pixels
     run: CpuRun
     colours: ColourFactors | None
 
 
 @dataclass(frozen=True)
 class _UploadedBatch:
-    """A batch in transfer to the device; the transfer is complete when the event `done` is reached."""
+    """A batch in transfer to the device. The event `end` marks the end of the transfer."""
 
     images: torch.Tensor
-    done: torch.cuda.Event
+    end: torch.cuda.Event
     decoded: DecodedImages
 
 
 class PinnedRing:
-    """Slots of page-locked memory; a released slot is reused after the copy from it is done.
+    """Slots of page-locked memory; a released slot is used again when the copy from it is complete.
 
     Args:
         allocate: function that returns a new slot.
-        keep: maximum number of slots, unless more are in use at the same time.
+        keep: maximum number of slots. It is exceeded only if all slots are in use and none is released.
     """
 
-    def __init__(self, allocate: Callable[[], Levels], *, keep: int) -> None:
+    def __init__(self, allocate: Callable[[], Pixels], *, keep: int) -> None:
         self._allocate, self._keep = allocate, keep
-        self._free: list[Levels] = []
-        self._copying: deque[tuple[torch.cuda.Event, Levels]] = deque()
+        self._free: list[Pixels] = []
+        self._copying: deque[tuple[torch.cuda.Event, Pixels]] = deque()
         self._num_slots = 0
 
-    def take(self) -> Levels:
-        """Return an unused slot: a free or new one; if there are `keep` already, wait for the oldest copy."""
+    def take(self) -> Pixels:
+        """Return an unused slot: a free or new one. If there are `keep` slots already, wait for the oldest copy."""
         while self._copying and self._copying[0][0].query():  # type: ignore[no-untyped-call]
             self._free.append(self._copying.popleft()[1])
         if self._free:
             return self._free.pop()
         if self._num_slots >= self._keep and self._copying:
-            done, slot = self._copying[0]
-            done.synchronize()
+            copy_end, slot = self._copying[0]
+            copy_end.synchronize()
             self._copying.popleft()
             return slot
         self._num_slots += 1
         return self._allocate()
 
-    def release(self, slot: Levels, done: torch.cuda.Event) -> None:
-        """Release a slot, which a copy reads until the event `done` is reached."""
-        self._copying.append((done, slot))
+    def release(self, slot: Pixels, copy_end: torch.cuda.Event) -> None:
+        """Release a slot that a copy may still read. The event `copy_end` marks the end of the copy."""
+        self._copying.append((copy_end, slot))
 
     def close(self) -> None:
         """Wait for every copy, then drop the slots."""
-        for done, _ in self._copying:
-            done.synchronize()
+        for copy_end, _ in self._copying:
+            copy_end.synchronize()
         self._copying.clear()
         self._free.clear()
         self._num_slots = 0
@@ -135,7 +135,7 @@ class UploadBackend:
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
         """See `ImageBackend`."""
-        if not self._uploaded:  # at the last `take` the next batch was not decoded yet: try again
+        if not self._uploaded:  # the last `take` could not start the next upload, because nothing was decoded yet
             self._upload_ahead()
         colours = None
         if edit is not None and edit.transform is None:
@@ -151,8 +151,8 @@ class UploadBackend:
             self._upload()
         uploaded = self._uploaded.popleft()
         with self._profiler.stage(Stage.TRANSFER), device_errors(self._name):
-            # The caller's stream waits for the copy, the host does not.
-            self._stream.hand_over(uploaded.images, uploaded.done)
+            # The caller's stream waits for the copy; the host does not.
+            self._stream.hand_over(uploaded.images, uploaded.end)
         self._upload_ahead()
         return DecodedImages(uploaded.images, uploaded.decoded.bad)
 
@@ -164,8 +164,8 @@ class UploadBackend:
         self._ring.close()
 
     def _upload_ahead(self) -> None:
-        """If the next batch is decoded, start to copy it while the caller uses the last one."""
-        # `is_decoded` is False after an error, which `take` raises when it reaches that batch.
+        """If the next batch is decoded, start to copy it. The copy runs while the caller uses the previous batch."""
+        # If decoding failed, `is_decoded` is False, and `take` raises the error when it reaches this batch.
         if self._fed and self._fed[0].run.is_decoded:
             self._upload()
 
@@ -178,7 +178,7 @@ class UploadBackend:
             with self._stream.active():
                 levels = self._stream.copy(fed.slot[: len(decoded.images)])
                 images = self._finish.finish(levels, fed.colours, decoded.bad)
-            done = self._stream.record()
+            end = self._stream.record()
             if len(images):  # an empty batch has no slot of the ring
-                self._ring.release(fed.slot, done)
-        self._uploaded.append(_UploadedBatch(images, done, decoded))
+                self._ring.release(fed.slot, end)
+        self._uploaded.append(_UploadedBatch(images, end, decoded))

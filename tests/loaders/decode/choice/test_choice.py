@@ -51,8 +51,8 @@ def make(machine, wanted="auto", candidates=ALL, rank=0, world_size=1, store=Non
     )
 
 
-def settle(choice, **question):
-    return choice.settle(draw, question={"version": "0f3a", "position": 0} | question)
+def settle(choice, **identity):
+    return choice.settle(draw, loader_identity={"version": "0f3a", "position": 0} | identity)
 
 
 def test_the_fastest_of_what_works_is_chosen_once_and_is_in_the_state_from_then_on(caplog):
@@ -86,7 +86,7 @@ def test_where_nothing_works_auto_is_the_cpu_and_gpu_is_refused_with_all_reasons
 
 def test_without_a_sample_there_is_nothing_to_try():
     choice = make(Machine())
-    assert choice.settle(list, question={}) == "cpu"
+    assert choice.settle(list, loader_identity={}) == "cpu"
 
 
 def test_a_run_resumes_with_the_backend_of_its_state_though_another_is_faster_now():
@@ -134,7 +134,8 @@ def test_where_the_backend_of_a_state_cannot_be_had_the_run_goes_on_and_says_tha
     choice = make(Machine(), wanted, candidates)
     choice.restore(stored)
     assert settle(choice) == choice.state == expected
-    assert f"decodes with {stored!r}; decode={wanted!r} uses {expected!r} here, so pixels differ" in caplog.text
+    assert f"decodes with {stored!r}, which decode={wanted!r} does not allow here; this loader" in caplog.text
+    assert f"decodes with {expected!r}, so its pixels differ" in caplog.text
 
 
 def test_pillow_of_a_state_is_used_where_auto_would_be_the_cpu(caplog):
@@ -185,7 +186,7 @@ def test_a_rank_that_cannot_use_what_rank_0_has_chosen_says_so(wanted, rank_0, r
     assert settle(make(Machine(gpu_whole=1), wanted, rank_0, world_size=2, store=store)) == "gpu-whole"
     other = make(Machine(), wanted, rank_1, rank=1, world_size=2, store=store)
     with pytest.raises(
-        ConfigError, match=r"is 'gpu-whole' on data rank 0, and data rank 1 has only '(cpu|gpu-window)'"
+        ConfigError, match=r"data rank 0 chose 'gpu-whole', but data rank 1 can use only '(cpu|gpu-window)'"
     ):
         settle(other)
 
