@@ -22,7 +22,7 @@ from datasvc.loaders.augment.augment import ColourFactors
 _Floats = npt.NDArray[np.float32]
 _GREY: Final = np.array([[0.299], [0.587], [0.114]], np.float32)
 _WHITE: Final = np.float32(255)
-_NEUTRAL: Final = (1.0, 1.0, 1.0, 0.0)  # factors that change nothing
+_NEUTRAL: Final = (1.0, 1.0, 1.0, 0.0)  # factors that change nothing, by change number
 _NUM_SCRATCH = 4  # number of scratch planes that `_rotate_hue` needs; the other changes need fewer
 # Keeps one `_ColourChanger` per thread, because creating one takes longer than changing an image.
 _THREAD_LOCAL: Final = threading.local()
@@ -89,8 +89,9 @@ def _change_saturation(planes: _Floats, factor: np.float32, scratch: _Floats) ->
 
 
 def _rotate_hue(planes: _Floats, rotation: np.float32, scratch: _Floats) -> None:
-    """Rotate the hue and keep value and saturation of HSV. Chroma is the largest minus the smallest channel.
+    """Rotate the hue of HSV, and keep value (the largest channel) and saturation.
 
+    Chroma is the largest minus the smallest channel.
     Source of the hue hexagon: Smith, Color gamut transform pairs, SIGGRAPH 1978.
     """
     value, chroma, hue, weight = scratch
@@ -116,11 +117,11 @@ def _rotate_hue(planes: _Floats, rotation: np.float32, scratch: _Floats) -> None
 def _compute_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats, scratch: _Floats) -> None:
     """Write the hue, -1 to 5, to `hue`: the difference of the two smaller channels / chroma, plus 0, 2 or 4.
 
-    The largest channel selects the number that is added: 0 for red, 2 for green, 4 for blue. Of equal channels, red
-    comes before green, and green before blue.
+    The largest channel selects the number that is added: 0 for red, 2 for green, 4 for blue. If channels are equal,
+    red counts as larger than green, and green as larger than blue.
     """
     red, green, blue = planes
-    # First the hue for the largest channel blue, in all pixels; then green and red overwrite their pixels.
+    # First treat blue as the largest channel of all pixels. Then overwrite the pixels where green is, then red.
     np.subtract(red, green, out=hue)
     hue += 4 * chroma
     for largest, first, second, sector in ((green, blue, red, 2), (red, green, blue, 0)):
@@ -133,7 +134,7 @@ def _compute_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats,
 
 def _grey(planes: _Floats, scratch: _Floats) -> _Floats:
     """Return the grey of each pixel, stored in `scratch`."""
-    # Sums, because the last bit of a matrix product differs between machines.
+    # Use sums: the last bit of a matrix product differs between machines.
     terms = np.multiply(planes, _GREY, out=scratch[:3])
     terms[0] += terms[1]
     terms[0] += terms[2]
@@ -146,5 +147,5 @@ def _clip(planes: _Floats) -> None:
     np.minimum(planes, _WHITE, out=planes)
 
 
-# Indexed by the numbers in `ColourFactors.sequence`.
+# Functions, indexed by the change numbers of `ColourFactors.sequence`.
 _CHANGES: Final = (_change_brightness, _change_contrast, _change_saturation, _rotate_hue)

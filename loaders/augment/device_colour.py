@@ -36,8 +36,8 @@ class ColourPass:
     """One pass over a batch, with at most one change of each image.
 
     Attributes:
-        weights: `float32[3, n]`, weights of the image, its grey and its mean grey in the blend.
-        needs_grey: whether any image has a non-zero weight of one of the greys.
+        weights: `float32[3, n]`: for each image, the weights of the image, of its grey and of its mean grey.
+        needs_grey: whether any weight of a grey or mean grey is not 0.
         rotated: `int64[m]`, indices of the images whose hue is rotated.
         rotations: `float32[m]`, rotations as fractions of the circle.
     """
@@ -88,7 +88,7 @@ def change_colours(images: Tensor, passes: Sequence[ColourPass], place: Place) -
     for colour_pass in passes:
         image_weight, grey_weight, mean_weight = place(colour_pass.weights)[:, :, None, None, None].unbind()
         if colour_pass.needs_grey:
-            grey = _grey(images)  # changed in place below, after its mean was computed
+            grey = _grey(images)  # the next line changes it in place, after computing its mean
             blend = grey.mean(dim=(2, 3), keepdim=True).mul(mean_weight).add(grey.mul_(grey_weight))
             images.mul_(image_weight).add_(blend)
         else:
@@ -97,7 +97,7 @@ def change_colours(images: Tensor, passes: Sequence[ColourPass], place: Place) -
         if len(colour_pass.rotated):
             rotated, rotations = place(colour_pass.rotated), place(colour_pass.rotations)
             images.index_copy_(0, rotated, _rotate_hue(images.index_select(0, rotated), rotations))
-    # Rounded once at the end, as in `colour.py`.
+    # Round once, at the end, as `colour.py` does.
     images.add_(0.5).floor_()
 
 

@@ -23,10 +23,10 @@ class Edit:
     Attributes:
         positions: `int64[n]`, positions of the samples in the epoch.
         epoch: epoch of the batch.
-        colours: colour factors of the images; None: colours do not change. A backend on a GPU may apply them there
-            instead of calling this edit.
+        colours: colour factors of the images; None: colours do not change. A backend may change the colours on the
+            GPU with these factors; then it does not call this edit.
         transform: the user's transform, which runs on the CPU; None if there is none.
-        random: random generator of each image, for the transform; empty if there is none.
+        random: random generator of each image, for the transform; empty without a transform.
     """
 
     positions: Integers

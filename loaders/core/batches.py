@@ -1,7 +1,7 @@
 """Reads one rank's samples in the access order, as batches of zero-copy views of shards, for the loaders to decode.
 
 A shard is opened for the first batch that needs it, and released after the last batch that needs it is handed
-over. So a loader never holds more shards of a cache than the window of its order contains.
+over. So a loader never holds more shards of a cache than its order needs at the same time.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class SampleBatch(NamedTuple):
         rows: `int64[n]`, row of each sample in its shard's file; deleted samples still have rows in that file.
         blobs: views of the encoded images, `uint8[size]` each; a view keeps the memory map of its shard alive. Empty
             if no blob column was requested.
-        columns: further columns of fixed width by name, `dtype[n]`.
-        parts: the same samples grouped by shard, for decoders that read columns of other types.
+        columns: the other requested columns of fixed width, by name: `dtype[n]`.
+        parts: the same samples grouped by shard, for decoders that read columns of variable width.
         sources: `int64[n]`, index of each sample's split in the mixture; zeros for a single split.
     """
 
@@ -89,11 +89,11 @@ class SampleBatches:
         batch_size: samples of this rank per step.
         rank, world_size, tail: see `DataRanks` and `Loader`.
         blob: column with the encoded images; None: read no blobs.
-        columns: further columns of fixed width to read.
+        columns: other columns of fixed width to read.
 
     Raises:
-        ConfigError: a split lacks one of the columns, or has it with another type than the first split. `stream`
-            raises it too, if a column is null for a sample of a batch.
+        ConfigError: a split lacks one of the columns, or its column has another type than that of the first split.
+            `stream` also raises it, if a column is null for a sample of a batch.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class SampleBatches:
             before, after = cursors_before[number], cursors_after[number]
             reader.reference_range(before, after)
             # `reference_range` skips padding samples. It also skips epochs that begin and end inside this batch,
-            # which a small split of a mixture may have. So the shards of both get references separately.
+            # which a small split of a mixture may have. The shards of these samples get references here.
             if has_padding or after.epoch > before.epoch + 1:
                 is_inside = (locations.epochs > before.epoch) & (locations.epochs < after.epoch)
                 is_skipped = (locations.sources == number) & (is_inside | ~located.mask)

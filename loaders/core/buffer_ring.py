@@ -1,4 +1,4 @@
-"""Reuses the memory of a batch after its last reference is gone, because allocating takes longer than filling.
+"""Reuses the memory of a batch after its last reference is gone, because new memory takes longer than filling it.
 
 The decoders of images and tokens take the memory of their batches from a ring.
 """
@@ -30,7 +30,7 @@ class BufferRing:
         self._buffers: list[npt.NDArray[Any]] = []
 
     def take(self) -> npt.NDArray[Any]:
-        """Return an unused buffer with arbitrary values. A reference to a view of the buffer keeps it in use."""
+        """Return an unused buffer with arbitrary values."""
         if (unused := _find(self._buffers, _REFERENCES_OF_AN_UNUSED_BUFFER)) is not None:
             return unused
         buffer = np.empty(self._shape, self._dtype)
@@ -47,6 +47,6 @@ def _find(buffers: Sequence[npt.NDArray[Any]], num_references: int) -> npt.NDArr
     return None
 
 
-# An unused buffer is referenced by the list, and by the loop in `_find`. How many references these are depends on the
-# interpreter, so their number is measured.
+# Only the list and the loop in `_find` reference an unused buffer. How many references these are depends on the
+# interpreter, so the number is measured here.
 _REFERENCES_OF_AN_UNUSED_BUFFER = next(count for count in range(1, 9) if _find([np.empty(0)], count) is not None)

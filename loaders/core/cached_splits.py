@@ -36,8 +36,8 @@ def follow_splits(
 ) -> list[PrefetchingShardStore]:
     """Return a prefetching shard store for each split, for one rank of a loader.
 
-    For the arguments see `Loader`; `batches` are those in progress on all ranks. A cache that is given by its folder
-    is opened here and closed again; the stores keep jobs of their own on it.
+    For the arguments see `Loader`; `batches` are those in progress on all ranks. If `cache` is a folder, the cache is
+    open only during this call. Each store opens a cache job of its own.
 
     Raises:
         CacheFullError: the cache's budget cannot hold the windows that the order needs; the message has both sizes,
@@ -70,14 +70,13 @@ def window_need(samples: Split | Mixture) -> Need:
 
     def need(order: OrderConfig, batches: BatchesAtOnce) -> int:
         is_mixture = isinstance(samples, Mixture)
-        # Padding repeats samples from the start of the epoch, and needs their shards too. A single split needs no
-        # further shards for them without a shuffle, because the next epoch begins with the same shards, nor in a
-        # global shuffle, which needs all shards.
+        # Padding repeats samples from the start of the epoch, so their shards are needed too. In two cases they are
+        # counted already: a split without a shuffle begins its next epoch with them, and a global shuffle needs all.
         padding = batches.global_batch if batches.tail == "pad" and (is_mixture or order.shuffle == "windowed") else 0
         run_positions, skipped = batches.run, batches.skipped
         if is_mixture:
-            # `skipped` counts positions at the end of a split's epoch. Those that a mixture skips are anywhere in the
-            # epochs of its splits, so they make the run longer instead.
+            # `skipped` counts positions at the end of a split's epoch. A mixture skips positions anywhere in the
+            # epochs of its splits, so count them as a part of the run.
             run_positions, skipped = run_positions + skipped, 0
         runs = most_of(samples, run_positions)
         needed_bytes = 0
@@ -86,7 +85,7 @@ def window_need(samples: Split | Mixture) -> Need:
             if run:
                 window = window_bytes(counts, sizes, order, run, skipped=skipped)
                 padded = window_bytes(counts, sizes, order, padding_run) if padding_run else 0
-                all_bytes = window_bytes(counts, sizes, OrderConfig(), run)  # of a global shuffle
+                all_bytes = window_bytes(counts, sizes, OrderConfig(), run)  # all shards, as a global shuffle needs
                 needed_bytes += min(window + padded, all_bytes)
         return needed_bytes
 
@@ -94,10 +93,10 @@ def window_need(samples: Split | Mixture) -> Need:
 
 
 def find_available_bytes(samples: Split | Mixture, cache: Cache) -> int:
-    """Return the bytes of a cache that its pins of other objects leave for `samples`."""
+    """Return the bytes that a cache has for `samples`: its budget without the pinned bytes of other objects."""
     return cache.available_bytes({info.digest for split in splits_of(samples) for info in split.table.shards()})
 
 
 def samples_per_shard(samples: Split | Mixture) -> Integers:
-    """Return the samples of each shard of all splits: `int64[num_shards]`."""
+    """Return the number of samples in each shard of all splits: `int64[num_shards]`."""
     return np.concatenate([split.table.samples_per_shard for split in splits_of(samples)])

@@ -46,8 +46,8 @@ class _FileEnd:
 
     Attributes:
         num_records: number of records in the file.
-        growing: last record of served samples, which the next batch may extend.
-        growing_index: index of this record.
+        growing: last record of served samples, which the next batch may extend; None if there is none.
+        growing_index: index of this record in the file.
     """
 
     num_records: int = 0
@@ -60,8 +60,8 @@ class Ledger:
 
     Args:
         folder: folder of the ledger, created at the first write. All ranks and restarts of a job use the same.
-        order: the loader's state without epoch and position, which identifies the data and the access order. It must
-            equal that of the files in the folder.
+        order: the loader's state without epoch and position. It identifies the data and the access order, and must
+            equal the order in the files of the folder.
         source: name of the data, such as "digits@1/train".
         num_samples: samples of an epoch.
         ranks: data rank of this process, and the number of ranks.
@@ -86,7 +86,7 @@ class Ledger:
     ) -> None:
         self.folder = Path(folder)
         self._header_fields: dict[str, Any] = {
-            # A JSON round trip, so that the order can be compared with one that is read from a stored header.
+            # A JSON round trip: `_check_folder` compares the order with one that was read from JSON.
             "order": json.loads(json.dumps(order)),
             "source": source,
             "num_samples": num_samples,
@@ -109,19 +109,19 @@ class Ledger:
         self._end, self._before_last = _FileEnd(), None
 
     def write(self, batch: SampleBatch, bad: Collection[int] = ()) -> None:
-        """Record a batch, before the loader's cursor moves past it. Recording the same batch again changes nothing.
+        """Record a batch. Call this before the loader's cursor moves past the batch. A second call changes nothing.
 
         Args:
             batch: the batch to hand over.
-            bad: indices in the batch of the samples that did not decode and are masked.
+            bad: indices, in the batch, of samples that did not decode and are masked.
 
         Raises:
             UnavailableError: the file cannot be written; the message has the reason.
         """
         step = batch.step
         if self._before_last is not None and self._before_last[0] == batch.before:
-            # This batch is recorded already: an interrupt came before the cursor moved. Write its records again in
-            # the same place.
+            # The batch is recorded already, but an interrupt came before the cursor moved. Write its records again,
+            # in the same place.
             self._end = self._before_last[1]
         else:
             self._before_last = (batch.before, self._end)
@@ -154,7 +154,7 @@ class Ledger:
                 os.close(file)
 
     def _grow(self, record: LedgerRecord) -> None:
-        """Write served samples: extend the last record of served samples if they continue its range, else add one."""
+        """Extend the last record of served samples if `record` continues its range; otherwise append `record`."""
         growing = self._end.growing
         if growing is None or growing.epoch != record.epoch or not record.strided.continues(growing.strided):
             index = self._end.num_records
@@ -167,14 +167,14 @@ class Ledger:
         self._end = _FileEnd(self._end.num_records, longer, self._end.growing_index)
 
     def _append(self, records: Sequence[LedgerRecord]) -> None:
-        """Write records after the last one; they never grow."""
+        """Write records after the last one. Later batches do not extend them."""
         if records:
             num_records = self._end.num_records
             self._put(num_records, b"".join(record.encode() for record in records))
             self._end = dataclasses.replace(self._end, num_records=num_records + len(records))
 
     def _put(self, index: int, content: bytes) -> None:
-        """Write records to the file, from the record with number `index` on."""
+        """Write encoded records to the file; the first one becomes the record number `index`."""
         assert self._file is not None
         try:
             written = os.pwrite(self._file, content, self._header_bytes + index * RECORD_BYTES)
@@ -185,7 +185,7 @@ class Ledger:
 
     def _open(self) -> None:
         try:
-            # The file is created at the first batch, so that a loader that hands over no batch leaves no file.
+            # Create the file at the first batch: a loader that hands over no batch must leave no file.
             if self._path is None:
                 self._path, self._header_bytes = create_ledger_file(self.folder, self._header())
             if self._file is None:

@@ -42,16 +42,16 @@ B_co = TypeVar("B_co", covariant=True)
 
 
 class BatchDecoder(Protocol[B_co]):
-    """Converts sample batches to the loader's batches, several at a time, and in the order of the calls of `feed`."""
+    """Converts sample batches to the loader's batches, several at a time, in the order in which `feed` gets them."""
 
     def feed(self, batch: SampleBatch) -> None:
-        """Start decoding a batch, which may be empty; its views stay valid until `take` has returned the result."""
+        """Start decoding a batch, which may be empty. Its views stay valid until `take` has returned the result."""
 
     def take(self) -> B_co:
         """Wait for the oldest batch that was fed, and return it decoded.
 
         Raises:
-            BadSampleError: a sample does not decode; the message names it. The decoder is not used again.
+            BadSampleError: a sample does not decode; the message names it. The caller must then close the decoder.
         """
 
     def close(self) -> None:
@@ -66,15 +66,15 @@ class Loader(ABC, Generic[B]):
     Args:
         split: a split of a data-set version, or a mixture of several splits.
         blob: column to decode; None if the decoder reads the parts of a batch itself.
-        columns: further columns of fixed width that the decoder needs.
+        columns: other columns of fixed width that the decoder needs.
         batch_size: samples of this rank per step.
         training: True: shuffled order, full batches only; False: order of the shard table, last batch padded.
         cache: cache of the node, or the folder of one that has a budget; None: read a local repository in place, and
             a remote one into memory.
         seed: seed of the order and of all random changes, 0 <= seed < 2**64; default 0.
-        shuffle: "global"; None (order of the shard table); "windowed", with lanes and block for the sizes of the
-            shards and of the cache; or "auto": "global" in training, None otherwise. After `load_state_dict`, a
-            windowed order has the numbers of the state.
+        shuffle: "global"; None (order of the shard table); "windowed", with lanes and block derived from the sizes of
+            the shards and of the cache; or "auto": "global" in training, None otherwise. After `load_state_dict`, a
+            windowed order has the lanes and the block of the state.
         order: all parameters of the order, in place of `seed` and `shuffle`.
         ranks: data-parallel rank of this process, or a `torch.distributed` device mesh of one axis, such as
             `mesh["data"]`. Tensor- and pipeline-parallel peers give the same rank and get the same batches. Default:
@@ -119,9 +119,9 @@ class Loader(ABC, Generic[B]):
         self.profiler = StepProfiler()
         self._prefetch = prefetch
         check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=self.tail)
-        # Every step that starts before this position is a full global batch, so there is a step left.
+        # A step that starts before this position is a full global batch.
         self._full_until = len(split) - self._global_batch + 1
-        # Lanes and block are derived here or, in `load_state_dict`, taken from the state.
+        # Lanes and block of such an order are derived below; `load_state_dict` may replace them.
         self._is_derived = order is None and shuffle == "windowed"
         self.order = choose_order(
             order,
@@ -134,7 +134,7 @@ class Loader(ABC, Generic[B]):
         self._cached_stores, self._batches = self._open(self.order)
 
         self._cursor = Cursor(0, 0)
-        self._loop: object | None = None  # identifies the iterator that has handed over the last batch
+        self._loop: object | None = None  # identifies the iterator that yielded the last batch; None: no loop runs
         self._decoder: BatchDecoder[B] | None = None
         self._stream: Iterator[SampleBatch] | None = None
         self._in_progress: deque[SampleBatch] = deque()
@@ -142,8 +142,8 @@ class Loader(ABC, Generic[B]):
         self._thread_guard = SingleThreadGuard()
         self._ledger_folder = ledger
         self._ledger: Ledger | None = None
-        # A derived order is not final: `load_state_dict` may replace it by that of the state, which is also the order
-        # of an existing ledger. So the first loop opens the ledger in this case.
+        # A derived order is not final: `load_state_dict` may replace it by the order of the state, which an existing
+        # ledger has too. So the ledger of a derived order is opened in the first loop.
         if not self._is_derived:
             self._open_ledger()
 
@@ -157,21 +157,21 @@ class Loader(ABC, Generic[B]):
 
     @property
     def epoch(self) -> int:
-        """The current epoch, counted from 0; a new `for` serves its remaining batches.
+        """The current epoch, counted from 0. A new `for` serves its remaining batches.
 
-        In the loop of an epoch, also after its last batch, it is that epoch. Once the loop is left, or a state from
-        the end of an epoch is loaded, it is the next one.
+        It changes to the next epoch when the loop over an epoch ends, not at the last batch inside the loop. After
+        loading a state from the end of an epoch, it is also the next epoch.
         """
         return self._reported_cursor.epoch
 
     @property
     def progress(self) -> float:
-        """Epochs served so far, with a fraction for the current one; independent of batch size and world size."""
+        """Epochs served so far, with a fraction for the current one. Batch size and world size do not matter."""
         return self._reported_cursor.epoch + self._reported_cursor.position / len(self.split)
 
     @property
     def steps_left(self) -> int:
-        """Number of steps that are left of the current epoch."""
+        """Number of steps that are left in the current epoch."""
         return self._count_steps_left(self._reported_cursor)
 
     def __iter__(self) -> Iterator[B]:
@@ -190,7 +190,7 @@ class Loader(ABC, Generic[B]):
         epoch = self._cursor.epoch
         loop = object()
         try:
-            # The comparison with `_full_until` is cheap; steps are counted only for the last batch of an epoch.
+            # `_full_until` makes this cheap: steps are counted only after the last full batch of an epoch.
             while self._cursor.epoch == epoch and (
                 self._cursor.position < self._full_until or self._count_steps_left(self._cursor)
             ):
@@ -199,7 +199,7 @@ class Loader(ABC, Generic[B]):
                 yield batch
         finally:
             self.profiler.pause()
-            if self._loop is loop:  # an iterator that was left may be closed when another one has begun already
+            if self._loop is loop:  # otherwise another iterator has begun since, and this one is closed late
                 self._loop = None
         if self._cursor.epoch == epoch:  # no state of another epoch was loaded inside the loop
             self._end_epoch()
@@ -215,7 +215,7 @@ class Loader(ABC, Generic[B]):
             ConfigError: `state` is no loader state, or has a later format.
             StateMismatchError: the state belongs to another version, mixture or order; the message has both.
         """
-        # Checked before prefetched batches are dropped: after a refused state the loader continues as before.
+        # Check the state before dropping prefetched batches: after an error the loader continues as before.
         order = order_of_state(state, self.order) if self._is_derived else self.order
         cursor = restore_state(state, self.split, order)
         opened = None if order == self.order else self._open(order)
@@ -232,7 +232,7 @@ class Loader(ABC, Generic[B]):
         return make_report(self.profiler, self._resources())
 
     def restart_report(self) -> None:
-        """Discard the steps so far, so that `report` covers the following ones."""
+        """Forget the steps so far: `report` then covers only later steps."""
         self.profiler.restart()
 
     def write_trace(self, path: str | Path) -> None:
@@ -289,15 +289,15 @@ class Loader(ABC, Generic[B]):
         return BatchesAtOnce(self.batch_size, self.ranks.world_size, self._prefetch, self.tail)
 
     def _deliver(self, decoded: B) -> B:
-        """Return a decoded batch in the form that the caller gets, such as in page-locked memory."""
+        """Return a decoded batch as the caller gets it; a subclass may copy it, such as to page-locked memory."""
         return decoded
 
     def _bad_samples(self, finished: B) -> Collection[int]:  # noqa: ARG002 - for loaders whose samples may be bad
-        """Return the indices in a batch of the samples that did not decode and were masked."""
+        """Return the indices, in a batch, of samples that did not decode and were masked."""
         return ()
 
     def _open(self, order: OrderConfig) -> tuple[list[PrefetchingShardStore], SampleBatches]:
-        """Return the shard stores on the cache, if there is one, and the batches in an order."""
+        """Return the shard stores that use the cache ([] without a cache), and the batches in an order."""
         cached = (
             []
             if self._cache is None
@@ -319,7 +319,7 @@ class Loader(ABC, Generic[B]):
     def _change_order(
         self, order: OrderConfig, cached_stores: list[PrefetchingShardStore], batches: SampleBatches
     ) -> None:
-        """Read in another order from now on; no batch is in progress."""
+        """Read in another order from now on. No batch may be in progress."""
         self._close_stores_and_ledger()
         self.order, self._cached_stores, self._batches = order, cached_stores, batches
         self._ledger = None  # the next loop opens the ledger again, with the new order
@@ -331,7 +331,7 @@ class Loader(ABC, Generic[B]):
             self._ledger.close()
 
     def _open_ledger(self) -> None:
-        """Open the ledger, if there is one and it is not open. Raises ConfigError: it is of another order."""
+        """Open the ledger if the user wants one and it is not open. Raises ConfigError: it has another order."""
         if self._ledger is not None or self._ledger_folder is None:
             return
         state = save_state(self.split, self.order, self._cursor)
@@ -354,29 +354,29 @@ class Loader(ABC, Generic[B]):
         """Return the next batch and the cursor after it, and start decoding one more."""
         with self._thread_guard, self.profiler.step() as timer:
             if self._in_progress and self._in_progress[0].before != self._cursor:
-                self._discard()  # an interrupt came after the last batch and before the cursor moved
+                self._discard()  # an interrupt came after `popleft` and before the cursor moved
             try:
-                self._fill(max(1, self._prefetch))  # without prefetch, the batch to return is not yet in progress
+                self._fill(max(1, self._prefetch))  # with `prefetch=0`, this starts the batch to return
                 assert self._decoder is not None
                 with self.profiler.stage(Stage.DECODE):
                     finished = self._deliver(self._decoder.take())
                 batch = self._in_progress.popleft()
                 timer.num_samples = len(batch.positions)
-                self._num_decoding -= timer.num_samples > 0  # empty batches were not counted
+                self._num_decoding -= timer.num_samples > 0  # `_fill` did not count empty batches
                 self._fill(self._prefetch)  # decoders work on these batches while the caller trains
                 self._batches.retire(batch)
-                # Written before the cursor moves, so that no state is ahead of the ledger.
+                # Write to the ledger before the cursor moves, so that no state is ahead of the ledger.
                 if self._ledger is not None:
                     with self.profiler.stage(Stage.LEDGER):
                         self._ledger.write(batch, self._bad_samples(finished))
             except BaseException:
-                # After Ctrl-C or an error the decoder's state is unknown: restart at the cursor, which has not moved.
+                # After Ctrl-C or an error the state of the decoder is unknown. The next call restarts at the cursor.
                 self._discard()
                 raise
         return finished, batch.after
 
     def _fill(self, num_batches: int) -> None:
-        """Start decoding until `num_batches` are in progress; empty batches cost nothing and do not count."""
+        """Start decoding until `num_batches` are in progress. Empty batches cost nothing, so they do not count."""
         if self._decoder is None:
             with self.profiler.stage(Stage.START):
                 self._decoder = self._make_decoder()
@@ -395,7 +395,7 @@ class Loader(ABC, Generic[B]):
         decoder, self._decoder, self._stream = self._decoder, None, None
         self._in_progress.clear()
         self._num_decoding = 0
-        # The decoder is closed before the shards, because its threads read from them.
+        # Close the decoder before the shards, because its threads read from them.
         if decoder is not None:
             decoder.close()
         self._batches.close()
@@ -424,7 +424,7 @@ def choose_order(
             )
         return order
     if shuffle == "windowed":
-        return derive(OrderConfig(seed=seed or 0).seed)  # OrderConfig refuses an invalid seed before the work
+        return derive(OrderConfig(seed=seed or 0).seed)  # `OrderConfig` checks the seed before the slow `derive`
     chosen = ("global" if training else None) if shuffle == "auto" else shuffle
     return OrderConfig(seed=seed or 0, shuffle=chosen)
 

@@ -15,7 +15,7 @@ from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.profiling.report import Report
 from datasvc.loaders.profiling.step_times import Stage, Totals
 
-# Name, help text and value of each metric.
+# Name, help text and function of the value, of each metric.
 _COUNTERS: Final[tuple[tuple[str, str, Callable[[Totals], float]], ...]] = (
     ("steps", "Batches handed over", lambda totals: totals.num_steps),
     ("samples", "Samples handed over", lambda totals: totals.num_samples),
@@ -42,7 +42,7 @@ class LoaderCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        # All steps, also those before `restart_report`, because a counter of Prometheus must not decrease.
+        # Count all steps, also those before `restart_report`: a Prometheus counter must not decrease.
         totals = {name: loader.profiler.totals(whole=True) for name, loader in self._loaders.items()}
         reports = {name: loader.report() for name, loader in self._loaders.items()}
         for metric, text, count_of in _COUNTERS:

@@ -1,4 +1,4 @@
-"""Weighted mixtures of data sets, which loaders accept in place of a split; `datasvc.mix_order` has their order."""
+"""Weighted mixtures of splits, which loaders accept in place of a split. For their order see `datasvc.mix_order`."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Mixture:
     mixture's epochs end.
 
     An epoch of the mixture has `epoch_samples` samples. Its end does not end a pass over a split: the next epoch
-    continues the pass. Samples that a loader drops at the end of an epoch (`tail="drop"`) are missing in the pass. No
-    sample is dropped if `epoch_samples` is a multiple of the global batch.
+    continues the pass. With `tail="drop"`, the samples that a loader drops at the end of an epoch are missing in the
+    pass; none are dropped if `epoch_samples` is a multiple of the global batch.
 
     Args:
         parts: splits and their weights, as pairs or a mapping. Only ratios matter: 7, 2, 1 equals 0.7, 0.2, 0.1. A
@@ -69,7 +69,7 @@ class Mixture:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the splits, such as "digits/train", in the order of a batch's `sources`."""
+        """Names of the splits, such as "digits@1/train", in the order of a batch's `sources`."""
         return tuple(map(name_of, self.splits))
 
     @property
@@ -136,16 +136,17 @@ def weighted_splits(samples: Split | Mixture) -> tuple[Split, ...]:
 
 
 def split_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderConfig]:
-    """Return the access order of each split: the loader's order; in a mixture each split has a seed of its own."""
+    """Return the access order of each split: the loader's order, but with an own seed for each split of a mixture."""
     if not isinstance(samples, Mixture):
         return [config]
     return [own_order(config, split.digest) for split in samples.splits]
 
 
 def clock_steps(samples: Split | Mixture) -> list[int | None]:
-    """Return, for each split, the mean bytes that a mixture reads between two samples of the split.
+    """Return, for each split, the mean bytes that a mixture reads per sample of this split.
 
-    The cache needs them to compare the next uses of different splits' shards. None: no mixture, or a weight of 0.
+    Between two samples of a split, a mixture also reads other splits. The cache compares next uses of the shards of
+    all splits, so their clocks must count these bytes too. None: no mixture, or a weight of 0.
     """
     if not isinstance(samples, Mixture):
         return [None]
@@ -155,7 +156,7 @@ def clock_steps(samples: Split | Mixture) -> list[int | None]:
 
 
 def label_maps(samples: Split | Mixture) -> list[Integers | None]:
-    """Return, for each split, the mixture's label for each label of the split, `int64[classes]`; None: same labels.
+    """Return, for each split, the mixture's label for each label of the split: `int64[classes]`, or None if equal.
 
     Raises:
         ConfigError: some splits have class names and others have none, so their labels cannot be matched.
@@ -165,8 +166,8 @@ def label_maps(samples: Split | Mixture) -> list[Integers | None]:
     unnamed = [name_of(split) for split in weighted_splits(samples) if not split.classes]
     if unnamed:
         raise ConfigError(
-            f"labels of {', '.join(unnamed)} have no class names, those of other splits in the mixture do; ingest "
-            "all splits with class names, or all without"
+            f"labels of {', '.join(unnamed)} have no class names, but those of other splits in the mixture have; "
+            "ingest all splits with class names, or all without"
         )
     label_of_class = {name: label for label, name in enumerate(samples.classes)}
     # -1 for a class that only splits of weight 0 have: no sample of these splits is served.
@@ -174,7 +175,7 @@ def label_maps(samples: Split | Mixture) -> list[Integers | None]:
 
 
 def most_of(samples: Split | Mixture, run: int) -> list[int]:
-    """Return an upper bound on the samples of each split among any `run` consecutive positions."""
+    """Return, for each split, an upper bound on the number of its samples in any `run` consecutive positions."""
     return samples.order(0).most_of(run) if isinstance(samples, Mixture) else [run]
 
 
@@ -190,7 +191,7 @@ def columns_of(samples: Split | Mixture) -> list[str]:
 
 
 def check_column(samples: Split | Mixture, column: str, what: str = "") -> None:
-    """Raise ConfigError if a split lacks a column; the message calls it `what`, or by its name."""
+    """Raise ConfigError if a split lacks a column. The message calls the column `what` if that is given."""
     for split in weighted_splits(samples):
         names = split.table.sample_schema.names
         if column not in names:
@@ -203,19 +204,19 @@ def largest(samples: Split | Mixture, statistic: str) -> int:
 
 
 def _parse_weight(weight: float | Fraction, split: Split) -> Fraction:
-    """Return a weight as a fraction; a float as the shortest decimal number that represents it."""
+    """Return a weight as a fraction. A float counts as the shortest decimal number that represents it."""
     try:
         number = weight if isinstance(weight, int | Fraction) else float(weight)
         if math.isfinite(number) and number >= 0:
-            # By `repr`, so that 0.1 is 1/10: the exact fraction of the binary number has a huge denominator.
+            # `repr` makes 0.1 exactly 1/10. The exact fraction of the binary number would have a huge denominator.
             return Fraction(repr(number)) if isinstance(number, float) else Fraction(number)
     except (TypeError, ValueError, OverflowError):
-        pass  # not a number: the same error as for a negative or infinite one
+        pass  # not a number: raise the same error as for a negative or infinite number
     raise ConfigError(f"the weight of {name_of(split)} is {weight!r}; expected a finite number, at least 0")
 
 
 def _as_integers(weights: Sequence[Fraction]) -> tuple[int, ...]:
-    """Return the smallest integers in the same ratios."""
+    """Return the smallest integers that have the same ratios as the weights."""
     common = math.lcm(*(weight.denominator for weight in weights))
     scaled = [int(weight * common) for weight in weights]
     divisor = math.gcd(*scaled) or 1

@@ -19,7 +19,7 @@ from datasvc.shards.versions.dataset import open_listed_shard
 
 
 class OpenShards:
-    """Open shards and their reference counts; the last `drop` of a shard releases it to the store."""
+    """Open shards and their reference counts. The last `drop` of a shard releases it to the store."""
 
     def __init__(self, split: Split, store: ShardStore) -> None:
         self._table = split.table
@@ -29,13 +29,13 @@ class OpenShards:
         self._observers: list[WholeEpochUses] = []
 
     def add_observer(self, observer: WholeEpochUses) -> None:
-        """Report all open shards to `observer`, and each shard that is opened until `remove_observer`."""
+        """Report to `observer` all shards that are open, and later each shard when it is opened."""
         self._observers.append(observer)
         for shard in self._open:
             observer.opened(shard)
 
     def remove_observer(self, observer: WholeEpochUses) -> None:
-        """Undo `add_observer`; do nothing if it was not called."""
+        """Stop the reports to `observer`, if there are any."""
         if observer in self._observers:
             self._observers.remove(observer)
 
@@ -59,7 +59,7 @@ class OpenShards:
         return self._open[shard]
 
     def get_all(self, rows_by_shard: Mapping[int, Integers]) -> dict[int, Shard]:
-        """Return the shard of each key; a shard that is not resident yet may contain only the requested rows."""
+        """Return the shards of all keys. A shard that is not resident yet may contain only the requested rows."""
         if self._open.keys() >= rows_by_shard.keys():
             return {shard: self._open[shard] for shard in rows_by_shard}
         requests = {
@@ -68,13 +68,13 @@ class OpenShards:
             if shard not in self._open
         }
         opened_early = self._store.open_early(list(requests.values()))
-        # Not added to `_open`: a shard that is opened early may have the rows of this batch only.
-        early: dict[int, Shard] = {}
+        # Incomplete shards have only the rows of this batch, so they are not added to `_open`.
+        incomplete: dict[int, Shard] = {}
         for shard, request in requests.items():
             if request.info.digest in opened_early:
-                early[shard] = opened_early[request.info.digest]
-                self._table.check_shard(shard, early[shard])
-        return {shard: early[shard] if shard in early else self.get(shard) for shard in rows_by_shard}
+                incomplete[shard] = opened_early[request.info.digest]
+                self._table.check_shard(shard, incomplete[shard])
+        return {shard: incomplete[shard] if shard in incomplete else self.get(shard) for shard in rows_by_shard}
 
     def close(self) -> None:
         """Release all shards, and drop all references."""
@@ -90,10 +90,10 @@ class OpenShards:
 
 
 class WholeEpochUses:
-    """Holds the references of one epoch of a global shuffle: every shard, once open, stays open until the epoch ends.
+    """Holds the references of one epoch of a global shuffle: a shard that is open stays open until the epoch ends.
 
-    A global shuffle may need any shard at any time. References are added only when a shard is opened, because a split
-    may have millions of shards.
+    A global shuffle may need any shard at any time. A split may have millions of shards, so a reference is added only
+    when a shard is opened.
     """
 
     def __init__(self, shards: OpenShards, num_samples: int) -> None:
@@ -108,10 +108,10 @@ class WholeEpochUses:
         self._shards.use(shard)
 
     def advance(self, stop: int) -> None:
-        """See `OrderedUses.advance`; does nothing, because `opened` adds the references."""
+        """Do nothing: `opened` adds the references that `OrderedUses.advance` would add."""
 
     def retire(self, position: int) -> None:
-        """See `OrderedUses.retire`."""
+        """Drop all references at the end of the epoch."""
         if position >= self._num_samples:
             self.close()
 
@@ -125,20 +125,22 @@ class WholeEpochUses:
 class OrderedUses:
     """Holds the references of one epoch of a windowed or sequential order.
 
-    Such an order needs a shard only for the positions of one or a few windows.
+    Such an order needs a shard only in one or a few *windows*: ranges of positions.
 
     Args:
         shards: open shards of the split.
         order: access order of the epoch.
-        start: first position of the epoch that is served; shards that only earlier positions need are left out.
+        start: first position of the epoch that is served. Shards that only earlier positions need get no references.
     """
 
     def __init__(self, shards: OpenShards, order: AccessOrder, start: int) -> None:
         self._shards = shards
-        self._windows = order.windows  # ranges of positions, each with the shard that they may need
+        self._windows = order.windows  # each has its first position, its stop, and the shard that is needed
         self._start = start
-        self._num_begun = 0  # number of windows that have begun: their first position was reached
-        self._next_begin = int(self._windows.first[0]) if len(self._windows.first) else NEVER  # of the next window
+        self._num_begun = 0  # number of windows whose first position was reached
+        self._next_begin = (
+            int(self._windows.first[0]) if len(self._windows.first) else NEVER
+        )  # first position of the next window
         self._ends: list[tuple[int, int]] = []  # heap of (stop of the window, shard), one per reference
 
     def advance(self, stop: int) -> None:
@@ -148,7 +150,7 @@ class OrderedUses:
         windows = self._windows
         num_begun = int(np.searchsorted(windows.first, stop, side="left"))
         new = slice(self._num_begun, num_begun)
-        is_needed = windows.stop[new] > self._start  # some windows may end before the first position that is served
+        is_needed = windows.stop[new] > self._start  # a window may end before the first position that is served
         ends, shards = windows.stop[new][is_needed].tolist(), windows.shards[new][is_needed].tolist()
         for end, shard in zip(ends, shards, strict=True):
             heapq.heappush(self._ends, (end, shard))

@@ -1,7 +1,7 @@
-"""Page-locked host memory, from which copies to a GPU run asynchronously; used by the `pin` methods of loaders.
+"""Page-locked host memory, for the `pin` methods of loaders. Copies from it to a GPU run asynchronously.
 
 The memory comes from torch's caching allocator. The allocator keeps freed memory, so only the first batches allocate.
-It reuses memory only after all copies from this memory are done, even if the caller drops the batch earlier.
+It reuses memory only when all copies from it are complete, even if the caller drops the batch earlier.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def can_pin() -> bool:
 
 
 def warn_without_gpu() -> None:
-    """Warn if torch finds no GPU, so that memory is not pinned; torch's `DataLoader(pin_memory=True)` also warns."""
+    """Warn, as torch's `DataLoader(pin_memory=True)` does, if memory cannot be pinned because torch finds no GPU."""
     if not can_pin():
         warnings.warn(
             "torch finds no GPU, so the batches of pin() are in ordinary memory", RuntimeWarning, stacklevel=3

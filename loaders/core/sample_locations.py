@@ -15,7 +15,7 @@ import numpy.typing as npt
 from datasvc.keyed_random import Integers
 from datasvc.order import Step, Tail, plan_step, slice_step
 
-# Samples per call: many enough that the fixed cost is small, few enough that the first batch is not delayed.
+# Samples per call: enough to make the fixed cost small, but not so many that the first batch is delayed.
 _SAMPLES_PER_CALL: Final = 4096
 
 
@@ -24,7 +24,7 @@ class SampleLocations(NamedTuple):
 
     Attributes:
         sources: `int64[n]`, index of each sample's split.
-        epochs: `int64[n]`, epoch of that split's own order.
+        epochs: `int64[n]`, epoch of each sample in the access order of its split.
         shards: `int64[n]`, index of the shard in the split's shard table.
         rows: `int64[n]`, row in the shard, not counting deleted samples.
     """
@@ -58,7 +58,7 @@ class LocatedStep(NamedTuple):
         positions: `int64[n]`, positions of this rank's samples.
         mask: `bool[n]`, False for padding samples.
         locations: locations of this rank's samples.
-        by_split: index of a split -> its shards, each with the batch indices of its samples, `int64[k]` ascending.
+        by_split: index of a split -> (shard, `int64[k]` ascending: indices of its samples in this rank's batch).
     """
 
     step: Step
@@ -89,7 +89,7 @@ def locate_epoch(
 def _locate(
     locator: SampleLocator, epoch: int, steps: Sequence[Step], *, rank: int, world_size: int
 ) -> Iterator[LocatedStep]:
-    """Yield one rank's part of consecutive steps, whose samples are located by a single call."""
+    """Yield one rank's part of each of several consecutive steps. A single call locates the samples of all steps."""
     parts = _slice_all(steps, rank=rank, world_size=world_size, lanes=locator.lanes)
     sizes = np.array([len(positions) for positions, _ in parts], np.int64)
     stops = np.cumsum(sizes)
@@ -105,11 +105,11 @@ def _locate(
 def _slice_all(
     steps: Sequence[Step], *, rank: int, world_size: int, lanes: int
 ) -> list[tuple[Integers, npt.NDArray[np.bool_]]]:
-    """Return the result of `slice_step` for each of several consecutive steps."""
+    """Return this rank's positions and mask in each of several consecutive steps, as `slice_step` does for one."""
     first, size = steps[0], steps[0].stop - steps[0].start
-    # Only the last step of an epoch may be short or padded, so the steps that are not full are at the end.
+    # Only the last step of an epoch may be short or padded, so all full steps come first.
     full_steps = [step for step in steps if step.stop <= step.num_samples and step.stop - step.start == size]
-    # Each full step has the positions of the first one plus an offset, so one addition replaces a call per step.
+    # The positions of a full step are those of the first step plus an offset: one addition replaces a call per step.
     offsets = np.array([step.start - first.start for step in full_steps], np.int64)
     positions, _ = slice_step(first, rank=rank, world_size=world_size, lanes=lanes)
     full_positions = offsets[:, None] + positions
@@ -127,15 +127,24 @@ def _group_by_shard(
         locations: location of each sample.
         starts: `int64[steps]`, index of each step's first sample.
     """
-    # Sort all samples once and cut where step, split or shard changes: a loop over the samples takes far longer.
+    # Sort all samples once, and cut where step, split or shard changes: a loop over the samples would take longer.
     groups: list[dict[int, list[tuple[int, Integers]]]] = [{} for _ in starts]
     order = np.lexsort((locations.shards, locations.sources, step_indices))
-    step_of, source_of, shard_of = step_indices[order], locations.sources[order], locations.shards[order]
-    indices = order - starts[step_of]  # in the batch of each sample
-    cuts = np.flatnonzero((np.diff(step_of) != 0) | (np.diff(source_of) != 0) | (np.diff(shard_of) != 0)) + 1
+    sorted_steps, sorted_sources, sorted_shards = (
+        step_indices[order],
+        locations.sources[order],
+        locations.shards[order],
+    )
+    indices = order - starts[sorted_steps]  # index of each sample in its batch
+    cuts = (
+        np.flatnonzero((np.diff(sorted_steps) != 0) | (np.diff(sorted_sources) != 0) | (np.diff(sorted_shards) != 0))
+        + 1
+    )
     bounds = [0, *cuts.tolist(), len(order)] if len(order) else []
     firsts = bounds[:-1]
-    keys = zip(step_of[firsts].tolist(), source_of[firsts].tolist(), shard_of[firsts].tolist(), strict=True)
+    keys = zip(
+        sorted_steps[firsts].tolist(), sorted_sources[firsts].tolist(), sorted_shards[firsts].tolist(), strict=True
+    )
     for (step, source, shard), (start, stop) in zip(keys, pairwise(bounds), strict=True):
         groups[step].setdefault(source, []).append((shard, indices[start:stop]))
     return groups

@@ -1,4 +1,4 @@
-"""Guard of a loader: it raises an error if several threads, or a forked process, use the loader."""
+"""Raises an error if two threads use a loader at the same time, or if a forked process uses it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class SingleThreadGuard:
     """
 
     def __init__(self) -> None:
-        self._process = os.getpid()
-        # Reentrant: an interrupt just after `acquire` may leave the lock held for good. The thread that holds it can
-        # then still use the loader.
+        self._pid = os.getpid()
+        # Reentrant: an interrupt just after `acquire` may leave the lock held for ever, but the thread that holds it
+        # can still use the loader.
         self._in_use = threading.RLock()
 
     @property
     def is_foreign(self) -> bool:
         """Whether the current process is not the one that created the guard."""
-        return os.getpid() != self._process
+        return os.getpid() != self._pid
 
     def __enter__(self) -> None:
         if self.is_foreign:

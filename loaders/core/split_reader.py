@@ -49,7 +49,7 @@ class SplitReader:
         store: shard store that opens the shards of the split.
         config: parameters of the access order.
         blob: column of blobs; None: read no blobs.
-        columns: further columns of fixed width.
+        columns: other columns of fixed width.
         labels: the mixture's label for each label of the split, `int64[classes]`; None: labels are not mapped.
 
     Raises:
@@ -76,11 +76,11 @@ class SplitReader:
         self._shards = OpenShards(split, store)
         self._orders: dict[int, AccessOrder] = {}
         self._epoch_uses: dict[int, OrderedUses | WholeEpochUses] = {}  # references of `reference_range`, by epoch
-        # References of `reference_shards`: (batch, shard), in the order of the batches.
+        # References of `reference_shards`: (start of the batch, shard), in the order of the batches.
         self._batch_uses: deque[tuple[Cursor, int]] = deque()
 
     def locate(self, epoch: int, positions: Integers) -> tuple[Integers, Integers]:
-        """Return shard and row of each position of an epoch; rows do not count deleted samples."""
+        """Return the shard and the row of each position of an epoch. Rows do not count deleted samples."""
         return self._order(epoch).locate(positions)
 
     def advance(self, cursor: Cursor) -> None:
@@ -90,8 +90,8 @@ class SplitReader:
     def reference_range(self, before: Cursor, after: Cursor) -> None:
         """Add references to the shards of a global batch that moves the split's order from `before` to `after`.
 
-        They are dropped when the order's cursor has passed the last position that needs the shard. Epochs that begin
-        and end inside the batch get no references: use `reference_shards` for their shards.
+        `retire` drops a reference when the order's cursor has passed the last position that needs the shard. Epochs
+        that begin and end inside the batch get no references here: use `reference_shards` for their shards.
         """
         if before == after:
             return
@@ -100,7 +100,7 @@ class SplitReader:
             self._reference(after.epoch, 0, after.position)
 
     def reference_shards(self, shards: Iterable[int], batch: Cursor) -> None:
-        """Add references to shards, whatever the order needs, until the batch that starts at `batch` is retired."""
+        """Add references to shards. The `retire` of the batch that starts at `batch` drops them."""
         for shard in shards:
             self._shards.use(shard)
             self._batch_uses.append((batch, shard))
@@ -110,21 +110,22 @@ class SplitReader:
 
         Args:
             by_shard: shards with the indices of their samples in the batch.
-            rows: `int64[n]`, rows of the batch from `locate`, changed in place to rows that count deleted samples.
+            rows: `int64[n]`, rows of all samples of the batch, from `locate`. Changed in place: after the call, rows
+                in these shards count deleted samples.
         """
         stored_rows: dict[int, Integers] = {}
         for shard, indices in by_shard:
             located = rows[indices]
             stored_rows[shard] = self.split.stored_rows(shard, located)
-            if stored_rows[shard] is not located:  # the same array is returned for a shard without deletions
+            if stored_rows[shard] is not located:  # a shard without deletions returns the same array
                 rows[indices] = stored_rows[shard]
         opened = self._shards.get_all(stored_rows)
         return [ShardPart(opened[shard], indices, stored_rows[shard]) for shard, indices in by_shard]
 
     def retire(self, cursor: Cursor, batch: Cursor) -> None:
-        """Record that the batch starting at `batch` is handed over, which moves the split's order to `cursor`."""
+        """Record that the batch that starts at `batch` is handed over. The split's order is then at `cursor`."""
         self.advance(cursor)
-        # This cheap comparison skips the loops for nearly all batches, because few of them end an epoch.
+        # Few batches end an epoch: this cheap comparison skips the loops for all others.
         if min(self._orders, default=cursor.epoch) < cursor.epoch:
             for epoch in [epoch for epoch in self._orders if epoch < cursor.epoch]:
                 del self._orders[epoch]
@@ -136,7 +137,7 @@ class SplitReader:
             self._shards.drop(self._batch_uses.popleft()[1])
 
     def values(self, part: ShardPart, column: str) -> npt.NDArray[Any]:
-        """Return a part's values of a column of fixed width, a copy, `dtype[k]`. Raises ConfigError: one is null."""
+        """Return a copy of a part's values of a fixed-width column, `dtype[k]`. Raises ConfigError: one is null."""
         if not part.shard.is_valid(column, part.rows):
             raise ConfigError(
                 f"column {column!r} of {name_of(self.split)} is null for samples of shard "
@@ -147,7 +148,7 @@ class SplitReader:
         return values if column != LABEL or self._labels is None else self._map_labels(values, self._labels, part)
 
     def _map_labels(self, labels: npt.NDArray[Any], mapping: npt.NDArray[Any], part: ShardPart) -> npt.NDArray[Any]:
-        """Return the mixture's labels; negative labels stand for no class and are not changed."""
+        """Return the mixture's labels for a split's labels. Negative labels stand for no class and do not change."""
         if (labels >= len(mapping)).any():
             raise ConfigError(
                 f"{name_of(self.split)} has the label {labels.max()} in shard {part.shard.name}, but only "
@@ -168,7 +169,7 @@ class SplitReader:
         Args:
             shard: index of the sample's shard.
             row: the sample's row in the shard's file.
-            opened: the shard, complete or with the sample's row at least; nothing is fetched.
+            opened: the shard; it has at least the sample's row.
         """
         key = opened.sample(row)["key"]
         digest = self.split.table.shard(shard).digest[:12]
@@ -187,7 +188,7 @@ class SplitReader:
         return self._orders[epoch]
 
     def _reference(self, epoch: int, start: int, stop: int | None) -> None:
-        """Add references for the positions of an epoch from `start` to `stop`; None: to the end of the epoch."""
+        """Add references for the positions [start, stop) of an epoch; `stop` None: to the end of the epoch."""
         if epoch not in self._epoch_uses:
             order = self._order(epoch)
             self._epoch_uses[epoch] = (
