@@ -29,8 +29,8 @@ def is_jpeg_2000(blob: Bytes) -> bool:
 
 def import_codec() -> Any:
     """Return the module nvimgcodec. Raises ConfigError: it is not installed."""
-    # Its log messages are off, because Pillow may decode an image that nvImageCodec refuses, and the loader reports
-    # the images that neither of them decodes.
+    # Turn its log messages off: Pillow may decode an image that nvImageCodec refuses, and the loader reports the
+    # images that neither decodes.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
         from nvidia import nvimgcodec
@@ -53,7 +53,7 @@ class CropDecoder:
             backends=[codec.Backend(codec.CPU_ONLY)],
         )
         self._params = codec.DecodeParams(apply_exif_orientation=True, color_spec=codec.SRGB)
-        self._image: Any = None  # last decoded image; its memory is reused for the next one
+        self._image: Any = None  # last decoded image; the next one reuses its memory
 
     def decode(self, blob: Bytes, start: Sequence[int], shape: Sequence[int]) -> Pixels | None:
         """Decode a window of an image.
@@ -70,7 +70,7 @@ class CropDecoder:
             return None
         codec = self._codec
         try:
-            # If a wrong width or height of 0 is stored, the region has no pixels, which is an error here too.
+            # If the data set has a wrong width or height of 0, the region has no pixels and raises an error too.
             region = codec.Region(start[0], start[1], start[0] + shape[0], start[1] + shape[1])
             stream = codec.CodeStream(blob).get_sub_code_stream(region=region)
             image = self._decoder.decode(stream, image=self._image, params=self._params)
@@ -81,5 +81,5 @@ class CropDecoder:
             return None
         self._image = image
         pixels: Pixels = np.asarray(image)
-        # Pixels of another shape or type are left to Pillow, like an image that does not decode.
+        # The caller gives an image without a result to Pillow: here one whose pixels have another shape or type.
         return pixels if pixels.shape == (*shape, 3) and pixels.dtype == np.uint8 else None

@@ -118,11 +118,11 @@ class PixelWriter:
 
     def _write_halves(self, image: Pixels, out: npt.NDArray[Any], flip: bool) -> None:
         """Write an image as 16-bit floats."""
-        # A lookup table of the 256 levels, because rounding of float32 in NumPy takes four times as long.
+        # Use a lookup table of the 256 levels: rounding float32 values in NumPy takes four times as long.
         np.copyto(self._planes, _to_planes(image, flip))
         halves = out if self._planar else self._halves
         for table, plane, target in zip(self._tables, self._planes, halves, strict=True):
-            np.take(table, plane, out=target, mode="clip")  # every level is in range; "raise" would buffer `out`
+            np.take(table, plane, out=target, mode="clip")  # every level is in range; mode="raise" would buffer `out`
         if not self._planar:
             np.copyto(out, halves.transpose(1, 2, 0))
 
@@ -151,6 +151,6 @@ def _level_tables(pixels: PixelFormat) -> npt.NDArray[Any]:
 
 
 def _to_bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Return the bits of the nearest bfloat16, ties to even: the upper half of a rounded float32."""
+    """Return the bits of the nearest bfloat16 (ties to even). They are the upper half of a rounded float32."""
     bits = values.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)

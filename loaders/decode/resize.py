@@ -1,7 +1,7 @@
 """Scaling of decoded windows to the size of a batch's images, with the bilinear filter of torch or of Pillow.
 
-Both filters are anti-aliased, and their results differ by at most one level of 255. Torch is six times as fast;
-Pillow serves callers without torch.
+Both filters are anti-aliased, and their results differ by at most one level of 255. Torch is six times as fast.
+Pillow is for callers without torch.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from datasvc.loaders.decode.pixels import Pixels
 def make_resizer(framework: Framework, size: int) -> Callable[[Pixels], Pixels]:
     """Return a function, for use in one thread, that scales `uint8[height, width, 3]` to `uint8[size, size, 3]`.
 
-    Each result is valid until the next call. "torch" selects torch's kernel; "numpy" selects Pillow's, without an
-    import of torch.
+    Each result is valid until the next call. "torch" selects torch's kernel. "numpy" selects Pillow's and does not
+    import torch.
     """
     if framework == "torch":
         return _make_torch_resizer(size)

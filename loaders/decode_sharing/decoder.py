@@ -1,7 +1,7 @@
 """The `BatchDecoder` of a job in a decode group: gets batches from the other jobs, or decodes them for all jobs.
 
-The folder of the group (`GroupFolder`) has one link for each step that a job decodes or has decoded. So the steps in
-this folder also show how far the other jobs are, and `Pace` compares them with this job's own steps.
+The folder of the group (`GroupFolder`) has one link for each step that a job decodes or has decoded. So it also shows
+how far the other jobs are. `Pace` compares their steps with this job's own steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datasvc.loaders.profiling.step_times import Stage
 
 B = TypeVar("B")
 
-# A job may wait for one more batch after every 8 batches, so slow jobs delay at most an eighth of its batches.
+# After every 8 batches, a job may wait once more for a slow job. So slow jobs delay at most one in 8 of its batches.
 _BATCHES_PER_WAIT: Final = 8
 
 
@@ -35,7 +35,7 @@ class SharingCounts:
         shared: batches that another job decoded.
         decoded: batches that this job decoded, for itself and for the others.
         behind: number of times that the job fell too far behind the others.
-        last_behind: number of batches behind the fastest job, at the last of these times.
+        last_behind: distance to the fastest job at the last of these times, in batches.
         lost: number of times that another job did not finish a batch within `silent_s`, or that the group could not
             be used.
     """
@@ -70,12 +70,12 @@ class Pace:
     ) -> None:
         self._group, self._folder, self._counts = group, folder, counts
         self._steps_per_epoch, self._global_batch = steps_per_epoch, global_batch
-        self._patience_left = group.patience  # number of batches for which this job may still wait
+        self._patience_left = group.patience  # number of waits that this job has left, see `DecodeGroup.patience`
         self._num_steps = 0  # steps of this job
-        self._is_behind = False  # whether this job is too far behind, and has recorded it
+        self._is_behind = False  # whether this job has recorded that it is too far behind
 
     def is_kept(self, cursor: Cursor, current: Cursor) -> bool:
-        """Return whether a batch is kept for the other jobs when this job requests the step at `current`."""
+        """Return whether the batch at `cursor` is kept for other jobs when this job requests the one at `current`."""
         return abs(self._ordinal(current) - self._ordinal(cursor)) <= self._group.lag
 
     def advance(self) -> None:
@@ -85,15 +85,15 @@ class Pace:
             self._patience_left = min(self._group.patience, self._patience_left + 1)
 
     def catch_up(self) -> None:
-        """Record that this job got a batch of another job, so it is not behind."""
+        """Record that this job is not behind, because it got a batch of another job."""
         self._is_behind = False
 
     def wait_for_others(self, cursor: Cursor) -> None:
         """Before this job decodes the step at `cursor`, wait for jobs that are behind it by more than the lag.
 
-        This job waits only for jobs that are decoding, not for one that trains or is stopped, and only while it has
-        patience left for the distance. If another job is ahead by more than the lag, this job does not wait, and
-        records that it is behind.
+        This job waits only for jobs that are decoding, not for jobs that train or are stopped. It does not wait if
+        the distance in steps is larger than the patience left. If another job is ahead by more than the lag, this job
+        records that it is behind, and does not wait.
 
         Raises:
             LagError: this job is too far behind the others, and the group has `when_behind="raise"`.
@@ -111,7 +111,7 @@ class Pace:
                 self._record_lag(max(ahead))
                 return
             self._is_behind = False
-            # `any` stops after the first wait: meanwhile the other jobs may have moved, so compare again.
+            # `any` stops after the first wait. The other jobs may have moved during this wait, so compare again.
             if not any(self._wait_for(other, -distance) for other, distance in sorted(distances.items())):
                 return
 
@@ -120,7 +120,7 @@ class Pace:
         return cursor.epoch * self._steps_per_epoch + cursor.position // self._global_batch
 
     def _wait_for(self, other: Cursor, behind: int) -> bool:
-        """Wait for the step of a job that is `behind` steps behind this job; return False if no wait is needed."""
+        """Wait for the step of a job that is `behind` steps behind this job. Return False if there was no wait."""
         if not self._group.lag < behind <= self._patience_left:
             return False
         pending = self._folder.find(other)
@@ -135,8 +135,8 @@ class Pace:
     def _record_lag(self, ahead: int) -> None:
         """Record that the fastest job is `ahead` steps ahead of this one; warn or raise if that is too far."""
         if ahead <= self._patience_left:
-            # This job is not too far behind yet: the others have the same patience, so they wait for it. One of their
-            # waits is counted here.
+            # This job is not too far behind yet: the others have the same patience, so they wait for it. Count one of
+            # their waits here too.
             self._patience_left -= 1
             return
         was_behind, self._is_behind = self._is_behind, True
@@ -177,7 +177,7 @@ class SharedDecoder(Generic[B]):
         self._folder, self._pace, self._group = folder, pace, group
         self._counts, self._profiler = counts, profiler
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="datasvc-publish")
-        # Each batch, with its result if another job has decoded it, a future if this job decodes it, or None if
+        # For each batch: its result, if another job has decoded it; a future, if this job decodes it; None, if
         # another job is decoding it.
         self._fed: deque[tuple[SampleBatch, Any]] = deque()
 
@@ -186,7 +186,7 @@ class SharedDecoder(Generic[B]):
         self._pace.advance()
         result = self._find_or_decode(batch)
         if isinstance(result, PendingStep):
-            # Close the pending step: `take` looks for the batch again, so no pipe must stay open for each batch.
+            # Close the pending step, so that not one pipe per batch stays open. `take` looks for the batch again.
             with result:
                 result = None
         self._fed.append((batch, result))
@@ -194,7 +194,7 @@ class SharedDecoder(Generic[B]):
     def take(self) -> B:
         """See `BatchDecoder`."""
         batch, result = self._fed[0]
-        # Repeated, because the other job may abandon the step, and a third job may then claim it.
+        # Repeat this, because the other job may abandon the step, and then a third job may claim it.
         while result is None or isinstance(result, PendingStep):
             if result is not None:
                 self._wait(result)
@@ -211,11 +211,11 @@ class SharedDecoder(Generic[B]):
         return finished
 
     def close(self) -> None:
-        """See `BatchDecoder`. The steps that this job has not finished become free for other jobs."""
+        """See `BatchDecoder`. Other jobs can then claim the steps that this job has not finished."""
         self._publisher.shutdown(wait=False, cancel_futures=True)
         self._decoder.close()  # ends the wait of the publisher for the batch in progress
         self._publisher.shutdown(wait=True)
-        # All claims, not only those of `_fed`: an interrupt may come between a claim and the append to `_fed`.
+        # End all claims, not only those of `_fed`: an interrupt may come between a claim and the append to `_fed`.
         self._folder.abandon_all()
         self._fed.clear()
 
@@ -236,7 +236,7 @@ class SharedDecoder(Generic[B]):
             if result is None:
                 with self._profiler.waiting(Stage.DECODE):
                     self._pace.wait_for_others(cursor)
-                # Searched again before the claim, because another job may have decoded the step during the wait.
+                # Search again before the claim, because another job may have decoded the step during the wait.
                 result = self._folder.find_or_claim(cursor)
         except OSError as error:
             # The group cannot be used, for example at the limit of open files: this job decodes the batch alone.

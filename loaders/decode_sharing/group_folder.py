@@ -25,7 +25,7 @@ from datasvc.loaders.decode_sharing.memory import KEY_BYTES, MappedBatches, Shar
 from datasvc.loaders.decode_sharing.packing import pack
 from datasvc.loaders.ranks.data_ranks import DataRanks
 
-# Buffers that are kept for the next batches of this job, because allocating memory takes longer than filling it.
+# Buffers to keep for the next batches of this job, because allocating memory takes longer than filling it.
 _MAX_SPARE: Final = 4
 _TRIES: Final = 100  # to find or claim a step that other jobs claim and abandon at the same time
 
@@ -37,7 +37,7 @@ class PendingStep:
         self.cursor, self.link = cursor, link
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the job has decoded the step, has abandoned it or has exited; return False after `timeout_s`."""
+        """Wait until the job has decoded or abandoned the step, or has exited. Return False after `timeout_s`."""
         poll = select.poll()
         poll.register(self.link.descriptor, select.POLLIN)
         return bool(poll.poll(timeout_s * 1000))
@@ -58,7 +58,7 @@ class GroupFolder:
 
     def __init__(self, name: str, ranks: DataRanks, settings: Mapping[str, Any], num_kept: int = 16) -> None:
         self._membership = Membership(name, ranks, settings)
-        self._process = os.getpid()
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._claims: dict[Cursor, tuple[int, int]] = {}  # the pipe of each step that this job decodes
         self._published: dict[Cursor, SharedBuffer] = {}  # the batches that this job has decoded for the group
@@ -69,14 +69,14 @@ class GroupFolder:
         _folders.add(self)
 
     def join(self) -> None:
-        """Become a member; do nothing if this job is one. Raises ConfigError, OSError: see `Membership.join`."""
+        """Become a member, unless this job is one. Raises ConfigError, OSError: see `Membership.join`."""
         if not self._membership.is_member:
             self._membership.join()
 
     def leave(self) -> None:
-        """Leave the group: abandon all claims and free the memory. Batches that jobs have mapped stay valid."""
+        """Leave the group: abandon all claims and free the memory. Batches that are in use stay valid."""
         # A forked child must not remove the links of its parent.
-        if not self._membership.is_member or self._process != os.getpid():
+        if not self._membership.is_member or self._pid != os.getpid():
             return
         self.abandon_all()
         self.retire(lambda _: False)
@@ -87,7 +87,10 @@ class GroupFolder:
             self._membership.leave()
 
     def find(self, cursor: Cursor) -> Any | PendingStep | None:
-        """Return the batch of a step, a `PendingStep` (closed by the caller) if a job decodes it, or else None."""
+        """Return the batch of a step, or None if there is no batch.
+
+        If another job decodes the step, return a `PendingStep`, which the caller must close.
+        """
         links, name = self._membership.links, _link_name(cursor)
         link = links.open(name)
         if link is None:
@@ -104,7 +107,7 @@ class GroupFolder:
             if link is not None:
                 os.close(link.descriptor)
         if batch is None:
-            # The link is useless: its job is silent, or uses the memory for another batch. Without the link, any job
+            # The link is useless: its job is silent, or its memory has another batch now. Remove it, so that any job
             # can claim the step.
             links.remove(name, link.target)
         else:
@@ -112,8 +115,8 @@ class GroupFolder:
         return batch
 
     def find_or_claim(self, cursor: Cursor) -> Any | PendingStep | None:
-        """Return the result of `find`; if it is None, the caller decodes the step and then calls `publish`."""
-        # Repeated, because another job may claim the step after `find`, and abandon it before the next `find`.
+        """Return the result of `find`. If it is None, claim the step; the caller decodes it and calls `publish`."""
+        # Repeat this, because another job may claim the step after `find`, and abandon it before the next `find`.
         for _ in range(_TRIES):
             result = self.find(cursor)
             if result is not None or self._claim(cursor):
@@ -121,7 +124,7 @@ class GroupFolder:
         return None
 
     def give_up(self, pending: PendingStep) -> None:
-        """Stop waiting for the job of a pending step: all its claims are ignored until it publishes a batch."""
+        """Ignore all claims of the job that decodes a pending step, until that job publishes a batch."""
         self._silent.add(pending.link.process)
         self._membership.links.remove(_link_name(pending.cursor), pending.link.target)
 
@@ -137,7 +140,7 @@ class GroupFolder:
         return self._membership.links.has_target(_link_name(cursor))
 
     def publish(self, cursor: Cursor, batch: object) -> None:
-        """Hand the batch of a claimed step to the other jobs, and end the claim; do nothing without a claim."""
+        """Hand the batch of a claimed step to the other jobs, and end the claim. Do nothing without a claim."""
         if cursor not in self._claims:
             return
         try:
@@ -147,22 +150,23 @@ class GroupFolder:
             buffer.unlock()
             with self._lock:
                 pipe, name = self._claims.get(cursor), _link_name(cursor)
-                # After a long silence of this job, another job may have claimed the step.
+                # If this job took too long, another job may have claimed the step.
                 if pipe is None or self._membership.links.read(name) != target_of(pipe[0]):
                     self._keep_spare(buffer)
                 else:
                     self._published[cursor] = buffer
                     self._membership.links.replace(name, buffer.descriptor)
         finally:
-            self.abandon(cursor)  # ends the claim and wakes the waiting jobs; a link to published memory stays
+            # This ends the claim and wakes the waiting jobs. The link to the published memory stays.
+            self.abandon(cursor)
 
     def abandon(self, cursor: Cursor) -> None:
-        """End the claim of a step, if there is one. If no batch was published, a job that waits for it decodes it."""
+        """End the claim of a step, if there is one. If no batch was published, a waiting job decodes the step."""
         with self._lock:
             pipe = self._claims.pop(cursor, None)
             if pipe is not None:
                 self._membership.links.remove(_link_name(cursor), target_of(pipe[0]))
-                # Wake the waiting jobs by a byte: closing does not wake them while a forked child has the pipe open.
+                # Wake the waiting jobs by a byte: closing would not wake them while a forked child has the pipe open.
                 os.write(pipe[1], b"\0")
                 _close_pipe(pipe)
 
@@ -180,7 +184,7 @@ class GroupFolder:
                 self._keep_spare(buffer)
 
     def close_after_fork(self) -> None:
-        """Close the descriptors in a forked child: open copies would hide the parent's exit and keep its memory."""
+        """Close the descriptors in a forked child: they would keep memory and pipes open after the parent's exit."""
         for pipe in self._claims.values():
             _close_pipe(pipe)
         for buffer in (*self._published.values(), *self._spare):
@@ -188,11 +192,11 @@ class GroupFolder:
                 buffer.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_membership"):  # the constructor has not failed
+        if hasattr(self, "_membership"):  # False if the constructor has failed
             self.leave()
 
     def _claim(self, cursor: Cursor) -> bool:
-        """Create the link of a step; return False if another job has created it."""
+        """Create the link of a step. Return False if another job has created it."""
         pipe = os.pipe()
         try:
             self._membership.links.create(_link_name(cursor), pipe[0])
@@ -206,13 +210,13 @@ class GroupFolder:
         return True
 
     def _take_buffer(self, size_bytes: int) -> SharedBuffer:
-        """Return locked memory for a batch: spare memory that no job maps, or new memory."""
+        """Return memory for a batch that no job uses: locked spare memory, or new memory."""
         with self._lock:
             for buffer in self._spare:
                 if buffer.size_bytes >= size_bytes and buffer.try_lock():
                     self._spare.remove(buffer)
                     return buffer
-        return SharedBuffer(size_bytes)  # needs no lock, because no link points to the memory yet
+        return SharedBuffer(size_bytes)  # needs no lock: no link points to it yet
 
     def _keep_spare(self, buffer: SharedBuffer) -> None:
         """Keep memory for a later batch. The caller holds the lock."""
@@ -221,7 +225,7 @@ class GroupFolder:
             self._spare.pop(0).close()
 
     def _key(self, cursor: Cursor) -> bytes:
-        """Return the key that identifies the batch of a step; a group with other settings has other keys."""
+        """Return the key that identifies the batch of a step. It also depends on the settings of the group."""
         content = self._membership.settings + f" {_link_name(cursor)}".encode()
         return hashlib.blake2b(content, digest_size=KEY_BYTES).digest()
 

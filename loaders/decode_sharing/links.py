@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 
 from datasvc.errors import ConfigError
 
-_TRIES: Final = 100  # `open` starts again if other processes change the link meanwhile
-# Errors that concern this system or process and do not show that the target of a link is gone.
+_TRIES: Final = 100  # `open` starts again if another process changes the link in the meantime
+# Errors of this system or process: they do not mean that the target of a link is gone.
 _OUT_OF_RESOURCES: Final = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 
 
@@ -74,7 +74,7 @@ class LinkFolder:
         os.replace(temporary_name, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def remove(self, name: str, target: str) -> None:
-        """Remove a link if its target is still `target`."""
+        """Remove a link, unless its target is no longer `target`."""
         with suppress(OSError):  # another process may remove the same link
             if self.read(name) == target:
                 os.unlink(name, dir_fd=self._descriptor)
@@ -87,14 +87,14 @@ class LinkFolder:
             return None
 
     def open(self, name: str) -> OpenLink | None:
-        """Open the target of a link. Return None if there is no such link, or if it has no target and is removed."""
+        """Open the target of a link. Return None if there is no link. Remove a link without a target: also None."""
         for _ in range(_TRIES):
             target = self.read(name)
             if target is None:
                 return None
             descriptor = _open_target(target)
-            # If the link has not changed, its creator had not closed the descriptor before it was opened here.
-            # Otherwise the number of the descriptor may already stand for another file.
+            # If the link has not changed, its creator still had the descriptor open at the call above. Otherwise the
+            # number of the descriptor may already stand for another file.
             if self.read(name) == target:
                 if descriptor is not None:
                     return OpenLink(target, descriptor)

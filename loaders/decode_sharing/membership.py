@@ -21,13 +21,13 @@ from datasvc.loaders.decode_sharing.links import LinkFolder, target_of
 from datasvc.loaders.ranks.data_ranks import DataRanks
 
 _ROOT: Final = Path("/dev/shm")  # noqa: S108 - local to the node, and the same for all its jobs, unlike TMPDIR
-_JOB: Final = "job-"  # begins the names of the members' links; other links in the folder are named by steps
+_JOB: Final = "job-"  # prefix of the names of members' links; other links have the name of a step
 _MAX_SETTINGS_BYTES: Final = 1 << 20
-_TRIES: Final = 100  # `join` starts again if the last member removes the folder meanwhile
+_TRIES: Final = 100  # `join` starts again if the last member removes the folder in the meantime
 
 
 def folder_of(name: str, ranks: DataRanks) -> Path:
-    """Return the folder of this user's group `name`. Each data rank has its own, because its batches differ."""
+    """Return the folder of a group of this user. Each data rank has its own folder, because its batches differ."""
     return _ROOT / f"{_prefix()}{ranks.rank}-of-{ranks.world_size}-{quote(name, safe='')}"
 
 
@@ -47,7 +47,7 @@ class Membership:
 
     Attributes:
         path: folder of the group.
-        settings: the settings as JSON, equal bytes for equal settings.
+        settings: the settings as JSON; equal settings give equal bytes.
 
     Raises:
         ConfigError: the system is not Linux.
@@ -59,7 +59,8 @@ class Membership:
         self.name, self.path = name, folder_of(name, ranks)
         self.settings = json.dumps(settings, default=repr, sort_keys=True).encode()
         self._links: LinkFolder | None = None
-        self._job, self._descriptor = "", -1  # name of this job's link, and the memory of the settings it points to
+        self._job = ""  # name of this job's link
+        self._descriptor = -1  # memory with this job's settings, the target of the link
 
     @property
     def is_member(self) -> bool:
@@ -68,7 +69,7 @@ class Membership:
 
     @property
     def links(self) -> LinkFolder:
-        """The folder of the group. Raises OSError: this job is no member."""
+        """The links in the folder of the group. Raises OSError: this job is not a member."""
         if self._links is None:
             raise OSError(errno.EBADF, "this job is no member of the decode group", str(self.path))
         return self._links
@@ -81,7 +82,7 @@ class Membership:
             OSError: no file descriptor or no memory is left.
         """
         for path in _ROOT.glob(f"{_prefix()}*"):
-            with suppress(OSError, ConfigError):  # the folder of another user, or one that is removed at this moment
+            with suppress(OSError, ConfigError):  # another user has the folder, or a job is removing it
                 LinkFolder(path).close()  # removes links without a target
         self._descriptor = os.memfd_create("datasvc-decode-settings", os.MFD_CLOEXEC)
         try:
@@ -99,7 +100,7 @@ class Membership:
             raise
 
     def leave(self) -> None:
-        """Remove the link of this job; the last member removes the folder."""
+        """Remove the link of this job. The last member also removes the folder."""
         links, self._links = self.links, None
         links.remove(self._job, target_of(self._descriptor))
         links.close()
@@ -108,7 +109,7 @@ class Membership:
     def _enter(self) -> LinkFolder:
         """Open the folder, create the link of this job in it, and return the folder."""
         for _ in range(_TRIES):
-            # The last member may remove the folder between the two calls: then try again.
+            # The last member may remove the folder between opening it and `create`: then try again.
             with suppress(FileNotFoundError):
                 links = LinkFolder(self.path)
                 try:
@@ -126,7 +127,7 @@ class Membership:
     def _check_settings(self, links: LinkFolder) -> None:
         """Raise ConfigError if a job that joined before this one has other settings.
 
-        Later jobs compare their settings with those of this job, so of two different jobs only the later one fails.
+        Each job checks only the jobs before it. So of two jobs with different settings, only the later one fails.
         """
         for name in sorted(links.names()):
             if not name.startswith(_JOB) or name >= self._job:
@@ -135,8 +136,8 @@ class Membership:
             if link is None:
                 continue
             other: Any = None
-            # A job may have been killed, and its link then points to any file of a new process with the same id. What
-            # is not readable, or not a JSON object, is therefore not the settings of a member.
+            # The link of a killed job may point to any file of a new process with the same id. So ignore what cannot
+            # be read, or is not a JSON object: it is not the settings of a member.
             with suppress(OSError, ValueError):
                 other = json.loads(os.pread(link.descriptor, _MAX_SETTINGS_BYTES, 0))
             os.close(link.descriptor)

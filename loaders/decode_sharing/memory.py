@@ -54,7 +54,7 @@ class SharedBuffer:
             raise
 
     def try_lock(self) -> bool:
-        """Lock the memory, so that no job can read it until `unlock`. Return False if a job still uses its batch."""
+        """Lock the memory, so that no job can read it until `unlock`. Return False if a job still uses it."""
         try:
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -97,7 +97,7 @@ class MappedBatches:
     def __init__(self, num_kept: int) -> None:
         self._num_kept = num_kept
         self._kept: dict[int, _Mapping] = {}  # by inode number, oldest first
-        self._returned: deque[_Mapping] = deque()  # no longer in use, and not yet passed to `_keep`
+        self._returned: deque[_Mapping] = deque()  # with unused batches, and not yet passed to `_keep`
 
     def read(self, descriptor: int, key: bytes) -> Any | None:
         """Return the batch with a key in memory of another job; None if the memory has another batch now.
@@ -122,9 +122,9 @@ class MappedBatches:
         return batch
 
     def close(self) -> None:
-        """Drop all mappings whose batch is no longer used; the others stay valid."""
+        """Drop all mappings whose batch is no longer used. The others stay valid."""
         self._kept.clear()
-        # A new deque: mappings that are still in use are appended to the old one, which is dropped with them.
+        # Use a new deque: mappings in use are appended to the old one later, and freed with it.
         self._returned = deque()
 
     def _keep(self, mapping: _Mapping) -> None:
@@ -140,7 +140,7 @@ class _Mapping:
 
     def __init__(self, descriptor: int, inode: int) -> None:
         self.inode = inode
-        self._process = os.getpid()
+        self._pid = os.getpid()
         self._mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapped))
         self._descriptor = os.dup(descriptor)
@@ -154,7 +154,7 @@ class _Mapping:
             fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return None  # the job that owns the memory is writing the next batch
-        # The header is read under the lock, so that it does not change after the comparison.
+        # Read the header under the lock, so that it does not change after the comparison.
         stored_key, num_parts = _HEADER.unpack_from(self._mapped, 0)
         if stored_key != key:
             self._unlock()
@@ -169,7 +169,7 @@ class _Mapping:
         return unpack([content[offset : offset + length] for offset, length in spans])
 
     def has_private_pages(self) -> bool:
-        """Return whether a page of the mapping was written and copied; True if the kernel does not report it."""
+        """Return whether the caller has written to a page of the mapping; True if the kernel does not report this."""
         num_pages = -(-len(self._mapped) // mmap.PAGESIZE)
         try:
             with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
@@ -187,8 +187,8 @@ class _Mapping:
         os.close(self._descriptor)
 
     def _return(self, returned: deque[_Mapping]) -> None:
-        """Unlock the mapping and append it to `returned`; called when the last view of the batch is gone."""
-        if os.getpid() != self._process:
+        """Unlock the mapping and append it to `returned`. Called when the last view of the batch is gone."""
+        if os.getpid() != self._pid:
             return  # a forked child shares the lock with its parent, which may still use the batch
         self._unlock()
         returned.append(self)

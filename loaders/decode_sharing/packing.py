@@ -32,12 +32,12 @@ def pack(batch: object) -> list[Part]:
 
 
 def unpack(parts: Sequence[memoryview]) -> Any:
-    """Return the batch that `pack` serialized; its arrays and tensors are views of `parts` and keep them alive."""
+    """Return the batch that `pack` serialized. Its arrays and tensors are views of `parts` and keep them alive."""
     return pickle.loads(parts[-1], buffers=parts[:-1])  # noqa: S301 - written by a process of this user, see above
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler that takes the bytes of tensors out of the pickle, as pickle itself does for NumPy arrays."""
+    """A pickler that stores the bytes of tensors outside of the pickle, as pickle itself does for NumPy arrays."""
 
     def reducer_override(self, value: object) -> Any:
         torch = sys.modules.get("torch")  # a process without torch has no tensors, and need not import it
@@ -47,13 +47,13 @@ class _Pickler(pickle.Pickler):
 
 
 def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return how pickle rebuilds a tensor: a function, and its arguments, of which the first is the stored bytes.
+    """Return a function and its arguments, from which pickle rebuilds a tensor. The first argument has the bytes.
 
-    The bytes are those of the tensor's storage, so its axes may be in any order. NumPy need not have its dtype.
+    They are the bytes of the tensor's storage. So the axes may be in any order, and NumPy need not have the dtype.
     """
     tensor = tensor.detach().cpu()
     flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-    if flat.numel() != tensor.numel():  # the tensor is a view of a larger storage, which would be sent as a whole
+    if flat.numel() != tensor.numel():  # a view of a larger storage: all of the storage would be sent
         tensor = tensor.contiguous().clone()
         flat = tensor.reshape(-1)
     values = np.asarray(flat.view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8))

@@ -9,23 +9,23 @@ from datasvc.errors import ConfigError
 
 MAX_NAME_BYTES: Final = 50
 SHARING_FORMAT: Final = 2
-"""Version of the links and the shared memory between the jobs of a decode group; all jobs of a group must have it."""
+"""Format version of a decode group's links and shared memory. All jobs of a group must have the same."""
 
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """A group of jobs on this node that share decoded batches, and how far apart its jobs may run.
+    """A group of jobs on this node that share decoded batches, and limits of how far apart the jobs may run.
 
     Attributes:
         name: name of the group; jobs of one user with the same name share batches.
         lag: number of batches that a job may be behind the decoding job and still get shared batches. The decoding
             job keeps that many batches in memory, once for all jobs.
-        patience: maximum number of times that a job waits for one batch of a job that is further behind, for example
-            because that job started late or writes a checkpoint. Each wait uses up one; every eight batches of its
-            own restore one. 0: it never waits.
+        patience: maximum number of times that a job waits for another job that is further behind, for example because
+            that job started late or writes a checkpoint. Each wait is for one batch and uses up one time; every eight
+            batches of the waiting job restore one. 0: a job never waits.
         when_behind: "alone": a job that is too far behind decodes the same batches in its own process until it
             catches up; "raise": it gets a `LagError`.
-        silent_s: seconds that a job waits for a batch that another job decodes; then it decodes the batch itself.
+        silent_s: seconds that a job waits for a batch that another job decodes. After these, it decodes it itself.
 
     Raises:
         ConfigError: a value is out of range.

@@ -22,8 +22,8 @@ B = TypeVar("B")
 
 # Fields of `DecodeConfig` that may differ between the jobs of a group, because they do not affect the batches.
 _MAY_DIFFER: Final = {"num_threads", "prefetch"}
-# Arguments that `_describe` takes from the loader instead, where they have their final values.
-_COMPARED_OTHERWISE: Final = {"tail", "ranks"}
+# Arguments that `_describe` takes from the loader, which has their final values.
+_TAKEN_FROM_LOADER: Final = {"tail", "ranks"}
 
 
 class Sharing(Generic[B]):
@@ -62,14 +62,14 @@ class Sharing(Generic[B]):
 
         Args:
             inner: decoder of the batches that this job decodes; see `SharedDecoder`.
-            kind: further settings that affect the batches: the array type and the backend.
+            kind: other settings that affect the batches: the array type and the backend.
         """
-        # The jobs of a group compare these settings too. If one changes, this job leaves and joins again; if none
-        # does, it keeps its folder and its pace, with the batches it has mapped and the waits it has left.
+        # The jobs of a group compare `kind` too, so this job leaves and joins again if it changes. Otherwise keep the
+        # folder, which has mappings of other jobs' batches, and the pace, which counts the waits that are left.
         if self._folder is None or self._pace is None or self._kind != kind:
             self.close()
             self._kind = kind
-            # More mappings than a group usually has batches, because making one again costs more than filling it.
+            # Keep more mappings than a group usually has batches, because a new mapping costs as much as a copy.
             num_kept = 4 * self._group.lag + 8
             self._folder = GroupFolder(self._group.name, self._ranks, self._settings | kind, num_kept)
             self._pace = Pace(self._group, self._folder, self.counts, **self._sizes)
@@ -90,16 +90,16 @@ class Sharing(Generic[B]):
 
 def _describe(loader: Loader[Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return all settings that affect the content of batches, and no others, as JSON values."""
-    # Without epoch and position, the state describes the data and their order.
+    # The state without epoch and position describes the data and their order.
     state = {name: value for name, value in loader.state_dict().items() if name not in {"epoch", "position"}}
-    compared = {name: value for name, value in arguments.items() if name not in _COMPARED_OTHERWISE}
+    compared = {name: value for name, value in arguments.items() if name not in _TAKEN_FROM_LOADER}
     settings = {name: _to_json(name, value) for name, value in compared.items()}
     ranks = {"data_rank": loader.ranks.rank, "data_world_size": loader.ranks.world_size}
     return {"loader": type(loader).__qualname__, "tail": loader.tail, **ranks, **state, **settings}
 
 
 def _to_json(name: str, value: object) -> Any:
-    """Return a setting as JSON values: equal in all processes for equal settings, and different otherwise.
+    """Return a setting as JSON values. Equal settings give equal values in all processes, different ones do not.
 
     Raises:
         ConfigError: the setting cannot be compared across processes.
@@ -119,8 +119,8 @@ def _to_json(name: str, value: object) -> Any:
             "module, no lambdas"
         ) from error
     if isinstance(value, FunctionType):
-        # The pickle of a function has only its name, but two scripts, both `__main__`, may have different functions
-        # of one name.
+        # The pickle of a function has only its name. Two scripts, both `__main__`, may have different functions with
+        # the same name.
         code = value.__code__
         constants = [constant for constant in code.co_consts if isinstance(constant, str | int | float | bytes)]
         content += code.co_code + repr((code.co_names, constants)).encode()

@@ -14,17 +14,19 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class ImageBatch(Batch[A]):
-    """One rank's part of a global batch, which unpacks as `(images, labels)`. `A`: a torch tensor or NumPy array.
+    """One rank's part of a global batch. It unpacks as `(images, labels)`. `A` is a torch tensor or a NumPy array.
+
+    All tensors are on the loader's device.
 
     Attributes:
-        images: `[n, 3, size, size]` or `[n, size, size, 3]` of the loader's output type and device; zeros for samples
-            that do not decode. The loader does not reuse the memory while a reference to it exists.
-        labels: `int64[n]`; None if the data set has no labels. All tensors are on the loader's device.
+        images: `[n, 3, size, size]` or `[n, size, size, 3]`, of the loader's output type; zeros for samples that do
+            not decode. The loader does not reuse the memory while a reference to it exists.
+        labels: `int64[n]`; None if the data set has no labels.
         mask: `bool[n]`, False for padding of the last batch and for samples that do not decode.
         epoch: epoch of the batch, counted from 0.
         positions: `int64[n]`, positions of the samples in the epoch; always a NumPy array.
-        columns: further requested columns by name: `[n]` for numbers and booleans, otherwise a list of Python values
-            with None for null.
+        columns: the columns of the loader's argument `columns`, by name: `[n]` for numbers and booleans, otherwise a
+            list of Python values with None for null.
         bad: samples that do not decode: index in the batch -> name of the sample and reason.
         sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
             for a single split.

@@ -33,11 +33,11 @@ class ImageDecoder:
         backend: decoder of the images, which this object closes.
         framework: array type of the batches.
         plan: crop and edits of each image.
-        describe: function that names a sample, given its batch and its index in the batch.
-        numbers: names of further columns in `SampleBatch.columns`, to deliver as arrays.
-        lists: names of further columns to read from the shards, and to deliver as lists.
+        describe: function that returns the name of a sample from its batch and its index in the batch.
+        numbers: names of other columns, to deliver as arrays; they are in `SampleBatch.columns`.
+        lists: names of other columns, to deliver as lists; they are read from the shards.
         on_bad: "raise" an error for samples that do not decode, or "mask" them.
-        is_mixture: whether batches contain the source split of each sample.
+        is_mixture: whether samples come from a mixture; then batches have `sources`.
         device: device of labels, mask and numbers, such as "cuda:1"; None: the CPU.
         profiler: profiler of the loader, which measures waits for the backend and the assembly of batches.
     """
@@ -99,7 +99,7 @@ class ImageDecoder:
     def _collate(self, batch: SampleBatch, decoded: DecodedImages, bad: Mapping[int, str]) -> ImageBatch[Any]:
         mask = batch.mask
         if bad:
-            # A copy: the ledger still needs the mask of the sample batch, in which only padding is False.
+            # Copy the mask, because the ledger still needs that of the sample batch: only padding is False in it.
             mask = mask.copy()
             mask[list(bad)] = False
         labels = batch.columns[LABEL].astype(np.int64) if LABEL in batch.columns else None
@@ -117,7 +117,7 @@ class ImageDecoder:
 
     def _deliver(self, values: Any) -> Any:
         """Return an array in the caller's framework: a tensor of the same memory, or a copy on the device."""
-        # What is not a NumPy array is a tensor of the backend, which is on the device already.
+        # A value that is not a NumPy array is a tensor of the backend, which is on the device already.
         if self._framework == "numpy" or not isinstance(values, np.ndarray):
             return values
         import torch

@@ -1,8 +1,8 @@
-"""Finds the bottleneck of a run from the sums over its steps, and gives advice in words, for `Report`.
+"""Finds the bottleneck of a run from the sums over its steps, and advises in words what to change, for `Report`.
 
-Decoding threads run parallel to the consumer, the thread that calls the loader and uses its batches. With `prefetch`
-batches in progress a step takes the longer of two times: the decoding threads' time for a batch, or the consumer's
-time for a batch plus the loader's work inside the call. So the bottleneck is found as follows:
+The consumer is the thread that calls the loader and uses its batches. Decoding threads run in parallel with it. With
+`prefetch` batches in progress, a step takes the longer of two times: the decoding threads' time for a batch, or the
+consumer's time for a batch plus the loader's work inside the call. So the bottleneck is found as follows:
 
 - If the consumer spent less than `STARVED_SHARE` of its time waiting, the consumer itself is the bottleneck.
 - If most calls waited for other threads, the bottleneck is these threads' stage, however long other stages took.
@@ -54,7 +54,7 @@ class Bottleneck:
     Attributes:
         stage: the stage that the consumer waits for; None if the consumer itself is the bottleneck.
         offered: samples per second that the loader handed over, including waits.
-        asked: samples per second that the consumer would have taken without waits; None if its own time is zero.
+        asked: samples per second that the consumer would have taken without waits; None if it took no time itself.
         starved_share: fraction of the time that the consumer waited.
         headroom: fraction by which the rate of the consumer could rise before the loader limits it; None if unknown.
         advice: measures that help; "" if nothing is wrong.
@@ -99,7 +99,7 @@ def diagnose(totals: Totals, resources: Resources) -> Bottleneck:
 
 def _find_stage(totals: Totals) -> Stage:
     """Return the stage that limits a starved run."""
-    # Stages inside the call run while other threads work, so they cost nothing as long as those threads are slower.
+    # Other threads work during the stages inside the call. These stages cost nothing if the other threads are slower.
     times_s = totals.waiting_s if _is_thread_bound(totals) else totals.blocked_s
     return max((stage for stage in times_s if stage is not Stage.START), key=times_s.__getitem__)
 
@@ -111,11 +111,11 @@ def _is_thread_bound(totals: Totals) -> bool:
 
 def _headroom(totals: Totals, wait_s: float) -> float | None:
     """Return the headroom of a run that is not starved; None if no work of other threads was timed."""
-    # For each stage of other threads, its elapsed time if all its threads had always worked at the same time.
+    # For each stage of other threads: how long it would have taken if its threads had always worked in parallel.
     busy_s = [beside_s / totals.num_beside[stage] for stage, beside_s in totals.beside_s.items()]
     if not busy_s:
         return None
-    # For a faster consumer, the limit is the slowest of the threads' stages, or the work inside the calls.
+    # The limit for a faster consumer is the slowest of these stages, or the work inside the calls.
     return max(0.0, totals.consumer_s / max(wait_s, *busy_s) - 1)
 
 
@@ -155,7 +155,7 @@ def _decode_advice(totals: Totals, resources: Resources) -> str:
 
 def _missing_threads(totals: Totals, num_threads: int) -> int:
     """Return how many more threads the consumer needs, if the speed of decoding is proportional to their number."""
-    # Now the threads decode a batch in the consumer's time plus its wait. They must do so in the consumer's time.
+    # Now decoding a batch takes the consumer's time plus its wait. It must take no longer than the consumer's time.
     num_missing = num_threads * totals.blocked_s[Stage.DECODE] / max(totals.consumer_s, _ROUNDING)
     return max(1, math.ceil(num_missing - _ROUNDING))
 
@@ -165,7 +165,7 @@ def _threads(number: int) -> str:
     return f"{count} more decode thread{'' if number == 1 else 's'}"
 
 
-_ROUNDING: Final = 1e-6  # tolerance: a rounding error must not add a thread, and a division must not be by zero
+_ROUNDING: Final = 1e-6  # tolerance: a rounding error must not add a thread, and no division may be by zero
 _NUMBERS: Final = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _ADVICE: Final[Mapping[Stage, str]] = {
     Stage.ORIGIN: "stage the version before the run (datasvc stage), or give the cache room for all of it",
@@ -173,7 +173,7 @@ _ADVICE: Final[Mapping[Stage, str]] = {
     Stage.CACHE: "put the cache on a faster disk, or make larger shards, so that fewer are opened",
     Stage.READ: "use larger batches, and leave out columns that are not needed",
     Stage.COLLATE: "use uint8 batches, and normalise them on the device",
-    # No advice to use uint8 or page-locked memory: whatever the output is, images go to a GPU as bytes from it.
+    # Not advised: uint8 or page-locked memory. Images always go to a GPU as bytes, from page-locked memory.
     Stage.TRANSFER: "decode on the GPU, decode='gpu', which copies the encoded images, or use a smaller size=",
     Stage.LEDGER: "put the ledger on a faster disk, or use larger batches, because each batch is one write",
     Stage.LOADER: "use larger batches, because each call costs about the same",

@@ -1,9 +1,9 @@
 """Named ranges around the stages of a loader, for torch's profiler and for NVTX tools such as Nsight Systems.
 
 `StepProfiler` opens a range for each stage and each call. In a process that an NVTX tool started, or that has
-`DATASVC_NVTX=1`, these are NVTX ranges. In other processes they are ranges of torch's profiler, while it records;
-otherwise a stage costs only two checks of flags. This module does not import torch, so it opens no range until other
-code has imported torch.
+`DATASVC_NVTX=1`, these are NVTX ranges. In other processes they are ranges of torch's profiler, while it records.
+Without either, a stage costs only two checks of flags. This module does not import torch, so it opens no range until
+other code has imported torch.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ BATCH: Final = "batch"
 WAIT: Final = "wait"
 """Name of the range of a call's wait for other threads."""
 
-# Whether a shard comes from the origin, a peer or the cache is known only after its range was opened, and the name of
-# a range cannot change. So these three stages share one name.
+# These three stages share one name: where a shard comes from is known only after its range was opened, and a range
+# cannot be renamed.
 _OPENING: Final = frozenset({Stage.ORIGIN, Stage.PEER, Stage.CACHE})
 _NAMES: Final[Mapping[str, str]] = {
     **{stage: f"datasvc.loader.{'shard' if stage in _OPENING else stage}" for stage in Stage},
@@ -37,7 +37,7 @@ def is_under_nvtx_tool(environ: Mapping[str, str]) -> bool:
     return is_requested or any(environ.get(name) for name in tools)
 
 
-_IS_UNDER_NVTX_TOOL: Final = is_under_nvtx_tool(os.environ)  # once, because each stage checks it
+_IS_UNDER_NVTX_TOOL: Final = is_under_nvtx_tool(os.environ)  # computed once, because each stage checks it
 
 
 def open_range(kind: str) -> Callable[[], object] | None:
@@ -49,7 +49,7 @@ def open_range(kind: str) -> Callable[[], object] | None:
     """
     if _IS_UNDER_NVTX_TOOL:
         return _open_nvtx(kind)
-    # This flag is set for the whole process; torch's public checks are per thread and miss the decoding threads.
+    # This flag is set for the whole process. Torch's public checks are per thread, and miss the decoding threads.
     profiler: Any = sys.modules.get("torch.autograd.profiler")
     if profiler is None or not profiler._is_profiler_enabled:  # noqa: SLF001 - see above
         return None

@@ -1,7 +1,7 @@
 """Report on a loader's steps: time per stage, waits and the bottleneck, as a table and as JSON values.
 
-`Loader.report` returns it. A step is a call for a batch, and the consumer's time until the next call; the call is the
-consumer's wait. The column "beside" of the table has the time of other threads, such as those that decode.
+`Loader.report` returns it. A step is a call for a batch, which the consumer waits for, and the consumer's time until
+the next call. The column "beside" of the table has the time of other threads, such as those that decode.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Report:
     Attributes:
         totals: sums over all steps since the loader's last `restart_report`.
         bottleneck: the stage that limits the run, or the consumer.
-        wait_p50_s: median wait. This and the values below are those of the last 4,096 steps at most.
+        wait_p50_s: median wait. This value and those below cover only the last steps, up to 4,096.
         wait_p95_s: 95th percentile of the waits.
         wait_max_s: longest wait.
         longest: the steps with the longest waits, up to five, longest first.
@@ -124,13 +124,13 @@ def _percentile(ascending: Sequence[float], fraction: float) -> float:
 
 
 def _row(stage: Stage, totals: Totals) -> str:
-    """Return the row of a stage, which alone has the column "beside"."""
+    """Return the row of a stage. Only rows of stages have the column "beside"."""
     beside_s = totals.beside_s.get(stage)
     return _line(stage, totals.blocked_s.get(stage, 0.0), totals) + (f"{beside_s:>11.2f}" if beside_s else "")
 
 
 def _line(name: str, seconds: float, totals: Totals) -> str:
-    """Return the columns that stages and the consumer have: seconds, share of all time, and milliseconds per step."""
+    """Return the columns of any row: seconds, share of all time, and milliseconds per step."""
     share = seconds / max(totals.wait_s + totals.consumer_s, 1e-9)
     return f"{name:<10}{seconds:>10.2f}{share:>9.1%}{1000 * seconds / totals.num_steps:>10.2f}"
 

@@ -28,24 +28,24 @@ class StepProfiler:
     """Times the steps of one loader.
 
     Args:
-        clock: monotonic clock in nanoseconds; may be replaced while nothing is timed.
+        clock: monotonic clock in nanoseconds. The attribute `clock` may be replaced while nothing is timed.
     """
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock = clock
-        self.here = _Thread()  # thread-local: each thread has its own values
+        self.here = _Thread()  # thread-local: each thread sees its own values
         # Reentrant: at any allocation, even under the lock, garbage collection may end an abandoned iterator, which
         # calls `pause`.
         self._lock = threading.RLock()
         self._earlier, self._since_restart = Sums(), Sums()  # sums of the steps before and after the last `restart`
         self._steps: deque[StepTimes] = deque(maxlen=_MAX_STEPS)
         self._spans: deque[_SpanFields] = deque(maxlen=_MAX_SPANS)
-        self._active: Counter[Stage] = Counter()  # number of threads that are in a stage outside of calls
-        self._current: StepStageTimer | None = None  # the step of the batch that the consumer uses
+        self._active: Counter[Stage] = Counter()  # number of threads in each stage, outside of calls
+        self._current: StepStageTimer | None = None  # the step whose batch the consumer uses now
         self.number = 0  # number of the last step handed over
 
     def step(self) -> StepStageTimer:
-        """Time a call for a batch: `with profiler.step() as step`; set `step.num_samples` inside.
+        """Time a call for a batch: `with profiler.step() as step`. Set `step.num_samples` inside the block.
 
         A call that ends with an error hands over no batch and is not counted.
         """
@@ -68,7 +68,7 @@ class StepProfiler:
             self._end_step(now_ns)
 
     def restart(self) -> None:
-        """Reset `totals` and `steps`; spans, and the sums since the profiler's creation, are kept."""
+        """Reset `totals` and `steps`. Keep the spans, and the sums since the profiler's creation."""
         now_ns = self.clock()
         with self._lock:
             self._end_step(now_ns)
@@ -76,7 +76,7 @@ class StepProfiler:
             self._steps.clear()
 
     def totals(self, *, whole: bool = False) -> Totals:
-        """Return the sums up to now, since the last `restart`, or since the profiler's creation if `whole`."""
+        """Return the sums since the last `restart`, or, if `whole`, since the profiler's creation."""
         now_ns = self.clock()
         with self._lock:
             sums = (self._earlier if whole else Sums()).plus(self._since_restart)
@@ -98,13 +98,13 @@ class StepProfiler:
             return [TimeSpan(*fields) for fields in self._spans.copy()]
 
     def keep_span(self, name: str, start_ns: int, duration_ns: int, step: int) -> None:
-        """Keep a time span of this thread; called by the timers."""
+        """Keep a time span of this thread. The timers call this."""
         here = self.here
         # No lock: appending to a deque is atomic, and drops the oldest span.
         self._spans.append((name, here.thread, here.thread_name, start_ns, duration_ns, step))
 
     def enter_beside(self, timer: StageTimer) -> None:
-        """Begin a stage outside of calls; called by `StageTimer`."""
+        """Begin a stage outside of calls. `StageTimer` calls this."""
         # A wait outside of calls is not work, and does not delay the consumer by itself.
         if timer.is_wait:
             return
@@ -114,17 +114,17 @@ class StepProfiler:
             timer.num_threads = self._active[timer.stage]
 
     def leave_beside(self, timer: StageTimer, exclusive_ns: int) -> None:
-        """End a stage outside of calls, or a stage nested in one; called by `StageTimer`."""
+        """End a stage outside of calls, or a stage nested in one. `StageTimer` calls this."""
         if timer.is_wait:
             return
         with self._lock:
-            if timer.counted is not None:  # only the outermost stage of a thread is counted as active
+            if timer.counted is not None:  # only the outermost stage of a thread was counted
                 self._active[timer.counted] -= 1
             self._since_restart.add_beside(timer.stage, exclusive_ns, timer.num_threads)
 
     def begin_step(self, timer: StepStageTimer) -> None:
-        """Begin a call; called by `StepStageTimer`."""
-        # Calls are never nested, so timers that are still in the list are left over from an interrupt: discard them.
+        """Begin a call for a batch. `StepStageTimer` calls this."""
+        # Discard timers that an interrupt has left in the list: calls are never nested, so no other timer can run.
         self.here.timers = [timer]
         timer.number = self.number + 1
         timer.start_ns = self.clock()
@@ -132,7 +132,7 @@ class StepProfiler:
             self._end_step(timer.start_ns)
 
     def end_step(self, timer: StepStageTimer, *, failed: bool) -> None:
-        """End a call; called by `StepStageTimer`."""
+        """End a call for a batch. `StepStageTimer` calls this."""
         timer.end(self.clock())
         self.here.timers.clear()
         if failed:
@@ -144,7 +144,7 @@ class StepProfiler:
 
     def _end_step(self, now_ns: int) -> None:
         """Add the current step, if there is one, to the sums. The caller has the lock."""
-        # Cleared first: the lock is reentrant, and a nested call of `pause` must not add the step a second time.
+        # Clear it first: the lock is reentrant, and a nested call of `pause` must not add the step a second time.
         current, self._current = self._current, None
         if current is None:
             return
@@ -163,8 +163,8 @@ class StageTimer:
 
     # Class attributes as defaults make the constructor cheap; about ten timers are created per step.
     is_wait = False
-    counted: Stage | None = None  # the stage under which this thread counts as active, outside of calls
-    num_threads = 1  # outside of calls: number of threads in this stage when this one entered it, including this one
+    counted: Stage | None = None  # the stage that counts this thread in `StepProfiler._active`, if any
+    num_threads = 1  # outside of calls: number of threads in this stage, with this one, when it began
     inside_ns = 0  # time of the stages nested in this one
 
     def __init__(self, profiler: StepProfiler, stage: Stage) -> None:
@@ -181,13 +181,13 @@ class StageTimer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # In one function: each call of another one would add to the overhead of the profiler.
+        # All in one function, because each further call would add to the overhead of the profiler.
         profiler, stage, timers = self._profiler, self.stage, self._timers
         duration_ns = profiler.clock() - self._start_ns
         if self._close_range is not None:
             self._close_range()
         timers.pop()
-        exclusive_ns = duration_ns - self.inside_ns  # without nested stages
+        exclusive_ns = duration_ns - self.inside_ns  # without the nested stages
         step = None
         if timers:
             timers[-1].inside_ns += duration_ns
@@ -211,7 +211,8 @@ class StepStageTimer:
     """
 
     number = num_samples = 0
-    inside_ns = start_ns = wait_ns = 0  # total time of the stages; start and duration of the call
+    inside_ns = 0  # total time of the stages inside the call
+    start_ns = wait_ns = 0  # start and duration of the call
 
     def __init__(self, profiler: StepProfiler) -> None:
         self._profiler = profiler
@@ -220,12 +221,12 @@ class StepStageTimer:
         self.waiting_ns: dict[Stage, int] = {}
 
     def end(self, now_ns: int) -> None:
-        """Fix the duration of the call. Its time that belongs to no stage counts as `Stage.LOADER`."""
+        """Set the duration of the call. Time of the call that belongs to no stage counts as `Stage.LOADER`."""
         self.wait_ns = now_ns - self.start_ns
         self.blocked_ns[Stage.LOADER] = self.blocked_ns.get(Stage.LOADER, 0) + self.wait_ns - self.inside_ns
 
     def times(self, now_ns: int) -> StepTimes:
-        """Return the times of the step up to now; valid after the call, while the consumer has the batch."""
+        """Return the times of the step up to now. Only valid after the call, while the consumer has the batch."""
         # At least 0, because another thread may have read the clock before the call ended.
         consumer_ns = max(0, now_ns - self.start_ns - self.wait_ns)
         return StepTimes(self.number, self.num_samples, self.wait_ns, consumer_ns, self.blocked_ns, self.waiting_ns)
@@ -242,7 +243,7 @@ class StepStageTimer:
 
 
 class _Thread(threading.local):
-    """What a thread needs to time its stages: its identifier, its name, and its running timers, outermost first."""
+    """Values of one thread: its identifier, its name, and its running timers, the outermost first."""
 
     def __init__(self) -> None:
         self.timers: list[StageTimer | StepStageTimer] = []

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-# Even a wait for a thread that has finished takes some time. So if the waits for threads are below this fraction of a
-# step, the step does not count as bound by them.
+# Even a wait for a thread that has finished takes some time. So a step counts as bound by threads only if the waits
+# for them take more than this fraction of the step.
 _BOUND_SHARE: Final = 0.02
 _S_PER_NS: Final = 1e-9
 
@@ -105,7 +105,7 @@ class Totals:
 
 @dataclass
 class Sums:
-    """Sums over steps that can still grow, in nanoseconds; the attributes are those of `Totals`."""
+    """Sums over steps, in nanoseconds, to which steps are added. The attributes are those of `Totals`."""
 
     num_steps: int = 0
     num_samples: int = 0
@@ -123,17 +123,17 @@ class Sums:
         self.num_samples += step.num_samples
         self.wait_ns += step.wait_ns
         self.consumer_ns += step.consumer_ns
-        # A loop, because Counter.update takes several times as long and this runs in every step.
+        # A loop, because `Counter.update` takes several times as long, and this runs in every step.
         for stage, duration_ns in step.blocked_ns.items():
             self.blocked_ns[stage] += duration_ns
         if step.waiting_ns:
-            # After a longer wait, the threads had not finished their work when the call began: they limit the step.
+            # A longer wait shows that the threads had not finished when the call began, so they limit the step.
             self.num_bound_steps += sum(step.waiting_ns.values()) > _BOUND_SHARE * (step.wait_ns + step.consumer_ns)
             for stage, duration_ns in step.waiting_ns.items():
                 self.waiting_ns[stage] += duration_ns
 
     def add_beside(self, stage: Stage, duration_ns: int, num_threads: int) -> None:
-        """Add work of another thread; `num_threads` is the number of threads in the stage at that time."""
+        """Add work of another thread. `num_threads` is the number of threads in the stage at that time."""
         self.beside_ns[stage] += duration_ns
         self.num_beside[stage] = max(self.num_beside[stage], num_threads)
 

@@ -1,4 +1,4 @@
-"""A `ShardStore` that times each access, so that a profile shows whether shards come from cache, peer or origin."""
+"""A `ShardStore` that times each access. A profile then shows whether shards come from cache, peer or origin."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TimedShards:
             was_resident = self._cached_store.is_resident(info)
             shard, outcome = self._cached_store.open(info)
             # If another process fetched the shard while this call waited, the outcome is "resident", but the time was
-            # spent on a fetch. So it remains `origin`, unless the shard was resident before.
+            # spent on a fetch. So count the time as `origin`, unless the shard was resident before.
             if was_resident or outcome == "peer":
                 timer.stage = _STAGES.get(outcome, Stage.ORIGIN)
             return shard
@@ -48,7 +48,7 @@ class TimedShards:
         """See `ShardStore.open_early`."""
         store = self._cached_store
         with self._profiler.stage(Stage.CACHE) as timer:
-            # One call has one stage, so a single shard that is not resident makes it a fetch.
+            # One call has one stage: if any shard is not resident, count the whole call as a fetch.
             if store is not None and not all(store.is_resident(request.info) for request in requests):
                 timer.stage = Stage.ORIGIN
             return self._store.open_early(requests)

@@ -1,7 +1,7 @@
 """Distributes a decision of data rank 0 to all ranks, through the key-value store of their process group.
 
-A store is used instead of a collective, because ranks may call it from any thread and in parallel to other
-communication, and a rank that never calls it does not block the collectives of the others.
+A store is used instead of a collective, for two reasons: ranks may use it from any thread, in parallel with other
+communication; and a rank that never uses it does not block the collectives of the others.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def default_store() -> Store | None:
     from torch.distributed import distributed_c10d
 
     store: Any = distributed_c10d._get_default_store()  # noqa: SLF001 - there is no public function
-    # A wait locks its connection for all other threads, so use a clone, which has its own connection. Stores written
-    # in Python, such as those of elastic jobs, have no such lock and cannot be cloned.
+    # A thread that waits locks the connection for other threads, so use a clone, which has its own connection. Stores
+    # written in Python, such as those of elastic jobs, have no such lock and cannot be cloned.
     with suppress(RuntimeError):
         store = store.clone()
     default: Store = store
@@ -45,7 +45,7 @@ def agree(
     Args:
         question: text that identifies the decision, equal on all ranks. A later call with the same text returns the
             same answer.
-        choose: function that decides, called once, on one process of data rank 0.
+        choose: function that decides. It is called once, in one process of data rank 0.
         is_first: whether this is a process of data rank 0; with tensor or pipeline parallelism there are several.
         store: store of the process group.
         timeout: longest time that other processes wait for the answer.
@@ -55,11 +55,11 @@ def agree(
         UnavailableError: data rank 0 gave no answer in time.
     """
     key = f"datasvc/decode/{question}"
-    # Several processes may have data rank 0. The one that increments the counter first decides; the others wait.
+    # Several processes may have data rank 0. The first one that increments the counter decides; the others wait.
     if is_first and store.add(f"{key}/asked", 1) == 1:
         try:
             answer = {"chosen": choose()}
-        except Exception as error:  # also reported to the other ranks, which would wait until the timeout
+        except Exception as error:  # report it to the other ranks too: otherwise they would wait until the timeout
             store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
             raise
         store.set(key, json.dumps(answer))
@@ -67,7 +67,7 @@ def agree(
     try:
         store.wait([key], timeout)
         reply = json.loads(store.get(key))
-    except RuntimeError as error:  # raised by the store: a timeout, or its process has exited
+    except RuntimeError as error:  # the store raises it after the timeout, or if its process has exited
         raise UnavailableError(
             f"data rank 0 did not report within {timeout} what it has chosen; create and iterate the same loaders on "
             "every rank of a job, or choose for all ranks: decode='cpu' or another backend, and the order as "

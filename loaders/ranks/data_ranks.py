@@ -1,6 +1,6 @@
 """Data-parallel ranks of loaders: each rank gets a part of every global batch.
 
-Tensor- and pipeline-parallel peers have the same data rank, and so the same batches.
+Tensor- and pipeline-parallel peers have the same data rank, so they get the same batches.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class DataRanks:
 
 
 def choose_data_ranks(ranks: DataRanks | DeviceMesh | None) -> DataRanks:
-    """Return the data rank of this process; None stands for rank 0 of 1.
+    """Return the data rank of this process.
 
     Args:
-        ranks: the data rank, or a `torch.distributed` device mesh of one axis, such as `mesh["data"]`.
+        ranks: the data rank, or a `torch.distributed` device mesh of one axis, such as `mesh["data"]`; None: rank 0
+            of 1.
 
     Raises:
         ConfigError: the mesh has several axes, or `ranks` is neither a `DataRanks` nor a mesh.

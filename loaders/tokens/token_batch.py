@@ -1,4 +1,4 @@
-"""The batch type of `TokenLoader`, as NumPy arrays or as tensors of the same memory."""
+"""The batch type of `TokenLoader`, of NumPy arrays or of tensors that use the same memory."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class TokenBatch(Batch[A]):
-    """One rank's part of a global batch, which unpacks as `(tokens, labels)`.
+    """One rank's part of a global batch. It unpacks as `(tokens, labels)`.
 
     Arrays are NumPy arrays, or tensors on the CPU. The loader does not reuse their memory while a reference to it
     exists. Attributes that were not requested are None.
 
     Attributes:
         tokens: `int64[n, block]`.
-        length: `int64[n]`, number of real tokens of each block; its padding follows them. 0 for padding samples.
+        length: `int64[n]`, number of real tokens of each block. Padding tokens follow them. 0 for padding samples.
         mask: `bool[n]`, False for padding samples of the last batch.
         epoch: epoch of the batch, counted from 0.
         positions: `int64[n]`, positions of the samples in the epoch.
         labels: `int64[n, block]`, the token that follows each token; -100 if there is none.
-        document_ids: `int32[n, block]`, document of each token, counted from 0 in its block; -1 for padding.
+        document_ids: `int32[n, block]`, number of each token's document, from 0 in each block; -1 for padding.
         position_ids: `int64[n, block]`, position of each token in the part of its document that is in the block.
-        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, then the size of that
-            array. A segment is a document's part of a block, or a block's padding. Attention kernels for
+        cu_seqlens: `int32[segments + 1]`, starts of the segments in `tokens.reshape(-1)`, followed by the size of
+            that array. A segment is a document's part of a block, or a block's padding. Attention kernels for
             variable lengths take this array.
         max_seqlen: number of tokens of the longest segment.
         sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None

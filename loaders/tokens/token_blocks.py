@@ -51,7 +51,7 @@ class BlockFormat:
 
     @property
     def may_be_negative(self) -> bool:
-        """Whether a stored number may be negative, or become negative as int64 (uint64)."""
+        """Whether a stored number may be negative, or become negative by the conversion to int64 (from uint64)."""
         return self.dtype.kind == "i" or self.dtype.itemsize == np.int64().itemsize
 
 
@@ -121,7 +121,7 @@ class StoredBlocks:
 
     def __init__(self, batches: Sequence[pa.RecordBatch], format_: BlockFormat) -> None:
         self.format = format_
-        # The areas of memory that hold the shard: one mapped file, or several if it is not fetched completely.
+        # The areas of memory that hold the shard: one mapped file, or several areas of a shard that is still fetched.
         self._contents: list[Bytes] = []
         numbers: dict[int, int] = {}  # address of an area -> its index in `_contents`
         # For each block: the index of its area in `_contents`, its start in the area, and its size in bytes. The
@@ -146,10 +146,10 @@ class StoredBlocks:
 
         Values after the end of a short block are arbitrary. `indices` are `int64[k]`, ascending.
         """
-        # All of `out` is written: `indices` ascend, so they are 0, 1, ... and need not be applied.
+        # The blocks fill all of `out`. `indices` ascend, so they are 0, 1, ... and need not be applied.
         if len(rows) == len(out):
             np.copyto(out, self.gather(rows), casting="unsafe")
-        # Not for ragged blocks: a window may end after the end of the area; see `_gather_from`.
+        # This loop is not for ragged blocks, whose window may end after the end of the area, see `_gather_from`.
         elif len(rows) <= _MAX_LOOPED_ROWS and len(self._contents) == 1 and not self.format.is_ragged:
             windows, dtype = self._windows[0], self.format.dtype
             for index, start in zip(indices.tolist(), self._starts[rows].tolist(), strict=True):
@@ -158,7 +158,7 @@ class StoredBlocks:
             out[indices] = self.gather(rows)
 
     def gather(self, rows: Integers) -> npt.NDArray[Any]:
-        """Return a copy of the blocks of `rows`, `dtype[n, block]`; values after the end of a block are arbitrary."""
+        """Return a copy of the blocks of `rows`, `dtype[n, block]`. Values after the end of a block are arbitrary."""
         if len(self._contents) == 1:
             return self._gather_from(0, self._starts[rows], rows).view(self.format.dtype)
         blocks = np.empty((len(rows), self.format.block_bytes), np.uint8)
@@ -169,11 +169,11 @@ class StoredBlocks:
         return blocks.view(self.format.dtype)
 
     def _gather_from(self, number: int, starts: Integers, rows: Integers) -> npt.NDArray[np.uint8]:
-        """Return copies of the blocks of `rows`, `uint8[n, block_bytes]`; all are in area `number`, at `starts`."""
+        """Return copies of the blocks of `rows`, `uint8[n, block_bytes]`. All are in area `number`, at `starts`."""
         windows = self._windows[number]
         if not self.format.is_ragged or (len(starts) and starts.max() < len(windows)):
             return windows[starts]
-        # The window of one of the last blocks would end after the end of the area: copy only the bytes of the block.
+        # The window of a last block would end after the end of the area, so copy only the bytes of each block.
         blocks = np.zeros((len(rows), self.format.block_bytes), np.uint8)
         for index, (start, size) in enumerate(zip(starts.tolist(), self.sizes[rows].tolist(), strict=True)):
             blocks[index, :size] = self._contents[number][start : start + size]
@@ -201,7 +201,7 @@ class StoredLists:
         self._values = values.to_numpy().astype(np.int64, copy=False)
 
     def gather(self, rows: Integers) -> tuple[Integers, npt.NDArray[Any]]:
-        """Return, for all values in the lists of `rows`: the index in `rows` of the value's list, and the value."""
+        """Return, for each value in the lists of `rows`, the index of its list in `rows`, and the value."""
         counts = self._counts[rows]
         ends = np.cumsum(counts)
         # For each value, its position in `_values`: the start of its list, plus its position in the list.
@@ -210,14 +210,14 @@ class StoredLists:
 
 
 def _find_rows(array: pa.Array, format_: BlockFormat) -> tuple[pa.Buffer, Integers, Integers]:
-    """Return the buffer of an array's tokens, and start and size in bytes of each row in it."""
+    """Return the buffer of an array's tokens, and, in bytes, the start of each row in the buffer and its size."""
     item_bytes = format_.dtype.itemsize
     if is_blob(array.type):
         _, starts, stops = blob_part(array)
         return array.buffers()[2] or _NO_BUFFER, starts, stops - starts
     values = array.values
-    # `values` includes the elements of lists that are null themselves; `flatten` leaves these lists out. They are no
-    # error here: the decoder reports such a list only if a batch needs it.
+    # `values` includes the elements of lists that are null themselves; `flatten` leaves these lists out. A null list
+    # is not an error here: the decoder reports it only if a batch needs it.
     if values.null_count and array.flatten().null_count:
         raise ConfigError(
             f"column {format_.column!r} has lists with null in them; a token is a number; ingest data without null"
@@ -248,7 +248,7 @@ def _windows(content: Bytes, size: int) -> npt.NDArray[np.uint8]:
 
 
 def _integer_type(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Return the little-endian form of an integer dtype. Raises ConfigError: `dtype` is not one."""
+    """Return the little-endian form of an integer dtype. Raises ConfigError: it is another dtype."""
     try:
         parsed = np.dtype(dtype)
     except TypeError as error:

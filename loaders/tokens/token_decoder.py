@@ -39,7 +39,7 @@ class _TokenShard:
     """Properties of a shard that every batch with its samples needs. Computed once for a complete shard."""
 
     blocks: StoredBlocks
-    has_all_blocks: bool  # whether no sample lacks its block (null); False also if that is not known
+    has_all_blocks: bool  # True if no block is null; False also if that is not known
     has_length: bool  # whether the shard has a column `length`
 
 
@@ -52,11 +52,11 @@ class TokenConfig:
         block_tokens: tokens of a block.
         dtype: dtype of a token in blobs; None for lists.
         tokenizer: digest of the tokenizer; None if the data set does not record it.
-        lengths_are_needed: True: a shard without the column `length` is an error; False: in such a shard, every token
-            of a stored block is real.
-        pad: token to write into padding; None keeps the stored values, and puts 0 after short lists.
-        labels: the label of a token is the next token: "across" documents, or only "within" its document; None: no
-            labels.
+        lengths_are_needed: whether a shard without the column `length` is an error. If it is not, every stored token
+            of such a shard is real.
+        pad: token to write into padding. None keeps the stored values, and writes 0 after short lists.
+        labels: "across": the label of a token is the next token; "within": only if that is in the same document;
+            None: no labels.
         documents: whether to compute document ids, position ids and segments.
         end: token that ends a document; None: use the column `document_starts`.
     """
@@ -83,8 +83,8 @@ class TokenDecoder:
     Args:
         config: settings.
         batch_size: maximum number of samples in a batch.
-        is_mixture: whether batches contain the source split of each sample.
-        describe: function that names a sample, given its batch and its index in the batch.
+        is_mixture: whether samples come from a mixture; then batches have `sources`.
+        describe: function that returns the name of a sample from its batch and its index in the batch.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TokenDecoder:
         )
         self._documents = BufferRing(shape, np.int32, keep=_NUM_REUSED)
         self._shards: weakref.WeakKeyDictionary[Shard, _TokenShard] = weakref.WeakKeyDictionary()
-        # Starts of documents; read only if they are needed, so not part of `_TokenShard`.
+        # Starts of documents. They are not in `_TokenShard`, because they are read only if they are needed.
         self._starts: weakref.WeakKeyDictionary[Shard, StoredLists] = weakref.WeakKeyDictionary()
         self._in_progress: deque[SampleBatch] = deque()
 
@@ -154,7 +154,7 @@ class TokenDecoder:
         tokens = self._tokens.take()[: len(batch.positions)]
         length = np.empty(len(tokens), np.int64)
         length.fill(config.block_tokens)
-        ragged: npt.NDArray[np.bool_] | None = None  # whether the format of each block is ragged; None if all are not
+        ragged: npt.NDArray[np.bool_] | None = None  # for each block: is its format ragged? None: none is
         for part in batch.parts:
             token_shard = self._open_shard(part)
             blocks = token_shard.blocks
@@ -172,8 +172,8 @@ class TokenDecoder:
         if config.pad is not None:
             _write_padding(tokens, length, config.pad)
         elif ragged is not None:
-            # Values after the end of a short ragged block are arbitrary, so they are replaced by zeros. Other blocks
-            # are not changed: their padding is stored.
+            # Values after the end of a short ragged block are arbitrary: write zeros there. The padding of other
+            # blocks is stored, so do not change it.
             _write_padding(tokens, np.where(ragged, length, config.block_tokens), 0)
         return tokens, length
 
@@ -185,8 +185,8 @@ class TokenDecoder:
         self._raise_if_bad(batch, (remainders != 0) | (lengths > block), problem, part)
         return lengths
 
-    def _column_lengths(self, batch: SampleBatch, part: ShardPart, length: Integers) -> Integers:
-        """Return the column `length` of a part. `length` is the number of stored tokens of each block of the batch.
+    def _column_lengths(self, batch: SampleBatch, part: ShardPart, num_stored: Integers) -> Integers:
+        """Return the column `length` of a part. `num_stored`: number of stored tokens of each block of the batch.
 
         Raises:
             BadSampleError: a value of the column is negative, or larger than the number of stored tokens.
@@ -194,7 +194,7 @@ class TokenDecoder:
         """
         self._check_not_null(part, LENGTH)
         lengths: Integers = part.shard.values(LENGTH)[part.rows]
-        is_outside = (lengths < 0) | (lengths > length[part.indices])
+        is_outside = (lengths < 0) | (lengths > num_stored[part.indices])
         problem = f"column {LENGTH!r} is below 0, or larger than the number of tokens in the block"
         self._raise_if_bad(batch, np.asarray(is_outside), problem, part)
         return lengths
@@ -212,10 +212,10 @@ class TokenDecoder:
     def _document_starts(self, batch: SampleBatch, tokens: Integers) -> tuple[Integers, npt.NDArray[Any]]:
         """Return, for each start of a document, the index of its block and its position in the block, `[n]` each.
 
-        A start at the end of the block means that the next document is not in this block.
+        A start may be at the end of its block. Then the next document is not in this block.
         """
         if self._config.end is not None:
-            # A search in the flat array, because a search by rows takes several times as long.
+            # Search in the flat array: a search by rows takes several times as long.
             rows, ends = np.divmod(np.flatnonzero(tokens.reshape(-1) == self._config.end), tokens.shape[1])
             return rows, ends + 1
         rows_of, starts_of = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
@@ -255,12 +255,12 @@ class TokenDecoder:
         starts = self._starts.get(shard)
         if starts is None:
             starts = StoredLists(shard.column(DOCUMENT_STARTS))
-            if not isinstance(shard, PartialShard):  # which gets more samples while it is fetched
+            if not isinstance(shard, PartialShard):  # a partial shard gets more samples while it is fetched
                 self._starts[shard] = starts
         return starts
 
     def _check_tokenizer(self, shard: Shard) -> None:
-        # A shard or a data set without a digest is accepted, because there is nothing to compare.
+        # Accept a shard or a data set without a digest: there is nothing to compare.
         expected, actual = self._config.tokenizer, (shard.schema.metadata or {}).get(TOKENIZER)
         if expected is not None and actual not in (None, expected):
             raise ConfigError(
@@ -279,7 +279,7 @@ class TokenDecoder:
     def _raise_if_bad(
         self, batch: SampleBatch, is_bad: npt.NDArray[np.bool_], problem: str, part: ShardPart | None = None
     ) -> None:
-        """Raise BadSampleError with the names of the bad samples of a batch, or of a part of it, if there are any."""
+        """Raise BadSampleError if there are bad samples. `is_bad` is for the samples of `part`, or of the batch."""
         if is_bad.any():
             indices = np.flatnonzero(is_bad) if part is None else part.indices[is_bad]
             names = "; ".join(self._describe(batch, index) for index in indices[:10].tolist())
@@ -290,7 +290,7 @@ class TokenDecoder:
 
 
 def _write_padding(tokens: Integers, length: Integers, pad: int) -> None:
-    """Write `pad` to all positions after the first `length` ones of each block."""
+    """Write `pad` to each block after its first `length` tokens."""
     short = np.flatnonzero(length < tokens.shape[1])
     if len(short):
         tokens[short] = np.where(np.arange(tokens.shape[1]) < length[short, None], tokens[short], pad)

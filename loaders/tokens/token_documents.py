@@ -22,8 +22,8 @@ def find_segments(rows: Integers, starts: npt.NDArray[Any], length: Integers, bl
     """Return the starts of segments in the flat array of tokens, ascending, `int64[segments]`.
 
     Args:
-        rows: `int64[n]`, index of the block of each document's start, in any order.
-        starts: `[n]`, position of each start in its block; positions after the block's real tokens are ignored.
+        rows: `int64[n]`, for each start of a document, the index of its block; in any order.
+        starts: `[n]`, position of each start in its block. Positions after the real tokens of the block are ignored.
         length: `int64[blocks]`, number of real tokens of each block.
         block: tokens of a block.
     """
@@ -32,7 +32,7 @@ def find_segments(rows: Integers, starts: npt.NDArray[Any], length: Integers, bl
     padding_starts = (block_starts + length)[length < block]
     is_real = starts < length[rows]
     document_starts = block_starts[rows[is_real]] + starts[is_real]
-    # Several of them may be equal: a document may start at the beginning of its block.
+    # Remove equal starts: a document may start at the beginning of its block.
     return np.unique(np.concatenate([block_starts, document_starts, padding_starts]))
 
 
@@ -85,5 +85,5 @@ def write_labels(tokens: Integers, length: Integers, out: Integers, *, segments:
         # The last real token and the padding after it have no label.
         out[short] = np.where(np.arange(block) < length[short, None] - 1, out[short], IGNORED)
     if segments is not None:
-        # The last token of each segment but the last one, which ends with its block.
+        # The last token of each segment. The last segment of all ends with a block, and has its IGNORED already.
         out.reshape(-1)[segments[1:] - 1] = IGNORED

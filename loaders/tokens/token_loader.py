@@ -1,4 +1,4 @@
-"""`TokenLoader`: batches of packed token blocks in the access order; a resumed run serves each block once."""
+"""`TokenLoader`: batches of packed token blocks in the access order. A resumed run serves each block once."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class TokenFormat:
 
     Attributes:
         column: name of the column of blocks.
-        block_tokens: tokens of a block, at least 1; needed for blobs and for lists of variable size.
-        dtype: dtype of a token in blobs, such as "uint16"; bytes are little-endian.
+        block_tokens: number of tokens of a block, at least 1. It is needed for blobs and for lists of variable size.
+        dtype: dtype of a token in blobs, such as "uint16"; the bytes are little-endian.
         pad: token to write into padding, at least 0. None keeps the stored values; a block that is stored with fewer
             tokens is filled with 0.
         end: token that ends a document, at least 0. It is needed for `documents` and for labels "within" documents if
@@ -63,7 +63,7 @@ class TokenFormat:
 
 
 class TokenLoader(Loader[TokenBatch[Any]]):
-    """Batches of a split's token blocks; `for tokens, labels in loader` runs to the end of the epoch.
+    """Batches of a split's token blocks: `for tokens, labels in loader` runs to the end of the epoch.
 
     Order, state, ranks, cache and tail work as in `ImageLoader`. A state records the batches that were handed over.
     It can be loaded with another world size or batch size, and continues with exactly the samples not yet served.
@@ -72,7 +72,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         split: a split of a data-set version, or a mixture of several. Blocks are lists of integers, of fixed or
             variable size, or blobs of integers.
         batch_size, training, cache, seed, shuffle, order, ranks, tail, prefetch, ledger: see `Loader`.
-        tokens: how the data set stores blocks, or the name of their column alone.
+        tokens: how the data set stores blocks, or only the name of the column of blocks.
         labels: "across": the label of a token is the next token, also across the end of a document; "within": only if
             the next token is of the same document; None: no labels.
         documents: whether batches have `document_ids`, `position_ids`, `cu_seqlens` and `max_seqlen`.
@@ -109,7 +109,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
             block_tokens=_common_block(splits, stored),
             dtype=stored.dtype,
             tokenizer=_common_tokenizer(splits),
-            # One value for the shards of all splits: they must have the column only if every split has it.
+            # One value for all shards: they must have the column only if every split has it.
             lengths_are_needed=all(LENGTH in part.table.sample_schema.names for part in splits),
             pad=stored.pad,
             labels=labels,
@@ -145,7 +145,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         return None if self._config.tokenizer is None else self._config.tokenizer.decode()
 
     def __iter__(self) -> Iterator[TokenBatch[torch.Tensor]]:
-        """Yield the remaining batches of the epoch as tensors on the CPU, see `Loader.__iter__`."""
+        """Yield the remaining batches of the epoch as tensors on the CPU. For details see `Loader.__iter__`."""
         return super().__iter__()
 
     def numpy(self) -> Iterator[TokenBatch[npt.NDArray[Any]]]:
@@ -187,7 +187,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
 
 
 def _common_block(splits: Sequence[Split], stored: TokenFormat) -> int:
-    """Return the number of tokens of a block. Raises ConfigError: it differs between splits."""
+    """Return the number of tokens of a block. Raises ConfigError: splits have different numbers."""
     split_of: dict[int, Split] = {}
     for split in splits:
         try:
@@ -202,7 +202,7 @@ def _common_block(splits: Sequence[Split], stored: TokenFormat) -> int:
 
 
 def _common_tokenizer(splits: Sequence[Split]) -> bytes | None:
-    """Return the tokenizer's digest, None if no split records one. Raises ConfigError: it differs between splits."""
+    """Return the digest of the tokenizer; None if no split has one. Raises ConfigError: splits differ."""
     split_of: dict[bytes, Split] = {}
     for split in splits:
         digest = (split.table.sample_schema.metadata or {}).get(TOKENIZER)
@@ -223,7 +223,7 @@ def _check_config(config: TokenConfig, splits: Sequence[Split]) -> None:
         schema = split.table.sample_schema
         if LENGTH in schema.names and not pa.types.is_integer(schema.field(LENGTH).type):
             raise ConfigError(f"column {LENGTH!r} of {split!r} is {schema.field(LENGTH).type}; expected integers")
-        # Segments are the parts of documents in one block, so they need the starts of documents.
+        # To divide blocks into segments, each of one document, the decoder needs the starts of documents.
         if config.needs_segments and config.end is None and not _has_document_starts(schema):
             raise ConfigError(
                 f"{split!r} has no column {DOCUMENT_STARTS!r} with lists of integers, so the starts of documents are "

@@ -32,10 +32,10 @@ class Dataset(torch.utils.data.Dataset[Any]):
     used in the child: give its folder instead of the `Cache`, or `multiprocessing_context="spawn"` to the
     `DataLoader`.
 
-    With an `OrderBatchSampler`, the randomness of a sample is a function of (seed, epoch, position): `transform` gets
-    a `numpy.random.Generator` if it has a parameter `generator`. The global generators of torch (CPU), numpy and
+    With an `OrderBatchSampler`, the randomness of a sample is a function of (seed, epoch, position). If `transform`
+    has a parameter `generator`, it gets a `numpy.random.Generator`. The global generators of torch (CPU), numpy and
     Python are seeded before the call, and restored afterwards. With plain numbers, as from torch's own samplers, the
-    transform draws from the global generators, which are not seeded.
+    global generators are not seeded, and `generator` is seeded from that of torch.
 
     Args:
         split: a split of a data-set version.
@@ -74,7 +74,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         self._transform = None if transform is None else SeededTransform(transform)
         self._address = None if cache is None else CacheAddress.of(cache)
         self._on_bad = on_bad
-        self._process = os.getpid()  # the process that created or unpickled this object
+        self._pid = os.getpid()  # of the process that created or unpickled this object
         self._reader: SampleReader | None = None
         if on_bad == "mask":
             self._check_mask()
@@ -91,7 +91,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         return self.split.classes
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample; negative numbers count from the end.
+        """Return a sample. Negative numbers count from the end.
 
         Raises:
             IndexError: `index` is out of range.
@@ -105,7 +105,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         """Return several samples in the order of `indices`, read shard by shard. For errors see `__getitem__`."""
         # A forked process opens clients, shards and cache again, because those of its parent do not work there.
         if self._reader is None or self._reader.pid != os.getpid():
-            split = self.split if self._process == os.getpid() else reopen(self.split)
+            split = self.split if self._pid == os.getpid() else reopen(self.split)
             self._reader = SampleReader(split, self._address)
         numbers = [self._number(index) for index in indices]
         samples = self._reader.read(numbers, self._read_columns)
@@ -115,11 +115,11 @@ class Dataset(torch.utils.data.Dataset[Any]):
         ]
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_reader": None}  # its open files and its lock cannot be pickled
+        return self.__dict__ | {"_reader": None}  # the reader's open files and its lock cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._process = os.getpid()
+        self._pid = os.getpid()
 
     @property
     def _read_columns(self) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         return tuple(dict.fromkeys((*self.columns, KEY, WIDTH, HEIGHT)))
 
     def _number(self, index: int) -> int:
-        """Return the number of a sample, from 0 on; a negative `index` counts from the end."""
+        """Return the number of a sample, at least 0. A negative `index` counts from the end."""
         try:
             signed = operator.index(index)
         except TypeError as error:
@@ -151,13 +151,13 @@ class Dataset(torch.utils.data.Dataset[Any]):
             sample[IMAGE], is_decoded = self._decoded(raw, number)
         is_real = None if served is None else served.counts  # False for padding; None if the order does not pad
         if self._on_bad == "mask" or is_real is not None:
-            # Checked again, because only the indices of the sampler show that its order pads.
+            # The constructor cannot check this for padding: only an index shows that the order of the sampler pads.
             self._check_mask()
             sample[MASK] = is_decoded and is_real is not False
         return sample if self._transform is None else self._transform(sample, served)
 
     def _decoded(self, raw: dict[str, Any], number: int) -> tuple[Any, bool]:
-        """Return the image of a sample, and whether it decodes; with `on_bad="mask"` a bad image is black."""
+        """Return the image of a sample, and whether it decodes. With `on_bad="mask"`, a bad image is black."""
         try:
             return decode_image(raw[IMAGE], self._decode), True
         except BadSampleError as error:

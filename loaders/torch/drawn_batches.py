@@ -1,7 +1,7 @@
 """Iterator over the batches of an epoch that one process draws, as lists of sample numbers.
 
-To draw a batch is to compute its sample numbers; a data set reads the samples later. The main process draws all
-batches of its rank; each of n `DataLoader` workers draws every n-th one.
+To draw a batch is to compute its sample numbers. A data set reads the samples later. For an `OrderBatchSampler`, the
+main process draws all batches of its rank. For an `IterableDataset`, each of n workers draws every n-th batch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class DrawnBatches(Iterator[list[int]]):
     def __init__(self, order: RankOrder, epoch: int, position: int, *, worker: int = 0, num_workers: int = 0) -> None:
         self._order = order
         self._worker, self._num_workers = worker, num_workers
-        self._num_batches = 0  # drawn by this process
+        self._num_batches = 0  # number of batches that this process has drawn
         self._epoch, self._start = epoch, position
-        # Where the next step of this process starts; the end of the epoch if there is none.
+        # Position at which the next step of this process starts; the end of the epoch if there is no step.
         self._position = self._clamp_to_epoch(position + self._worker * order.global_batch)
 
     def __next__(self) -> list[int]:
@@ -48,7 +48,7 @@ class DrawnBatches(Iterator[list[int]]):
         return indices
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this process, as JSON values; `order_state` combines those of all processes."""
+        """Return the state of this process, as JSON values. `order_state` combines the states of all processes."""
         state = DrawState(
             position=self._position,
             worker=self._worker,

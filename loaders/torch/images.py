@@ -1,6 +1,6 @@
 """Decoding of complete images with Pillow for users' transforms: upright, 8-bit RGB.
 
-`Dataset` uses it for its argument `decode`; `ImageLoader` has decoders of its own, which decode only windows.
+`Dataset` uses it for its argument `decode`. `ImageLoader` has other decoders, which decode only windows.
 """
 
 from __future__ import annotations
@@ -32,5 +32,5 @@ def decode_image(content: bytes, decode: Decode) -> Any:
 
 
 def black_image(width: int, height: int, decode: Decode) -> Any:
-    """Return a black image in place of one that does not decode, with the size from the sample's columns."""
+    """Return a black image in place of one that does not decode. The size is in the sample's columns."""
     return Image.new("RGB", (width, height)) if decode == "pil" else np.zeros((height, width, 3), np.uint8)

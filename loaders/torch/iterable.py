@@ -1,4 +1,4 @@
-"""Iterable torch data set of a split's samples in the access order; the workers of a loader read its steps in turn.
+"""Iterable torch data set of a split's samples in the access order. The workers of a loader read its steps in turn.
 
 It combines a `Dataset`, which reads the samples, with an `OrderBatchSampler`, which has the order.
 """
@@ -21,10 +21,10 @@ from datasvc.loaders.torch.sampler import OrderBatchSampler, check_epoch
 class IterableDataset(torch.utils.data.IterableDataset[Any]):
     """One rank's samples, epoch by epoch: `DataLoader(IterableDataset(dataset, batches), batch_size=...)`.
 
-    The loader's `batch_size` must be that of `batches`; then its batches and their sequence are independent of the
-    number of workers. A `for` starts at the cursor that `set_epoch` or `load_state_dict` has set, and runs to the
-    end of the epoch, also in workers, persistent or not. `ResumableDataLoader` and torchdata's
-    `StatefulDataLoader` track the samples served. torch's own loader does not: call `set_epoch` before each epoch.
+    The loader's `batch_size` must be that of `batches`. Then its batches and their sequence do not depend on the
+    number of workers. A `for` starts at the cursor that `set_epoch` or `load_state_dict` has set, and runs to the end
+    of the epoch. `ResumableDataLoader` and torchdata's `StatefulDataLoader` count the samples served. torch's own
+    loader does not: call `set_epoch` before each epoch.
 
     Args:
         dataset: data set that reads and transforms samples.
@@ -39,7 +39,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
         self.dataset = dataset
         self.order: RankOrder = batches.order
         # Epoch, position, lanes and block, in shared memory: persistent workers read them at the start of an epoch.
-        # Lanes and block are included because a state that is loaded later may replace those of a derived order.
+        # Lanes and block are included, because a state that is loaded later may replace those of a derived order.
         start = torch.tensor([*batches.cursor, *self.order.lanes_and_block])
         self._start: torch.Tensor = start.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -87,7 +87,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
             self.seek(epoch, 0)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Move the cursor to that of a state; for the accepted states and the errors see `OrderBatchSampler`."""
+        """Move the cursor to that of a state. For the accepted states and the errors see `OrderBatchSampler`."""
         self.seek(*self.order.parse_state(state))
 
     def seek(self, epoch: int, position: int) -> None:
@@ -96,7 +96,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
 
 class ServedSamples(Iterator[Any]):
-    """Iterator over the single samples of drawn batches, one for each process that reads.
+    """Iterator over the single samples of drawn batches. Each process that reads has its own.
 
     It reads a batch at a time, and has a state only between batches.
     """
@@ -104,7 +104,7 @@ class ServedSamples(Iterator[Any]):
     def __init__(self, dataset: Dataset, batches: DrawnBatches) -> None:
         self._dataset = dataset
         self._batches = batches
-        self._remaining: list[Any] = []  # of the current batch, in reverse order
+        self._remaining: list[Any] = []  # samples of the current batch, in reverse order
 
     def __next__(self) -> Any:
         if not self._remaining:
@@ -112,7 +112,7 @@ class ServedSamples(Iterator[Any]):
         return self._remaining.pop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this process, as JSON values; `order_state` combines those of all processes.
+        """Return the state of this process, as JSON values. `order_state` combines the states of all processes.
 
         Raises:
             ConfigError: only a part of a batch is served, because the loader's batch size is not the order's.
@@ -125,6 +125,6 @@ class ServedSamples(Iterator[Any]):
         return self._batches.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of the same worker; for the errors see `DrawnBatches.load_state_dict`."""
+        """Continue from a state of the same worker. For the errors see `DrawnBatches.load_state_dict`."""
         self._remaining = []
         self._batches.load_state_dict(state)

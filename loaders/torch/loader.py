@@ -28,8 +28,8 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
     Args:
         data: an `IterableDataset`, which has a batch size; or any map-style data set, together with `batches`.
         batches: the order of a map-style data set.
-        num_workers: worker processes; 0: the samples are read in this process. This option and those that follow are
-            passed to torch's `DataLoader`; its other options, such as `shuffle`, follow from the order.
+        num_workers: worker processes; 0: the samples are read in this process. This option and those below are passed
+            to torch's `DataLoader`. Its other options, such as `shuffle`, are determined by the order.
         collate_fn: makes a batch from a list of samples.
         pin_memory: copy tensors into page-locked memory.
         timeout: seconds to wait for a batch of a worker; 0: no limit.
@@ -40,7 +40,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
         persistent_workers: keep the workers from epoch to epoch.
 
     Raises:
-        ConfigError: `data` needs `batches` and has none, or must not have them; or the two have different splits.
+        ConfigError: `batches` is missing, or is given with an iterable data set; or the two have different splits.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
                 f"got {type(data).__name__} and {type(batches).__name__}"
             )
         self._cursor = self._source.cursor
-        self._loop: object | None = None  # identifies the iterator that has handed over the last batch
+        self._loop: object | None = None  # identifies the iterator that yielded the last batch; None: no loop runs
         super().__init__(
             data,
             num_workers=num_workers,
@@ -93,17 +93,17 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The current epoch, counted from 0; a new `for` serves its remaining batches; see `Loader.epoch`."""
+        """The current epoch, counted from 0. A new `for` serves its remaining batches. See `Loader.epoch`."""
         return self._cursor[0] + (self._loop is None and self._is_served)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the remaining batches of the epoch; if none remain, those of the next epoch.
 
-        Raises errors of reads and transforms, also those of workers.
+        Errors of reads and transforms are raised here, also those of workers.
         """
         if self._is_served:
             self._cursor = (self._cursor[0] + 1, 0)
-        # Move the sampler or data set to the loader's cursor: they may differ, for example after `load_state_dict`.
+        # Move the sampler or data set to the loader's cursor. Their cursors may differ, as after `load_state_dict`.
         epoch, position = self._cursor
         self._source.seek(epoch, position)
         loop = object()
@@ -117,7 +117,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
                 if self._cursor != (epoch, position):
                     return  # a state was loaded in the loop: the batches in progress belong to the old position
         finally:
-            if self._loop is loop:  # not if this iterator was dropped later than another one began
+            if self._loop is loop:  # otherwise another iterator has begun since, and this one is closed late
                 self._loop = None
         self._cursor = (epoch + 1, 0)
 

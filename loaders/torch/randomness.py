@@ -21,7 +21,7 @@ from datasvc.keyed_random import Keys, derive_keys
 from datasvc.loaders.augment.augment import generators
 from datasvc.loaders.torch.served import ServedIndex
 
-_GLOBAL_GENERATORS = 48  # purpose of the keys; no other keys have this purpose, so that draws are independent
+_GLOBAL_GENERATORS = 48  # purpose of the keys. No other keys have it, so that draws are independent
 _BOUND: Final = 1 << 63  # all seeds are below this number, so that they fit into int64
 
 
@@ -36,7 +36,7 @@ class SeededTransform:
         self._takes_generator = _has_generator(transform)
 
     def __call__(self, sample: dict[str, Any], served: ServedIndex | None) -> Any:
-        """Return the transformed sample; without an order (`served` is None) the global generators are not seeded."""
+        """Return the transformed sample. Without an order, `served` is None and global generators are not seeded."""
         if served is None:
             return self._call(sample, generator_without_order)
         with global_generators_at(served):
@@ -61,14 +61,14 @@ def generator_without_order() -> np.random.Generator:
 
 @contextmanager
 def global_generators_at(index: ServedIndex) -> Iterator[None]:
-    """Seed the global generators of torch (CPU), numpy and Python for one served sample; restore them afterwards."""
+    """Seed the global generators of torch (CPU), numpy and Python for one served sample. Restore them afterwards."""
     counter = np.array([0, 0, index.position, 0], np.uint64)
     bits = np.random.Generator(np.random.Philox(key=_keys(index.seed, index.epoch), counter=counter))
     torch_seed, numpy_seed, python_seed = bits.integers(0, _BOUND, 3).tolist()
-    # numpy's generator is replaced for the duration of the block, because copying its state takes ten times as long.
+    # Replace numpy's generator during the block, because saving its state takes ten times as long.
     torch_state, numpy_generator, python_state = torch.get_rng_state(), mtrand.get_bit_generator(), random.getstate()
     mtrand.set_bit_generator(_substitute_generator())
-    # numpy takes words of 32 bits.
+    # numpy takes a seed as words of 32 bits.
     np.random.seed([numpy_seed >> 32, numpy_seed & 0xFFFFFFFF])  # noqa: NPY002 - transforms draw from the global one
     torch.default_generator.manual_seed(torch_seed)
     random.seed(python_seed)
@@ -82,7 +82,7 @@ def global_generators_at(index: ServedIndex) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _substitute_generator() -> np.random.MT19937:
-    """Return the generator that replaces numpy's global one; it is seeded for each sample, so one is enough."""
+    """Return the generator that replaces numpy's global one. It is seeded for each sample, so one is enough."""
     return np.random.MT19937(0)
 
 

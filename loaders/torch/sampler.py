@@ -27,7 +27,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
 
     A `for` starts at the cursor that `set_epoch` or `load_state_dict` has set, and runs to the end of the epoch. It
     does not move the cursor, because loaders draw batches long before they serve them. `ResumableDataLoader` and
-    torchdata's `StatefulDataLoader` track the batches served. torch's own loader does not: call `set_epoch` before
+    torchdata's `StatefulDataLoader` count the batches served. torch's own loader does not: call `set_epoch` before
     each epoch.
 
     Args:
@@ -60,7 +60,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         batches = BatchesAtOnce(batch_size, data_ranks.world_size, tail=parse_tail(tail))
 
         def derive(checked_seed: int) -> OrderConfig:
-            # None: a sampler has no cache, so the budget of a cache does not limit the order.
+            # None stands for no cache: the budget of a cache does not limit the order of a sampler.
             return derive_windowed(split, None, data_ranks, batches, seed=checked_seed)
 
         self.order = RankOrder(

@@ -75,7 +75,7 @@ def order_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _order_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    # torchdata's loader has a snapshot of its workers if it has workers. Otherwise its own state has the fields.
+    # If torchdata's loader has workers, its state has a snapshot of them. Otherwise the state itself has the fields.
     if "_snapshot" in state:
         snapshot = state["_snapshot"]
         sampler_state = snapshot["_main_snapshot"]["_sampler_iter_state"]
@@ -86,7 +86,7 @@ def _order_state(state: Mapping[str, Any]) -> dict[str, Any]:
     if "_num_yielded" in state:
         draws = _find_draw_states(state["_sampler_iter_state"], [state["fetcher_state"]])
         return _combine(draws, state["_num_yielded"], 0, ended=state["_iterator_finished"])
-    return dict(state)  # of a loader of datasvc, which stores the common state
+    return dict(state)  # a state of a datasvc loader, which is the common state already
 
 
 def _find_draw_states(sampler_state: Any, fetchers: Sequence[Any]) -> list[DrawState]:
@@ -119,8 +119,8 @@ def _combine(draws: Sequence[DrawState], num_handed: int, num_after: int, *, end
     start = OrderState.from_dict(first.order)
     if ended:
         return replace(start, epoch=start.epoch + 1, position=0).to_dict()
-    # Batches are taken from the workers in turn, so when the states were saved, all steps before the earliest next
-    # step were handed over. Each batch that was handed over afterwards is one more step.
+    # The loader takes batches from its workers in turn. So when the states were saved, all steps before the earliest
+    # next step were handed over. Each batch that was handed over afterwards is one more step.
     position = min(draw.position for draw in draws) + num_after * first.global_batch
     return replace(start, position=min(position, first.num_samples)).to_dict()
 

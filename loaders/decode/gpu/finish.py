@@ -1,6 +1,6 @@
 """The last steps of a batch on its device: colour changes, normalisation, and conversion to the output layout.
 
-The backends that decode on the CPU and copy, or that change colours on a GPU, use it.
+`UploadBackend` and `ColourBackend` use it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceFinish:
-    """Converts batches of `uint8` levels to the pixel format; keeps scale and shift on the device.
+    """Converts batches of `uint8` levels to the output format.
 
     Args:
         pixels: output format.
@@ -32,7 +32,7 @@ class DeviceFinish:
         self._pixels = pixels
         self._dtype: torch.dtype = getattr(torch, pixels.output)
         self._place = partial(place, device=device)
-        # Copied once, synchronously, so that any stream may read them.
+        # Copy them once, synchronously, so that any stream may read them.
         self._scale, self._shift = (
             torch.from_numpy(values).to(device).reshape(3, 1, 1) for values in (pixels.scale, pixels.shift)
         )
@@ -40,11 +40,11 @@ class DeviceFinish:
     def finish(
         self, levels: torch.Tensor, colours: ColourFactors | None = None, bad: Iterable[int] = ()
     ) -> torch.Tensor:
-        """Return a batch in the output format; the work is queued on the current stream.
+        """Return a batch in the output format. The work is queued on the current stream.
 
         Args:
-            levels: `uint8[n, size, size, 3]` on the device. If it needs no change or conversion, the result is a view
-                of it, and bad images are replaced in it too.
+            levels: `uint8[n, size, size, 3]` on the device. Without colour changes and conversion, the result is a
+                view of `levels`, so bad images are replaced in `levels` too.
             colours: colour factors of the images; None: colours do not change.
             bad: indices of images to replace by zeros.
 
@@ -57,7 +57,7 @@ class DeviceFinish:
         layout = torch.contiguous_format if self._pixels.layout == "NCHW" else torch.channels_last
         images = levels.permute(0, 3, 1, 2)
         if passes or self._pixels.output != "uint8":
-            # float32 for the sums, in new memory, which the steps below change in place.
+            # Compute in float32, in new memory that the steps below change in place.
             images = images.to(torch.float32, memory_format=layout, copy=True)
         if passes:
             change_colours(images, passes, self._place)

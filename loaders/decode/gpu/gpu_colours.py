@@ -1,4 +1,4 @@
-"""Colour changes of batches that a GPU decodes: DALI returns `uint8` levels, and torch changes them on the GPU."""
+"""Backend that decodes on a GPU and changes colours: DALI returns `uint8` levels, and torch changes them there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class ColourBackend:
-    """An `ImageBackend` that changes the colours of the images of a `GpuBackend` on their device.
+    """An `ImageBackend` that decodes with a `GpuBackend`, and changes the colours of its images on the GPU.
 
     For arguments and errors see `GpuBackend`.
     """
@@ -35,9 +35,9 @@ class ColourBackend:
         with device_errors(self._name):
             self._finish = DeviceFinish(config.pixels, device)
         levels_format = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
-        # Created last: it starts threads and allocates memory, and if a later step failed, nothing would free them.
+        # Create it last: it starts threads and allocates memory, which nothing would free if a later step failed.
         self._inner = GpuBackend(dataclasses.replace(config, pixels=levels_format), graph, profiler=profiler)
-        self._in_progress: deque[ColourFactors | None] = deque()  # factors of each batch that was fed
+        self._in_progress: deque[ColourFactors | None] = deque()  # colours of each batch that is not taken yet
 
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
@@ -51,7 +51,7 @@ class ColourBackend:
         """See `ImageBackend`. Raises DeviceError: the GPU failed or has no memory left."""
         decoded = self._inner.take()
         colours = self._in_progress.popleft()
-        # The batch is valid on the caller's stream, so the work is queued there.
+        # Queue the work on the caller's stream: the batch is valid there.
         with device_errors(self._name):
             images = self._finish.finish(cast("torch.Tensor", decoded.images), colours, decoded.bad)
         return DecodedImages(images, decoded.bad)
