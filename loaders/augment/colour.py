@@ -121,7 +121,7 @@ def _compute_hue(planes: _Floats, value: _Floats, chroma: _Floats, hue: _Floats,
     red counts as larger than green, and green as larger than blue.
     """
     red, green, blue = planes
-    # First treat blue as the largest channel of all pixels. Then overwrite the pixels where green is, then red.
+    # First treat blue as the largest channel of all pixels. Then overwrite the pixels where green or red is larger.
     np.subtract(red, green, out=hue)
     hue += 4 * chroma
     for largest, first, second, sector in ((green, blue, red, 2), (red, green, blue, 0)):

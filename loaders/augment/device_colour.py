@@ -36,7 +36,7 @@ class ColourPass:
     """One pass over a batch, with at most one change of each image.
 
     Attributes:
-        weights: `float32[3, n]`: for each image, the weights of the image, of its grey and of its mean grey.
+        weights: `float32[3, n]`, weights of each image, of its grey and of its mean grey in the blend.
         needs_grey: whether any weight of a grey or mean grey is not 0.
         rotated: `int64[m]`, indices of the images whose hue is rotated.
         rotations: `float32[m]`, rotations as fractions of the circle.

@@ -1,4 +1,4 @@
-"""Reuses the memory of a batch after its last reference is gone, because new memory takes longer than filling it.
+"""Reuses the memory of a batch after its last reference is gone: allocating memory takes longer than filling it.
 
 The decoders of images and tokens take the memory of their batches from a ring.
 """
@@ -40,7 +40,7 @@ class BufferRing:
 
 
 def _find(buffers: Sequence[npt.NDArray[Any]], num_references: int) -> npt.NDArray[Any] | None:
-    """Return the first buffer with `num_references` references, including those of the interpreter in this loop."""
+    """Return the first buffer with `num_references` references, which include those that this loop makes."""
     for buffer in buffers:
         if sys.getrefcount(buffer) == num_references:
             return buffer

@@ -65,7 +65,7 @@ def follow_splits(
 
 
 def window_need(samples: Split | Mixture) -> Need:
-    """Return a function that returns the bytes of all shards that batches in progress need at once."""
+    """Return the function `need(order, batches)`: bytes of all shards that batches in progress need at once."""
     tables = [split.table for split in splits_of(samples)]
 
     def need(order: OrderConfig, batches: BatchesAtOnce) -> int:

@@ -109,7 +109,7 @@ class Ledger:
         self._end, self._before_last = _FileEnd(), None
 
     def write(self, batch: SampleBatch, bad: Collection[int] = ()) -> None:
-        """Record a batch. Call this before the loader's cursor moves past the batch. A second call changes nothing.
+        """Record a batch. Call this before the loader's cursor moves past the batch. A repeated call changes nothing.
 
         Args:
             batch: the batch to hand over.
@@ -128,8 +128,8 @@ class Ledger:
         self._open()
         is_full = bool(batch.mask.all())
         if bad or not is_full:
-            # Written before the served samples: if the process is killed in between, the audit ignores these records,
-            # because the record of their batch is missing.
+            # Write these records before those of the served samples. If the process is killed in between, the audit
+            # ignores them, because the record of their batch is missing.
             self._append(_masked_records(batch, bad))
         samples = batch.positions if is_full else batch.positions[batch.mask]
         for strided in describe_positions(step.start, step.next_position, samples):
@@ -218,7 +218,7 @@ class Ledger:
             header = read_header(files[-1][1])
         except CorruptDataError:
             return  # not an error of this run: `datasvc audit` reports damaged files
-        if header.order != self._header_fields["order"]:  # it includes the version of the data
+        if header.order != self._header_fields["order"]:  # the order includes the version of the data
             expected = self._header_fields
             raise ConfigError(
                 f"{self.folder} is the ledger of {header.source} with {header.order}; this loader reads "

@@ -156,7 +156,7 @@ def clock_steps(samples: Split | Mixture) -> list[int | None]:
 
 
 def label_maps(samples: Split | Mixture) -> list[Integers | None]:
-    """Return, for each split, the mixture's label for each label of the split: `int64[classes]`, or None if equal.
+    """Return, for each split, `int64[classes]`: the mixture's label for each label of the split; None: equal labels.
 
     Raises:
         ConfigError: some splits have class names and others have none, so their labels cannot be matched.

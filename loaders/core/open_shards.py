@@ -103,7 +103,7 @@ class WholeEpochUses:
         shards.add_observer(self)
 
     def opened(self, shard: int) -> None:
-        """Add a reference to a shard that is open."""
+        """Add a reference to an open shard, so that it stays open."""
         self._referenced.append(shard)
         self._shards.use(shard)
 
@@ -138,9 +138,8 @@ class OrderedUses:
         self._windows = order.windows  # each has its first position, its stop, and the shard that is needed
         self._start = start
         self._num_begun = 0  # number of windows whose first position was reached
-        self._next_begin = (
-            int(self._windows.first[0]) if len(self._windows.first) else NEVER
-        )  # first position of the next window
+        # First position of the next window.
+        self._next_begin = int(self._windows.first[0]) if len(self._windows.first) else NEVER
         self._ends: list[tuple[int, int]] = []  # heap of (stop of the window, shard), one per reference
 
     def advance(self, stop: int) -> None:

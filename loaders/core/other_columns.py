@@ -26,8 +26,8 @@ def divide_columns(samples: Split | Mixture, columns: Sequence[str]) -> tuple[li
     """Return the columns that are delivered as arrays, and those that are delivered as lists.
 
     Raises:
-        ConfigError: a split lacks a column; or the splits of a mixture give a column different types, one of them a
-            type of arrays.
+        ConfigError: a split lacks a column; or a column has numbers or booleans in one split of a mixture, and
+            another type in another split.
     """
     arrays = []
     for name in dict.fromkeys(columns):

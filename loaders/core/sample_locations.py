@@ -130,21 +130,12 @@ def _group_by_shard(
     # Sort all samples once, and cut where step, split or shard changes: a loop over the samples would take longer.
     groups: list[dict[int, list[tuple[int, Integers]]]] = [{} for _ in starts]
     order = np.lexsort((locations.shards, locations.sources, step_indices))
-    sorted_steps, sorted_sources, sorted_shards = (
-        step_indices[order],
-        locations.sources[order],
-        locations.shards[order],
-    )
-    indices = order - starts[sorted_steps]  # index of each sample in its batch
-    cuts = (
-        np.flatnonzero((np.diff(sorted_steps) != 0) | (np.diff(sorted_sources) != 0) | (np.diff(sorted_shards) != 0))
-        + 1
-    )
+    steps, sources, shards = step_indices[order], locations.sources[order], locations.shards[order]
+    indices = order - starts[steps]  # index of each sample in its batch
+    cuts = np.flatnonzero((np.diff(steps) != 0) | (np.diff(sources) != 0) | (np.diff(shards) != 0)) + 1
     bounds = [0, *cuts.tolist(), len(order)] if len(order) else []
     firsts = bounds[:-1]
-    keys = zip(
-        sorted_steps[firsts].tolist(), sorted_sources[firsts].tolist(), sorted_shards[firsts].tolist(), strict=True
-    )
+    keys = zip(steps[firsts].tolist(), sources[firsts].tolist(), shards[firsts].tolist(), strict=True)
     for (step, source, shard), (start, stop) in zip(keys, pairwise(bounds), strict=True):
         groups[step].setdefault(source, []).append((shard, indices[start:stop]))
     return groups

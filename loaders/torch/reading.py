@@ -81,7 +81,7 @@ class SampleReader:
         self._lock = threading.Lock()
 
     def read(self, numbers: Sequence[int], columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Return samples as dicts of Python values, with copied bytes and None for missing columns.
+        """Return samples as dicts of Python values. Bytes are copied. A column that a shard lacks is None.
 
         Args:
             numbers: numbers of samples in range(len(split)), in any order.
@@ -91,10 +91,10 @@ class SampleReader:
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: see `ShardStore.open_shard`.
         """
         requested = np.asarray(numbers, np.int64)
-        shards = np.searchsorted(self._stops, requested, side="right")
+        shard_indices = np.searchsorted(self._stops, requested, side="right")
         samples: list[dict[str, Any]] = [{} for _ in numbers]
-        for shard_index in np.unique(shards).tolist():
-            indices = np.flatnonzero(shards == shard_index)
+        for shard_index in np.unique(shard_indices).tolist():
+            indices = np.flatnonzero(shard_indices == shard_index)
             first_number = int(self._stops[shard_index - 1]) if shard_index else 0
             rows = requested[indices] - first_number
             with self._lock:

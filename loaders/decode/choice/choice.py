@@ -109,7 +109,7 @@ class DecodeChoice:
             if self._usable_from_state is None:
                 self._chosen = self._choose_without_agreement(draw_batches)
             else:
-                self._chosen = self._check_from_state(self._usable_from_state, draw_batches)
+                self._chosen = self._try_restored(self._usable_from_state, draw_batches)
         return self._chosen
 
     def _agree(self, draw_batches: DrawBatches, loader_identity: Mapping[str, Any], store: Store) -> Backend:
@@ -133,20 +133,20 @@ class DecodeChoice:
         # Rank 0 has not tried a backend that it took from the state, so each rank tries it here. A GPU backend that
         # is not from the state has worked in the trial of rank 0.
         is_untried = chosen in ON_GPU and chosen == self._usable_from_state
-        return self._check_from_state(chosen, draw_batches) if is_untried else chosen
+        return self._try_restored(chosen, draw_batches) if is_untried else chosen
 
-    def _check_from_state(self, from_state: Backend, draw_batches: DrawBatches) -> Backend:
-        """Return the backend of the state if it works here. Another machine may have saved the state."""
+    def _try_restored(self, backend: Backend, draw_batches: DrawBatches) -> Backend:
+        """Try the backend of the state, and return it if it works here: another machine may have saved the state."""
         batches = draw_batches()  # none if there is nothing to decode: then no trial is needed
-        refused = self._try_in_child(self._config, [from_state], batches).refused if batches else {}
+        refused = self._try_in_child(self._config, [backend], batches).refused if batches else {}
         if refused:
-            other = next(backend for backend in ON_GPU if backend != from_state)
+            other = next(other for other in ON_GPU if other != backend)
             raise DeviceError(
-                f"the state was saved by a loader that decodes with {from_state!r}, which does not work here: "
-                f"{refused[from_state]}; to continue with pixels that differ by a few levels of 255, give "
+                f"the state was saved by a loader that decodes with {backend!r}, which does not work here: "
+                f"{refused[backend]}; to continue with pixels that differ by a few levels of 255, give "
                 f"decode='cpu' or decode={other!r}"
             )
-        return from_state
+        return backend
 
     def _choose_without_agreement(self, draw_batches: DrawBatches) -> Backend:
         if self._ranks.world_size > 1:

@@ -58,7 +58,7 @@ class CudaStream:
 
     def allocate(self, shape: tuple[int, ...]) -> Pixels:
         """Return page-locked host memory with arbitrary values."""
-        # Otherwise page-locking would create a CUDA context on the current GPU, which may be another one.
+        # Without this block, page-locking would create a CUDA context on the current GPU, which may be another one.
         with self._torch.cuda.device(self._device):
             memory: Pixels = self._torch.empty(shape, dtype=self._torch.uint8, pin_memory=True).numpy()
         return memory
