@@ -210,7 +210,7 @@ class GroupFolder:
         return True
 
     def _take_buffer(self, size_bytes: int) -> SharedBuffer:
-        """Return memory for a batch that no job uses: locked spare memory, or new memory."""
+        """Return unused memory for a batch: locked spare memory, or new memory."""
         with self._lock:
             for buffer in self._spare:
                 if buffer.size_bytes >= size_bytes and buffer.try_lock():

@@ -20,12 +20,13 @@ class DecodeGroup:
         name: name of the group; jobs of one user with the same name share batches.
         lag: number of batches that a job may be behind the decoding job and still get shared batches. The decoding
             job keeps that many batches in memory, once for all jobs.
-        patience: maximum number of times that a job waits for another job that is further behind, for example because
-            that job started late or writes a checkpoint. Each wait is for one batch and uses up one time; every eight
-            batches of the waiting job restore one. 0: a job never waits.
+        patience: maximum number of waits of a job for jobs that are further behind, for example because these started
+            late or write a checkpoint. Each wait is for one batch. After every eight batches, a job gets one wait
+            back. 0: a job never waits.
         when_behind: "alone": a job that is too far behind decodes the same batches in its own process until it
             catches up; "raise": it gets a `LagError`.
-        silent_s: seconds that a job waits for a batch that another job decodes. After these, it decodes it itself.
+        silent_s: seconds that a job waits for a batch that another job decodes. After this time, the waiting job
+            decodes the batch itself.
 
     Raises:
         ConfigError: a value is out of range.

@@ -33,7 +33,7 @@ class StepProfiler:
 
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock = clock
-        self.here = _Thread()  # thread-local: each thread sees its own values
+        self.this_thread = _ThreadValues()  # thread-local: each thread sees its own values
         # Reentrant: at any allocation, even under the lock, garbage collection may end an abandoned iterator, which
         # calls `pause`.
         self._lock = threading.RLock()
@@ -99,9 +99,9 @@ class StepProfiler:
 
     def keep_span(self, name: str, start_ns: int, duration_ns: int, step: int) -> None:
         """Keep a time span of this thread. The timers call this."""
-        here = self.here
+        this_thread = self.this_thread
         # No lock: appending to a deque is atomic, and drops the oldest span.
-        self._spans.append((name, here.thread, here.thread_name, start_ns, duration_ns, step))
+        self._spans.append((name, this_thread.thread, this_thread.thread_name, start_ns, duration_ns, step))
 
     def enter_beside(self, timer: StageTimer) -> None:
         """Begin a stage outside of calls. `StageTimer` calls this."""
@@ -125,7 +125,7 @@ class StepProfiler:
     def begin_step(self, timer: StepStageTimer) -> None:
         """Begin a call for a batch. `StepStageTimer` calls this."""
         # Discard timers that an interrupt has left in the list: calls are never nested, so no other timer can run.
-        self.here.timers = [timer]
+        self.this_thread.timers = [timer]
         timer.number = self.number + 1
         timer.start_ns = self.clock()
         with self._lock:
@@ -134,7 +134,7 @@ class StepProfiler:
     def end_step(self, timer: StepStageTimer, *, failed: bool) -> None:
         """End a call for a batch. `StepStageTimer` calls this."""
         timer.end(self.clock())
-        self.here.timers.clear()
+        self.this_thread.timers.clear()
         if failed:
             return
         with self._lock:
@@ -172,7 +172,7 @@ class StageTimer:
         self.stage = stage
 
     def __enter__(self) -> Self:
-        timers = self._timers = self._profiler.here.timers
+        timers = self._timers = self._profiler.this_thread.timers
         if not timers:
             self._profiler.enter_beside(self)
         timers.append(self)
@@ -242,7 +242,7 @@ class StepStageTimer:
             self._close_range()
 
 
-class _Thread(threading.local):
+class _ThreadValues(threading.local):
     """Values of one thread: its identifier, its name, and its running timers, the outermost first."""
 
     def __init__(self) -> None:

@@ -122,22 +122,22 @@ class StoredBlocks:
     def __init__(self, batches: Sequence[pa.RecordBatch], format_: BlockFormat) -> None:
         self.format = format_
         # The areas of memory that hold the shard: one mapped file, or several areas of a shard that is still fetched.
-        self._contents: list[Bytes] = []
-        numbers: dict[int, int] = {}  # address of an area -> its index in `_contents`
-        # For each block: the index of its area in `_contents`, its start in the area, and its size in bytes. The
+        self._areas: list[Bytes] = []
+        area_at: dict[int, int] = {}  # address of an area -> its index in `_areas`
+        # For each block: the index of its area in `_areas`, its start in the area, and its size in bytes. The
         # lists begin with empty arrays, because `np.concatenate` needs at least one and a shard may have no batch.
-        content_of, starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        area_of, starts, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for batch in batches:
             buffer, batch_starts, batch_sizes = _find_rows(batch.column(format_.column), format_)
             root = _root(buffer)
-            if root.address not in numbers:
-                numbers[root.address] = len(self._contents)
-                self._contents.append(np.frombuffer(root, np.uint8))
-            content_of.append(np.full(batch.num_rows, numbers[root.address]))
+            if root.address not in area_at:
+                area_at[root.address] = len(self._areas)
+                self._areas.append(np.frombuffer(root, np.uint8))
+            area_of.append(np.full(batch.num_rows, area_at[root.address]))
             starts.append(batch_starts + (buffer.address - root.address))
             sizes.append(batch_sizes)
-        self._content_of, self._starts = np.concatenate(content_of), np.concatenate(starts)
-        self._windows = [_windows(content, format_.block_bytes) for content in self._contents]
+        self._area_of, self._starts = np.concatenate(area_of), np.concatenate(starts)
+        self._windows = [_windows(area, format_.block_bytes) for area in self._areas]
         self.sizes: Integers = np.concatenate(sizes)
         """Bytes of each block, `int64[num_samples]`."""
 
@@ -150,7 +150,7 @@ class StoredBlocks:
         if len(rows) == len(out):
             np.copyto(out, self.gather(rows), casting="unsafe")
         # This loop is not for ragged blocks, whose window may end after the end of the area, see `_gather_from`.
-        elif len(rows) <= _MAX_LOOPED_ROWS and len(self._contents) == 1 and not self.format.is_ragged:
+        elif len(rows) <= _MAX_LOOPED_ROWS and len(self._areas) == 1 and not self.format.is_ragged:
             windows, dtype = self._windows[0], self.format.dtype
             for index, start in zip(indices.tolist(), self._starts[rows].tolist(), strict=True):
                 out[index] = windows[start].view(dtype)
@@ -159,24 +159,24 @@ class StoredBlocks:
 
     def gather(self, rows: Integers) -> npt.NDArray[Any]:
         """Return a copy of the blocks of `rows`, `dtype[n, block]`. Values after the end of a block are arbitrary."""
-        if len(self._contents) == 1:
+        if len(self._areas) == 1:
             return self._gather_from(0, self._starts[rows], rows).view(self.format.dtype)
         blocks = np.empty((len(rows), self.format.block_bytes), np.uint8)
-        content_of = self._content_of[rows]
-        for number in np.unique(content_of).tolist():
-            indices = np.flatnonzero(content_of == number)
-            blocks[indices] = self._gather_from(number, self._starts[rows[indices]], rows[indices])
+        area_of = self._area_of[rows]
+        for area_index in np.unique(area_of).tolist():
+            indices = np.flatnonzero(area_of == area_index)
+            blocks[indices] = self._gather_from(area_index, self._starts[rows[indices]], rows[indices])
         return blocks.view(self.format.dtype)
 
-    def _gather_from(self, number: int, starts: Integers, rows: Integers) -> npt.NDArray[np.uint8]:
-        """Return copies of the blocks of `rows`, `uint8[n, block_bytes]`. All are in area `number`, at `starts`."""
-        windows = self._windows[number]
+    def _gather_from(self, area_index: int, starts: Integers, rows: Integers) -> npt.NDArray[np.uint8]:
+        """Return copies of the blocks of `rows`, `uint8[n, block_bytes]`. They are at `starts`, all in one area."""
+        windows = self._windows[area_index]
         if not self.format.is_ragged or (len(starts) and starts.max() < len(windows)):
             return windows[starts]
         # The window of a last block would end after the end of the area, so copy only the bytes of each block.
         blocks = np.zeros((len(rows), self.format.block_bytes), np.uint8)
         for index, (start, size) in enumerate(zip(starts.tolist(), self.sizes[rows].tolist(), strict=True)):
-            blocks[index, :size] = self._contents[number][start : start + size]
+            blocks[index, :size] = self._areas[area_index][start : start + size]
         return blocks
 
 
