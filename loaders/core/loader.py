@@ -159,8 +159,8 @@ class Loader(ABC, Generic[B]):
     def epoch(self) -> int:
         """The current epoch, counted from 0. A new `for` serves its remaining batches.
 
-        It changes to the next epoch when the loop over an epoch ends, not at the last batch inside the loop. After
-        loading a state from the end of an epoch, it is also the next epoch.
+        It changes to the next epoch when the loop over an epoch ends, not at the last batch inside the loop. If a
+        state from the end of an epoch is loaded, it is the next epoch too.
         """
         return self._reported_cursor.epoch
 

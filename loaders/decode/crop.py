@@ -81,5 +81,5 @@ class CropDecoder:
             return None
         self._image = image
         pixels: Pixels = np.asarray(image)
-        # The caller gives an image without a result to Pillow: here one whose pixels have another shape or type.
+        # Return None for pixels of another shape or type too: the caller then tries Pillow.
         return pixels if pixels.shape == (*shape, 3) and pixels.dtype == np.uint8 else None

@@ -87,7 +87,10 @@ class LinkFolder:
             return None
 
     def open(self, name: str) -> OpenLink | None:
-        """Open the target of a link. Return None if there is no link. Remove a link without a target: also None."""
+        """Open the target of a link. Return None if there is no link.
+
+        If the link has no target, remove the link and return None.
+        """
         for _ in range(_TRIES):
             target = self.read(name)
             if target is None:

@@ -21,7 +21,7 @@ from datasvc.loaders.decode_sharing.links import LinkFolder, target_of
 from datasvc.loaders.ranks.data_ranks import DataRanks
 
 _ROOT: Final = Path("/dev/shm")  # noqa: S108 - local to the node, and the same for all its jobs, unlike TMPDIR
-_JOB: Final = "job-"  # prefix of the names of members' links; other links have the name of a step
+_MEMBER_PREFIX: Final = "job-"  # prefix of the names of members' links; other links have the name of a step
 _MAX_SETTINGS_BYTES: Final = 1 << 20
 _TRIES: Final = 100  # `join` starts again if the last member removes the folder in the meantime
 
@@ -59,7 +59,7 @@ class Membership:
         self.name, self.path = name, folder_of(name, ranks)
         self.settings = json.dumps(settings, default=repr, sort_keys=True).encode()
         self._links: LinkFolder | None = None
-        self._job = ""  # name of this job's link
+        self._link_name = ""  # name of this job's link
         self._descriptor = -1  # memory with this job's settings, the target of the link
 
     @property
@@ -88,7 +88,7 @@ class Membership:
         try:
             os.write(self._descriptor, self.settings)
             # All processes of a node have the same monotonic clock, so sorted names are in the order of joining.
-            self._job = f"{_JOB}{time.monotonic_ns():020}-{os.getpid()}-{self._descriptor}"
+            self._link_name = f"{_MEMBER_PREFIX}{time.monotonic_ns():020}-{os.getpid()}-{self._descriptor}"
             self._links = self._enter()
         except BaseException:
             os.close(self._descriptor)
@@ -102,7 +102,7 @@ class Membership:
     def leave(self) -> None:
         """Remove the link of this job. The last member also removes the folder."""
         links, self._links = self.links, None
-        links.remove(self._job, target_of(self._descriptor))
+        links.remove(self._link_name, target_of(self._descriptor))
         links.close()
         os.close(self._descriptor)
 
@@ -113,7 +113,7 @@ class Membership:
             with suppress(FileNotFoundError):
                 links = LinkFolder(self.path)
                 try:
-                    links.create(self._job, self._descriptor)
+                    links.create(self._link_name, self._descriptor)
                 except BaseException:
                     links.close()
                     raise
@@ -130,7 +130,7 @@ class Membership:
         Each job checks only the jobs before it. So of two jobs with different settings, only the later one fails.
         """
         for name in sorted(links.names()):
-            if not name.startswith(_JOB) or name >= self._job:
+            if not name.startswith(_MEMBER_PREFIX) or name >= self._link_name:
                 continue
             link = links.open(name)
             if link is None:

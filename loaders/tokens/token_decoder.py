@@ -154,7 +154,7 @@ class TokenDecoder:
         tokens = self._tokens.take()[: len(batch.positions)]
         length = np.empty(len(tokens), np.int64)
         length.fill(config.block_tokens)
-        ragged: npt.NDArray[np.bool_] | None = None  # for each block: is its format ragged? None: none is
+        ragged: npt.NDArray[np.bool_] | None = None  # whether each block has a ragged format; None: none has
         for part in batch.parts:
             token_shard = self._open_shard(part)
             blocks = token_shard.blocks
