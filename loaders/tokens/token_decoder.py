@@ -154,15 +154,15 @@ class TokenDecoder:
         tokens = self._tokens.take()[: len(batch.positions)]
         length = np.empty(len(tokens), np.int64)
         length.fill(config.block_tokens)
-        ragged: npt.NDArray[np.bool_] | None = None  # whether each block has a ragged format; None: none has
+        stored_end: Integers | None = None  # number of stored tokens of each block; None: no block is ragged
         for part in batch.parts:
             token_shard = self._open_shard(part)
             blocks = token_shard.blocks
             blocks.copy(part.rows, tokens, part.indices)
             if blocks.format.is_ragged:
-                ragged = np.zeros(len(tokens), np.bool_) if ragged is None else ragged
-                ragged[part.indices] = True
-                length[part.indices] = self._stored_lengths(batch, part, blocks)
+                if stored_end is None:
+                    stored_end = np.full(len(tokens), config.block_tokens, np.int64)
+                length[part.indices] = stored_end[part.indices] = self._stored_lengths(batch, part, blocks)
             if token_shard.has_length or config.lengths_are_needed:
                 length[part.indices] = self._column_lengths(batch, part, length)
             if blocks.format.may_be_negative:
@@ -171,10 +171,10 @@ class TokenDecoder:
             length[~batch.mask] = 0
         if config.pad is not None:
             _write_padding(tokens, length, config.pad)
-        elif ragged is not None:
-            # Values after the end of a short ragged block are arbitrary: write zeros there. The padding of other
-            # blocks is stored, so do not change it.
-            _write_padding(tokens, np.where(ragged, length, config.block_tokens), 0)
+        elif stored_end is not None:
+            # What follows the stored tokens of a short ragged block is arbitrary: write zeros there. Do not change
+            # stored tokens, not even those after `length`.
+            _write_padding(tokens, stored_end, 0)
         return tokens, length
 
     def _stored_lengths(self, batch: SampleBatch, part: ShardPart, blocks: StoredBlocks) -> Integers:

@@ -12,7 +12,7 @@ _FOREIGN_OPERATIONS = ("MPI", "CCL", "DDL")
 
 
 @dataclass(frozen=True)
-class Feature:
+class BuildFeature:
     """A feature that an installation may have.
 
     Attributes:
@@ -36,23 +36,25 @@ def describe_build() -> str:
         "Frameworks": frameworks,
         # srun and mpirun need nothing in this installation: `init` reads the variables that they set.
         "Launchers": [
-            Feature("this one", True),
-            Feature("torchrun", has_distributed, "comes with PyTorch"),
-            Feature("srun", True),
-            Feature("mpirun", True),
+            BuildFeature("this one", True),
+            BuildFeature("torchrun", has_distributed, "comes with PyTorch"),
+            BuildFeature("srun", True),
+            BuildFeature("mpirun", True),
         ],
         "Tensor operations": [
             *operations,
             *(
-                Feature(name, False, "exists in Horovod only; Gloo and NCCL replace it")
+                BuildFeature(name, False, "exists in Horovod only; Gloo and NCCL replace it")
                 for name in _FOREIGN_OPERATIONS
             ),
         ],
     }
     # The table has the rows of Horovod's. What only some jobs need has a line if it is missing.
     others = [
-        Feature("ssh", shutil.which("ssh") is not None, "starts ranks on other hosts; install an OpenSSH client"),
-        Feature(
+        BuildFeature(
+            "ssh", shutil.which("ssh") is not None, "starts ranks on other hosts; install an OpenSSH client"
+        ),
+        BuildFeature(
             "PyYAML", importlib.util.find_spec("yaml") is not None, "reads --config-file in YAML; pip install pyyaml"
         ),
     ]
@@ -65,7 +67,7 @@ def describe_build() -> str:
     return "\n\n".join("\n".join(lines) for lines in [*sections, ["Not available:", *missing]])
 
 
-def _list_torch_features() -> tuple[list[Feature], bool, list[Feature]]:
+def _list_torch_features() -> tuple[list[BuildFeature], bool, list[BuildFeature]]:
     """Return the frameworks, whether torch.distributed is available, and the operations that torch has."""
     try:
         import torch
@@ -73,15 +75,19 @@ def _list_torch_features() -> tuple[list[Feature], bool, list[Feature]]:
     except ImportError as error:
         advice = f"cannot be imported ({error}); pip install torch, see {_TORCH_BUILDS}"
         names = ("Gloo", "NCCL", "CUDA")
-        return [Feature("PyTorch", False, advice)], False, [Feature(name, False, "needs PyTorch") for name in names]
+        return (
+            [BuildFeature("PyTorch", False, advice)],
+            False,
+            [BuildFeature(name, False, "needs PyTorch") for name in names],
+        )
     has_distributed = dist.is_available()
     cuda_advice = "torch finds no GPU; check nvidia-smi and the driver"
     if torch.version.cuda is None and torch.version.hip is None:
         cuda_advice = f"this build of torch is for CPUs; for GPUs install another one, see {_TORCH_BUILDS}"
     build_advice = f"this build of torch lacks it; install another one, see {_TORCH_BUILDS}"
     operations = [
-        Feature("Gloo", has_distributed and dist.is_gloo_available(), build_advice),
-        Feature("NCCL", has_distributed and dist.is_nccl_available(), f"for GPUs; {build_advice}"),
-        Feature("CUDA", torch.cuda.is_available(), cuda_advice),
+        BuildFeature("Gloo", has_distributed and dist.is_gloo_available(), build_advice),
+        BuildFeature("NCCL", has_distributed and dist.is_nccl_available(), f"for GPUs; {build_advice}"),
+        BuildFeature("CUDA", torch.cuda.is_available(), cuda_advice),
     ]
-    return [Feature("PyTorch " + torch.__version__, True)], has_distributed, operations
+    return [BuildFeature("PyTorch " + torch.__version__, True)], has_distributed, operations

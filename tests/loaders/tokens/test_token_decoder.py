@@ -82,26 +82,27 @@ def test_a_shard_without_the_column_is_refused(stored):
         decoder.take()
 
 
-def test_what_a_whole_block_has_behind_its_tokens_stays_whatever_lies_beside_it(tmp_path):
+def test_what_a_block_has_behind_its_real_tokens_stays_whatever_lies_beside_it(tmp_path):
     def shard_of(kind, tokens, **more):
         fields = [pa.field("key", pa.string(), nullable=False), pa.field("tokens", kind, nullable=False)]
         if more:
             fields.append(pa.field("length", pa.int64(), nullable=False))
-        objects = Repository.create(str(tmp_path / str(kind)[:4])).objects
+        objects = Repository.create(str(tmp_path / f"{kind}-{len(more)}")).objects
         row = write_shard(objects, [{"key": "0", "tokens": tokens, **more}], shard_schema(fields))
         return open_shard(objects, row.shard)
 
     whole = shard_of(pa.list_(pa.uint32(), 4), [1, 2, 3, 99], length=3)
     ragged = shard_of(pa.list_(pa.uint32()), [5, 6])
     config = dataclasses.replace(CONFIG, block_tokens=4, labels=None, documents=False)
-    decoder = TokenDecoder(config, batch_size=2, describe=lambda *_: "")
-    parts = [ShardPart(each, np.array([index]), np.array([0])) for index, each in enumerate((whole, ragged))]
-    zeros = np.zeros(2, np.int64)
-    mask = np.ones(2, np.bool_)
-    decoder.feed(SampleBatch(0, Step(0, 2, 2), np.arange(2), mask, zeros, zeros, [], {}, parts, zeros))
+    short = shard_of(pa.list_(pa.uint32()), [7, 8, 98], length=2)
+    decoder = TokenDecoder(config, batch_size=3, describe=lambda *_: "")
+    parts = [ShardPart(each, np.array([index]), np.array([0])) for index, each in enumerate((whole, ragged, short))]
+    zeros = np.zeros(3, np.int64)
+    mask = np.ones(3, np.bool_)
+    decoder.feed(SampleBatch(0, Step(0, 3, 3), np.arange(3), mask, zeros, zeros, [], {}, parts, zeros))
     batch = decoder.take()
-    assert batch.tokens.tolist() == [[1, 2, 3, 99], [5, 6, 0, 0]]
-    assert batch.length.tolist() == [3, 2]
+    assert batch.tokens.tolist() == [[1, 2, 3, 99], [5, 6, 0, 0], [7, 8, 98, 0]]
+    assert batch.length.tolist() == [3, 2, 2]
 
 
 def test_document_starts_with_null_among_them_are_refused_and_of_any_integers_taken():
