@@ -1,6 +1,6 @@
 """Parses the argument `checkpoint_id` of torch's `dcp.save` and `dcp.load`, for `DcpWriter` and `DcpReader`.
 
-With this writer and reader, a `checkpoint_id` names a repository, a model or version, or both.
+For these classes, a `checkpoint_id` names a repository, or a model or one of its versions, or both.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class CheckpointId:
 
 @dataclass
 class VersionStorageMeta(StorageMeta):
-    """The ids of a save or load, as torch stores them, and the version. `checkpoint_id` is the caller's argument.
+    """Torch's ids of a save or load, and the version that was saved or read.
 
     Attributes:
-        reference: the version that was saved or read, as "URL#NAME@3", which `DcpReader` and `dcp.load` accept.
+        reference: the version as "URL#NAME@3", which `DcpReader` and `dcp.load` accept.
     """
 
     reference: str | None = None
@@ -73,7 +73,7 @@ class CheckpointIdMixin:
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
-        """The `path`, or the last `checkpoint_id` that torch passed to `reset`."""
+        """The last `checkpoint_id` that torch passed to `reset`; `path` before the first."""
         return self._checkpoint_id
 
     @classmethod

@@ -55,7 +55,7 @@ class ShardedVersion:
 def read_sharded(
     repository: Repository, copies: StoredCopies, ref: str, *, trusted_keys: Sequence[str | Path] | None = None
 ) -> ShardedVersion:
-    """Read the metadata of a version. An unsharded version is described as a sharded one with a single part.
+    """Read the metadata of a version. For an unsharded version, they describe each tensor as a single block.
 
     For arguments and errors see `read_version`. A damaged state or sharding object raises CorruptDataError too.
     """
@@ -76,15 +76,18 @@ def read_sharded(
 def load_items(
     stored: ShardedVersion, items: Sequence[ReadItem], planner: LoadPlanner, *, planner_bytes: bool = False
 ) -> RestoreReport:
-    """Fill the planner's tensors and values. For arguments and errors see `DcpReader` and `DcpReader.read_data`."""
+    """Fill the planner's tensors and values. For errors see `DcpReader.read_data`.
+
+    `planner_bytes`: whether `planner` may get bytes that another planner stored in its own format, see `DcpReader`.
+    """
     began_s = time.monotonic()
     tensor_items = [item for item in items if item.type != LoadItemType.BYTE_IO]
     value_items = [item for item in items if item.type == LoadItemType.BYTE_IO]
-    # Reads fill the planner's own tensors in place. Detach them, because autograd forbids to write to parameters.
+    # The planner's tensors are filled in place. Detach them, because autograd does not allow writes to parameters.
     targets = [planner.resolve_tensor(item).detach() for item in tensor_items]
     reads = plan_reads((*_block(stored, item), target) for item, target in zip(tensor_items, targets, strict=True))
     inner_records = _find_tensors_in_values(stored, value_items)
-    # Of each planned tensor only the planned chunks, of a tensor inside a value all.
+    # A planned block needs only the chunks that it overlaps. A tensor inside a value needs all its chunks.
     needed = [*(replace(read.record, chunks=(read.chunk,)) for read in reads), *inner_records]
     with stored.copies.open_source(needed) as source:
         read_chunks(source, reads)
@@ -97,9 +100,9 @@ def load_items(
 
 
 def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
-    """Return the record of the tensor and the block of it that an item reads, as a box: start and shape.
+    """Return the record of the tensor that an item reads, and the box of the block to read.
 
-    Raises ConfigError: the version does not have them, for example because the rank planned for another version.
+    Raises ConfigError: the version has no such tensor or block, for example because the rank planned for another one.
     """
     index = item.storage_index
     name = stored.sharding.names.get(index.fqn)
@@ -109,7 +112,8 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
             "ranks may have planned for different versions"
         )
     record = stored.records[name]
-    # The offsets of an item are relative to a block in the metadata; that block begins at `index.offset`.
+    # The metadata divide the tensor into blocks. The offsets of an item are relative to its block, which begins at
+    # `index.offset` of the tensor.
     origin = index.offset if index.offset is not None else (0,) * len(item.lengths)
     start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
     shape = tuple(item.lengths)
@@ -123,7 +127,7 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
 
 
 def _find_tensors_in_values(stored: ShardedVersion, items: Sequence[ReadItem]) -> list[TensorRecord]:
-    """Return the records of the tensors inside values, each once; a value may be a tuple of tensors, for example.
+    """Return the records of the tensors inside values, such as a tuple of tensors; each record once.
 
     Raises CorruptDataError: a tensor is not in the table.
     """
@@ -134,7 +138,7 @@ def _find_tensors_in_values(stored: ShardedVersion, items: Sequence[ReadItem]) -
 
 
 class _UsedRecords(dict[str, Any]):
-    """Map from tensor names to records. A look-up adds the record, so in the end the dict has the records in use."""
+    """The records that were looked up, by tensor name: each look-up adds one from `records`."""
 
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         super().__init__()
@@ -158,7 +162,7 @@ def _load_value(
     *,
     planner_bytes: bool,
 ) -> None:
-    """Give a value to the planner: pickled by torch, or, if only its planner can read it, as the stored bytes."""
+    """Give a value to the planner: the stored bytes if a planner encoded it, otherwise the value pickled by torch."""
     key = item.storage_index.fqn
     value = unflatten(_skeleton_of(stored, item), tensors)
     if key in stored.sharding.opaque:

@@ -1,9 +1,9 @@
 """Encodes torch's `Metadata` as the sharding object of a version, for `DcpWriter`, and decodes it, for `DcpReader`.
 
-The sharding object is JSON with the blocks of each tensor, and the path of each value in the state tree. It is not a
-pickle, as torch's own file of metadata is, because reading JSON executes no code. Shapes and dtypes are only in the
-tensor table, and values only in the state, so that nothing is stored twice. The blocks are checked against the table
-before memory is allocated for them. Torch calls the blocks of a tensor chunks.
+The sharding object is JSON with the blocks of each tensor, and the path of each value in the state tree. (A block is
+a chunk in torch's terms.) Torch itself stores its metadata as a pickle; reading JSON executes no code. Shapes and
+dtypes are only in the tensor table, and values only in the state, so that nothing is stored twice. The blocks are
+checked against the table before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ _MEMORY_FORMATS: Final = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """Description of a stored version for torch's planners. A planner flattens the state to a dict with these keys.
+    """Description of a stored version for torch's planners.
+
+    A key is a key of the dict to which a planner flattens the state.
 
     Attributes:
         metadata: torch's metadata, by key.
         names: names of the tensors in the tensor table, by key.
         paths: paths of the values in the state tree, by key.
-        opaque: keys of values in a format that only their planner can read.
+        opaque: keys of values that a planner encoded in its own format; only this planner can read them.
     """
 
     metadata: Metadata
@@ -69,7 +71,7 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
     Raises:
         ConfigError: see `planned_paths`; or the result is larger than `MAX_SHARDING_BYTES`.
     """
-    # As a skeleton, because JSON has no tuples, which the paths are.
+    # The paths are tuples. JSON has no tuples, but a skeleton represents them.
     skeleton, _ = flatten({"planner_data": planned_paths(metadata)})
     described = {
         "format": SHARDING_FORMAT,
@@ -96,9 +98,9 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
 
 
 def planned_paths(metadata: Metadata) -> Mapping[str, Path] | None:
-    """Return the path of each key of a save in the state tree; None if the planner did not flatten the state.
+    """Return, for each key of a save, its path in the state tree; None if the planner did not flatten the state.
 
-    Raises ConfigError: the planner's data is not a path for each key.
+    Raises ConfigError: the planner's data are not a dict with a path for each key.
     """
     try:
         return check_paths(metadata.planner_data)
@@ -113,12 +115,12 @@ def decode_sharding(raw: bytes, records: Mapping[str, TensorRecord], skeleton: A
 
     Raises:
         CorruptDataError: the object is damaged, or contradicts the table or the state.
-        ConfigError: it has a format that this version of datasvc does not support.
+        ConfigError: a later release of datasvc wrote the object.
     """
     try:
         described = json.loads(raw)
-        # Compare the format first: a later format may have other fields. Its ConfigError is a ValueError, so raise it
-        # after this block, where it is not reported as damage.
+        # Compare the format first: a later format may have other fields. Raise the ConfigError for a later format
+        # after this block: it is a ValueError, which is reported as damage here.
         is_later = int(described["format"]) > SHARDING_FORMAT
         sharding = None if is_later else _build_sharding(described, records, skeleton)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -138,14 +140,14 @@ def describe_unsharded(skeleton: Any, records: Mapping[str, TensorRecord], versi
         ConfigError: two values have the same key, or the state is not a dict.
         CorruptDataError: the state is damaged, or names tensors that are not in the table.
     """
-    # Meta tensors have a shape and a dtype, but no memory.
+    # Tensors on the device "meta" have a shape and a dtype, but no memory.
     placeholders = {
         name: torch.empty(record.shape, dtype=getattr(torch, record.dtype), device="meta")
         for name, record in records.items()
     }
     state = unflatten(skeleton, placeholders)
     try:
-        # torch's own function: the keys must be those that its default planner computes at the load.
+        # Use torch's own function, because its default planner computes the keys with it when it loads.
         flat, paths = flatten_state_dict(state)
     except (ValueError, AttributeError) as error:
         raise ConfigError(
@@ -194,7 +196,7 @@ def _encode_tensor(stored: TensorStorageMetadata) -> dict[str, Any]:
 
 def _decode_tensor(described: Mapping[str, Any], record: TensorRecord) -> TensorStorageMetadata:
     boxes = [(_sizes(start), _sizes(shape)) for start, shape in described["chunks"]]
-    # Elements that no chunk covers would keep their old values in the caller's tensor without an error. A chunk
+    # If no chunk covered an element, the caller's tensor would keep its old value there, without an error. A chunk
     # without elements is valid, but `is_tiling` does not accept it.
     if not is_tiling(record.shape, [box for box in boxes if math.prod(box[1])]):
         raise ValueError(f"the chunks of {record.name!r} do not cover each element exactly once")

@@ -1,8 +1,8 @@
 """Paths in the state tree, for the modules that save and load sharded checkpoints.
 
-Torch's planner flattens the tree to a dict. The path of a key of this dict is the place of its value in the tree:
-dict keys and list indices from the root. The planner's data maps each key to its path; it is None if the planner did
-not flatten the tree. Paths in a stored version are checked before a tree is built from them.
+Torch's planner flattens the tree to a dict. The path of a key of this dict leads from the root of the tree to the
+value: a tuple of dict keys and list indices. The planner's data maps each key to its path; it is None if the planner
+did not flatten the tree. Paths in a stored version are checked before a tree is built from them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Path = tuple[str | int, ...]
 
 
 def check_paths(planner_data: Any) -> Mapping[str, Path] | None:
-    """Check and return a planner's data: None, or a path for each key as a tuple of dict keys and list indices.
+    """Return a planner's data after a check of its form: None, or a dict with a path for each key.
 
-    Raises ValueError: the data has another form. The message names the key; the caller reports it with its own error.
+    Raises ValueError: the data has another form. The caller turns this into an error of its own.
     """
     if planner_data is None:
         return None
@@ -33,10 +33,11 @@ def check_paths(planner_data: Any) -> Mapping[str, Path] | None:
 def check_reach(skeleton: Any, paths: Iterable[Path]) -> None:
     """Raise CorruptDataError unless all paths exist in the skeleton of a state.
 
-    Trees are built from paths, so a path with a huge list index would allocate memory for elements that do not exist.
+    Without this check, a tree built from a path with a huge list index would take memory for elements that do not
+    exist.
     """
-    # Keep the children, by id of their parent, so that a wide dict is decoded once and not once per path. The ids are
-    # unique, because `skeleton` keeps all parents alive.
+    # Cache the children by id of their parent, so that a dict with many keys is decoded once, and not once per path.
+    # The ids are unique, because `skeleton` keeps all parents alive.
     children: dict[int, Any] = {}
     for path in paths:
         part = skeleton
@@ -68,7 +69,7 @@ def _children(part: Any, path: Path) -> Any:
     if not isinstance(part, dict):
         return part
     if "$dict" not in part:
-        # A key that begins with "$" marks an encoded value, such as a tensor or a tuple, which has no children.
+        # A key that begins with "$" marks an encoded value, such as a tensor or a tuple; no path leads into it.
         return None if any(name.startswith("$") for name in part) else part
     try:
         return {str(name): child for name, child in part["$dict"]}

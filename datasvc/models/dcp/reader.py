@@ -1,4 +1,4 @@
-"""`DcpReader`, a `StorageReader` of torch.distributed.checkpoint: loads model versions, sharded or not."""
+"""`DcpReader`, a `StorageReader` for torch.distributed.checkpoint: loads model versions, sharded or not."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class DcpReader(CheckpointIdMixin, StorageReader):
     """Load model versions through torch.distributed.checkpoint, sharded or not. Create one on every rank.
 
     A rank reads only the chunks that its plan needs, and verifies every byte. If a chunk is missing, damaged or
-    unavailable, it is read from the next repository with a good copy. Bad copies are in the report, and are logged as
-    warnings.
+    unavailable, it is read from the next repository that has a good copy. Bad copies are listed in the report, and
+    are logged as warnings.
 
     Args:
         path: repository: local folder or fsspec URL.
         name: name of the model; its newest version is read.
-        ref: version to read instead of `name`: "NAME@3" or "NAME@tag".
-        cache: the node's cache, or the folder of one that has a budget. It fetches each missing object once per node,
-            as a whole, from the repository or `fallback`.
-        peers: peers for a cache that is given by its folder.
+        ref: version to read instead of the newest of `name`: "NAME@3" or "NAME@tag".
+        cache: the node's cache, or its folder if the cache was created before, with a budget. It fetches each missing
+            object once per node, as a whole, from the repository or `fallback`.
+        peers: other nodes to fetch from; only if `cache` is a folder.
         fallback: other repositories, or their URLs, that may have copies of objects, in the order to try.
         trusted_keys: files of public keys, see `datasvc.models.restoring.stored_version.read_version`.
         planner_bytes: whether values in a planner's own format are given to the planner that loads. Use it only for
@@ -134,7 +134,7 @@ class DcpReader(CheckpointIdMixin, StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Add the coordinator's version to the plans, so that all ranks read it."""
         assert self._stored is not None, "torch reads the metadata before it plans"
-        # Each rank resolves the newest version by itself: during a concurrent save, ranks may get different ones.
+        # Each rank resolves the newest version by itself. During a concurrent save, ranks may get different versions.
         return [replace(plan, storage_data=self._stored.version.version) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -150,7 +150,7 @@ class DcpReader(CheckpointIdMixin, StorageReader):
         assert self._stored is not None, "torch reads the metadata before the data"
         with picklable_errors():
             stored = self._stored
-            # If this rank has resolved another version than the coordinator, read that of the coordinator.
+            # This rank may have resolved another version than the coordinator: read the coordinator's version.
             coordinator_version = plan.storage_data or stored.version.version
             if coordinator_version != stored.version.version:
                 ref = f"{stored.version.name}@{coordinator_version}"
@@ -171,7 +171,7 @@ class _UnreadMetadata(Metadata):
         self.error = error
 
     def __getattr__(self, name: str) -> Any:
-        # Python calls this only for absent attributes: of the fields of `Metadata`, this one has no default.
+        # Python calls this only for absent attributes. The other fields of `Metadata` have defaults in the class.
         if name == "state_dict_metadata":
             raise self.error
         raise AttributeError(name)

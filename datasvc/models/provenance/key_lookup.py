@@ -33,9 +33,9 @@ class KeyPlaces:
     Attributes:
         keys: `int64[n]`, index in the requested keys of each key that was found.
         shards: `int64[n]`, number of the key's shard in the shard table.
-        rows: `int64[n]`, row of the key in the shard, counted without deleted samples, as an access order counts.
-        lost: numbers of the shards that could not be searched, because their keys or the deletions of the split are
-            not in the repository.
+        rows: `int64[n]`, row of the key in the shard; deleted samples are not counted, as in an access order.
+        lost: numbers of the shards that could not be searched, because the repository lacks their keys or the list of
+            the deletions of the split.
     """
 
     keys: Integers
@@ -45,7 +45,7 @@ class KeyPlaces:
 
     @classmethod
     def join(cls, parts: Sequence[KeyPlaces]) -> KeyPlaces:
-        """Concatenate the places of several sets of keys in one split."""
+        """Join the results of several searches of one split."""
         return cls(
             concatenate(part.keys for part in parts),
             concatenate(part.shards for part in parts),
@@ -56,7 +56,7 @@ class KeyPlaces:
 
 
 class _Hits(NamedTuple):
-    """Requested keys that a stored shard contains, deleted samples included.
+    """Requested keys that a stored shard contains; keys of deleted samples are included.
 
     Attributes:
         keys: `int64[n]`, indices in the requested keys.
@@ -74,7 +74,7 @@ def find_places(
     *,
     shards: frozenset[Digest] | None = None,
 ) -> dict[Digest, KeyPlaces]:
-    """Return the places of keys in each of several splits, by shard table; deleted samples are left out.
+    """Return the places of keys in each of several splits, by digest of the shard table; omit deleted samples.
 
     Args:
         objects: objects of the repository.
@@ -83,7 +83,7 @@ def find_places(
         shards: digests of the shards to search; None searches all shards.
 
     Raises:
-        CorruptDataError, UnavailableError: a sample index, or a shard without one, cannot be read.
+        CorruptDataError, UnavailableError: a sample index, or a shard that has no sample index, cannot be read.
     """
     key_array = pa.array(keys, pa.string())
     indexes: dict[ObjectInfo, Digest | None] = {}  # sample index of each distinct shard; None if it has none
@@ -125,10 +125,10 @@ def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _H
     lost = set[int]()
     for number, shard in enumerate(table.shards()):
         if shard not in hits:
-            continue  # `find_places` was called for other shards only
+            continue  # `find_places` was not asked to search this shard
         hit = hits[shard]
-        # Without the deletions, a hit may be a deleted sample, and the rows of other hits are unknown: the shard is
-        # lost too.
+        # If the deletions are not in the repository, it is unknown which hits were deleted, and which rows the others
+        # have: count the shard as lost.
         if hit is None or (deletions is None and deleted[number] and len(hit.keys)):
             lost.add(number)
             continue
@@ -136,9 +136,9 @@ def _places_in(objects: Objects, table: ShardTable, hits: Mapping[ObjectInfo, _H
             continue
         kept_keys, kept_rows = hit.keys, hit.rows
         if deleted[number] and deletions is not None:
-            # The index of a stored row in `remaining_rows` is its row without deleted samples. If another row is at
-            # this index, the sample was deleted. A row after the last remaining one gets the index of the appended
-            # -1, which equals no stored row.
+            # The index of a stored row in `remaining_rows` is its row without deleted samples. If the row at this
+            # index is another one, the sample was deleted. For a deleted row after the last remaining row, the index
+            # is that of the appended -1, which equals no stored row.
             remaining_rows = deletions.kept_rows(number)
             kept_rows = np.searchsorted(remaining_rows, hit.rows)
             is_kept = np.append(remaining_rows, -1)[kept_rows] == hit.rows

@@ -25,8 +25,8 @@ class Served:
 
     Attributes:
         positions: `int64[n]`, positions in the epoch, ascending.
-        keys: `int64[n]`, number of the key served at each position, as in `KeyPlaces.keys`.
-        sources: `int64[n]`, number of the split of each key in the read order.
+        keys: `int64[n]`, index in the requested keys of the key served at each position.
+        sources: `int64[n]`, index in `ReadOrder.tables` of the split that serves each key.
     """
 
     positions: Integers
@@ -43,11 +43,12 @@ class KeyPositions:
     Args:
         order: read order.
         tables: shard tables by digest; must contain those of the order's splits.
-        places: shards and rows of the samples, by number of the split in the order; a split that has none of the
+        places: shards and rows of the samples, by index of the split in `order.tables`; a split that has none of the
             samples may be absent.
 
     Attributes:
-        keys: `int64[n]`, numbers of the keys that occur in the order; a key may occur several times.
+        keys: `int64[n]`, indices in the requested keys of those that the order serves; a key is repeated if several
+            splits have it.
         num_samples: number of samples of an epoch.
     """
 
@@ -94,8 +95,8 @@ class KeyPositions:
         # In a mixture, each split has an access order with a seed of its own.
         config = own_order(self._order.config, self._order.tables[source])
         size = int(counts.sum())
-        # An ordinal counts the samples of this split over all its epochs. An epoch of the mixture serves the ordinals
-        # from `start` to `stop`, which may be within epochs of the split.
+        # An ordinal numbers the samples of this split through all its epochs: from 0 in epoch 0, from `size` in epoch
+        # 1. An epoch of the mixture serves the ordinals from `start` to `stop`, which need not be whole split epochs.
         first_epoch, first_position = mixed.cursors(epoch, 0)[source]
         last_epoch, last_position = mixed.cursors(epoch + 1, 0)[source]
         start = first_epoch * size + first_position
@@ -103,10 +104,10 @@ class KeyPositions:
         ordinals, keys = [], []
         for split_epoch in mixed.own_epochs(source, epoch):
             split_positions = AccessOrder(counts, config, split_epoch).positions_of(places.shards, places.rows)
-            in_split_epoch = split_epoch * size + split_positions
-            is_served = (in_split_epoch >= start) & (in_split_epoch < stop)
-            ordinals.append(in_split_epoch[is_served])
+            split_ordinals = split_epoch * size + split_positions
+            is_served = (split_ordinals >= start) & (split_ordinals < stop)
+            ordinals.append(split_ordinals[is_served])
             keys.append(places.keys[is_served])
-        # `line_of` counts over all epochs of the mixture, so subtract the positions of earlier epochs.
+        # `line_of` returns positions counted through all epochs of the mixture; subtract those of earlier epochs.
         positions = mixed.line_of(source, concatenate(ordinals)) - epoch * self.num_samples
         return Served(positions, concatenate(keys), np.full(len(positions), source))

@@ -1,9 +1,7 @@
 """Host buffers: reusable host memory that holds a copy of a state while the training changes the original.
 
-A buffer keeps its memory between saves, so that a save only copies bytes. It allocates new memory only for a larger
-state, or for the first tensor on a CUDA device. A `CheckpointManager` has two buffers, which bounds its memory: one
-is written to the store while the next save fills the other. Changes of the originals after `copy` do not affect the
-copies.
+A buffer keeps its memory between saves, so that most saves allocate nothing. A `CheckpointManager` has only two
+buffers, to bound its memory: one is written to the store while the next save fills the other.
 """
 
 from __future__ import annotations
@@ -22,14 +20,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT: Final = 64  # bytes; a multiple of every element size, as `Tensor.view(dtype)` requires of an offset
+# Bytes. `Tensor.view(dtype)` requires an offset that is a multiple of the element size; 64 is one for every dtype.
+_ALIGNMENT: Final = 64
 _PAGE: Final = mmap.PAGESIZE
 _MADV_WIPEONFORK: Final = 18  # linux/mman.h; Python does not name it
 
 
 @dataclass(frozen=True)
 class HostCopies:
-    """Copies of tensors in host memory; their buffer must not be filled again while they are read.
+    """Copies of tensors in host memory. Do not copy another state to their buffer while they are read.
 
     Attributes:
         tensors: copies by the names of the originals; originals that share memory share one copy.
@@ -46,7 +45,7 @@ class HostCopies:
 
         longest_s = 0.0
         for device, began, ended in self._events:
-            # Select the device of the copies: the default, cuda:0, may be one that this process does not use.
+            # Without this, torch would create a context on the default GPU, cuda:0, which this process may not use.
             with torch.cuda.device(device):
                 ended.synchronize()
                 longest_s = max(longest_s, began.elapsed_time(ended) / 1000)
@@ -59,8 +58,8 @@ class HostBuffer:
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self._is_pinned = False
-        # Device for which pinning was tried, with or without success; None: not tried.
-        self._pinned_for: torch.device | None = None
+        # CUDA device for which pinning of the memory was tried, also if it failed; None: not tried.
+        self._pin_tried_for: torch.device | None = None
         # Reentrant, because `_grow` calls `release` while `copy` holds the lock.
         self._lock = threading.RLock()
 
@@ -87,10 +86,11 @@ class HostBuffer:
         with self._lock, torch.no_grad():
             first_cuda = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
             if nbytes:
-                self._grow(nbytes, pinned_for=first_cuda)
+                self._grow(nbytes, pin_for=first_cuda)
             for name, tensor in tensors.items():
                 offset = offsets[name]
-                # A tensor without elements takes no bytes: the tensor after it has the same offset.
+                # An empty tensor takes no bytes, so the next tensor has the same offset: add only the next one to
+                # `copy_by_offset`.
                 if not tensor.numel():
                     copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
                     continue
@@ -107,7 +107,7 @@ class HostBuffer:
         """
         with self._lock:
             if self._memory is None and other.capacity_bytes:
-                self._grow(other.capacity_bytes, pinned_for=other._pinned_for)
+                self._grow(other.capacity_bytes, pin_for=other._pin_tried_for)
                 assert self._memory is not None
                 self._memory.zero_()
 
@@ -118,16 +118,19 @@ class HostBuffer:
                 import torch
 
                 torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())  # type: ignore[no-untyped-call]
-            self._memory, self._is_pinned, self._pinned_for = None, False, None
+            self._memory, self._is_pinned, self._pin_tried_for = None, False, None
 
-    def _grow(self, nbytes: int, *, pinned_for: torch.device | None) -> None:
-        """Replace the memory unless it has `nbytes` bytes and, if a CUDA device is given, was allocated for one."""
-        # Memory is pinned only when it is allocated. So the first tensor on a CUDA device always needs new memory.
-        if nbytes <= self.capacity_bytes and (self._pinned_for is not None or pinned_for is None):
+    def _grow(self, nbytes: int, *, pin_for: torch.device | None) -> None:
+        """Allocate new memory if the present one is too small, or if it must be pinned and this was not tried yet.
+
+        `pin_for`: CUDA device that will copy to the memory. Memory is pinned only when it is allocated.
+        """
+        must_pin = pin_for is not None and self._pin_tried_for is None
+        if nbytes <= self.capacity_bytes and not must_pin:
             return
         self.release()
-        self._memory, self._pinned_for = _map_memory(nbytes), pinned_for
-        self._is_pinned = pinned_for is not None and _pin(self._memory, pinned_for)
+        self._memory, self._pin_tried_for = _map_memory(nbytes), pin_for
+        self._is_pinned = pin_for is not None and _pin(self._memory, pin_for)
 
     def _fill(self, offset: int, tensor: torch.Tensor, start_events: dict[torch.device, Any]) -> torch.Tensor:
         """Copy a tensor into the memory at `offset` and return the copy.
@@ -142,9 +145,9 @@ class HostBuffer:
         if tensor.is_cuda:
             if tensor.device not in start_events:
                 start_events[tensor.device] = _record_event(tensor.device)
-            # The tensor may belong to another stream, which must not reuse its memory before the copy has run.
+            # The tensor may belong to another stream: that stream must not reuse its memory before the copy has run.
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
-            # Conjugate and negate on the device: `copy_` would do it on the host, before the bytes have arrived.
+            # Conjugate and negate on the device: `copy_` would do both on the host, before the bytes have arrived.
             copied.copy_(tensor.resolve_conj().resolve_neg(), non_blocking=True)
         else:
             copied.copy_(tensor)
@@ -181,8 +184,8 @@ def _map_memory(nbytes: int) -> torch.Tensor:
             f"cannot allocate {nbytes} bytes for a copy of the state ({error}); background saves need two such "
             "copies, datasvc.models.save() needs none"
         ) from error
-    # Huge pages mean fewer page faults. Forked children, such as workers of a loader, get zeros instead of the
-    # memory: otherwise they share its pages, and the kernel copies each page that the next save writes.
+    # Huge pages cause fewer page faults. WIPEONFORK gives zeros to forked children, such as workers of a loader. If
+    # they shared the pages, the kernel would copy each page that the next save writes.
     for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
         try:
             mapped.madvise(advice)
@@ -192,7 +195,7 @@ def _map_memory(nbytes: int) -> torch.Tensor:
 
 
 def _record_event(device: torch.device) -> Any:
-    """Record an event with its time on the current stream of a device, and return it."""
+    """Record a timed event on the current stream of a device, and return the event."""
     import torch
 
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -205,12 +208,14 @@ def _pin(memory: torch.Tensor, device: torch.device) -> bool:
     import torch
 
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    # Select a device that this process uses: a call for another device would allocate a context there.
+    # Without this, CUDA would create a context on the current device, which this process may not use.
     with torch.cuda.device(device):
         result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:
         logger.warning(
-            "%d bytes cannot be pinned (%s): saves from CUDA stop the training longer", memory.numel(), result
+            "%d bytes cannot be pinned (%s): each save from a GPU will stop the training longer",
+            memory.numel(),
+            result,
         )
         return False
     return True

@@ -16,8 +16,8 @@ Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 
 CHUNK_BYTES: Final = 8 << 20
-# A regular tiling needs few comparisons per chunk. A table that needs more comparisons than this in total is rejected
-# as invalid, because it may be an attack.
+# A regular tiling needs few comparisons per box. Boxes of a tensor that need more comparisons than this are rejected
+# as invalid, because they may be an attack.
 _MAX_COMPARISONS: Final = 50_000_000
 
 
@@ -41,19 +41,19 @@ def plan_chunks(shape: Shape, item_bytes: int, *, chunk_bytes: int = CHUNK_BYTES
 
 
 def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:
-    """Return whether every element of a tensor of `shape` is in exactly one of `boxes`. No box may be empty."""
-    if len(boxes) == 1:
+    """Return whether every element of a tensor of `shape` is in exactly one of `boxes`, and no box is empty."""
+    if len(boxes) == 1:  # most tensors: answer fast
         return boxes[0] == ((0,) * len(shape), shape) and 0 not in shape
     if not all(is_inside(box, shape) and 0 not in box[1] for box in boxes):
         return False
-    # Boxes tile the tensor if they are inside of it, have as many elements as it, and do not overlap.
+    # Boxes tile the tensor if they are inside the tensor, have as many elements as the tensor, and do not overlap.
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
     return not boxes or not _overlap(boxes)
 
 
 def is_inside(box: Box, shape: Shape) -> bool:
-    """Return whether a box is a block of a tensor of `shape`; it may be empty."""
+    """Return whether a box lies inside a tensor of `shape`. Empty boxes are allowed."""
     start, size = box
     if not len(start) == len(size) == len(shape):
         return False
@@ -70,7 +70,10 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def slices(box: Box, *, origin: Shape | None = None) -> tuple[slice, ...]:
-    """Return a box as an index into an array whose first element is at `origin` of the tensor, by default at 0."""
+    """Return slices that select a box of a tensor in an array, which holds the part of the tensor from `origin` on.
+
+    Default of `origin`: the first element of the tensor.
+    """
     offsets = origin or (0,) * len(box[0])
     return tuple(
         slice(start - offset, start - offset + num) for start, num, offset in zip(*box, offsets, strict=True)
@@ -78,19 +81,21 @@ def slices(box: Box, *, origin: Shape | None = None) -> tuple[slice, ...]:
 
 
 def _overlap(boxes: Sequence[Box]) -> bool:
-    """Return whether two boxes overlap, by a sweep along the dimension with most distinct starts."""
+    """Return True if two boxes overlap, or if finding out takes more than `_MAX_COMPARISONS` comparisons.
+
+    The boxes are sorted along the dimension with the most distinct starts.
+    """
     starts = np.array([start for start, _ in boxes], np.int64)
     stops = starts + np.array([size for _, size in boxes], np.int64)
     swept = max(range(starts.shape[1]), key=lambda dimension: len(np.unique(starts[:, dimension])))
     order = np.argsort(starts[:, swept], kind="stable")
     starts, stops = starts[order], stops[order]
-    # Compare each box only with the boxes [first, end): they are after it in this order, and start before its stop.
+    # Compare each box only with boxes `first` to `end`, which follow in this order and start before the box stops.
     ends = np.searchsorted(starts[:, swept], stops[:, swept], side="left")
     firsts = np.arange(1, len(boxes) + 1)
     if int(np.maximum(ends - firsts, 0).sum()) > _MAX_COMPARISONS:
-        # It is not known whether boxes overlap. The caller rejects the boxes, as the limit demands.
         return True
-    # One vectorised comparison per box: with a hundred thousand boxes a loop over pairs would take minutes.
+    # Compare a box with all of these at once: with a hundred thousand boxes, a loop over pairs would take minutes.
     for index, (first, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
         if first < end:
             # Two boxes are disjoint if they are apart in at least one dimension.

@@ -22,19 +22,23 @@ if TYPE_CHECKING:
     import torch
 
 STATE_FORMAT: Final = 1
-# Limit of a reader: enough for the names of two million tensors, or for the random states of 36,000 ranks. Larger
-# values should be tensors: JSON values take about twenty times as much memory.
+# Largest state object that is written or read: enough for the names of two million tensors, or for the random states
+# of 36,000 ranks. The limit bounds memory: parsed JSON takes about twenty times as much memory as tensors.
 MAX_STATE_BYTES: Final = 256 << 20
 _MAX_DEPTH: Final = 100
-# Characters of a path, in trees from an untrusted file. Every path repeats the keys above it, so a few long keys
-# could take much memory.
+# Longest path in a tree from an untrusted file. Each path repeats the keys above it, so a few long keys could take
+# much memory.
 _MAX_PATH_CHARS: Final = 1 << 16
 
 
 class _TensorCollector(dict[str, "torch.Tensor"]):
-    """Tensors of a tree by name. `nodes_left`: how many more values the tree may have; infinite: no limit."""
+    """Tensors of a tree by name.
 
-    nodes_left: float = math.inf
+    Attributes:
+        values_left: how many more values the tree may have; infinite if the tree is not from an untrusted file.
+    """
+
+    values_left: float = math.inf
 
 
 def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -42,16 +46,16 @@ def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str,
 
     Args:
         state: state tree.
-        max_nodes: largest number of values; a value that occurs in several places counts each time. None: no limit.
-            Set it for a tree from an untrusted file, which may refer to one list many times.
+        max_nodes: maximum number of values, dicts and lists included. Set it for a tree from an untrusted file; it
+            limits the lengths of paths too. None: no limit.
 
     Raises:
-        ConfigError: a leaf can be stored neither as JSON nor as a tensor, and the message names it; or the tree is
-            nested too deep, or has too many values or too long paths for an untrusted file.
+        ConfigError: a leaf can be stored neither as JSON nor as a tensor (the message names the leaf); or the tree is
+            nested too deep, or exceeds a limit for untrusted files.
     """
     tensors = _TensorCollector()
     if max_nodes is not None:
-        tensors.nodes_left = max_nodes
+        tensors.values_left = max_nodes
     return _flatten(state, "", tensors, 0), dict(tensors)
 
 
@@ -64,7 +68,7 @@ def encode_state(skeleton: Any) -> bytes:
     """Return the bytes of a state object with a skeleton from `flatten`; the order of keys is kept.
 
     Raises:
-        ConfigError: the bytes exceed the limit of a reader.
+        ConfigError: there are more than `MAX_STATE_BYTES`.
     """
     raw = json.dumps({"format": STATE_FORMAT, "state": skeleton}, allow_nan=False).encode()
     if len(raw) > MAX_STATE_BYTES:
@@ -76,7 +80,12 @@ def encode_state(skeleton: Any) -> bytes:
 
 
 def decode_state(raw: bytes, version: str) -> Any:
-    """Return the skeleton in a state object of `version`. Raises CorruptDataError; ConfigError: a later format."""
+    """Return the skeleton in a state object of `version`.
+
+    Raises:
+        CorruptDataError: the bytes are not a state object.
+        ConfigError: a later release of datasvc wrote the object.
+    """
     try:
         stored = json.loads(raw)
         state_format = int(stored["format"])
@@ -93,16 +102,16 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
 
     if depth > _MAX_DEPTH:
         raise ConfigError(f"the state at {path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
-    # Count each occurrence: an untrusted file may refer to one list many times.
-    tensors.nodes_left -= 1
-    is_untrusted = tensors.nodes_left < math.inf
-    if tensors.nodes_left < 0 or (is_untrusted and len(path) > _MAX_PATH_CHARS):
-        raise ConfigError(f"the state has too many values or too long names, at {path[:60]}...")
+    # Count a value each time it occurs: an untrusted file may refer to one list many times.
+    tensors.values_left -= 1
+    is_untrusted = tensors.values_left < math.inf  # see `_TensorCollector`
+    if tensors.values_left < 0 or (is_untrusted and len(path) > _MAX_PATH_CHARS):
+        raise ConfigError(f"the state has too many values or too long paths of keys, at {path[:60]}...")
     if isinstance(value, np.ndarray):
         value = _from_numpy(value, path)
     if isinstance(value, torch.Tensor):
         name = path or "tensor"
-        # {"a.b": x, "a": {"b": y}} has the path a.b twice: the second name becomes a.b'.
+        # {"a.b": x, "a": {"b": y}} has the path a.b twice: the second tensor is named a.b'.
         while name in tensors:
             name += "'"
         tensors[name] = value
@@ -122,7 +131,7 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         return _flatten_mapping(value, path, tensors, depth)
     raise ConfigError(
         f"state value {path or '(root)'} is a {type(value).__name__}, which cannot be stored without pickle; "
-        "store tensors, numbers, strings, lists, tuples and dicts of them, such as its state_dict()"
+        "store tensors, numbers, strings, or lists, tuples and dicts of these, for example the value's state_dict()"
     )
 
 
@@ -130,7 +139,7 @@ def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: _TensorCollec
     for key in value:
         if not isinstance(key, str | int) or isinstance(key, bool):
             raise ConfigError(
-                f"state key {key!r} at {path or '(root)'} is neither a string nor an int; use str() of it as the key"
+                f"state key {key!r} at {path or '(root)'} is neither a string nor an int; convert it with str()"
             )
     flat = {key: _flatten(item, _join(path, key), tensors, depth + 1) for key, item in value.items()}
     if all(isinstance(key, str) and not key.startswith("$") for key in flat):
@@ -140,7 +149,7 @@ def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: _TensorCollec
 
 def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
     if depth > _MAX_DEPTH:
-        raise CorruptDataError("the state is nested deeper than any that datasvc writes")
+        raise CorruptDataError(f"the state is nested deeper than {_MAX_DEPTH} levels, which datasvc never writes")
     deeper = depth + 1
     if isinstance(value, list):
         return [_unflatten(item, tensors, deeper) for item in value]
@@ -171,8 +180,8 @@ def _from_numpy(value: np.ndarray[Any, Any], path: str) -> torch.Tensor:
     import torch
 
     try:
-        # torch accepts neither other byte orders nor negative strides. `ascontiguousarray` makes a scalar an array of
-        # one element, so restore the shape.
+        # torch accepts neither a foreign byte order nor negative strides. `ascontiguousarray` makes an array of one
+        # element from a scalar, so restore the shape.
         native = np.ascontiguousarray(value.astype(value.dtype.newbyteorder("="), copy=False))
         return torch.from_numpy(native.reshape(value.shape))
     except TypeError as error:

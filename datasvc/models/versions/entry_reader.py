@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from datasvc.repository import Entry, Repository, Resolved
 
-# Entries to read at once. In a run each version is the parent of the next, so the predecessor is usually read next.
+# Entries to read at once. Lineage goes from a version to its parent, usually the version before, so an entry is read
+# together with those before it.
 _BATCH: Final = 32
 
 
 class EntryReader:
-    """Reads the entries of models in a repository, and keeps each entry as it was at its first read."""
+    """Reads the entries of models in a repository, and keeps each entry in memory as it was at its first read."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
@@ -21,34 +22,36 @@ class EntryReader:
         self._entries: dict[str, dict[int, Entry]] = {}
 
     def numbers(self, model: str) -> Collection[int]:
-        """Return the numbers of all versions at the first call, ascending. Raises UnavailableError."""
+        """Return the numbers, ascending, of all versions that existed at the first call for the model.
+
+        Raises UnavailableError: the log cannot be listed.
+        """
         if model not in self._numbers:
             # A dict is an ordered set here: callers iterate in order, and often test whether it contains a number.
             self._numbers[model] = dict.fromkeys(self._repository.versions("models", model).numbers())
         return self._numbers[model].keys()
 
     def entry(self, model: str, number: int) -> Entry:
-        """Return the entry of a version. Raises as `Log.read`."""
+        """Return the entry of a version. For errors see `Log.read`."""
         cached = self._entries.setdefault(model, {})
         if number not in cached:
             listed = list(self.numbers(model))
-            # Read also the versions before `number`; see `_BATCH`.
             stop = bisect_right(listed, number)
-            # A version that was committed after the listing is not in `listed`: add it.
-            self._read(model, {*listed[max(0, stop - _BATCH) : stop], number})
-        # An unreadable entry is not cached. Read it again for its error: only the caller that needs it fails.
+            # Add `number` itself: a version that was committed after the listing is not in `listed`.
+            self._fill_cache(model, {*listed[max(0, stop - _BATCH) : stop], number})
+        # `_fill_cache` leaves out damaged entries. If this entry is one of them, read it again to raise its error.
         return cached[number] if number in cached else self._repository.entry(Resolved("models", model, number))
 
     def entries(self, model: str) -> list[Entry]:
-        """Return all entries of a model, oldest first. Raises as `Log.read`."""
-        self._read(model, self.numbers(model))
+        """Return all entries of a model, oldest first. For errors see `Log.read`."""
+        self._fill_cache(model, self.numbers(model))
         return [self.entry(model, number) for number in self.numbers(model)]
 
     def content(self, model: str, number: int) -> Mapping[str, Any]:
-        """Return the content of the entry of a version. Raises as `Log.read`."""
+        """Return the content of the entry of a version. For errors see `Log.read`."""
         return self.entry(model, number).content
 
-    def _read(self, model: str, numbers: Iterable[int]) -> None:
+    def _fill_cache(self, model: str, numbers: Iterable[int]) -> None:
         cached = self._entries.setdefault(model, {})
         missing = [number for number in numbers if number not in cached]
         readable, _ = self._repository.versions("models", model).try_entries(missing)

@@ -104,9 +104,9 @@ def test_memory_that_cannot_be_pinned_is_used_all_the_same_and_not_asked_for_aga
     monkeypatch.setattr(staging_buffer, "_pin", lambda memory, device: asked.append((memory.numel(), device)))
     buffer, other, device = HostBuffer(), HostBuffer(), torch.device("cuda", 1)
     for _ in range(3):
-        buffer._grow(5000, pinned_for=device)
+        buffer._grow(5000, pin_for=device)
     other.reserve_like(buffer)
-    other._grow(5000, pinned_for=device)
+    other._grow(5000, pin_for=device)
     assert asked == [(8192, device)] * 2
 
 
