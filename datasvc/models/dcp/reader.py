@@ -40,8 +40,8 @@ class DcpReader(CheckpointIdMixin, StorageReader):
         path: repository: local folder or fsspec URL.
         name: name of the model; its newest version is read.
         ref: version to read instead of the newest of `name`: "NAME@3" or "NAME@tag".
-        cache: the node's cache, or its folder if the cache was created before, with a budget. It fetches each missing
-            object once per node, as a whole, from the repository or `fallback`.
+        cache: the node's cache, or its folder; the cache must have a budget. It fetches each missing object once per
+            node, as a whole, from the repository or `fallback`.
         peers: other nodes to fetch from; only if `cache` is a folder.
         fallback: other repositories, or their URLs, that may have copies of objects, in the order to try.
         trusted_keys: files of public keys, see `datasvc.models.restoring.stored_version.read_version`.

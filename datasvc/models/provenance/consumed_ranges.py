@@ -23,7 +23,7 @@ from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
 
 _MIXTURE_FORMAT = 1
-_MAX_EPOCHS = 1 << 20  # of one segment: limits the loop over the epochs of an invalid entry
+_MAX_EPOCHS = 1 << 20  # of one segment; without a limit, an invalid entry could cause an almost endless loop
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class ReadOrder:
     """Order in which a loader reads: with an epoch number, it determines the sample at each position.
 
     Attributes:
-        tables: digests of the shard tables of the splits; a single one without a mixture.
+        tables: digests of the shard tables of the splits; without a mixture there is one.
         config: parameters of the access order.
         mix: weights of the mixture; None for a single split.
-        names: names of the splits, such as "digits@1/train". Not compared: equal orders serve the same samples,
-            whatever the names.
+        names: names of the splits, such as "digits@1/train". Not compared: orders that differ only in names serve
+            the same samples.
     """
 
     tables: tuple[Digest, ...]
@@ -59,9 +59,9 @@ class Segment:
 
     Attributes:
         order: order in which the samples were read.
-        span: span of the run that contains the range; its first batch starts at `span.start`.
-        own_start: epoch and position at which the range starts; an ancestor consumed the span before this position.
-            The range ends at `span.stop`.
+        span: span of the run that contains the range; the first batch of the span starts at `span.start`.
+        own_start: epoch and position at which the range starts; an ancestor consumed the part of the span before
+            this position. The range ends at `span.stop`.
         stop_step: number of optimizer steps at the end of the span; None if unknown.
     """
 
@@ -78,7 +78,7 @@ class EpochPart(NamedTuple):
         epoch: number of the epoch, counted from 0.
         start: first position of the part.
         stop: first position after the part.
-        first: first position of the first batch of this epoch, at most `start`.
+        first: position at which the batches of this epoch start; at most `start`.
         step: number of optimizer steps before the batch at `first`; None if unknown.
         global_batch: number of samples of a step over all ranks; None if unknown.
         is_certain: False if it is unknown whether the last positions were dropped, because the entry does not record
@@ -149,7 +149,7 @@ def own_segments(use: DataUse, earlier: DataUse | None, *, step: int | None) -> 
 
     Args:
         use: data use of the version.
-        earlier: data use of that ancestor; if `use` has spans, the ancestor is of the same run. None if there is no
+        earlier: data use of that ancestor, which must be of the same run if `use` has spans; None if there is no
             such ancestor.
         step: number of optimizer steps of the version's weights; None if unknown.
 
@@ -169,16 +169,16 @@ def own_segments(use: DataUse, earlier: DataUse | None, *, step: int | None) -> 
 def _new_segments(
     order: ReadOrder, spans: Sequence[ReadSpan], earlier: Sequence[ReadSpan], step: int | None
 ) -> list[Segment]:
-    """Return segments for `spans` of a run, without the `earlier` spans that an ancestor of the run recorded."""
-    # Both record the run from its beginning, so the spans that both have come first.
+    """Return segments for `spans`, without the `earlier` spans, which an ancestor of the same run recorded."""
+    # Both record the run from its beginning, so the first spans are the same in both.
     num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(spans, earlier, strict=False)))
     new = spans[num_same:]
     starts = [span.start for span in new]
     if new and num_same < len(earlier) and new[0].start == earlier[num_same].start:
-        # The first new span is an earlier span that is longer now: only the added part is new. If the run was reset
-        # to a position within this span, it is shorter now, and nothing of it is new.
+        # The first new span is the ancestor's last one with another end. If it is longer now, only the added part is
+        # new. If it is shorter, because the run was reset to a position within it, nothing is new.
         starts[0] = min(earlier[num_same].stop, new[0].stop)
-    # A span ends at the step at which the next one starts, the last span at the version's step.
+    # A span ends at the step at which the next one starts. The last span ends at the version's step.
     stop_steps = [*(span.step for span in spans[1:]), step][num_same:]
     return [
         Segment(order, span, start, stop_step)
@@ -191,7 +191,7 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
     """Yield the parts of a segment, one per epoch of `num_samples` samples.
 
     Raises:
-        ConfigError: a position is outside the epoch, or the segment has more than `2**20` epochs.
+        ConfigError: a position is outside the epoch, or the segment has more than `_MAX_EPOCHS` epochs.
     """
     span = segment.span
     if max(span.start[1], span.stop[1], segment.own_start[1]) > num_samples:
@@ -202,13 +202,13 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
         raise ConfigError(
             f"the range from (epoch, position) {span.start} to {span.stop} has more than {_MAX_EPOCHS} epochs"
         )
-    # Report steps only if the batches determine them.
+    # If a step did not always consume one batch, the step of a position is unknown.
     step = span.step if _has_batch_per_step(segment, num_samples) else None
     for epoch in range(span.start[0], span.stop[0] + 1):
         first = span.start[1] if epoch == span.start[0] else 0
         ends_here = epoch == span.stop[0]
         stop = span.stop[1] if ends_here else _stop_of_batches(first, num_samples, span)
-        # `first` is where the batches of this epoch start, `start` is where the version's own part starts.
+        # The batches of this epoch start at `first`, the version's own part at `start`.
         start = max(first, segment.own_start[1]) if epoch == segment.own_start[0] else first
         # An ancestor consumed the epochs before `own_start`. Here they only advance the step.
         if epoch >= segment.own_start[0] and start < stop:
@@ -225,7 +225,7 @@ def _has_known_tail(span: ReadSpan) -> bool:
 def _stop_of_batches(first: int, num_samples: int, span: ReadSpan) -> int:
     """Return the position after the last batch of an epoch whose batches start at `first`.
 
-    If it is unknown whether samples were dropped, assume that none were: `EpochPart.is_certain` is then False.
+    If it is unknown whether samples were dropped, assume that they were not; `EpochPart.is_certain` is then False.
     """
     if span.tail != "drop" or span.global_batch is None:
         return num_samples
@@ -240,7 +240,7 @@ def _steps_to_end(first: int, num_samples: int, span: ReadSpan) -> int:
 
 
 def _has_batch_per_step(segment: Segment, num_samples: int) -> bool:
-    """Return whether the span has one batch per optimizer step; if not, the step of a batch is unknown."""
+    """Return whether it is known that each optimizer step of the span consumed one batch."""
     span = segment.span
     if span.step is None or segment.stop_step is None or span.global_batch is None or span.tail is None:
         return False

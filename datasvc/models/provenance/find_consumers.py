@@ -1,7 +1,7 @@
-"""Find the versions that consumed given samples, with epoch and step, from recorded read orders and positions.
+"""Finds the versions that consumed given samples, with epoch and step, from recorded read orders and positions.
 
 Training does not record samples. The read order determines the position of each sample in an epoch, and the entry of
-a version records the positions that were consumed up to its weights. A version has also consumed the samples of the
+a version records the positions that its training has consumed. A version has also consumed the samples of the
 versions that it continues. Samples that a run served after its last checkpoint belong to no version. A sample that
 could not be decoded, and was masked, counts as consumed: only the ledger of the run records that it was masked.
 
@@ -40,7 +40,7 @@ def find_consumers(
     data: str | None = None,
     split: str | None = None,
 ) -> ConsumerReport:
-    """Find the versions that consumed some samples in their own training, or in that of a version they continue.
+    """Find the versions that consumed given samples in their own training, or in that of a version they continue.
 
     Args:
         repository: repository of the versions and of the data sets that they read.
@@ -48,8 +48,8 @@ def find_consumers(
         keys: keys of the samples. Give either this or `deleted_in`.
         deleted_in: a data-set version. Search for the samples that it deleted, in every data set that uses a shard
             which contained them.
-        data: match the keys only in this data set or version. With `deleted_in`, match them in this data set as well,
-            even if no shard is in common.
+        data: a data set or version. With `keys`, search only in it. With `deleted_in`, search in it too, even if it
+            uses none of these shards.
         split: match the keys only in splits of this name.
 
     Raises:
@@ -90,9 +90,9 @@ class _ConsumerSearch:
         self._keys = [key for query in queries for key in query.keys]
         self._planned = plan_segments(ancestry)
         self._gaps = {name: list(planned.gaps) for name, planned in self._planned.items()}
-        # None for a table that is not in this repository.
+        # Shard tables by digest; None if a table is not in this repository.
         self._tables: dict[Digest, ShardTable | None] = {}
-        # Versions that read in an order, as the keys of a dict, which keeps them in order of insertion.
+        # Versions that read in each order; the inner dict is an ordered set.
         self._versions_of: dict[ReadOrder, dict[str, None]] = {}
 
     def run(self) -> ConsumerReport:
@@ -142,8 +142,8 @@ class _ConsumerSearch:
         return [(name, batch) for _, name, batch in sorted(numbered, key=lambda item: item[0])]
 
     def _positions_by_order(self) -> dict[ReadOrder, KeyPositions]:
-        """Return key positions for each order that may contain the samples; note a gap for data that is missing."""
-        # Equal orders may have different names for their splits, and a query applies if one of the names matches.
+        """Return key positions for each order that may contain the samples; add a gap for data that is missing."""
+        # Equal orders may have different names for a split. A query applies to the split if one of them matches.
         names_of: dict[ReadOrder, list[set[str]]] = {}
         for version, planned in self._planned.items():
             for order in (consumed.segment.order for consumed in planned.consumed):
@@ -154,8 +154,8 @@ class _ConsumerSearch:
         relevant = [order for order, names in names_of.items() if self._may_have_samples(order, names)]
         self._tables = read_tables(self._objects, {digest for order in relevant for digest in order.tables})
         lookups = {order: self._plan_lookups(order, names_of[order]) for order in relevant}
-        # Search only orders that have lookups and all their shard tables, because the positions depend on the tables
-        # of all splits.
+        # Search an order only if it has lookups, and if all its shard tables are here: positions depend on all of
+        # them.
         usable = [order for order in relevant if any(lookups[order]) and self._has_all_tables(order)]
         places = self._find_places({lookup for order in usable for split in lookups[order] for lookup in split})
         tables = {digest: table for digest, table in self._tables.items() if table is not None}
@@ -174,14 +174,14 @@ class _ConsumerSearch:
         return by_order
 
     def _may_have_samples(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
-        # The shard tables are not read yet, so assume that every order has shards of a deletion.
+        # The shard tables are not read yet, so assume that every order has shards from which samples were deleted.
         return any(
             query.deletion is not None or any(map(query.matches_whole_split, names, order.tables))
             for query in self._queries
         )
 
     def _plan_lookups(self, order: ReadOrder, names_of_splits: Sequence[set[str]]) -> list[list[_Lookup]]:
-        """Return the lookups for each split of an order; note a gap for a split that may or may not have samples."""
+        """Return the lookups for each split of an order; add a gap if it is unknown whether a split has samples."""
         lookups: list[list[_Lookup]] = [[] for _ in order.tables]
         for number, query in enumerate(self._queries):
             splits = zip(lookups, names_of_splits, order.tables, order.names, strict=True)
@@ -197,8 +197,8 @@ class _ConsumerSearch:
                 elif query.is_of_deletion_dataset(names) and table is None:
                     self._add_missing_table(order, digest, name)
                 elif query.is_of_deletion_dataset(names) and digest not in deletion.tables:
-                    # `deletion.shards` has only the shards of versions in this repository. The table is of a version
-                    # that is not here, so the samples may also be in its other shards.
+                    # `deletion.shards` has only shards of versions in this repository. This table is of a version
+                    # that is not here, so other shards of the table may have the samples.
                     self._add_gap(
                         order,
                         f"it read {name} of shard table {digest[:12]}..., which belongs to no version of "
@@ -221,13 +221,13 @@ class _ConsumerSearch:
             query = self._queries[number]
             shards = None if in_all or query.deletion is None else query.deletion.shards
             for digest, in_query in find_places(self._objects, tables, query.keys, shards=shards).items():
-                # `find_places` numbers the keys within the query.
+                # `find_places` returns indices in `query.keys`; convert them to indices in `_keys`.
                 in_search = replace(in_query, keys=in_query.keys + first_keys[number])
                 places[_Lookup(number, digest, in_all)] = in_search
         return places
 
     def _has_all_tables(self, order: ReadOrder) -> bool:
-        """Return whether all shard tables of an order are in the repository; note a gap for each missing one."""
+        """Return whether all shard tables of an order are in the repository; add a gap for each missing one."""
         missing = [split for split in zip(order.tables, order.names, strict=True) if self._tables[split[0]] is None]
         for digest, name in missing:
             self._add_missing_table(order, digest, name)
@@ -237,12 +237,12 @@ class _ConsumerSearch:
         self._add_gap(order, f"it read {name} of shard table {digest[:12]}..., which is not in this repository")
 
     def _add_gap(self, order: ReadOrder, gap: str) -> None:
-        """Note a gap for each version that read in an order."""
+        """Add a gap to each version that read in an order."""
         for version in self._versions_of[order]:
             self._gaps[version].append(gap)
 
     def _parts(self, name: str, consumed: Consumed, positions: KeyPositions) -> list[EpochPart]:
-        """Return the parts of a segment by epoch; note a gap if the entry's record is invalid or incomplete."""
+        """Return the parts of a segment by epoch; add a gap if the entry's record is invalid or incomplete."""
         try:
             parts = list(parts_of(consumed.segment, positions.num_samples))
         except ConfigError as error:
@@ -277,7 +277,7 @@ def _bits(numbers: Integers, size: int) -> Bits:
     """Return the set of samples with these numbers, of `size` samples in total."""
     flags = np.zeros(size, np.bool_)
     flags[numbers] = True
-    # Use one bit per sample, because there are two sets for each version.
+    # One bit per sample instead of one byte, because each version has two such sets.
     return np.packbits(flags, bitorder="little")
 
 

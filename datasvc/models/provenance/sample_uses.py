@@ -26,12 +26,12 @@ class SampleUse(NamedTuple):
 
     Attributes:
         key: key of the sample.
-        data: split that it came from, such as "imagenet@3/train".
-        version: version whose training consumed it; "digits-cnn@3 elsewhere" if it is only in another
-            repository. The use also counts for all versions that continue this one.
+        data: split of the sample, such as "imagenet@3/train".
+        version: version whose training consumed the sample; "digits-cnn@3 elsewhere" if the version is only in
+            another repository. The use also counts for all versions that continue this one.
         epoch: epoch of the split, or of the mixture if the run read one.
         position: position in that epoch.
-        step: optimizer step that consumed it, counted from 1; None if the entry does not determine it.
+        step: optimizer step that consumed the sample, counted from 1; None if unknown.
         is_certain: False if the sample may have been dropped at the end of an epoch, because the entry does not
             record the batch size.
     """
@@ -53,8 +53,8 @@ class VersionUses:
         name: name of the version, such as "digits-cnn@3".
         num_samples: number of distinct samples that it or an ancestor consumed.
         num_own: number of distinct samples that its own training consumed.
-        is_complete: False if a part of its consumption, or of that of an ancestor, is unknown. Then `num_samples` is
-            a lower bound.
+        is_complete: False if it is unknown what a part of its training, or of an ancestor's, consumed. Then
+            `num_samples` is a lower bound.
     """
 
     name: str

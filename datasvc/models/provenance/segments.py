@@ -2,8 +2,8 @@
 
 An entry records the whole run up to its version. So that no sample counts twice, a version adds only the segments
 that its nearest ancestor with the same run and order does not have. A gap is a line of text about consumption that is
-unknown. A copy of a version in another repository may lack its ancestors, so the entry of the copy has their
-segments in its field `history`, which `history_of` computes.
+unknown. A version may be copied to another repository without its ancestors. Therefore the entry of the copy has the
+segments of the ancestors in its field `history`, which `history_of` computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Repository
 
 _ELSEWHERE: Final = " elsewhere"  # follows the name of a version that is only in another repository
-_RunOrder = tuple[str | None, ReadOrder]  # a run, or None for any run; and the order in which it read
+_RunOrder = tuple[str | None, ReadOrder]  # the id of a run, or None for any run; and a read order
 
 
 class Consumed(NamedTuple):
@@ -52,7 +52,7 @@ class PlannedVersion:
 
 def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
     """Return the segments that each version added, parents before children; an invalid record becomes a gap."""
-    # By version: for each run and order, the use of the version itself, or else of its nearest ancestor.
+    # By version: for each run and order, the use of this version if it has one, else that of its nearest ancestor.
     nearest_uses: dict[str, dict[_RunOrder, DataUse]] = {}
     planned: dict[str, PlannedVersion] = {}
     for name, version in ancestry.versions.items():
@@ -60,7 +60,7 @@ def plan_segments(ancestry: Ancestry) -> dict[str, PlannedVersion]:
         # For ancestors that are only in another repository, use their records in the entry's history.
         ancestor_uses |= _by_run_order(_history_uses(version))
         planned[name] = _plan(ancestry, version, ancestor_uses)
-        # For its children, the version is the nearest ancestor, so its uses replace those of its own ancestors.
+        # For its children, this version is the nearest ancestor: its uses replace those of its own ancestors.
         nearest_uses[name] = ancestor_uses | _by_run_order(training_uses(version.uses))
     return planned
 
@@ -78,7 +78,7 @@ def history_of(repository: Repository, ref: str, *, entries: EntryReader | None 
     ancestry = read_ancestry(repository, [version], entries=entries)
     planned = plan_segments(ancestry)
     copied = ancestry.versions[version]
-    # Keep only the segments of ancestors from the version's own history: its entry has its own in the field `data`.
+    # Leave out the segments of the version's own training: the field `data` of its entry has them.
     inherited: list[Consumed] = [item for item in planned[version].consumed if item.version != version]
     gaps = [(version, gap) for gap in copied.gaps]
     for ancestor in reversed(list(ancestry.ancestors_of(version))):  # oldest first, so that `_join` can join spans
@@ -92,7 +92,7 @@ def history_of(repository: Repository, ref: str, *, entries: EntryReader | None 
 
 
 def _plan(ancestry: Ancestry, version: Version, ancestor_uses: Mapping[_RunOrder, DataUse]) -> PlannedVersion:
-    """Return what a version adds; `ancestor_uses` has the nearest use of its ancestors for each run and order."""
+    """Return what a version adds. `ancestor_uses`: for each run and order, the use of the nearest ancestor."""
     gaps = list(version.gaps)
     consumed: list[Consumed] = []
     for item in version.history:
@@ -105,7 +105,7 @@ def _plan(ancestry: Ancestry, version: Version, ancestor_uses: Mapping[_RunOrder
     uses = training_uses(version.uses)
     for use in uses:
         try:
-            # With spans, match the run as well, because another run may have read the same order.
+            # Spans are compared with those of the same run only, because another run may have read the same order.
             earlier = ancestor_uses.get((use.run if use.spans else None, parse_use(use)[0]))
             if not _is_start_known(ancestry, version, use, ancestor_uses):
                 gaps.append(
@@ -116,8 +116,8 @@ def _plan(ancestry: Ancestry, version: Version, ancestor_uses: Mapping[_RunOrder
             consumed += [Consumed(version.name, segment, use) for segment in segments]
             if earlier is not None and use.run is not None and cursor_of(use.state) < cursor_of(earlier.state):
                 gaps.append(
-                    "its position is before that of the version it continues: the samples that the latter consumed "
-                    "count for it as well"
+                    "its position is before that of the version it continues: all samples that the continued version "
+                    "consumed count for it as well"
                 )
         except (ConfigError, CorruptDataError) as error:
             gaps.append(f"its record of reading {use.dataset}/{use.split} is not valid: {error}")
@@ -129,10 +129,13 @@ def _plan(ancestry: Ancestry, version: Version, ancestor_uses: Mapping[_RunOrder
 def _is_start_known(
     ancestry: Ancestry, version: Version, use: DataUse, ancestor_uses: Mapping[_RunOrder, DataUse]
 ) -> bool:
-    """Return whether a parent has the step at which the run's record starts, or no parent is needed."""
+    """Return whether it is known which version has the step at which the run's record starts.
+
+    True if the record starts at step 0, or does not name its first step.
+    """
     step = use.spans[0].step if use.spans else None
     if not step:
-        return True  # the run began at step 0, or its first step is not recorded
+        return True
     if HISTORY in version.entry or (version.gaps and not version.parents):
         return True  # the history or a gap describes the versions that the run continued
     # If an ancestor is of the same run, this version's record continues that of the ancestor.
@@ -191,7 +194,7 @@ def _history_uses(version: Version) -> list[DataUse]:
 
 
 def _order_of(use: DataUse) -> ReadOrder | None:
-    """Return the read order of a use; None if its record is not valid, for which `_plan` adds a gap."""
+    """Return the read order of a use; None if its record is not valid (then `_plan` adds a gap)."""
     try:
         return parse_use(use)[0]
     except (ConfigError, CorruptDataError):
@@ -199,7 +202,7 @@ def _order_of(use: DataUse) -> ReadOrder | None:
 
 
 def _join(consumed: Sequence[Consumed]) -> Iterator[Consumed]:
-    """Yield the segments; consecutive segments of the same run and span become one."""
+    """Yield the segments, and join consecutive segments of the same run and span."""
     joined: dict[tuple[Any, ...], Consumed] = {}
     for item in consumed:
         span = item.segment.span
@@ -210,7 +213,7 @@ def _join(consumed: Sequence[Consumed]) -> Iterator[Consumed]:
         elif previous is None:
             joined[key] = item
         else:
-            joined[*key, len(joined)] = item  # not consecutive: a key of its own, so that neither is lost
+            joined[*key, len(joined)] = item  # not consecutive: use another key, so that both are kept
     yield from joined.values()
 
 

@@ -1,9 +1,8 @@
 """Reads stored bytes of checkpoints through the node's cache, which fetches and verifies each object once per node.
 
 `StoredCopies` opens the source. The source acquires an object before its first read, and releases it after its last
-planned read. While it is acquired, the object cannot be evicted. Objects for which the cache has no space are read
-directly from the repository: a restore neither fails because of the cache's size nor waits for other jobs to release
-their objects.
+planned read. An acquired object cannot be evicted. Objects for which the cache has no space are read directly from
+the repository: a restore neither fails because the cache is too small, nor waits for other jobs to release objects.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from datasvc.progress import SourceCounter
 from datasvc.repository import Digest, ObjectInfo, Repository
 
 DIRECT: Final = "direct"
-"""Key in `came_bytes` of the bytes that were read from a repository without the cache."""
+"""Key in `came_bytes` for bytes that were read from a repository without the cache."""
 
 
 class CachedSource:
@@ -34,8 +33,8 @@ class CachedSource:
         cache: cache of this node; its peers are tried before the repositories.
         repositories: repositories of the objects, nearest first.
         direct: source over the same repositories, for objects that the cache cannot provide.
-        records: records of the tensors to read. The caller reads each chunk exactly once: these are the planned
-            reads. An object is released after its last planned read.
+        records: records of the tensors to read. The caller must read each chunk exactly once; these are the planned
+            reads.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class CachedSource:
             if view is not None and offset + length <= len(view):
                 yield view[offset : offset + length]
         finally:
-            # This read is not planned, so it counts 0 bytes. But if no planned read is left, release the object.
+            # This read is not planned, so it counts 0 bytes. The call releases the object if no planned read is left.
             self._record_read(digest, 0)
         yield from self._direct.copies(digest, offset, length)
 
@@ -102,11 +101,11 @@ class CachedSource:
             self._release(digest, future)
 
     def _view(self, digest: Digest) -> memoryview | None:
-        """Return the mapped object, acquired before if necessary; None if the cache cannot provide it."""
+        """Return the mapped object, and acquire it first if necessary; None if the cache cannot provide it."""
         with self._lock:
             future = self._mapped.get(digest)
             if future is None:
-                # This caller acquires the object, after the lock is released; other callers wait for the future.
+                # This call acquires the object, after it has released the lock. Other calls wait for the future.
                 new_future = self._mapped[digest] = Future[memoryview | None]()
         if future is not None:
             return future.result()
@@ -136,7 +135,7 @@ class CachedSource:
         return None
 
     def _record_read(self, digest: Digest, length: int) -> None:
-        """Count a read; release the object after its last planned read. Views of it keep the file mapped."""
+        """Count a read; release the object after its last planned read. Views of the object stay valid."""
         with self._lock:
             self._remaining_bytes[digest] -= length
             future = self._mapped.pop(digest, None) if self._remaining_bytes[digest] <= 0 else None
@@ -149,15 +148,15 @@ class CachedSource:
             self._cache.release(digest)
 
     def _check_cached(self, digest: Digest) -> None:
-        """Let the cache verify its copy, once per object. If the cache quarantines it, fetch the object again."""
+        """Have the cache verify its copy, once per object. If the copy is damaged, fetch the object again."""
         with self._lock:
             checking = self._checking.setdefault(digest, threading.Lock())
         with checking:
             if digest in self._checked:
                 return
             self._checked.add(digest)
-            # Keep a view, which stays valid after the cache removes the file. A comparison of its bytes with those of
-            # a good copy finds the affected tensors.
+            # Keep a view, which stays valid after the cache removes the file. `bad.add` compares its bytes with those
+            # of a good copy to find the affected tensors.
             checked_view = self._view(digest)
             # Release the object first: the cache requires this before it puts the object into quarantine.
             with self._lock:
@@ -171,9 +170,9 @@ class CachedSource:
 
 
 def count_bytes(records: Iterable[TensorRecord]) -> Counter[Digest]:
-    """Return the number of bytes of each object that a restore of `records` reads.
+    """Return the number of bytes that a restore of `records` reads of each object.
 
-    Chunks of several tensors may share a range; `ChunkReader` reads it once, so it counts once.
+    Chunks of several tensors may share a range. `ChunkReader` reads such a range once, so it counts once.
     """
     counted = Counter[Digest]()
     ranges: set[ChainLink] = set()

@@ -1,9 +1,8 @@
 """Reads the copies of a version's objects from one or several repositories, with or without the node's cache.
 
 `restore`, `load_version_into` and `DcpReader` create one `StoredCopies` per restore. They read tensor tables and
-states from the repositories (`direct`), without the cache. They read tensors through a source that `open_source`
-opens for the chunks of these tensors. The report of the restore has the number of bytes that were read from each
-place, and the bad copies.
+states from the repositories (`direct`), without the cache. They read tensors through the source that `open_source`
+opens. The report of the restore has the number of bytes that were read from each place, and the bad copies.
 """
 
 from __future__ import annotations
@@ -64,11 +63,11 @@ class StoredCopies:
 
     @contextmanager
     def open_source(self, records: Sequence[TensorRecord]) -> Iterator[ChunkSource]:
-        """Open a source for the bytes of tensors; the caller reads each chunk of `records` exactly once."""
+        """Open a source for the bytes of tensors. The caller must read each chunk of `records` exactly once."""
         if self._cache is None:
             yield self.direct
-            # Without a cache, all bytes are read directly, so `records` determine their number. An error in the
-            # `with` block skips this line, which is correct, because a failed restore has no report.
+            # Without a cache, all bytes are read directly, so `records` determine their number. After an error this
+            # line is not reached, but then there is no report.
             self._bytes_by_place[DIRECT] += count_bytes(records).total()
             return
         with ExitStack() as opened:
@@ -78,7 +77,7 @@ class StoredCopies:
             self._bytes_by_place.update(source.came_bytes)
 
     def load(self, records: Sequence[TensorRecord], *, progress: Progress = NO_PROGRESS) -> dict[str, torch.Tensor]:
-        """Return the tensors of `records` by name, every byte verified. For errors see `load_tensors`."""
+        """Return the verified tensors of `records` by name. For errors see `load_tensors`."""
         with self.open_source(records) as source:
             return load_tensors(source, records, progress=progress)
 
@@ -91,11 +90,11 @@ class StoredCopies:
 
 
 def _open_fallback(place: Repository | str) -> Repository:
-    """Open a fallback repository, even if it cannot be reached now. Raises NotFoundError: it does not exist."""
+    """Open a fallback repository. Raises NotFoundError: it does not exist; no error if it cannot be reached now."""
     if isinstance(place, Repository):
         return place
     try:
         return Repository.open(place)
     except (ConfigError, UnavailableError):
-        # Raise nothing yet: the fallback may never be needed. If it is needed, a read from it raises the reason.
+        # The fallback may never be needed. If it is, the read from it raises an error.
         return Repository(Storage(place))

@@ -41,8 +41,8 @@ class Mismatch:
         name: name in the model.
         expected: dtype and shape in the model.
         found: dtype and shape in the checkpoint.
-        tied_to: if the checkpoint has different values for two tied names: the other name. None if the dtype or the
-            shape differs.
+        tied_to: None if the dtype or the shape differs. Otherwise, the checkpoint has different values for two tied
+            names: the other of the two.
     """
 
     name: str
@@ -112,8 +112,8 @@ def plan_load(
     Args:
         expected: tensors of the model.
         found: tensors of the checkpoint, by names of the model.
-        tied: maps each tied name, except the first name of a tensor, to this first name. The checkpoint needs only
-            one name of each tensor.
+        tied: maps the second and each further name of a tensor of the model to its first name. The checkpoint needs
+            only one name of each tensor.
         cast: whether dtypes may differ.
         are_equal: returns whether two tensors of the checkpoint have equal values; called for tied names.
     """
@@ -127,8 +127,7 @@ def plan_load(
     misfits = {mismatch.name for mismatch in mismatched}
     mismatched += tuple(_find_untied(expected, found, first_names, misfits, are_equal))
     misfits = {mismatch.name for mismatch in mismatched}
-    # First names of the tensors that are filled. The checkpoint needs only one name of each: tied names share memory,
-    # so they are loaded too.
+    # First names of the tensors that are filled. Tied names share memory, so one name in the checkpoint loads all.
     filled = {first_names.get(name, name) for name in expected if name in found and name not in misfits}
     loaded = tuple(name for name in expected if name not in misfits and first_names.get(name, name) in filled)
     loaded_names = set(loaded)
@@ -147,11 +146,11 @@ def _find_untied(
     misfits: Container[str],
     are_equal: Callable[[str, str], bool],
 ) -> Iterator[Mismatch]:
-    """Yield each tied name whose value differs from that of the first name of the same tensor in the checkpoint.
+    """Yield each tied name whose value in the checkpoint differs from that of another name of the same tensor.
 
     Names in `misfits` are left out, because they cannot be loaded anyway.
     """
-    # By first name in the model: the first name of the same tensor that the checkpoint has.
+    # By first name in the model: the first name of this tensor that the checkpoint has.
     first_found: dict[str, str] = {}
     for name in expected:
         if name in found and name not in misfits:

@@ -52,8 +52,8 @@ def load_into(
         Which tensors were loaded and which were not.
 
     Raises:
-        ConfigError: `strict` is set and something differs, which the message lists in a table; or no tensor is below
-            `prefix`.
+        ConfigError: `strict` is set and there are differences (the message lists them in a table); or no tensor is
+            below `prefix`.
     """
     state = checkpoint if isinstance(checkpoint, Mapping) else checkpoint.state
     _, tensors = flatten(state)
@@ -66,7 +66,7 @@ def load_into(
         return _are_equal(tensors[old_names[one]], tensors[old_names[other]])
 
     report = checked_plan(model, specs, title, strict=strict, cast=cast, are_equal=are_equal)
-    # A loaded name that the checkpoint does not have is tied to one that it has, so `fill` sets it too.
+    # A name in `loaded` that the checkpoint does not have is tied to one that it has, so `fill` sets both.
     fill(model, {name: tensors[old_names[name]] for name in report.loaded if name in old_names})
     return report
 
@@ -158,8 +158,8 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     import torch
 
     current = model.state_dict(keep_vars=True)
-    # A state dict has the format version of each module in `_metadata`, and torch converts tensors of old versions.
-    # These tensors fit the model, so pass the versions of the model itself: torch then converts nothing.
+    # `_metadata` of a state dict has the format version of each module, and torch converts tensors of old versions.
+    # These tensors fit the model, so pass the model's own `_metadata`: torch then converts nothing.
     state = OrderedDict(tensors)
     state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch reads it
     # Check all casts before the first tensor is changed.
@@ -181,7 +181,7 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and bytes; a NaN equals a NaN of the same bits."""
+    """Return whether two tensors have the same dtype, shape and bytes; thus a NaN equals a NaN with the same bits."""
     import torch
 
     if spec_of(one) != spec_of(other):

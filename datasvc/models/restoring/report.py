@@ -1,4 +1,4 @@
-"""Report of a restore, for `Checkpoint.report` and `DcpReader.report`: duration, places of the bytes, bad copies."""
+"""Report of a restore, for `Checkpoint.report` and `DcpReader.report`: duration, origin of the bytes, bad copies."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class BadCopies:
 
 
 def shorten(names: Sequence[str], most: int = 5) -> str:
-    """Return names for a message: the first `most`, and the number of further ones."""
+    """Return names for a message: the first `most` names, and how many more there are."""
     shown = ", ".join(repr(name) for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
@@ -119,9 +119,9 @@ def _differing(content: Content, intact: Content) -> Integers | None:
 
 
 def _affected(links: Iterable[tuple[str, ChainLink]], wrong: Integers | None) -> tuple[str, ...]:
-    """Return the tensors with a wrong byte in one of their links; all of them if the wrong bytes are unknown."""
-    # `searchsorted` counts the wrong offsets below a limit. A link has a wrong byte if more of them are below its end
-    # than below its start.
+    """Return the tensors with a wrong byte in one of their links; all tensors if the wrong bytes are unknown."""
+    # `searchsorted` counts the wrong offsets below a limit. A link has a wrong byte if more wrong offsets are below
+    # its end than below its start.
     names = (
         name
         for name, link in links

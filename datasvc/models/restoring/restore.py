@@ -53,7 +53,7 @@ def restore(
     trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> Checkpoint:
-    """Return the checkpoint that `ref` resolves to, every byte verified.
+    """Return the checkpoint that `ref` resolves to. Every byte is verified.
 
     With a cache, an object comes from the cache, else from a peer, else from the repository. If it is missing,
     damaged or unavailable in one of these places, the next place is used; `Checkpoint.report` lists bad copies.
@@ -61,9 +61,9 @@ def restore(
     Args:
         repository: repository of the version, and normally of its objects.
         ref: NAME, NAME@VERSION or NAME@TAG, or the result of a save.
-        cache: the node's cache, or the folder of one that has a budget. Objects for which it has no space are read
-            directly from the repository.
-        peers: peers for a cache that is given by its folder.
+        cache: the node's cache, or its folder; the cache must have a budget. Objects for which it has no space are
+            read directly from the repository.
+        peers: other nodes to fetch from; only if `cache` is a folder.
         fallback: other repositories, or their URLs, that may have copies of objects; tried in this order.
         only: patterns of tensors to restore. With `only`, `exclude` or `rename` the state is a dict of tensors by
             dotted name, and nothing else of the version is read; see `name_filter.select_names`.
@@ -79,8 +79,8 @@ def restore(
     Raises:
         ConfigError: `ref`, a setting or a key is invalid; or a stored format is newer than this release.
         NotFoundError: the version or a fallback repository does not exist, or no place has an object.
-        CorruptDataError: no place has a good copy of an object, and the message names tensors and places; or the
-            version is not signed by a trusted key.
+        CorruptDataError: no place has a good copy of an object (the message names tensors and places); or the version
+            is not signed by a trusted key.
         UnavailableError: a store did not answer.
     """
     began = time.monotonic()

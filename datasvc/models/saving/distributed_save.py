@@ -37,7 +37,7 @@ _FINGERPRINT_BITS: Final = 62
 
 @dataclass(frozen=True)
 class RankWrites:
-    """Message of a rank to rank 0 that describes the part which the rank has stored.
+    """Description of the part that a rank has stored; the rank sends it to rank 0.
 
     Attributes:
         chunks: stored chunks with the names of their tensors.
@@ -106,7 +106,7 @@ def gather_parts(channel: RankChannel, part: RankWrites | None, error: Exception
         DatasvcError: a rank could not store its part.
         UnavailableError: a rank is lost.
     """
-    # Commit only if every rank has stored its part: an entry must never name objects that are missing.
+    # Raise if a rank has not stored its part: an entry must never name objects that are missing.
     raise_on_all_ranks(channel.exchange(describe_error(error)), error)
     assert part is not None
     return [RankWrites.decode(raw) for raw in channel.gather(part.encode())]
@@ -207,7 +207,7 @@ def join_parts(state: FlatState, parts: Sequence[RankWrites]) -> StoredState:
     for rank_writes in parts:
         for name, dtype_and_shape in rank_writes.rank_tensors.items():
             if name in described:
-                raise ConfigError(f"two tensors of the state are called {name!r}; rename one of its keys")
+                raise ConfigError(f"two tensors of the state are called {name!r}; rename one of the keys")
             described[name] = dtype_and_shape
     chunks: dict[str, list[Chunk]] = {name: [] for name in described}
     num_nonfinite: Counter[str] = Counter()

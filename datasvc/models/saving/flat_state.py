@@ -1,7 +1,7 @@
 """Flattens the state that one rank saves into named tensors and a JSON skeleton, and checks that both can be stored.
 
-`CheckpointManager.save` calls `flatten_state` before it copies the tensors. Thus the call itself raises an error of
-the state, and not the background write.
+`CheckpointManager.save` calls `flatten_state` before it copies the tensors. Therefore `save` itself raises an error
+about the state, not the background write.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class FlatState:
         return [f"{name} {dtype_name(tensor)}{list(tensor.shape)}" for name, tensor in sorted(self.tensors.items())]
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Return the same state with other tensors under the same names; `tensors` has all of them."""
+        """Return this state with other tensors under the same names; `tensors` must have all of these names."""
         return replace(
             self,
             tensors={name: tensors[name] for name in self.tensors},
@@ -73,11 +73,11 @@ def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
     rank_skeleton: Any = None
     rank_tensors: Mapping[str, torch.Tensor] = {}
     if rank_state is not None:
-        # The path contains the rank's number, so that the names of its tensors differ from those of other ranks.
+        # The path contains the rank's number, so that tensors of different ranks have different names.
         full_skeleton, rank_tensors = flatten({RANK_STATE: {str(rank): rank_state}})
         rank_skeleton = full_skeleton[RANK_STATE][str(rank)]
     for name in tensors.keys() & rank_tensors.keys():
-        raise ConfigError(f"two tensors of the state are called {name!r}; rename one of its keys")
+        raise ConfigError(f"two tensors of the state are called {name!r}; rename one of the keys")
     flat_state = FlatState(skeleton, tensors, rank_skeleton, rank_tensors)
     for name, tensor in flat_state.all_tensors.items():
         check_storable(name, tensor)
@@ -85,7 +85,10 @@ def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
 
 
 def describe_mismatch(signatures: Sequence[Sequence[str]]) -> str:
-    """Return a message about the first rank whose tensor signature differs from that of rank 0; one must differ."""
+    """Return a message about the first rank whose tensor signature differs from that of rank 0.
+
+    At least one must differ.
+    """
     first = set(signatures[0])
     for rank, signature in enumerate(signatures):
         missing, extra = sorted(first - set(signature)), sorted(set(signature) - first)

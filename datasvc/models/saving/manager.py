@@ -64,7 +64,7 @@ class CheckpointManager:
         name: name of the model; the first save creates the model.
         codec: "none", "planes" or "delta", see `store_tensors`.
         every: interval between saves, for `should_save`: a number of steps, or a duration such as "10min". None: as
-            often as `max_stall` allows; if `max_stall` is None too, `should_save` makes no save due.
+            often as `max_stall` allows; if `max_stall` is None too, no save becomes due.
         max_stall: largest share of the training time that saves may take, "3%" or 0.03; the next save is delayed
             until the earlier ones take no more than this share. None: no limit.
         overlap: behaviour of a save while earlier saves are queued or running: "queue" waits if there are two of
@@ -87,7 +87,7 @@ class CheckpointManager:
 
     Raises:
         ConfigError: a setting is invalid; `grace` is set outside of the main thread; the ranks do not store to the
-            same repository, which is raised on all ranks; or the store is not writable, see `Storage.check_writable`.
+            same repository (raised on all ranks); or the store is not writable, see `Storage.check_writable`.
         UnavailableError: the ranks cannot connect, or the store does not answer.
     """
 
@@ -242,7 +242,7 @@ class CheckpointManager:
             UnavailableError: a rank is lost.
         """
         if self._is_closed:
-            raise ConfigError(f"model {self.name!r} is closed; open it again to save")
+            raise ConfigError(f"the manager of model {self.name!r} is closed; open it again to save")
         began_s = time.perf_counter()
         error: Exception | None = None
         metadata, flat_state = None, None
@@ -267,8 +267,8 @@ class CheckpointManager:
             if wait:
                 handle.result()
         finally:
-            # If this save is done, the call has waited for it, or has run it in this thread. Then the time of the
-            # call, which is recorded below, includes the device copies: do not count them twice.
+            # If this save is done, the call has waited for the save, or has run it in this thread. The time of the
+            # call, which is recorded below, then includes the device copies: do not count them twice.
             if self._copying and self._copying[-1].done():
                 self._copying.clear()
             self._scheduler.record_stall(time.perf_counter() - began_s)
@@ -307,16 +307,16 @@ class CheckpointManager:
         rename: Mapping[str, str] | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Any:
-        """Return a checkpoint with every byte verified, the same on every rank; it is the parent of the next save.
+        """Return a verified checkpoint, the same on every rank. Its version becomes the parent of the next save.
 
-        Every rank calls this. It waits for running saves first, so that their parent is the version from before the
-        restore.
+        Every rank calls this. It waits for running saves first: their parent is still the version from before the
+        restore. For errors see `models.restore`.
 
         Args:
             ref: a version or tag of any model; None: the newest version of this model.
-            default: value to return on all ranks if the model has no version. A missing version or tag of a model
-                that has versions is an error all the same.
-            only: for this argument, those below and the errors, see `models.restore`.
+            default: value to return on all ranks if the model has no version. If it has versions, but not the one of
+                `ref`, NotFoundError is raised even with a default.
+            only: see `models.restore`.
             exclude: see `models.restore`.
             rename: see `models.restore`.
             progress: see `models.restore`.
@@ -406,11 +406,11 @@ class CheckpointManager:
             if error is not None:
                 raise error
             return
-        # Send a digest of the tensor signature, because the signature is long. Send the latter if the digests differ.
+        # The tensor signature is long, so send its digest; send the signature only if the digests differ.
         digest = None if flat_state is None else digest_of("\n".join(flat_state.signature).encode())
         # A rank with an error also sends its message: otherwise the other ranks would wait for it.
         answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])
-        # A save fails on all ranks, so the others need not report an error that one rank reports.
+        # A save fails on all ranks. If one rank reports the error, the others must not report it again.
         self._queue.mark_reported({number for answer in answers for number in answer[3]})
         raise_on_all_ranks([answer[0] for answer in answers], error)
         if len({answer[1] for answer in answers}) > 1:
@@ -426,7 +426,7 @@ class CheckpointManager:
         copies: HostCopies | Exception
         try:
             # After this wait, fewer saves are queued or running than there are buffers. The buffers are used in turn,
-            # so no save uses this one.
+            # so no save uses `buffer`.
             self._queue.wait_for_slot()
             self._buffers.rotate()
             try:
@@ -434,8 +434,8 @@ class CheckpointManager:
             except Exception as failure:  # noqa: BLE001 - the save thread raises it, on all ranks
                 copies = failure
         except BaseException as failure:
-            # For example Ctrl-C. The other ranks queue this save and would wait for this rank, so `finally` queues a
-            # save that fails on all ranks. On this rank, the exception that is raised here reports the failure.
+            # For example Ctrl-C. The other ranks queue this save and would wait for this rank. Therefore `finally`
+            # queues a save that fails on all ranks. On this rank, this exception already reports the failure.
             copies = DatasvcError(f"the save of step {metadata.step} was interrupted: {failure!r}")
             handle.mark_reported()
             raise
@@ -451,7 +451,7 @@ class CheckpointManager:
             self._scheduler.record_device_copy(self._copying.popleft().device_s or 0.0)
 
     def _take_failure(self) -> tuple[list[int], DatasvcError | None]:
-        """Report the errors of earlier saves: log each, or return the first, to be raised by the caller.
+        """Report the errors of earlier saves: log each, or return the first, which the caller raises.
 
         Returns:
             The numbers of the saves whose errors are reported, and the error to raise; None: there is none to raise.

@@ -14,7 +14,7 @@ from datasvc.models.tensors.chunks import Box, Shape, plan_chunks
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 
 SMALL_BYTES: Final = 64 << 10
-"""Chunks below this size are packed, several into one object. Rank 0 stores all of them: then there are few packs."""
+"""Chunks below this size are packed, several into one object. Rank 0 stores all of them, so that packs are few."""
 
 
 def partition_writes(
@@ -35,7 +35,7 @@ def partition_writes(
     assigned: list[list[tuple[str, Box]]] = [[] for _ in range(num_ranks)]
     rank0_bytes = 0
     large = []
-    # Sorted by name: the ranks may have flattened the same state in different orders.
+    # Sort by name, because the ranks may have flattened the same state in different orders.
     for name, (dtype, shape) in sorted(tensors.items()):
         for box in plan_chunks(shape, ITEM_BYTES[dtype]):
             nbytes = math.prod(box[1]) * ITEM_BYTES[dtype]
@@ -44,7 +44,7 @@ def partition_writes(
                 rank0_bytes += nbytes
             else:
                 large.append((nbytes, name, box))
-    # Heap of (assigned bytes, rank). Rank 0 already has the chunks that it stores alone.
+    # Heap of (assigned bytes, rank). Rank 0 already has the small chunks, and those that it stores alone.
     loads = [(rank0_bytes if rank == 0 else 0, rank) for rank in range(num_ranks)]
     heapq.heapify(loads)
     # Assign the largest chunk first, to the rank with the smallest load: the greedy rule for balanced partitions.

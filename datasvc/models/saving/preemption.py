@@ -71,7 +71,7 @@ class Preemption:
         """Restore the previous handlers; a signal that was received before no longer ends the process."""
         if self._is_closed:
             return
-        # End the thread. In this order: it waits for `_grace_began`, and must then find `_grace_cancelled` set.
+        # End the thread. Cancel first: when `_grace_began` wakes the thread, it must find `_grace_cancelled` set.
         self._grace_cancelled.set()
         self._grace_began.set()
         self._restore_handlers()
@@ -85,8 +85,8 @@ class Preemption:
             return
         for number in SIGNALS:
             handler = self._previous_handler(number)
-            # Keep a handler that was installed after ours. None: the previous handler was not set from Python, and
-            # `signal.signal` cannot set it again.
+            # Keep a handler that was installed after ours. `handler` is None if the previous handler was not set from
+            # Python; `signal.signal` cannot set it again.
             if signal.getsignal(number) == self._on_signal and handler is not None:
                 signal.signal(number, handler)
 
@@ -135,7 +135,7 @@ def _instance_of(handler: Any) -> Preemption | None:
 
 
 def _call_handler(handler: Any, number: int, frame: FrameType | None) -> None:
-    """Do with a signal what `handler` does, a value from `signal.getsignal`: a function, SIG_DFL, SIG_IGN or None."""
+    """Handle a signal by a result of `signal.getsignal`: a function, SIG_DFL, SIG_IGN or None."""
     if callable(handler):
         handler(number, frame)
     elif handler == signal.SIG_DFL:

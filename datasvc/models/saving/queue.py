@@ -79,8 +79,8 @@ class SaveQueue:
 
         `numbers` are the numbers of the saves, see `SaveHandle`.
         """
-        # Copy `_under_way` first: the save thread appends a failed save to `_failed` before it removes it from
-        # `_under_way`.
+        # Copy `_under_way` first, so that no save is missed: the save thread adds a failed save to `_failed` before
+        # it removes the save from `_under_way`.
         handles = [task.handle for task in list(self._under_way)]
         for handle in [*handles, *list(self._failed)]:
             if handle.number in numbers:
@@ -105,7 +105,7 @@ class SaveQueue:
             # A daemon thread: the interpreter does not join it at exit. `_finish_all` waits for the saves instead.
             threading.Thread(target=self._run, name="datasvc-save", daemon=True).start()
         except RuntimeError as error:
-            # The system cannot start a thread. The other ranks wait for this save, so it runs in the calling thread.
+            # The system cannot start a thread. The other ranks wait for this save, so run it in the calling thread.
             logger.warning("the save of step %d stops the training: %s", task.handle.step, error)
             self._run()
 

@@ -82,7 +82,7 @@ class GroupChannel(RankChannel):
         return [json.loads(content[:length]) for content, length in zip(contents, lengths, strict=True)]
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks on rank 0, [] elsewhere; they are padded to equal length in between."""
+        """Return the messages of all ranks on rank 0, [] elsewhere. For the transfer, pad them to equal length."""
         import torch
         import torch.distributed as dist
 
@@ -142,7 +142,7 @@ class GroupChannel(RankChannel):
 def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChannel]:
     """Return two channels between the ranks of `group`: for the calling thread and for the save thread.
 
-    Every rank of the group calls this, in the same order relative to other calls that make groups.
+    Every rank of the group must call this, in the same order relative to other calls that make groups.
 
     Args:
         group: torch.distributed group; None: the default group, or a single rank if there is none.

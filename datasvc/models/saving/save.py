@@ -67,9 +67,9 @@ def save(
     merged = [exact_version(repository, ref) for ref in merged]
     metadata = VersionMetadata(step, data, config, metrics, parent, merged, message, code, environment)
     skeleton, tensors = flatten(state)
-    # Only for its errors: a state that is too large must raise before tensors are stored, not at the commit.
+    # Encode the state for the errors only: a state that is too large must fail before tensors are stored.
     encode_state(skeleton)
-    # The base is the version to which chunks are stored as differences.
+    # Chunks are stored as differences to the chunks of the base.
     base = base_records(repository, name, parent) if codec == "delta" else ()
     stored = store_tensors(repository.objects, tensors, base=base, codec=codec, progress=progress)
     return commit(repository, name, replace(stored, skeleton=skeleton), metadata)

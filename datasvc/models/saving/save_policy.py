@@ -1,9 +1,9 @@
 """Save policy: decides when the next save is due, for `CheckpointManager.should_save`.
 
-The cost of a save is measured, as in CheckFreq (Mohan et al., FAST 2021). It is the stall, the time for which the
-save stops the training, plus the time by which steps are slower while the save is written. `max_stall` is the largest
-share of the training time that this cost may take: no save is due until enough training time has passed. This module
-does no I/O, and the clock is an argument.
+The cost of a save is measured, as in CheckFreq (Mohan et al., FAST 2021). The cost is the stall (the time for which
+the save stops the training) plus the time by which steps are slower while the save is written. `max_stall` is the
+largest share of the training time that the cost may take: after a save, the next one is not due until enough training
+time has passed. This module does no I/O, and the clock is an argument.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from datasvc.errors import ConfigError
 CHECK_EVERY_S: Final = 1.0
 """Approximate seconds between two checks of clock and signals; in a job of several ranks a check is a collective."""
 # A step is disturbed if a save is running during it, else undisturbed. The usual step time is the median of the
-# latest `_MEASURED_STEPS` undisturbed steps. With `max_stall` alone, the next save is due after at least
-# `_MIN_MEASURED_STEPS` of them.
+# latest `_MEASURED_STEPS` undisturbed steps. With `max_stall` alone, at least `_MIN_MEASURED_STEPS` undisturbed steps
+# must pass before the next save.
 _MEASURED_STEPS: Final = 64
 _MIN_MEASURED_STEPS: Final = 8
-# The slowest of these latest steps determines the number of steps to the next check.
+# The slowest of this many latest steps determines the number of steps to the next check.
 _LATEST_STEPS: Final = 4
 # A step of at least this factor times the usual step time, and at least this many seconds, is a break, such as an
 # evaluation. It does not count as slowed by a save.
@@ -147,8 +147,8 @@ class SaveScheduler:
         self._undisturbed: deque[float] = deque(maxlen=_MEASURED_STEPS)  # seconds of the latest undisturbed steps
         self._latest: deque[float] = deque(maxlen=_LATEST_STEPS)  # seconds of the latest steps
         self._was_saving = False
-        # Of the last save, counted from its stall: undisturbed steps, seconds by which the disturbed steps were
-        # slower in total, and seconds of its device copies.
+        # Since the stall of the last save: number of undisturbed steps, seconds by which the disturbed steps were
+        # slower in total, and seconds of the device copies of this save.
         self._num_undisturbed, self._slowed_s, self._copied_s = 0, 0.0, 0.0
         self.overhead_s = 0.0
         # Seconds of cost that a second of training offsets. Without `max_stall`, no decision depends on it.
@@ -171,7 +171,7 @@ class SaveScheduler:
             usual_s = statistics.median(self._undisturbed)
             slower_s = step_s - usual_s
             if step_s >= max(_BREAK_FACTOR * usual_s, _MIN_BREAK_S):
-                # The save has not caused the break, except for the device copies that were measured.
+                # The save did not cause the break: count at most its device copies that are not counted yet.
                 slower_s = min(slower_s, self._uncounted_copying_s)
             self._record_slowdown(slower_s)
         self.overhead_s = max(0.0, self.overhead_s - self._offset_share * step_s)
@@ -204,8 +204,8 @@ class SaveScheduler:
     @property
     def _disturbed_s(self) -> float:
         """Seconds by which the last save has slowed the steps since its stall."""
-        # A negative `_slowed_s` means that steps were faster, by chance or for another reason. It must not reduce the
-        # cost. Device copies make steps slower, so `_slowed_s` includes them too, except in a break: take the larger.
+        # A negative `_slowed_s` means that steps were faster, by chance or for another reason; this must not reduce
+        # the cost. `_slowed_s` normally includes the device copies, because they make steps slower. Take the larger.
         return max(0.0, self._slowed_s, self._copied_s)
 
     @property
@@ -231,7 +231,7 @@ class SaveScheduler:
         if policy.max_stall is not None and (self.overhead_s > 0 or is_saving):
             return False
         if policy.every_steps is not None:
-            # Steps after the last check were skipped: save if one of them, or this step, is a multiple.
+            # Save if this step, or one that was skipped since the last check, is a multiple.
             return step // policy.every_steps > last_check // policy.every_steps
         if policy.every_s is not None:
             return self._now() - self._last_save >= policy.every_s
@@ -243,7 +243,7 @@ class SaveScheduler:
         if not longest_s:
             return 1
         # A signal is noticed only at a check, so checks must not become rare by mistake: one slow step shortens the
-        # interval at once, but after fast steps it at most doubles.
+        # interval at once, but fast steps at most double it.
         steps = max(1, math.floor(CHECK_EVERY_S / longest_s))
         steps = min(steps, 2 * max(1, step - last_check))
         every = self._policy.every_steps

@@ -33,13 +33,13 @@ class Marker(NamedTuple):
 
 
 def write_marker(storage: Storage) -> Marker:
-    """Write a marker and return it. Raises ConfigError, UnavailableError."""
+    """Write a marker and return it. For errors see `Storage.create_temporary`."""
     content = secrets.token_hex(16)
     return Marker(storage.create_temporary(content.encode()), content)
 
 
 def can_read_marker(storage: Storage, marker: Marker) -> bool:
-    """Return whether this rank can read another rank's marker. Raises ConfigError, UnavailableError."""
+    """Return whether this rank can read another rank's marker. For other errors see `Storage.read`."""
     try:
         return storage.read(marker.path, len(marker.content)) == marker.content.encode()
     except NotFoundError:
@@ -50,7 +50,7 @@ def check_same_store(channel: RankChannel, storage: Storage) -> None:
     """Check that all ranks store to the same place; every rank calls this, and all raise the same error.
 
     Raises:
-        ConfigError: some ranks cannot read the marker of rank 0, and the message names them; or the store is not
+        ConfigError: some ranks cannot read the marker of rank 0 (the message names these ranks); or the store is not
             writable.
         UnavailableError: the store did not answer, or a rank is lost.
     """
@@ -102,7 +102,7 @@ def check_markers(storage: Storage, markers: Sequence[Marker | None]) -> None:
 
 
 def _check_all_visible(is_visible: Mapping[int, bool], num_ranks: int, url: str) -> None:
-    """Raise ConfigError if `is_visible` is False for a rank: that rank does not store to `url`, as rank 0 does."""
+    """Raise ConfigError if `is_visible` is False for a rank, which then does not store to `url`, as rank 0 does."""
     elsewhere = {rank for rank, is_same_store in is_visible.items() if not is_same_store}
     if elsewhere:
         raise ConfigError(

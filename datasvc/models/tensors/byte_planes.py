@@ -55,18 +55,18 @@ def split(content: Bytes, word: int, encoding: str, base: Bytes | None = None) -
 
 
 def join(planes: Sequence[Bytes], encoding: str, out: Bytes) -> None:
-    """Set `out` to the words of the planes, or apply the planes to it as a difference.
+    """Set `out` to the words of the planes; with "xor" or "difference", apply the words to `out` as a difference.
 
     Args:
         planes: one plane for each byte of a word, lowest first, each with one byte per word.
         encoding: as in `split`.
-        out: C-contiguous; for "xor" and "difference" it holds the earlier content.
+        out: C-contiguous; for "xor" and "difference", its bytes before the call are the earlier content.
     """
     word = len(planes)
     words = out.view(_UNSIGNED[word])
     longest = min(words.size, _BLOCK_WORDS)
-    # `_join_block` joins two words of half the size to one word. Scratch memory by word size: for the low halves,
-    # widened to this size, and for the halves before they are widened.
+    # Scratch memory of `_join_block` by word size: for the low halves of words, widened to this size, and for halves
+    # before they are widened.
     memory = {
         size: (np.empty(longest, _UNSIGNED[size]), np.empty(longest, _UNSIGNED[size // 2]))
         for size in (2, 4)
@@ -110,7 +110,7 @@ def _join_block(planes: Sequence[Bytes], out: _Words, memory: Mapping[int, tuple
 
 
 def _subtract(block: _Words, base: _Words, encoding: str) -> _Words:
-    """Return the differences of words; the sign of an integer moves to the lowest bit (zigzag encoding)."""
+    """Return the differences of words. For "difference", move each sign to the lowest bit (zigzag encoding)."""
     if encoding == "xor":
         return np.bitwise_xor(block, base)
     word = block.itemsize

@@ -1,9 +1,9 @@
 """Reads chunks of tensors, for `read`, and verifies the decoded bytes of each chunk against its digest.
 
 A chunk is stored as a chain of links. A link is a range of an object. The first link encodes a whole chunk, and each
-further link a difference. Adjacent links of one object are read in one request. Objects are not verified at first,
-because the digest of the chunk covers the decoded bytes. If it does not match, the links are read again, from copies
-of the objects that are verified as a whole.
+further link a difference to the result so far. Links that are close together in an object are read in one request.
+Objects are not verified at first, because the digest of the chunk covers the decoded bytes. If this digest does not
+match, the links are read again, from copies of the objects that are verified as a whole.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ class NearSource(ChunkSource, Protocol):
 
     @property
     def is_near(self) -> bool:
-        """Whether objects are on this machine: a few threads then read them into reused memory."""
+        """Whether objects are on this machine. If so, a few threads read them into reused memory."""
 
     def read_into(self, digest: Digest, offset: int, out: memoryview) -> None:
-        """Fill `out` with bytes of an object from `offset`. Raises as `read_range`."""
+        """Fill `out` with bytes of an object from `offset`. For errors see `read_range`."""
 
 
 @dataclass
 class _SharedRange:
     """A range of an object that contains one or several links, and is read in one request.
 
-    `content` is in memory from the first read of a link to the last; `num_left` is the number of reads to come.
+    `content` stays in memory from the first read of a link to the last. `num_left`: number of reads still to come.
     """
 
     object: Digest
@@ -85,7 +85,7 @@ class ChunkReader:
     Args:
         source: source of the bytes.
         chunks: chunks that will be read, once each.
-        decoders: decoders shared with other readers; default: own ones.
+        decoders: decoders shared with other readers; default: new ones.
     """
 
     def __init__(self, source: ChunkSource, chunks: Iterable[Chunk], decoders: Decoders | None = None) -> None:
@@ -110,7 +110,7 @@ class ChunkReader:
         except NotFoundError as error:
             raise NotFoundError(f"tensor {name!r} is missing: {error}") from error
         except CorruptDataError:
-            # Try the other copies, as for bytes that do not match the digest.
+            # Try the other copies below, as for bytes that do not match the digest.
             pass
         else:
             if digest_of(out.data) == chunk.digest:
@@ -125,7 +125,7 @@ class ChunkReader:
         elif near is not None:
             stored: bytes | memoryview
             with self._decoders.borrow() as decoder:
-                # Read a link only after the ones before it are decoded, so that all use the same memory.
+                # Read a link only after the links before it are decoded, so that all use the same memory.
                 for link in chunk.chain:
                     if link.is_whole_object:
                         stored = memory = decoder.memory(link.length).data
@@ -177,9 +177,10 @@ class ChunkReader:
         )
 
     def _good_copies(self, name: str, chunk: Chunk) -> Iterator[list[tuple[str, bytes | memoryview]]]:
-        """Yield the links of a chunk as pairs of encoding and bytes: of the first good copies, then the second, etc.
+        """Yield the links of a chunk, as pairs of encoding and bytes: first from the first good copy of each object.
 
-        A link that has fewer copies than another link is yielded again with its last copy.
+        Then yield them from the second copies, and so on. If a link has fewer copies than another one, its last copy
+        is used again.
         """
         copies = [iter(self._source.copies(link.object, link.offset, link.length)) for link in chunk.chain]
         contents: list[bytes | memoryview] = []
@@ -200,9 +201,9 @@ class ChunkReader:
 
 
 def plan_shared_ranges(chunks: Iterable[Chunk]) -> dict[tuple[Digest, int, int], _SharedRange]:
-    """Return the range to read for each link that is only a part of its object and of at most `_MAX_BYTES_AT_ONCE`.
+    """Return the range to read for each link that is only a part of its object and has at most `_MAX_BYTES_AT_ONCE`.
 
-    The keys are object, offset and length of the link. Links that are near each other share one range.
+    The keys are object, offset and length of the link. Links that are close together share one range.
     """
     # Several chunks may have the same link, such as equal chunks of two tensors.
     num_links: dict[tuple[Digest, int, int], int] = {}
@@ -238,8 +239,8 @@ def is_near(source: ChunkSource) -> TypeGuard[NearSource]:
 def check_reaches(source: ChunkSource, name: str, chunk: Chunk) -> None:
     """Raise CorruptDataError if a large raw chunk extends beyond its object. For other errors see `read_range`.
 
-    Call this before allocating memory of the size that a table claims. Chunks of at most `MAX_ENCODED_CHUNK_BYTES`,
-    which include all encoded ones, cannot claim much memory and need no check.
+    Call this before allocating memory of the size that a table claims. Chunks of at most `MAX_ENCODED_CHUNK_BYTES`
+    cannot claim much memory and need no check; all encoded chunks are that small.
     """
     for link in chunk.chain:
         if link.length > MAX_ENCODED_CHUNK_BYTES:
