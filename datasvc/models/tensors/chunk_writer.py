@@ -34,14 +34,14 @@ Codec = Literal["none", "planes", "delta"]
 CODECS: Final[tuple[Codec, ...]] = ("none", "planes", "delta")
 OWN_OBJECT_BYTES: Final = 64 << 10
 MAX_CHAIN_LENGTH: Final = 8
-"""Largest number of links of a chunk; a chunk that would need more is stored without the base."""
+"""Largest number of links that a save writes for a chunk; a chunk that would need more is stored without the base."""
 
-# Largest cost of restoring a chunk. The unit is the time to read its raw bytes. Reading a link costs its stored
-# bytes, as a share of the raw bytes, and each encoded link costs half a unit more. For weights the limit allows a
-# full chunk and one difference; with more differences a restore took four times as long as one of raw bytes.
+# Largest cost of restoring a chunk, in units of the time to read its raw bytes. A link costs its stored bytes divided
+# by the raw bytes, and an encoded link costs `_LINK_COST` more. For weights, the limit allows a full chunk and one
+# difference. With more differences, a restore took four times as long as one of raw bytes.
 _MAX_COST: Final = 2.7
 _LINK_COST: Final = 0.5
-# A difference makes the chain longer for every reader: it must save at least this share of the chunk.
+# A difference makes the chain longer for every reader, so it must save at least this share of the raw bytes.
 _MIN_SAVED_BY_DIFFERENCE: Final = 0.1
 _PACK_BYTES: Final = 8 << 20  # largest size of an object that contains several small chunks
 _POINTERS_AT_ONCE: Final = 8
@@ -52,7 +52,7 @@ BlockKey = tuple[str, Shape, Shape, str]
 
 @dataclass(frozen=True)
 class TensorBlock:
-    """A block of a tensor in memory: the part that one rank holds, or the part of it that becomes one chunk.
+    """A block of a tensor in memory: all that one rank holds of the tensor, or a part that becomes one chunk.
 
     Attributes:
         name: name of the tensor, its dotted path in the state tree.
@@ -66,7 +66,7 @@ class TensorBlock:
 
     @property
     def key(self) -> BlockKey:
-        """Key of the block: a block can be stored as a difference to a base block with an equal key."""
+        """Key of the block; a block can be stored as a difference to the base block that has the same key."""
         return self.name, self.start, tuple(self.tensor.shape), dtype_name(self.tensor)
 
 
@@ -83,7 +83,7 @@ class ChunkWriter:
 
     Args:
         objects: objects of the repository.
-        batch: batch over `objects` in which new objects are written; `finish` finishes it.
+        batch: batch that writes new objects to `objects`; `finish` finishes the batch.
         base: records of the base; () for none.
         base_tensors: blocks in memory that may equal chunks of the base, by key.
         codec: see `write.store_tensors`.
@@ -108,15 +108,15 @@ class ChunkWriter:
         self._base_chunks: dict[BlockKey, Chunk] = {
             (record.name, chunk.start, chunk.shape, record.dtype): chunk for record in base for chunk in record.chunks
         }
-        # Chains of the base chunks by digest, for a chunk that is equal to one at any place of any tensor.
+        # Chains of the base chunks by digest: a chunk may equal a base chunk of another tensor or at another place.
         self._base_chains = {chunk.digest: chunk.chain for chunk in self._base_chunks.values()}
         self._decoders, self._progress = Decoders(), progress
         self._lock = threading.Lock()  # guards `_seen`, `_stored` and the attributes
-        # Digests of chunks: those that a thread stores or has stored, and those that get a pointer in the index.
+        # Digests of the chunks that a thread stores or has stored, and of those that get a pointer in the index.
         self._seen: set[Digest] = set()
         self._indexed: set[Digest] = set()
-        # By the digest of the chunk: its chain, or its encoded bytes until `finish` packs them. They need no lock,
-        # because one thread alone stores a chunk.
+        # By the digest of the chunk: its chain, or its encoded bytes until `finish` packs them. These dicts need no
+        # lock, because one thread alone stores a chunk.
         self._chains: dict[Digest, tuple[ChainLink, ...]] = {}
         self._small: dict[Digest, _Encoded] = {}
         self._stored: set[Digest] = set()  # digests of objects that this save stores or has stored
@@ -149,7 +149,7 @@ class ChunkWriter:
         `order` has the results of `store`; a digest may occur several times.
         """
         packs: list[list[Digest]] = []
-        size = _PACK_BYTES  # as if there were a full pack, so that the first chunk begins one
+        size = _PACK_BYTES  # as if a pack were full, so that the first chunk begins a new one
         for digest in dict.fromkeys(order):
             if digest in self._small:
                 length = len(self._small[digest].stored)
@@ -167,7 +167,7 @@ class ChunkWriter:
         return self._chains
 
     def _find_stored(self, digest: Digest, size: int) -> tuple[ChainLink, ...] | None:
-        """Return the chain of an equal chunk that the base or any model has stored, None if it is not stored."""
+        """Return the chain of an equal chunk that is stored in the base or for any model, None if there is none."""
         chain = self._base_chains.get(digest)
         if chain is not None and self._is_reusable(chain):
             return chain
@@ -190,7 +190,7 @@ class ChunkWriter:
         if base:
             chunk, base_content = base
             encoding = min(("xor", "difference"), key=lambda name: trials[name].share)
-            # A difference must be smaller than the planes, or the raw bytes, by a margin, and must keep the chain
+            # A difference must be smaller than the planes and the raw bytes by a margin, and must keep the chain
             # cheap to restore.
             max_worthwhile = min(trials["planes"].share, 1) - _MIN_SAVED_BY_DIFFERENCE
             max_restorable = _MAX_COST - _restore_cost(chunk, content.size) - _LINK_COST
@@ -213,7 +213,7 @@ class ChunkWriter:
         if chunk is None or len(chunk.chain) >= MAX_CHAIN_LENGTH:
             return None
         if _restore_cost(chunk, size) + _LINK_COST > _MAX_COST:
-            # The chain would be too costly for a reader, however small the difference is.
+            # The chain would be too costly to restore, however small the difference is.
             return None
         base_block = self._base_tensors.get(key)
         if base_block is not None and self._is_reusable(chunk.chain):
@@ -230,8 +230,8 @@ class ChunkWriter:
 
     def _is_reusable(self, chain: Sequence[ChainLink]) -> bool:
         """Return whether this save may name the objects of a chain of the base again."""
-        # A local base is checked, so that lost objects are stored again. A remote base is not: its version must exist
-        # when the save begins, and `gc` keeps its objects for longer than a save takes.
+        # Check the objects of a local base, so that lost ones are stored again. A remote base needs no check: its
+        # version must exist when the save begins, and `gc` keeps its objects for longer than a save takes.
         return not self._objects.storage.is_local or all(self._objects.reuse(link.info) for link in chain)
 
     def _write(self, digest: Digest, encoded: _Encoded) -> None:

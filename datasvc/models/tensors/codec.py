@@ -1,7 +1,7 @@
 """Chunk codec: the bytes of numbers are grouped into planes by significance, and each plane is compressed by zstd.
 
 The codec is lossless for any bits. Trained weights have similar exponents and noise in their low bits. Between two
-checkpoints, even the upper bits of the mantissa change little. So the planes of a chunk, or of its difference to an
+checkpoints, even the upper bits of the mantissa change little. Thus the planes of a chunk, or of its difference to an
 earlier version of the chunk, compress better than the interleaved bytes (as in LightRW, ZipNN and Delta-DNN). There
 are two kinds of difference: XOR, and the difference of the bits as integers. The sign of an integer difference is
 moved to the lowest bit, so that the upper planes are zeros for small changes of either sign.
@@ -36,8 +36,8 @@ _SAMPLE_BYTES: Final = 128 << 10
 _SAMPLE_RUNS: Final = 4
 # `_compress` first compresses a sample of this size, from the middle of a plane.
 _PLANE_SAMPLE_BYTES: Final = 32 << 10
-# Content, or a plane of it, is stored raw if its encoded share of the raw bytes is not smaller than this, because raw
-# bytes need no decoding.
+# Content, or a plane, is encoded only if the encoded size is below this share of the raw size, because raw bytes need
+# no decoding.
 _WORTHWHILE: Final = 0.98
 _WORTHWHILE_PLANE: Final = 0.95
 
@@ -48,7 +48,7 @@ _thread_state = threading.local()
 
 
 def word_bytes(dtype: str) -> int:
-    """Return the bytes per number of a dtype; an element is one number, a complex element two."""
+    """Return the bytes per number of a dtype. An element is one number; a complex element is two."""
     item_bytes = ITEM_BYTES[dtype]
     return item_bytes // 2 if dtype.startswith("complex") else item_bytes
 
@@ -73,7 +73,7 @@ class EncodingTrial(NamedTuple):
 
     Attributes:
         share: encoded share of the sample's bytes.
-        stored: encoded bytes of the content if the sample is the whole content, because it is small; else None.
+        stored: encoded bytes of the content if the sample was the whole content; else None.
     """
 
     share: float
@@ -81,7 +81,7 @@ class EncodingTrial(NamedTuple):
 
 
 def try_encodings(content: Bytes, word: int, base: Bytes | None = None) -> dict[str, EncodingTrial]:
-    """Encode a sample of `content`, or all of it if it is small, in each encoding; with `base` as differences too."""
+    """Encode a sample of `content`, or all of it if it is small, as planes and, with a base, as differences."""
     is_whole = content.size <= 2 * _SAMPLE_BYTES
     sample, base_sample = content, base
     if not is_whole:
@@ -105,7 +105,7 @@ def is_worthwhile(share: float) -> bool:
 
 def _compress(plane: Bytes, compressor: zstandard.ZstdCompressor) -> bytes:
     """Return a plane as a zstd frame, or raw if compression saves too little."""
-    # Try a sample from the middle first: it is expensive to compress a whole plane and then store it raw.
+    # Try a sample from the middle first, to avoid the cost of compressing a whole plane that is then stored raw.
     middle = plane[max(0, plane.size // 2 - _PLANE_SAMPLE_BYTES // 2) :][:_PLANE_SAMPLE_BYTES]
     if plane.size > 2 * middle.size and len(compressor.compress(middle.data)) >= _WORTHWHILE_PLANE * middle.size:
         return plane.tobytes()
@@ -125,15 +125,15 @@ class ChainDecoder:
     """Decodes chains; reuses its memory between calls. Not safe for several threads."""
 
     def __init__(self) -> None:
-        # A complete frame needs no window, see `_decode_plane`. A truncated frame needs one: it is damaged, and may
-        # claim a window of any size, so limit the size.
+        # A complete frame needs no window, see `_decode_plane`. A truncated frame needs a window, and may claim one
+        # of any size, so limit the size.
         self._zstd = zstandard.ZstdDecompressor(max_window_size=MAX_ENCODED_CHUNK_BYTES)
         self._memory: dict[int, Bytes] = {}
 
     def decode(self, links: Iterable[tuple[str, bytes | memoryview]], out: Bytes) -> None:
         """Decode links, pairs of encoding and stored bytes, into `out`.
 
-        A standalone link replaces the content of `out`, a difference is applied to it.
+        A link that encodes a whole chunk replaces the content of `out`; a difference is applied to the content.
 
         Every link has its own word size, because an equal chunk of another dtype may have been stored first. Decoding
         needs about four times the memory of `out`, whatever sizes the links claim.
@@ -175,7 +175,7 @@ class ChainDecoder:
     def _decode_plane(self, number: int, stored: memoryview, size: int) -> Bytes:
         plane = self._memory_for(number, size)
         try:
-            # zstd decodes a frame at once if the memory fits it exactly; otherwise it uses a window.
+            # zstd decodes without a window if the memory has exactly the size of the frame's content.
             if zstandard.frame_content_size(stored) != size:
                 raise CorruptDataError(f"a plane does not have {size} bytes")
             reader = self._zstd.stream_reader(stored, read_across_frames=True)
@@ -208,7 +208,7 @@ class Decoders:
 
     @contextmanager
     def borrow(self) -> Iterator[ChainDecoder]:
-        """Wait for a free decoder and borrow it: the one used last, because its memory is in the CPU caches."""
+        """Wait for a free decoder and borrow the one used last, because its memory is in the CPU caches."""
         with self._permits:
             try:
                 decoder = self._idle.pop()

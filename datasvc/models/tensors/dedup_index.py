@@ -32,13 +32,13 @@ def pointer_path(digest: Digest) -> str:
 
 
 def pointed_digest(path: str) -> Digest | None:
-    """Return the digest of the chunk that has its pointer at this path, None if this is not a path of a pointer."""
+    """Return the digest of the chunk whose pointer has this path, None if this is not a path of a pointer."""
     match = _PATH.fullmatch(path)
     return Digest(match[2]) if match else None
 
 
 def write_pointer(objects: Objects, digest: Digest, chain: tuple[ChainLink, ...]) -> None:
-    """Write the pointer of a chunk whose objects are stored. Raises UnavailableError."""
+    """Write the pointer of a chunk whose objects are stored. Raises UnavailableError: the store failed."""
     chunk = Chunk((), (), digest, chain).to_json()
     content = encode_entry({"format": POINTER_FORMAT, "digest": digest, "chain": chunk["chain"]})
     # Not synced: a pointer that a power cut damages fails its checksum and is ignored.
@@ -46,9 +46,10 @@ def write_pointer(objects: Objects, digest: Digest, chain: tuple[ChainLink, ...]
 
 
 def find_chain(objects: Objects, digest: Digest, chunk_bytes: int) -> tuple[ChainLink, ...] | None:
-    """Return the chain of a stored chunk with this digest, None if there is none. Raises UnavailableError.
+    """Return the chain of a stored chunk with this digest, None if there is none.
 
     All objects of the chain exist, and `gc` keeps them at least as long as new ones (see `Objects.reuse`).
+    Raises UnavailableError: the store failed.
     """
     path = pointer_path(digest)
     try:
@@ -61,7 +62,7 @@ def find_chain(objects: Objects, digest: Digest, chunk_bytes: int) -> tuple[Chai
     try:
         fault = fault_of_chain(chunk.chain, chunk_bytes)
     except TypeError:
-        # A pointer is not trusted, and a value in it has another type: it counts as no pointer.
+        # A pointer is not trusted: a value in it may have a wrong type. Such a pointer is ignored.
         return None
     if fault or not all(objects.reuse(link.info) for link in chunk.chain):
         return None

@@ -1,7 +1,6 @@
 """Storable dtypes: which tensors can be stored, and conversions between tensors and their bytes.
 
-The bytes of a tensor are its elements in row-major order, as `uint8[size]`. Saves and restores use this module, and
-restores and exports cast with `cast`.
+The bytes of a tensor are its elements in row-major order, as `uint8[size]`.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def count_nonfinite(content: Bytes, dtype: str) -> int:
     count = 0
     for start in range(0, words.size, _BLOCK_WORDS):
         magnitudes = np.bitwise_and(words[start : start + _BLOCK_WORDS], mask)
-        # For a block without such elements, the usual case, this is all.
+        # Usually all elements are finite, and a block needs only this comparison.
         if magnitudes.max() >= least:
             # A complex element counts once, even if both of its words are not finite.
             is_nonfinite = (magnitudes >= least).reshape(-1, 2 if dtype.startswith("complex") else 1)
@@ -111,7 +110,7 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     converted = tensor.to(dtype)
     if converted is tensor or not (tensor.dtype.is_floating_point and dtype.is_floating_point):
         return converted
-    # Count NaN too: an eight-bit dtype without infinities has NaN for numbers that are too large.
+    # Count numbers that became NaN too: an eight-bit dtype without infinities has NaN for too large numbers.
     num_overflowed = int((_isfinite(tensor) & ~_isfinite(converted)).sum())
     if num_overflowed:
         raise ConfigError(

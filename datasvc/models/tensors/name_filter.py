@@ -37,7 +37,7 @@ class NameRule:
             raise ConfigError(f"the name map {self.old}={self.new} has no old name; write OLD=NEW")
         if self.is_regex:
             try:
-                # Checks the template too, even without a match.
+                # `sub` checks the template too, even without a match.
                 re.compile(self._expression).sub(self.new, "")
             except (re.error, IndexError) as error:
                 raise ConfigError(
@@ -71,10 +71,13 @@ class NameRule:
 
 
 def parse_name_map(texts: Iterable[str]) -> dict[str, str]:
-    """Parse `OLD=NEW` texts to a name map in their order. Raises ConfigError: another form, or an old name twice."""
+    """Parse texts `OLD=NEW` to a name map in the same order.
+
+    Raises ConfigError: a text has another form, or an old name occurs twice.
+    """
     name_map: dict[str, str] = {}
     for text in texts:
-        # Split at the last "=": the expression may contain one, a tensor's name does not.
+        # Split a regular expression at the last "=", because the expression may contain "=" too.
         old, equals, new = text.rpartition("=") if text.startswith(REGEX_PREFIX) else text.partition("=")
         if not equals or not old:
             raise ConfigError(
@@ -107,7 +110,7 @@ def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Coll
     Raises:
         ConfigError: a pattern matches no name (the message has similar names), or no name is left.
     """
-    # A single pattern may be a string, which is a collection of its characters.
+    # Accept a single pattern as a string too: a string would count as a collection of its characters.
     only, exclude = ((patterns,) if isinstance(patterns, str) else patterns for patterns in (only, exclude))
     for pattern in (*only, *exclude):
         if not any(_matches(name, pattern) for name in names):
@@ -118,7 +121,7 @@ def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Coll
         if (not only or any(_matches(name, pattern) for pattern in only))
         and not any(_matches(name, pattern) for pattern in exclude)
     ]
-    # Without `exclude` at least one name is chosen, because each pattern of `only` matches one.
+    # Without `exclude`, at least one name is chosen, because each pattern of `only` matches a name.
     if not chosen and names and exclude:
         raise ConfigError(f"nothing is left of {len(names)} tensors without {', '.join(map(repr, exclude))}")
     return chosen

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ChunkSource", "load_chunk", "load_tensors", "load_window", "plan_reads", "read_chunks"]
 
-# Remote stores need many parallel requests. Local reads are fast: one thread more than there are processors reads
-# while the others decode; further threads would only compete for caches and the interpreter lock.
+# Remote stores need many parallel requests. Local reads are fast: with one thread more than processors, one can read
+# while the others decode. Further threads would only compete for caches and the interpreter lock.
 _REMOTE_THREADS: Final = max(16, min(32, count_processors()))
 _NEAR_THREADS: Final = min(32, count_processors() + 1)
 # `load_tensors` sorts larger tensors by size, and keeps the order of the others.
@@ -49,7 +49,7 @@ class ChunkRead:
 
     @property
     def direct_target(self) -> torch.Tensor | None:
-        """The only target, if it takes the whole chunk and its memory can be read into; else None."""
+        """The only target, if it takes the whole chunk and the chunk can be decoded into its memory; else None."""
         (target, box), *others = self.targets
         if others or box[1] != self.chunk.shape or dtype_name(target) != self.record.dtype:
             return None
@@ -64,7 +64,7 @@ def load_tensors(
     *,
     progress: Progress = NO_PROGRESS,
 ) -> dict[str, torch.Tensor]:
-    """Return tensors by name, in the order of `records`, every byte verified.
+    """Return tensors by name, in the order of `records`. Every byte is verified.
 
     Args:
         source: source of the bytes.
@@ -86,8 +86,8 @@ def load_tensors(
         for chunk in record.chunks:
             check_reaches(source, record.name, chunk)
     tensors = {record.name: _allocate(record.name, record.dtype, record.shape) for record in requested}
-    # Large tensors first, so that no thread reads one alone at the end. Small tensors keep their order, because they
-    # were packed into objects in this order.
+    # Read large tensors first, so that the last thread at work has only a small one. Small tensors keep their order,
+    # because they were packed into objects in this order.
     ordered = sorted(requested, key=lambda record: -record.nbytes if record.nbytes > _SMALL_BYTES else 0)
     reads = []
     for record in ordered:
@@ -103,10 +103,9 @@ def load_tensors(
 def load_chunk(
     source: ChunkSource, dtype: str, chunk: Chunk, *, name: str = "", decoders: Decoders | None = None
 ) -> torch.Tensor:
-    """Return one chunk as a new tensor of its shape, verified.
+    """Return one chunk, verified, as a new tensor of its shape. For errors see `load_tensors`.
 
-    `name` is the name of the tensor, for messages; `decoders` can be shared by the calls for many chunks. Raises as
-    `load_tensors`.
+    `name` is the name of the tensor, for messages; `decoders` can be shared by the calls for many chunks.
     """
     check_reaches(source, name, chunk)
     content = np.empty(math.prod(chunk.shape) * ITEM_BYTES[dtype], np.uint8)
@@ -115,7 +114,7 @@ def load_chunk(
 
 
 def load_window(source: ChunkSource, record: TensorRecord, start: Sequence[int], shape: Shape) -> torch.Tensor:
-    """Return a block of a tensor as a new tensor; reads only the chunks that overlap it, verified.
+    """Return a block of a tensor as a new tensor. Only the chunks that overlap the block are read, and are verified.
 
     Args:
         source: source of the bytes.
@@ -124,7 +123,7 @@ def load_window(source: ChunkSource, record: TensorRecord, start: Sequence[int],
         shape: size of the block per dimension.
 
     Raises:
-        ConfigError: the block is not inside of the tensor.
+        ConfigError: the block is not inside the tensor.
         CorruptDataError, NotFoundError, UnavailableError: see `load_tensors`.
     """
     window = (tuple(start), tuple(shape))
@@ -152,7 +151,7 @@ def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list
 
 
 def read_chunks(source: ChunkSource, reads: Sequence[ChunkRead], progress: Progress = NO_PROGRESS) -> None:
-    """Read chunks into their targets, in a number of threads that suits the source. Raises as `load_tensors`."""
+    """Read chunks into their targets, in a number of threads that suits the source. For errors see `load_tensors`."""
     reader = ChunkReader(source, [read.chunk for read in reads])
 
     def read_one(read: ChunkRead, size_bytes: int) -> None:

@@ -24,7 +24,7 @@ from datasvc.repository.objects.objects import digest_of, parse_digest
 TENSOR_TABLE_FORMAT: Final = 2
 # Limits for a table that is read. Encoded chunks have a limit so that a few stored bytes cannot claim all memory.
 MAX_ENCODED_CHUNK_BYTES: Final = 64 << 20
-# Links of a chunk. A save writes fewer: `chunk_writer.MAX_CHAIN_LENGTH`.
+# Number of links of a chunk. A save writes fewer, see `chunk_writer.MAX_CHAIN_LENGTH`.
 MAX_CHAIN: Final = 64
 # Enough for ten million chunks in short chains: a mixture of experts with 140,000 tensors, moments included, each
 # partitioned over 64 ranks. Decoded records take some ten times as much memory.
@@ -92,7 +92,7 @@ _COLUMNS_1 = pa.schema(
 
 @dataclass(frozen=True)
 class ChainLink:
-    """A range of stored bytes that encodes a chunk, or its difference to the decoded bytes of the links before.
+    """A range of stored bytes that encodes a chunk, or the chunk's difference to the decoded bytes of earlier links.
 
     Attributes:
         object: digest of the object that holds the bytes.
@@ -115,7 +115,7 @@ class ChainLink:
 
     @property
     def is_whole_object(self) -> bool:
-        """Whether the range is the whole object, so that the object's digest is that of these bytes."""
+        """Whether the range is the whole object; the object's digest is then the digest of these bytes."""
         return self.offset == 0 and self.length == self.object_bytes
 
 
@@ -219,7 +219,7 @@ def encode_table(records: Iterable[TensorRecord]) -> bytes:
     """Return the table as an Arrow IPC file, sorted by name; equal records give equal bytes.
 
     Raises:
-        ConfigError: the table is larger than the limits of a reader.
+        ConfigError: the table exceeds `MAX_TABLE_BYTES` or `MAX_TENSORS`, the limits of a reader.
     """
     rows = [_row(record) for record in sorted(records, key=attrgetter("name"))]
     sink = pa.BufferOutputStream()
@@ -246,7 +246,7 @@ def read_table(objects: Objects, table: Digest) -> tuple[TensorRecord, ...]:
 
 
 def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorRecord, ...]:
-    """Return the validated records of an encoded table; `location` is for messages. Raises as `read_table`."""
+    """Return the validated records of an encoded table; `location` is for messages. For errors see `read_table`."""
     try:
         rows, table_format = _read_rows(content)
         if table_format > TENSOR_TABLE_FORMAT:
@@ -255,7 +255,7 @@ def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorReco
                 "upgrade it"
             )
         records: list[TensorRecord] = []
-        # Validate one by one, so that no further record takes memory after an invalid one.
+        # Validate records one by one: after an invalid record, no further one is decoded.
         for record in _records_1(rows) if table_format == 1 else _records(rows):
             if records and records[-1].name >= record.name:
                 raise CorruptDataError(f"{location} is not a valid tensor table: its tensors are not sorted by name")
@@ -283,7 +283,7 @@ def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
         return pa.table({}), table_format
     if not reader.schema.equals(_COLUMNS_1 if table_format == 1 else _COLUMNS):
         raise ValueError(f"unexpected columns {reader.schema}")
-    # Before the rows are read: Arrow would decompress a buffer to the size that it claims.
+    # Check the messages before the rows are read: Arrow would decompress a buffer to any size that it claims.
     for _ in checked_messages(stream):
         pass
     rows = reader.read_all()
@@ -294,7 +294,7 @@ def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
 
 
 def _row(record: TensorRecord) -> dict[str, Any]:
-    """Return a row of a table; a table has digests as bytes, and calls the chunks `pieces`."""
+    """Return a row of a table. In the table, digests are bytes, and the column of the chunks is called `pieces`."""
     return {
         "name": record.name,
         "dtype": record.dtype,
@@ -313,7 +313,7 @@ def _row(record: TensorRecord) -> dict[str, Any]:
 
 def _records(table: pa.Table) -> Iterator[TensorRecord]:
     """Yield the records of a table of format 2, see `_row`."""
-    # Convert small batches: as Python values, rows take ten times as much memory as in the table.
+    # Convert small batches, because rows take ten times as much memory as Python values than in the table.
     for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
         for row in batch.to_pylist():
             chunks = []
@@ -325,7 +325,7 @@ def _records(table: pa.Table) -> Iterator[TensorRecord]:
 
 
 def _records_1(table: pa.Table) -> Iterable[TensorRecord]:
-    """Yield the records of a table of format 1: every tensor in one chunk, raw."""
+    """Yield the records of a table of format 1, in which every tensor is one raw chunk."""
     # Format 1 does not store the sizes of objects: an object ends where its last tensor ends.
     rows: list[dict[str, Any]] = table.to_pylist()
     sizes: dict[bytes, int] = {}
@@ -368,7 +368,7 @@ def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
     is_raw = len(chain) == 1 and chain[0].encoding == "raw"
     if not is_raw and chunk_bytes > MAX_ENCODED_CHUNK_BYTES:
         return f"a chunk in encoding {chain[-1].encoding!r} has at most {MAX_ENCODED_CHUNK_BYTES} bytes"
-    # The first link encodes a whole chunk, each further one a difference to it.
+    # The first link must encode a whole chunk, each further link a difference.
     allowed = STANDALONE
     for link in chain:
         if link.encoding not in allowed:

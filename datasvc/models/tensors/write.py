@@ -88,8 +88,8 @@ def store_tensors(
         The stored tensors, sorted by name; the caller adds the skeleton and commits.
 
     Raises:
-        ConfigError: a tensor has no dense data (sparse, quantized, meta), which the message names, or the codec is
-            unknown.
+        ConfigError: a tensor is not dense, such as a sparse, quantized or meta tensor (the message names it); or the
+            codec is unknown.
         UnavailableError: the store failed.
     """
     stored = store_chunks(
@@ -132,7 +132,7 @@ def store_chunks(
         raise ConfigError(f"codec is {codec!r}; expected one of {', '.join(CODECS)}")
     for block in blocks:
         check_storable(block.name, block.tensor)
-    # Sorted, so that packs of small chunks do not depend on the order of the state.
+    # Sort, so that packs of small chunks do not depend on the order of the state.
     parts = sorted(_split(blocks, chunk_bytes), key=attrgetter("key"))
     base_blocks = {part.key: part for part in _split(base_tensors, chunk_bytes)} if base else {}
     with ObjectBatch(objects) as batch:

@@ -1,8 +1,8 @@
 """Copies model versions, optionally with their ancestors and data, to another repository: `models push` and `pull`.
 
-Each version becomes visible there atomically. A version keeps the id of the commit that first created it, so copying
-it twice, by any route, creates one version only. An interrupted transfer can therefore be repeated: it copies only
-the objects and versions that are missing.
+Each version becomes visible there atomically. A version keeps the id of the commit that first created it. Therefore
+the target has it only once, even if it is copied twice, by any route. An interrupted transfer can be repeated: it
+copies only the objects and versions that are missing.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def transfer(
         with_parents: whether to copy also all ancestors that are in the source.
         with_data: whether to copy also the data-set versions that the models consumed, with all shards.
         data_names: names of data sets at the target, by name at the source; by default the same.
-        trusted_keys: public keys, see `stored_version.read_version`. Each model must be signed at the source by one
-            of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
+        trusted_keys: public keys, see `stored_version.read_version`. Each model version must be signed at the source
+            by one of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
         progress: counts the bytes of each object once the target has it, copied or not.
 
     Returns:
@@ -89,8 +89,8 @@ def transfer(
     Raises:
         NotFoundError: a version or one of its objects does not exist, or an object disappeared at the target.
         CorruptDataError: an entry, table or object is damaged at the source; its version is not committed.
-        ConfigError: source and target are the same repository, a name is not valid, or the target has an unrelated
-            data set of the same name, to which nothing is appended: give another name in `data_names`.
+        ConfigError: source and target are the same repository; a name is not valid; or the target has an unrelated
+            data set of the same name (give the copy another name in `data_names`).
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
             stay; repeat the call to continue.
     """
@@ -133,7 +133,7 @@ def transfer(
                 seen.update(new)
                 # An object may have been deleted at the target since it was copied.
                 check_present(target.objects, (info.digest for info in objects[version]), str(version))
-                # Commit point of this version: only now are all objects that its entry references at the target.
+                # Commit point of this version: only now does the target have all objects that its entry names.
                 committed, is_new = logs.commit(version)
             done.append(Transferred(version, committed, is_new))
     return TransferReport(tuple(done), len(copied), sum(info.size_bytes for info in copied))

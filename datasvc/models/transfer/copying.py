@@ -30,16 +30,16 @@ def copy_missing(
     reachable: Callable[[], Container[ObjectInfo]] = frozenset,
     renew: Callable[[], None] = lambda: None,
 ) -> list[ObjectInfo]:
-    """Copy the objects that `target` lacks; reset the age of the others, so that `gc` there keeps them.
+    """Copy the objects that `target` lacks; reset the age of the others, so that `gc` of the target keeps them.
 
     Args:
         source: objects of the source repository.
         target: objects of the target repository.
         objects: distinct objects to copy.
         progress: counts the bytes of each object once the target has it, copied or not.
-        reachable: function that returns the objects that versions at the target need, without removed versions; `gc`
-            keeps these objects at any age. It is called at most once, and only if the age of an object cannot be
-            reset without writing the object again.
+        reachable: function that returns the objects that the remaining (not removed) versions at the target need;
+            `gc` keeps these objects at any age. It is called at most once, and only if the age of an object cannot
+            be reset without writing the object again.
         renew: function that is called after each object, by one thread at a time; it renews the journal.
 
     Returns:
@@ -71,7 +71,7 @@ def copy_missing(
 
 
 def _copy(source: Objects, target: Objects, info: ObjectInfo, is_reachable: Callable[[ObjectInfo], bool]) -> bool:
-    """Copy an object, unless the target has it and `gc` keeps it there; return whether it was copied."""
+    """Copy an object, unless the target has it and `gc` will keep it there; return whether it was copied."""
     if target.refresh(info) or (target.size(info.digest) == info.size_bytes and is_reachable(info)):
         return False
     _check_size(source, info)
@@ -97,9 +97,9 @@ def _copy_bytes(source: Objects, target: Objects, info: ObjectInfo) -> None:
 
 
 def _check_size(source: Objects, info: ObjectInfo) -> None:
-    """Check that the object exists and has the recorded size, which `_copy_bytes` relies on to limit its memory.
+    """Check that the object exists and has the recorded size: `_copy_bytes` reads small objects into memory.
 
-    Raises NotFoundError or CorruptDataError.
+    Raises NotFoundError: the object does not exist. Raises CorruptDataError: it has another size.
     """
     size_bytes = source.size(info.digest)
     if size_bytes is None:

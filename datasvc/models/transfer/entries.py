@@ -1,8 +1,8 @@
 """Finds the versions of a transfer in the logs of the target repository, rewrites their entries, and commits them.
 
-`transfer` in `copy_versions` uses it: it copies the objects of a version between these steps.
-The identity of a version is the id of the commit that first created it, in any repository. The numbers of the
-version, its parents and its data sets may differ at the target, so references in the entry are rewritten.
+`copy_versions.transfer` copies the objects of a version before it commits the version here. The identity of a version
+is the id of the commit that first created it, in any repository. The numbers of the version, its parents and its data
+sets may differ at the target, so references in the entry are rewritten.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TargetLogs:
     Args:
         source: repository to copy from.
         target: repository to copy to.
-        names: names at the target that differ from the source, by kind and name at the source.
+        names: names at the target, by kind and name at the source; other names stay the same.
     """
 
     def __init__(self, source: Repository, target: Repository, names: Mapping[tuple[Kind, str], str]) -> None:
@@ -45,7 +45,7 @@ class TargetLogs:
         self._source_commits: dict[str, frozenset[str]] = {}
 
     def content(self, version: Resolved) -> Mapping[str, Any]:
-        """Return the content of a version's entry at the source. Raises as `Repository.entry`."""
+        """Return the content of a version's entry at the source. For errors see `Repository.entry`."""
         if version not in self._contents:
             content = self.source.entry(version).content
             if version.kind == "models":
@@ -90,7 +90,7 @@ class TargetLogs:
     def reachable(self) -> set[ObjectInfo]:
         """Return the objects that versions at the target need, of all names that this transfer has looked up so far.
 
-        Removed versions are left out. Raises UnavailableError.
+        Removed versions are left out. Raises UnavailableError: the store does not respond.
         """
         objects: set[ObjectInfo] = set()
         for log in self._logs.values():
@@ -115,9 +115,9 @@ class TargetLogs:
         def build(head: int) -> Mapping[str, Any]:
             number = log.find(identity(content), head)
             if number is not None:
-                # `append` calls this function for each attempt; only an exception can stop it without a new entry.
+                # `append` calls this function for each attempt. Only an exception ends `append` without a new entry.
                 raise _AlreadyThere(number)
-            # Check again for this head: another process may have created a data set of this name now.
+            # Check again for this head: another process may have created a data set of this name meanwhile.
             self.check_related(version)
             return content
 
@@ -139,8 +139,8 @@ class TargetLogs:
         # A version that is copied again keeps its first origin.
         rewritten["origin"] = content["origin"] if is_copied(content) else self._origin(version, content)
         if version.kind == "datasets" and VAL_FRACTION not in content:
-            # An old entry does not have the validation fraction; it follows from the ancestors, which may not be at
-            # the target. Record it.
+            # An old entry does not record the validation fraction. It follows from the ancestors, but they may not be
+            # at the target: record it.
             with suppress(NotFoundError):
                 rewritten[VAL_FRACTION] = read_val_fraction(self.source, version)
         if isinstance(content.get("parent"), str):
@@ -230,11 +230,11 @@ class _TargetVersions:
         return [Resolved(self._kind, self.name, number) for number in sorted(self.contents) if number not in removed]
 
     def find(self, identity_sought: str, head: int | None = None) -> int | None:
-        """Return the number of the version with an identity that is not removed; None if there is none.
+        """Return the number of a version that has this identity and is not removed; None if there is none.
 
         `head` is the number of the newest version; None: unknown.
         """
-        # If the newest entry was read, all were read: no request is needed.
+        # If the newest entry was read, all entries were read, and no request is needed.
         if head is None or head not in self.contents:
             self.read_new()
         numbers = self.numbers.get(identity_sought)
@@ -247,7 +247,7 @@ class _TargetVersions:
         """Read the entries that were not read yet."""
         # List the log only once. Its numbers have no gaps, so `numbers_after` finds new entries with a few requests.
         new = self._log.numbers_after(max(self.contents)) if self.contents else self._log.numbers()
-        # A version that cannot be read is none of those to find: at worst, the same version is copied again.
+        # Skip entries that cannot be read: at worst, a version that is already here is copied again.
         for entry in self._target.readable_entries(self._kind, self.name, new):
             self.contents[entry.number] = entry.content
             if commit := find_identity(entry.content):

@@ -24,7 +24,7 @@ _RENEW_INTERVAL_S: Final = 3600.0
 def declare_intent(
     target: Repository, objects: Mapping[Resolved, Sequence[ObjectInfo]]
 ) -> Iterator[Callable[[], None]]:
-    """Write the intent journal, which protects the objects of the versions to commit from `gc` during the block.
+    """Write the intent journal. During the `with` block, it protects the objects of `objects` from `gc`.
 
     Yields a function that renews the journal; call it regularly, from one thread at a time. It writes the journal at
     most once per hour. If the block fails, the journal stays and expires like any other journal.
@@ -45,7 +45,7 @@ def declare_intent(
     def renew() -> None:
         nonlocal renewed_s
         if time.monotonic() - renewed_s >= _RENEW_INTERVAL_S:
-            journal.begin()  # resets the age of the journal, by which it expires
+            journal.begin()  # a journal expires by its age; this resets it
             renewed_s = time.monotonic()
 
     # No `finally`: after a failure the journal must stay, so that a repeated transfer finds the copied objects.

@@ -35,8 +35,8 @@ def reachable_objects(repository: Repository, version: Resolved, content: Mappin
         raise CorruptDataError(f"the entry of {version} has no valid list of its objects: {error!r}") from error
     except NotFoundError as error:
         raise NotFoundError(f"{version} is incomplete: {error}") from error
-    # Also include every other digest in the entry of which the repository has an object: a later release of datasvc
-    # may add fields that name objects. A digest without an object, such as that in the field `content`, is left out.
+    # A later release of datasvc may add fields that name objects: include every other digest in the entry for which
+    # the repository has an object. A digest without an object, such as that in the field `content`, is left out.
     for digest in set(_digests_in(content)) - sizes.keys():
         size_bytes = repository.objects.size(digest)
         if size_bytes is not None:
@@ -67,7 +67,7 @@ def _of_dataset(
 
 
 def _with_sizes(repository: Repository, digests: Iterable[Digest]) -> Iterator[tuple[Digest, int]]:
-    """Yield each digest with the size that the store reports. Raises NotFoundError."""
+    """Yield each digest with the size that the store reports. Raises NotFoundError: an object is missing."""
     for digest in digests:
         size_bytes = repository.objects.size(digest)
         if size_bytes is None:

@@ -15,8 +15,7 @@ _BY_NAME: Final = attrgetter("name", "version")
 def sort_topologically(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[Resolved]:
     """Return the versions with parents before children; ties are broken by name and number.
 
-    `parents` has the parents of each version. A parent that is not a key is ignored, as is a parent that would close
-    a cycle.
+    `parents` has the parents of each version. A parent is ignored if it is not itself a key, or would close a cycle.
     """
     ordered: dict[Resolved, None] = {}  # an ordered set
     for version in sorted(parents, key=_BY_NAME):

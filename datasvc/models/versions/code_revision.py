@@ -1,6 +1,6 @@
 """Describes the code of a run, for the entry of its versions: the git revision and the local changes.
 
-A `CheckpointManager` calls `capture_code` when it starts, and each commit of a version calls `keep_code`. Git runs
+A `CheckpointManager` calls `capture_code` when it starts, and `commit` calls `keep_code` for each version. Git runs
 with limits of time and output. A run without git, or outside of a checkout, has no revision.
 """
 
@@ -21,7 +21,7 @@ from datasvc.errors import CorruptDataError
 from datasvc.repository import Objects
 
 MAX_DIFF_BYTES: Final = 4 << 20
-# Listing the versions reads all their entries, so only some names are recorded in an entry.
+# Listing the versions reads all their entries, so an entry records only some names of files and submodules.
 _MAX_NAMES: Final = 100
 _MAX_NAME_BYTES: Final = 64 << 10  # of git's output with names
 # A file system that does not answer must not delay a save for long.
@@ -45,7 +45,7 @@ class CodeRevision:
         diff_kind: "patch", in the form for `git apply`; or "stat" if the patch is larger than MAX_DIFF_BYTES.
         untracked: untracked files and folders, at most 100.
         num_untracked: number of all untracked files and folders.
-        submodules: checked-out commit by path, with a leading "+" if it is not the recorded one.
+        submodules: checked-out commit of each submodule, by path; begins with "+" if `revision` names another commit.
     """
 
     revision: str | None
@@ -74,7 +74,10 @@ class CodeRevision:
 
     @classmethod
     def from_dict(cls, code: Mapping[str, Any]) -> CodeRevision:
-        """Return the revision of a `to_dict` result; unknown fields are ignored. Raises CorruptDataError."""
+        """Return the revision of a `to_dict` result; unknown fields are ignored.
+
+        Raises CorruptDataError: `code` has another form.
+        """
         try:
             fields = {name: code[name] for name in cls.__dataclass_fields__ if name in code}
             return cls(**{**fields, "untracked": tuple(code.get("untracked", ()))})
@@ -108,10 +111,11 @@ def capture_code(folder: Path | None = None) -> None:
 
 
 def keep_code(objects: Objects, folder: Path | None = None) -> CodeRevision:
-    """Return the revision of a checkout and store its local changes as an object. Raises UnavailableError.
+    """Return the revision of a checkout and store its local changes as an object.
 
     The code is read once per process and folder, by `capture_code` or here: a process executes the code that it
     loaded at its start, whatever is edited later. `folder` is in the checkout; default: the working folder.
+    Raises UnavailableError: the store failed.
     """
     code, diff = _capture(str(folder or Path.cwd()))
     return replace(code, diff=objects.put(diff).digest) if diff else code
@@ -119,11 +123,11 @@ def keep_code(objects: Objects, folder: Path | None = None) -> CodeRevision:
 
 @lru_cache(maxsize=8)
 def _capture(folder: str) -> tuple[CodeRevision, bytes]:
-    """Return the code and the local changes to store: a patch, or a summary if the patch is too large; else b""."""
+    """Return the code and its local changes: a patch, or a summary if the patch is too large; b"" for no changes."""
     code = describe_code(Path(folder))
     if not code.dirty:
         return code, b""
-    # The additional byte shows that the patch is larger than the limit.
+    # Read one byte more than the limit: it shows that the patch is larger.
     patch = _output(folder, *_DIFF, "--binary", "HEAD", max_bytes=MAX_DIFF_BYTES + 1)
     if patch is not None and len(patch) <= MAX_DIFF_BYTES:
         return replace(code, diff_kind="patch"), patch

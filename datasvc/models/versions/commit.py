@@ -45,7 +45,7 @@ def commit(
         extra_objects: digests of the objects that `extra` names.
 
     Raises:
-        ConfigError: `name` is invalid; or the table, the state or the entry exceeds the limits of a reader.
+        ConfigError: `name` is invalid; or the table, the state or the entry is larger than readers accept.
         NotFoundError: `metadata.parent` or one of `metadata.merged` does not exist in its model; or an object that
             the entry names is no longer in the repository.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
@@ -109,8 +109,8 @@ def exact_version(repository: Repository, ref: str) -> str:
 def base_records(repository: Repository, name: str, parent: str | None = None) -> tuple[TensorRecord, ...]:
     """Return the records of the base: the version to which the next version of `name` stores differences.
 
-    The base is `parent`; if that does not exist or is damaged, the newest version of the model. If there is no base,
-    returns (), and the next version is stored in full. Raises UnavailableError.
+    The base is `parent`; if that does not exist or is damaged, it is the newest version of the model. Returns () if
+    there is no base; the next version is then stored in full. Raises UnavailableError: the store does not respond.
     """
     for ref in (parent, name):
         if ref is None:

@@ -26,11 +26,11 @@ _PURPOSES: Final = ("training", "evaluation")
 
 @dataclass(frozen=True)
 class ReadSpan:
-    """A span of consumed positions with one batch size.
+    """The positions from `start` to `stop`, which a run consumed with one batch size.
 
     Attributes:
-        start: position at which the first batch starts.
-        stop: position after the last batch.
+        start: epoch and position at which the first batch starts.
+        stop: epoch and position after the last batch.
         step: number of optimizer steps of the weights at `start`; None: unknown.
         global_batch: samples per step over all ranks; None: unknown.
         tail: treatment of samples that do not fill a global batch; None: unknown.
@@ -68,7 +68,7 @@ class DataUse:
         dataset: version of the data set, such as "digits@1"; for a mixture the versions of all its splits, separated
             by commas.
         split: name of the split, such as "train"; for a mixture "mixture".
-        state: state of the loader: order, epoch and position. Everything before the position was consumed.
+        state: state of the loader: order, epoch and position.
         purpose: "training", or "evaluation" for data that the weights were not trained on.
         run: random identifier of the run; None: unknown.
         spans: positions that the run consumed since it started from the parent version's weights, in order; () if
@@ -197,8 +197,8 @@ class ConsumptionTracker:
         self._run, self._spans = str(run), spans
 
     def use(self) -> DataUse:
-        """Return the data consumed so far. Raises ConfigError: the loader is at a position before the run started."""
-        # Drop the decoder settings: they do not change which samples are read, and the loader's own state has them.
+        """Return the data consumed so far. Raises ConfigError: the loader is before the position of the run start."""
+        # Leave out the decoder settings: they do not change which samples are read. The loader's own state has them.
         state = {name: value for name, value in self._loader.state_dict().items() if name != "decode"}
         splits = getattr(self._loader.split, "splits", None)
         if splits is None:

@@ -1,6 +1,6 @@
 """Lists the objects that the entry of a model version names, for restore, verify, transfer and `gc`.
 
-Also holds the limits of the size of such objects, which the writer and the readers share.
+Also defines size limits of these objects, which writers and readers share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_CODE_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True)
 class EntryObjects:
-    """Digests of the objects that an entry names; the tensor table among them names further objects.
+    """Digests of the objects that an entry names. One of these objects, the tensor table, names further objects.
 
     Attributes:
         tensors: tensor table.
@@ -37,7 +37,7 @@ class EntryObjects:
 
     @property
     def all(self) -> tuple[Digest, ...]:
-        """Every object that is named, without repeats."""
+        """All digests, each once."""
         digests = (self.tensors, self.state, self.sharding, self.code)
         return tuple(dict.fromkeys(digest for digest in digests if digest is not None))
 

@@ -42,7 +42,7 @@ def describe_environment(*, world_size: int | None = None, hostname: bool = Fals
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        # A copy: the caller may change the result, which must not change the cache.
+        # Copy, because the caller may change the result, but must not change the cached dict.
         "packages": dict(_describe_packages()),
         **_describe_gpus(),
     }
@@ -66,7 +66,7 @@ def _describe_packages() -> dict[str, str]:
 def _describe_gpus() -> dict[str, Any]:
     """Return the fields `driver`, `cuda`, `cudnn` and `gpus` that are available.
 
-    PyTorch lists the GPUs that this process sees, if it has started CUDA; otherwise the driver lists all of the node.
+    If this process has started CUDA, `gpus` has the GPUs that it sees; otherwise all GPUs of the node.
     """
     gpu_fields: dict[str, Any] = {}
     driver = _driver()

@@ -99,7 +99,7 @@ def check_signed(repository: Repository, version: Resolved, entry: Entry, keys: 
 
 
 def _find_fault(repository: Repository, version: Resolved, key: PublicKey, message: bytes) -> str | None:
-    """Return the reason why there is no valid signature of `message` by `key`; None if there is one."""
+    """Return the reason why there is no valid signature of `message` by `key`; None if the signature is valid."""
     try:
         return repository.storage.read_checked(
             _path(version, key), partial(_check_file, key=key, message=message), max_bytes=MAX_ENTRY_BYTES

@@ -140,7 +140,7 @@ def load_public_keys(paths: Iterable[Path]) -> tuple[PublicKey, ...]:
 
 
 def trusted_keys(paths: Sequence[str | Path] | None = None) -> tuple[PublicKey, ...]:
-    """Return the trusted keys. A version is trusted if one of them has signed it; () if no key is configured.
+    """Return the trusted keys; () if none is configured. A version is trusted if one of these keys has signed it.
 
     Args:
         paths: files of public keys; None: the files that `DATASVC_TRUSTED_KEYS` names, separated as in PATH.
