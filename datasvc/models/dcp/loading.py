@@ -55,7 +55,7 @@ class ShardedVersion:
 def read_sharded(
     repository: Repository, copies: StoredCopies, ref: str, *, trusted_keys: Sequence[str | Path] | None = None
 ) -> ShardedVersion:
-    """Read the metadata of a version. For an unsharded version, they describe each tensor as a single block.
+    """Read the metadata of a version. The metadata of an unsharded version describes each tensor as a single block.
 
     For arguments and errors see `read_version`. A damaged state or sharding object raises CorruptDataError too.
     """
@@ -112,7 +112,7 @@ def _block(stored: ShardedVersion, item: ReadItem) -> tuple[TensorRecord, Box]:
             "ranks may have planned for different versions"
         )
     record = stored.records[name]
-    # The metadata divide the tensor into blocks. The offsets of an item are relative to its block, which begins at
+    # The metadata divides the tensor into blocks. The offsets of an item are relative to its block, which begins at
     # `index.offset` of the tensor.
     origin = index.offset if index.offset is not None else (0,) * len(item.lengths)
     start = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
@@ -138,7 +138,7 @@ def _find_tensors_in_values(stored: ShardedVersion, items: Sequence[ReadItem]) -
 
 
 class _UsedRecords(dict[str, Any]):
-    """The records that were looked up, by tensor name: each look-up adds one from `records`."""
+    """The records that were looked up, by tensor name. A look-up takes a record from `records` and adds it."""
 
     def __init__(self, records: Mapping[str, TensorRecord]) -> None:
         super().__init__()

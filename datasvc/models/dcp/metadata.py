@@ -1,9 +1,9 @@
 """Encodes torch's `Metadata` as the sharding object of a version, for `DcpWriter`, and decodes it, for `DcpReader`.
 
 The sharding object is JSON with the blocks of each tensor, and the path of each value in the state tree. (A block is
-a chunk in torch's terms.) Torch itself stores its metadata as a pickle; reading JSON executes no code. Shapes and
-dtypes are only in the tensor table, and values only in the state, so that nothing is stored twice. The blocks are
-checked against the table before memory is allocated for them.
+a chunk in torch's terms.) Torch itself stores its metadata as a pickle. JSON is safe: reading it executes no code.
+Shapes and dtypes are only in the tensor table, and values only in the state, so that nothing is stored twice. The
+blocks are checked against the table before memory is allocated for them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MEMORY_FORMATS: Final = {
 class Sharding:
     """Description of a stored version for torch's planners.
 
-    A key is a key of the dict to which a planner flattens the state.
+    The keys are those of the dict to which a planner flattens the state.
 
     Attributes:
         metadata: torch's metadata, by key.
@@ -100,7 +100,7 @@ def encode_sharding(metadata: Metadata, opaque: Iterable[str], save_id: str) -> 
 def planned_paths(metadata: Metadata) -> Mapping[str, Path] | None:
     """Return, for each key of a save, its path in the state tree; None if the planner did not flatten the state.
 
-    Raises ConfigError: the planner's data are not a dict with a path for each key.
+    Raises ConfigError: the planner's data is not a dict with a path for each key.
     """
     try:
         return check_paths(metadata.planner_data)

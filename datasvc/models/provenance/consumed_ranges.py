@@ -1,9 +1,9 @@
 """Computes the ranges of positions that the training of a version consumed, from its entry. No file is read here.
 
-A range is a `Segment`, with the start and the batch size of the run that read it. These two determine which positions
-were dropped at the end of an epoch, and which optimizer step consumed each of the others. If an entry does not record
-them, the result is marked as uncertain, never guessed. A version also consumed the segments of its ancestors: the
-module `segments` combines them, for `find_consumers` and `lineage`.
+An entry records spans: ranges of positions, each read with one batch size. A segment is the part of a span that a
+version consumed and its ancestors did not. The start and the batch size of a span determine which positions were
+dropped at the end of an epoch, and which optimizer step consumed each of the others. If an entry does not record
+them, the result is marked as uncertain. The module `segments` combines the segments of a version and its ancestors.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def _new_segments(
     new = spans[num_same:]
     starts = [span.start for span in new]
     if new and num_same < len(earlier) and new[0].start == earlier[num_same].start:
-        # The first new span is the ancestor's last one with another end. If it is longer now, only the added part is
-        # new. If it is shorter, because the run was reset to a position within it, nothing is new.
+        # The first new span starts like a span of the ancestor, but ends elsewhere. If it is longer, only the added
+        # part is new. If it is shorter, because the run was reset to a position within it, nothing is new.
         starts[0] = min(earlier[num_same].stop, new[0].stop)
     # A span ends at the step at which the next one starts. The last span ends at the version's step.
     stop_steps = [*(span.step for span in spans[1:]), step][num_same:]

@@ -48,8 +48,8 @@ def find_consumers(
         keys: keys of the samples. Give either this or `deleted_in`.
         deleted_in: a data-set version. Search for the samples that it deleted, in every data set that uses a shard
             which contained them.
-        data: a data set or version. With `keys`, search only in it. With `deleted_in`, search in it too, even if it
-            uses none of these shards.
+        data: a data set, or a version of one. With `keys`, search only in it. With `deleted_in`, search in it too,
+            even if it uses none of these shards.
         split: match the keys only in splits of this name.
 
     Raises:
@@ -118,7 +118,7 @@ class _ConsumerSearch:
     def _find_uses(self, by_order: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, UseBatch]]:
         """Return the samples that each version consumed in its own training, with the name of the version.
 
-        The order is that of the versions, and for each version that of its training.
+        Sorted by version, then in the order of its training.
         """
         # Group the parts by order and epoch, so that the positions of an epoch are computed once, even if many
         # versions consumed a part of it. The number of each part restores the order of versions and training.

@@ -41,8 +41,8 @@ class Mismatch:
         name: name in the model.
         expected: dtype and shape in the model.
         found: dtype and shape in the checkpoint.
-        tied_to: None if the dtype or the shape differs. Otherwise, the checkpoint has different values for two tied
-            names: the other of the two.
+        tied_to: the other name, if the checkpoint has different values for two tied names; None if the dtype or the
+            shape differs.
     """
 
     name: str

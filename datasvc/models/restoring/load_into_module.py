@@ -176,7 +176,7 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
                 current[name].copy_(value)
         # torch and hooks of the model raise these types. Other exceptions, such as an interrupt, keep their type.
         if isinstance(error, (RuntimeError, ValueError, TypeError, KeyError)):
-            raise ConfigError(f"{type(model).__name__} refuses its tensors: {error}") from error
+            raise ConfigError(f"the tensors cannot be loaded into {type(model).__name__}: {error}") from error
         raise
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A fingerprint is the first bits of a digest. `_find_differing` exchanges it and its negative as int64.
+# A fingerprint is the first bits of a digest. It and its negative must fit into an int64, see `_find_differing`.
 _FINGERPRINT_BITS: Final = 62
 
 

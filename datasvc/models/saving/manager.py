@@ -77,7 +77,7 @@ class CheckpointManager:
             group, this process saves alone.
         timeout_s: seconds that a rank waits for an answer of the other ranks before it abandons a save.
         cache: this node's cache, or its folder, for restores; see `restore.restore`.
-        peers: other nodes to fetch from, for a cache that is given by its folder.
+        peers: other nodes to fetch from; only if `cache` is a folder.
         fallback: other repositories, or their URLs, that may have copies of objects; tried in this order.
         trusted_keys: files of public keys; a restored version must be signed by one of them. See `restore.restore`.
 
@@ -398,7 +398,7 @@ class CheckpointManager:
                 signal.raise_signal(received)
 
     def _agree(self, step: int, flat_state: FlatState | None, reported: list[int], error: Exception | None) -> None:
-        """Check that no rank has an error, and that all ranks save the same step and tensors. Raises as `save`.
+        """Check that no rank has an error, and that all ranks save the same step and tensors. For errors see `save`.
 
         `reported` has the numbers of the earlier saves whose errors this rank reports in this call.
         """

@@ -66,7 +66,7 @@ class SaveQueue:
             )
 
     def take_unreported_failure(self) -> tuple[int, DatasvcError] | None:
-        """Return the first unreported failure, as the save's number and error, and mark it as reported; else None."""
+        """Return the number and error of the first unreported failure, and mark it as reported; None: no failure."""
         while self._failed:
             handle = self._failed.popleft()
             error = handle.take_unreported_error()

@@ -142,7 +142,8 @@ class SaveScheduler:
     def __init__(self, policy: SavePolicy, now: Callable[[], float] = time.perf_counter) -> None:
         self._policy = policy
         self._now = now
-        self._last_end = self._last_save = now()  # times of the last end of a step or stall, and of the last stall
+        # Times at which the last step or stall ended, and at which the last stall ended.
+        self._last_end = self._last_save = now()
         self._last_check: int | None = None  # step of the last call of `decide`
         self._undisturbed: deque[float] = deque(maxlen=_MEASURED_STEPS)  # seconds of the latest undisturbed steps
         self._latest: deque[float] = deque(maxlen=_LATEST_STEPS)  # seconds of the latest steps

@@ -39,7 +39,7 @@ def write_marker(storage: Storage) -> Marker:
 
 
 def can_read_marker(storage: Storage, marker: Marker) -> bool:
-    """Return whether this rank can read another rank's marker. For other errors see `Storage.read`."""
+    """Return whether this rank can read another rank's marker. For errors see `Storage.read`."""
     try:
         return storage.read(marker.path, len(marker.content)) == marker.content.encode()
     except NotFoundError:

@@ -135,7 +135,7 @@ class HostBuffer:
     def _fill(self, offset: int, tensor: torch.Tensor, start_events: dict[torch.device, Any]) -> torch.Tensor:
         """Copy a tensor into the memory at `offset` and return the copy.
 
-        Before the first copy from a device, add an event to `start_events`.
+        Before the first copy from a device, record an event in `start_events`.
         """
         import torch
 
@@ -184,8 +184,8 @@ def _map_memory(nbytes: int) -> torch.Tensor:
             f"cannot allocate {nbytes} bytes for a copy of the state ({error}); background saves need two such "
             "copies, datasvc.models.save() needs none"
         ) from error
-    # Huge pages cause fewer page faults. WIPEONFORK gives zeros to forked children, such as workers of a loader. If
-    # they shared the pages, the kernel would copy each page that the next save writes.
+    # Huge pages cause fewer page faults. WIPEONFORK gives zeros to forked children, such as workers of a loader: if
+    # they shared the pages with this process, the kernel would copy each page that the next save writes.
     for advice in (mmap.MADV_HUGEPAGE, _MADV_WIPEONFORK):
         try:
             mapped.madvise(advice)

@@ -117,8 +117,7 @@ class VersionWriter:
         parent = self._parent(metadata)
         committed, records = self._committed
         if parent is not None and committed == parent:
-            # Use the cached records only if their version still exists: after its removal, `gc` may delete their
-            # objects.
+            # Use the cached records only if the version still exists: after a removal, `gc` may delete its objects.
             with suppress(NotFoundError):
                 self._repository.resolve("models", parent)
                 return records
@@ -134,7 +133,7 @@ class VersionWriter:
             replace(task.metadata, parent=self._parent(task.metadata)),
             extra={"duration": {name: round(seconds, 6) for name, seconds in duration.items()}},
         )
-        # The next save stores differences to this version, and need not read its tensor table.
+        # The next save stores differences to this version. Keep the records, so that it need not read the table.
         self._committed = (str(version), stored.records)
         return version
 

@@ -22,7 +22,7 @@ from datasvc.models.tensors.tensor_table import MAX_ENCODED_CHUNK_BYTES, ChainLi
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import digest_of
 
-_MAX_BYTES_AT_ONCE: Final = 8 << 20
+_MAX_BYTES_AT_ONCE: Final = 8 << 20  # largest range of a request
 # Reading over a gap of this size costs less than another request.
 _GAP_BYTES: Final = 64 << 10
 
@@ -201,7 +201,7 @@ class ChunkReader:
 
 
 def plan_shared_ranges(chunks: Iterable[Chunk]) -> dict[tuple[Digest, int, int], _SharedRange]:
-    """Return the range to read for each link that is only a part of its object and has at most `_MAX_BYTES_AT_ONCE`.
+    """Return the range to read for each link that is only a part of its object and not larger than a range may be.
 
     The keys are object, offset and length of the link. Links that are close together share one range.
     """

@@ -49,7 +49,7 @@ def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:
     # Boxes tile the tensor if they are inside the tensor, have as many elements as the tensor, and do not overlap.
     if sum(math.prod(size) for _, size in boxes) != math.prod(shape):
         return False
-    return not boxes or not _overlap(boxes)
+    return not boxes or not _may_overlap(boxes)
 
 
 def is_inside(box: Box, shape: Shape) -> bool:
@@ -70,9 +70,9 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def slices(box: Box, *, origin: Shape | None = None) -> tuple[slice, ...]:
-    """Return slices that select a box of a tensor in an array, which holds the part of the tensor from `origin` on.
+    """Return slices that select a box of a tensor in an array.
 
-    Default of `origin`: the first element of the tensor.
+    The array holds the part of the tensor that starts at `origin`; by default, the tensor from its first element on.
     """
     offsets = origin or (0,) * len(box[0])
     return tuple(
@@ -80,7 +80,7 @@ def slices(box: Box, *, origin: Shape | None = None) -> tuple[slice, ...]:
     )
 
 
-def _overlap(boxes: Sequence[Box]) -> bool:
+def _may_overlap(boxes: Sequence[Box]) -> bool:
     """Return True if two boxes overlap, or if finding out takes more than `_MAX_COMPARISONS` comparisons.
 
     The boxes are sorted along the dimension with the most distinct starts.

@@ -86,7 +86,7 @@ def load_tensors(
         for chunk in record.chunks:
             check_reaches(source, record.name, chunk)
     tensors = {record.name: _allocate(record.name, record.dtype, record.shape) for record in requested}
-    # Read large tensors first, so that the last thread at work has only a small one. Small tensors keep their order,
+    # Read large tensors first, so that no thread is left with a large one at the end. Small tensors keep their order,
     # because they were packed into objects in this order.
     ordered = sorted(requested, key=lambda record: -record.nbytes if record.nbytes > _SMALL_BYTES else 0)
     reads = []

@@ -273,7 +273,7 @@ def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
     """Return the rows and the format of a table; no rows if the format is a later one."""
     if bytes(content[: len(_MAGIC)]) != _MAGIC:
         raise ValueError("the file does not begin with Arrow's magic bytes")
-    # Read the stream inside of the Arrow file, not its footer: the footer could refer to bytes not checked here.
+    # Read the stream inside the Arrow file, not the footer, which could refer to bytes that are not checked here.
     stream = pa.py_buffer(content)[len(_MAGIC) :]
     reader = pa.ipc.open_stream(stream)
     table_format = int((reader.schema.metadata or {})[_METADATA_KEY])
@@ -313,7 +313,7 @@ def _row(record: TensorRecord) -> dict[str, Any]:
 
 def _records(table: pa.Table) -> Iterator[TensorRecord]:
     """Yield the records of a table of format 2, see `_row`."""
-    # Convert small batches, because rows take ten times as much memory as Python values than in the table.
+    # Convert small batches: rows as Python values take ten times as much memory as rows in the table.
     for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
         for row in batch.to_pylist():
             chunks = []

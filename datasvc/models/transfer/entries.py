@@ -82,8 +82,8 @@ class TargetLogs:
             )
         if self._source_commits[version.name].isdisjoint(log.numbers):
             raise ConfigError(
-                f"cannot copy {version} to {redact_url(self._target.url)}: it has another data set {log.name!r} with "
-                f"{len(log.contents)} versions, none of them from {redact_url(self.source.url)}; give the copy "
+                f"cannot copy {version} to {redact_url(self._target.url)}, which has another data set {log.name!r} "
+                f"with {len(log.contents)} versions, none of them from {redact_url(self.source.url)}; give the copy "
                 f"another name: --rename-data {version.name}=NAME, data_names={{{version.name!r}: 'NAME'}}"
             )
 
@@ -128,7 +128,7 @@ class TargetLogs:
         return Resolved(version.kind, log.name, number), is_new
 
     def _log(self, version: Resolved) -> _TargetVersions:
-        """Return the versions at the target that have the same name as `version` there."""
+        """Return the versions of the target under the name that `version` has, or will get, there."""
         name = self._names.get((version.kind, version.name), version.name)
         return self._logs.setdefault((version.kind, name), _TargetVersions(self._target, version.kind, name))
 

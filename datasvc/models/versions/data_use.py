@@ -197,7 +197,7 @@ class ConsumptionTracker:
         self._run, self._spans = str(run), spans
 
     def use(self) -> DataUse:
-        """Return the data consumed so far. Raises ConfigError: the loader is before the position of the run start."""
+        """Return the data consumed so far. Raises ConfigError: the loader is before the first position of the run."""
         # Leave out the decoder settings: they do not change which samples are read. The loader's own state has them.
         state = {name: value for name, value in self._loader.state_dict().items() if name != "decode"}
         splits = getattr(self._loader.split, "splits", None)
@@ -223,8 +223,8 @@ class ConsumptionTracker:
         loader = self._loader
         if stop < self._start:
             raise ConfigError(
-                f"the loader is at {stop} (epoch, position), before {self._start}, where this run started: it was "
-                "reset. Make a new ConsumptionTracker where the weights are reset too"
+                f"the loader was reset: it is at {stop} (epoch, position), before {self._start}, where this run "
+                "started. If the weights are reset too, make a new ConsumptionTracker after that"
             )
         return ReadSpan(self._start, stop, self._step, loader.batch_size * loader.ranks.world_size, loader.tail)
 
@@ -241,10 +241,10 @@ def cursor_of(state: Mapping[str, Any]) -> Cursor:
 
 
 def _cursor(epoch: object, position: object) -> Cursor:
-    """Return the epoch and position. Raises ValueError: one of them is not an integer from 0 on."""
+    """Return the epoch and position. Raises ValueError: one of them is not an integer of at least 0."""
     are_valid = all(value is not None and _is_count_or_none(value, 0) for value in (epoch, position))
     if not are_valid:
-        raise ValueError(f"epoch {epoch!r} and position {position!r} are not integers from 0 on")
+        raise ValueError(f"epoch {epoch!r} and position {position!r} are not both integers of at least 0")
     return cast("Cursor", (epoch, position))
 
 
