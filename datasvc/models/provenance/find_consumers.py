@@ -165,10 +165,10 @@ class _ConsumerSearch:
                 source: KeyPlaces.join([places[lookup] for lookup in split_lookups])
                 for source, split_lookups in enumerate(lookups[order])
             }
-            for source, in_split in by_source.items():
-                if in_split.lost:
+            for source, split_places in by_source.items():
+                if split_places.lost:
                     name = order.names[source]
-                    gap = f"it read {name}, of which {len(in_split.lost)} shards are not in this repository"
+                    gap = f"it read {name}, of which {len(split_places.lost)} shards are not in this repository"
                     self._add_gap(order, gap)
             by_order[order] = KeyPositions(order, tables, by_source)
         return by_order
@@ -220,10 +220,10 @@ class _ConsumerSearch:
         for (number, in_all), tables in tables_of.items():
             query = self._queries[number]
             shards = None if in_all or query.deletion is None else query.deletion.shards
-            for digest, in_query in find_places(self._objects, tables, query.keys, shards=shards).items():
+            for digest, found in find_places(self._objects, tables, query.keys, shards=shards).items():
                 # `find_places` returns indices in `query.keys`; convert them to indices in `_keys`.
-                in_search = replace(in_query, keys=in_query.keys + first_keys[number])
-                places[_Lookup(number, digest, in_all)] = in_search
+                renumbered = replace(found, keys=found.keys + first_keys[number])
+                places[_Lookup(number, digest, in_all)] = renumbered
         return places
 
     def _has_all_tables(self, order: ReadOrder) -> bool:

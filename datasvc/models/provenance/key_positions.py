@@ -57,8 +57,8 @@ class KeyPositions:
     ) -> None:
         self._order = order
         self._counts = [tables[digest].samples_per_shard for digest in order.tables]
-        self._places = {source: in_split for source, in_split in places.items() if len(in_split.keys)}
-        self.keys = concatenate(in_split.keys for in_split in self._places.values())
+        self._places = {source: split_places for source, split_places in places.items() if len(split_places.keys)}
+        self.keys = concatenate(split_places.keys for split_places in self._places.values())
         sizes = [int(counts.sum()) for counts in self._counts]
         self.num_samples = sizes[0]
         self._mixed: MixOrder | None = None  # None for a single split

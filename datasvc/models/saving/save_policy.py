@@ -147,7 +147,7 @@ class SaveScheduler:
         self._last_check: int | None = None  # step of the last call of `decide`
         self._undisturbed: deque[float] = deque(maxlen=_MEASURED_STEPS)  # seconds of the latest undisturbed steps
         self._latest: deque[float] = deque(maxlen=_LATEST_STEPS)  # seconds of the latest steps
-        self._was_saving = False
+        self._was_saving = False  # whether a save was running at the end of the last step
         # Since the stall of the last save: number of undisturbed steps, seconds by which the disturbed steps were
         # slower in total, and seconds of the device copies of this save.
         self._num_undisturbed, self._slowed_s, self._copied_s = 0, 0.0, 0.0

@@ -67,7 +67,7 @@ def commit(
         "code": code.to_dict(),
         "environment": dict(describe_environment() if metadata.environment is None else metadata.environment),
         "config": dict(metadata.config or {}),
-        "metrics": {key: _json_number(value) for key, value in (metadata.metrics or {}).items()},
+        "metrics": {key: _json_number_or_text(value) for key, value in (metadata.metrics or {}).items()},
         "parent": None if metadata.parent is None else exact_version(repository, metadata.parent),
         "message": metadata.message,
         **({"merged": [exact_version(repository, ref) for ref in metadata.merged]} if metadata.merged else {}),
@@ -132,6 +132,6 @@ def _largest_counts(num_nonfinite: Mapping[str, int]) -> dict[str, int]:
     return dict(ranked[:_MAX_LISTED_NONFINITE])
 
 
-def _json_number(value: float) -> float | str:
+def _json_number_or_text(value: float) -> float | str:
     # JSON cannot represent NaN and infinities: store them as text.
     return value if math.isfinite(value) else repr(float(value))
