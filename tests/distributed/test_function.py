@@ -215,7 +215,7 @@ def test_ranks_on_other_hosts_get_the_function_and_answer(tmp_path, monkeypatch)
 def test_arguments_that_describe_no_job_are_refused():
     with pytest.raises(ValueError, match="np=2 is the older name of num_proc=3"):
         run(len, np=2, num_proc=3)
-    with pytest.raises(ValueError, match="num_proc must be at least 1"):
+    with pytest.raises(ValueError, match="num_proc is -1; expected a whole number"):
         run(len, num_proc=-1)
     with pytest.raises(ValueError, match="need as many slots"):
         run(len, ((),), num_proc=3, hosts="localhost:2")
