@@ -7,6 +7,7 @@ it references the object (`Objects.reuse`).
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import warnings
@@ -239,7 +240,8 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
             try:
                 yield from _referenced_by_dataset(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
             except (CorruptDataError, NotFoundError, ConfigError) as error:
-                problems.append(error)
+                if not _is_swept(repository, Resolved("datasets", name, entry.number), error):
+                    problems.append(error)
     for name in repository.names("models"):
         # A running save may reuse objects of a version that is removed before the save commits. So a removed version
         # keeps its objects for the grace period, in which the save commits its own references.
@@ -253,9 +255,21 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
                 yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
                 _warn_of_wrong_fields(Resolved("models", name, entry.number), entry)
             except (CorruptDataError, NotFoundError, ConfigError) as error:
-                problems.append(error)
+                if not _is_swept(repository, Resolved("models", name, entry.number), error):
+                    problems.append(error)
     if problems:
         raise type(problems[0])("; ".join(map(str, problems))) from problems[0]
+
+
+def _is_swept(repository: Repository, version: Resolved, error: DatasvcError) -> bool:
+    """Return whether `error` is about objects of a removed version that another gc has deleted.
+
+    A removed version whose grace period ends now is still kept by the gc that began first, and already swept by the
+    other one. No other version needs what is missing: a version that shares an object references it itself.
+    """
+    if not isinstance(error, NotFoundError):
+        return False
+    return version.version in swept_versions(repository, version.kind, version.name, math.inf)
 
 
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:

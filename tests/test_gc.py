@@ -153,6 +153,25 @@ def test_what_cannot_be_read_stops_gc_before_anything_is_removed(full, kind, dam
     assert objects_of(full) == before
 
 
+@pytest.mark.parametrize("kind", ["datasets", "models"])
+def test_a_version_that_was_just_removed_may_be_swept_by_a_gc_that_began_later(full, kind):
+    name = full.names(kind)[0]
+    content = full.versions(kind, name).read(1).content
+    table = content["tensors"] if kind == "models" else content["splits"]["train"]["table"]
+    full.objects.local_path(table).unlink()
+    with pytest.raises((CorruptDataError, NotFoundError), match="Nothing was deleted"):
+        gc(full, dry_run=False)
+    full.tag(kind, f"{name}@1", "stable")
+    full.removals(kind, name).add([1])  # so young that this gc still keeps its objects
+    with pytest.raises((CorruptDataError, NotFoundError), match="Nothing was deleted"):
+        gc(full, dry_run=False)  # a tagged version is not removed
+    full.untag(kind, name, "stable")
+    assert gc(full, dry_run=False).objects
+    if kind == "datasets":
+        assert restore(full, "cnn").state["model"]["b"].sum() == 3
+    assert verify(full, "pets@2", deep=True).problems == ()
+
+
 def test_a_version_of_another_age_of_datasvc_stops_gc(full):
     entry = dict(full.versions("datasets", "pets").read(1).content)
     later = {**entry, "format": 99}

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 DATA, MODEL = "pets", "net"
 KEPT_VERSIONS = 3
 # Objects of this age may be deleted while others write; each piece of work here takes a few seconds at most.
-GRACE_S = 30
+GRACE_S = 20
 IMAGES_PER_INGEST = 12
 
 
