@@ -48,6 +48,7 @@ def use_datasets(folder: Path, images: Path) -> None:
     assert [dataset.resolved.name for dataset in repo.datasets.ls()] == ["pets"]
     assert [entry.content["message"] for entry in repo.datasets.log("pets", last=2)] == ["two fewer", "names"]
     assert repo.datasets.describe("pets@1")["message"] == "first"
+    assert repo.datasets.bad_samples("pets@1") == []
     assert [version.version for version in repo.datasets.versions("pets")] == [1, 2, 3]
     assert repo.datasets.resolve("pets@stable").version == 1
     assert repo.datasets.tags("pets") == {"stable": 1}

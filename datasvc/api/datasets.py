@@ -26,7 +26,7 @@ from datasvc.shards.versions.dataset import (
     readable_versions,
 )
 from datasvc.shards.versions.delete import delete
-from datasvc.shards.versions.describe import describe_version
+from datasvc.shards.versions.describe import describe_version, read_bad_samples
 from datasvc.shards.versions.diff import diff
 from datasvc.shards.versions.merge import merge
 from datasvc.shards.versions.verify import verify
@@ -47,6 +47,7 @@ class Datasets(Collection):
     open = Operation(open_dataset)
     describe = Operation(describe_version)
     log = Operation(readable_versions)
+    bad_samples = Operation(read_bad_samples)
     diff = Operation(diff)
     verify = Operation(verify)
     repair = Operation(repair_dataset)

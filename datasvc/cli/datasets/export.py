@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, SplitOption, print_json, print_line
+from datasvc.cli.terminal.values import count_text
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
 
@@ -66,5 +67,5 @@ def export(
     num_files, size_bytes = (sum(facts[key] for facts in splits.values()) for key in ("files", "bytes"))
     print_line(
         f"exported {result.version} as {result.format} to {result.destination}: {counts} samples, "
-        f"{num_files} files, {format_size(size_bytes)}"
+        f"{count_text(num_files, 'file')}, {format_size(size_bytes)}"
     )

@@ -20,6 +20,7 @@ from datasvc.cli.terminal.output import (
     print_json_line,
     print_line,
 )
+from datasvc.cli.terminal.values import count_text
 from datasvc.progress import Progress, byte_progress
 from datasvc.sizes import format_size, parse_size
 
@@ -282,8 +283,8 @@ def overlap_facts(overlap: Overlap) -> dict[str, Any]:
 def _print_report(report: IngestReport) -> None:
     num_shards = sum(report.num_shards.values())
     print_line(
-        f"committed {report.version}: {format_counts(report.num_samples)} samples, {num_shards} shards, "
-        f"{format_size(report.size_bytes)}"
+        f"committed {report.version}: {format_counts(report.num_samples)} samples, "
+        f"{count_text(num_shards, 'shard')}, {format_size(report.size_bytes)}"
     )
     if report.num_left_out:
         print_line(
@@ -292,25 +293,36 @@ def _print_report(report: IngestReport) -> None:
         )
     # Notes and warnings go to standard error, so that standard output has only the result.
     if report.num_resumed:
-        print_line(f"resumed an interrupted ingest: {report.num_resumed} shards were already stored", err=True)
+        print_line(
+            f"resumed an interrupted ingest: {count_text(report.num_resumed, 'shard')} already stored", err=True
+        )
     if report.has_source_changed:
         print_line("the source has changed since the interrupted ingest, so all shards were built again", err=True)
     for sample in report.bad[:_MAX_SHOWN]:
         print_line(f"skipped {sample.split}/{sample.key}: {sample.reason}", err=True)
     if report.bad:
         print_line(
-            f"{len(report.bad)} bad samples were left out; `datasvc show --json` lists them as `quarantine`",
+            f"{count_text(len(report.bad), 'bad sample')} left out; `datasvc show {report.version} --bad` lists them",
             err=True,
         )
     duplicates = [(split, pair) for split, pairs in report.duplicates.items() for pair in pairs]
     for split, pair in duplicates[:_MAX_SHOWN]:
         print_line(f"duplicate {split}/{pair.key}: same content as {pair.first_key}", err=True)
     if len(duplicates) > _MAX_SHOWN:
-        print_line(f"{len(duplicates)} duplicates in total", err=True)
+        print_line(f"{count_text(len(duplicates), 'duplicate')} in total", err=True)
     for overlap in report.overlaps:
         print_line(str(overlap), err=True)
     if report.ignored:
-        print_line(f"ignored: {dict(report.ignored)}", err=True)
+        print_line(f"ignored files: {_format_ignored(report.ignored)}", err=True)
+
+
+def _format_ignored(ignored: Mapping[str, int]) -> str:
+    """Return the number of ignored files of each extension as text: `2 .txt, 1 without an extension`."""
+    counts = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(
+        f"{count} without an extension" if extension == "(none)" else f"{count} {extension}"
+        for extension, count in counts
+    )
 
 
 def format_counts(counts: Mapping[str, int]) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_table
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
 from datasvc.sizes import format_size
 
@@ -19,6 +19,7 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
     Example: datasvc ls --repo ./repo
     """
     from datasvc.repository import Repository
+    from datasvc.repository.store.redaction import redact_url
     from datasvc.shards.versions.dataset import list_datasets
 
     repository = Repository.open(repo)
@@ -34,6 +35,11 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
     ]
     if as_json:
         print_json([*rows, *unreadable_facts()])
+        return
+    if not rows:
+        print_line(
+            f"no data sets in {redact_url(repository.url)}; `datasvc ingest SOURCE NAME` creates one", err=True
+        )
     else:
         print_table(("name", "version", "samples", "bytes", "tags"), [_row(row) for row in rows])
 

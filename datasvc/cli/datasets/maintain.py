@@ -10,6 +10,7 @@ import typer
 
 from datasvc.cli.datasets.ingest import overlap_facts
 from datasvc.cli.terminal.output import JsonOption, MessageOption, RefArgument, RepoOption, print_json, print_line
+from datasvc.cli.terminal.values import count_text
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
@@ -67,7 +68,8 @@ def verify(
     else:
         how = "read and compared" if deep else "checked by size and structure; --deep reads every byte"
         print_line(
-            f"{result.version}: {result.num_samples} samples in {result.num_shards} shards, "
+            f"{result.version}: {count_text(result.num_samples, 'sample')} in "
+            f"{count_text(result.num_shards, 'shard')}, "
             f"{format_size(result.size_bytes)}, {how}"
         )
         for problem in result.problems:
@@ -85,7 +87,7 @@ def verify(
                 f"{result.num_unchecked} samples have no sample index: equal images in two splits are not detected"
             )
         num_problems = len(outcome.remaining) + len(result.overlaps)
-        print_line(f"{num_problems} problems" if num_problems else "no problems")
+        print_line(f"{count_text(num_problems, 'problem')}" if num_problems else "no problems")
     if outcome.remaining or result.overlaps:
         raise typer.Exit(CorruptDataError.exit_code)
 
@@ -118,9 +120,9 @@ def gc(
         print_json({**asdict(report), "size_bytes": report.size_bytes})
         return
     print_line(
-        f"{'would remove' if report.dry_run else 'removed'} {len(report.objects)} objects "
-        f"({format_size(report.size_bytes)}), {len(report.temporary_files)} unfinished files, {len(report.journals)} "
-        f"journals; {report.num_kept} objects are kept"
+        f"{'would remove' if report.dry_run else 'removed'} {count_text(len(report.objects), 'object')} "
+        f"({format_size(report.size_bytes)}), {count_text(len(report.temporary_files), 'unfinished file')}, "
+        f"{count_text(len(report.journals), 'journal')}; kept {count_text(report.num_kept, 'object')}"
     )
     if report.num_young:
         print_line(

@@ -17,9 +17,10 @@ from datasvc.cli.terminal.output import (
     print_facts,
     print_json,
     print_line,
+    print_table,
 )
 from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
-from datasvc.cli.terminal.values import json_value, text_value
+from datasvc.cli.terminal.values import json_value, short_text_value, text_value
 from datasvc.errors import BadSampleError, CorruptDataError
 
 if TYPE_CHECKING:
@@ -32,14 +33,29 @@ _MAX_BAR_CHARACTERS = 40
 _MAX_IMAGE_PIXELS = 40
 
 
-def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
+def show(
+    ref: RefArgument,
+    repo: RepoOption,
+    bad: Annotated[
+        bool, typer.Option("--bad", help="List the bad samples that its ingest left out, and the reasons.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Show a data-set version: its origin, splits, statistics, columns and classes.
 
     Example: datasvc show pets@1 --repo ./repo
     """
     from datasvc.repository import Repository
-    from datasvc.shards.versions.describe import describe_version
+    from datasvc.shards.versions.describe import describe_version, read_bad_samples
 
+    if bad:
+        samples = read_bad_samples(Repository.open(repo), ref)
+        if as_json:
+            print_json(samples)
+        else:
+            rows = [(sample["split"], sample["key"], sample["reason"]) for sample in samples]
+            print_table(("split", "key", "reason"), rows)
+        return
     facts = describe_version(Repository.open(repo), ref)
     if as_json:
         print_json(facts)
@@ -162,7 +178,7 @@ def _sample_facts(sample: Preview) -> dict[str, Any]:
 
 
 def _print_sample(console: Console, sample: Preview) -> None:
-    facts = {name: text_value(value) for name, value in sample.values.items()}
+    facts = {name: short_text_value(value) for name, value in sample.values.items()}
     if sample.class_name is not None:
         facts["class"] = text_value(sample.class_name)
     facts |= {name: f"{size} bytes" for name, size in sample.blob_bytes.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,7 +19,7 @@ from datasvc.cli.terminal.output import (
     print_json,
     print_line,
 )
-from datasvc.cli.terminal.values import text_value
+from datasvc.cli.terminal.values import count_text, text_value
 from datasvc.errors import ConfigError
 from datasvc.sizes import format_size
 
@@ -72,7 +72,8 @@ def delete(
     if report.missing:
         first_missing = [text_value(key) for key in report.missing[:_MAX_KEYS]]
         print_line(
-            f"{len(report.missing)} keys do not exist: {_list_keys(first_missing, len(report.missing))}", err=True
+            f"{count_text(len(report.missing), 'missing key')}: {_list_keys(first_missing, len(report.missing))}",
+            err=True,
         )
     if not report.num_deleted:
         print_line(f"nothing to delete: {report.version} stays the newest version")
@@ -195,7 +196,7 @@ def merge(
         return
     print_line(
         f"committed {report.version} from {', '.join(merged)}: {format_counts(report.num_samples)} samples, "
-        f"{sum(report.num_shards.values())} shards, {format_size(report.size_bytes)}"
+        f"{count_text(sum(report.num_shards.values()), 'shard')}, {format_size(report.size_bytes)}"
     )
     for overlap in report.overlaps:
         print_line(str(overlap), err=True)
@@ -259,7 +260,16 @@ def _lines(split: SplitDifference, max_keys: int | None) -> dict[str, object]:
         lines[kind] = f"{facts[kind]} ({_list_keys(keys[kind], facts[kind])})" if facts[kind] else 0
     lines["unchanged"] = facts["unchanged"]
     schema_changes = {name: value for name, value in facts.items() if name not in lines and value}
-    return lines | {name.replace("_", " "): value for name, value in schema_changes.items()}
+    return lines | {name.replace("_", " "): _change_text(value) for name, value in schema_changes.items()}
+
+
+def _change_text(value: Mapping[str, Any] | Sequence[str]) -> str:
+    """Return a change of columns or classes as text: `cat, dog`, `size: int32 to int64`."""
+    if not isinstance(value, Mapping):
+        return ", ".join(value)
+    return ", ".join(
+        f"{name}: {' to '.join(types) if isinstance(types, list) else types}" for name, types in value.items()
+    )
 
 
 def _list_keys(keys: Sequence[str], count: int) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from datasvc.cli.datasets.show import removal_line
 from datasvc.cli.models.arguments import NameArgument, RefArgument
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_table
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_line, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
 from datasvc.cli.terminal.values import text_value
 
@@ -28,8 +28,13 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
     """
     from datasvc.models import list_models
     from datasvc.repository import Repository
+    from datasvc.repository.store.redaction import redact_url
 
-    print_versions(list_models(Repository.open(repo)), as_json=as_json)
+    repository = Repository.open(repo)
+    versions = list_models(repository)
+    if not versions and not as_json:
+        print_line(f"no models in {redact_url(repository.url)}", err=True)
+    print_versions(versions, as_json=as_json)
 
 
 def log(

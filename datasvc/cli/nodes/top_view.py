@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from datasvc.cli.terminal.output import plain_text
-from datasvc.cli.terminal.values import text_value
+from datasvc.cli.terminal.values import count_text, text_value
 from datasvc.errors import UnavailableError
 from datasvc.sizes import format_size
 
@@ -101,7 +102,7 @@ def _space(cache: Status) -> RenderableType:
         ProgressBar(total=max(1, cache["limit_bytes"]), completed=used, width=40),
         f"{format_size(used)} of {format_size(cache['limit_bytes'])}",
     )
-    details = [f"{format_size(cache['resident_bytes'])} resident in {cache['num_resident']} objects"]
+    details = [f"{format_size(cache['resident_bytes'])} resident in {count_text(cache['num_resident'], 'object')}"]
     for name, text in (
         ("reserved_bytes", "being fetched"),
         ("held_bytes", "in use by jobs"),
@@ -143,9 +144,13 @@ def _tables(status: Status) -> Iterator[RenderableType]:
         yield table
     if cache["jobs"]:
         table = _table("process", "bytes read", "description")
+        # A process may have several jobs with one description, such as one per split: they are one row.
+        clock_bytes: Counter[tuple[str, str]] = Counter()
         for job in cache["jobs"]:
             process = str(job["lease_id"]).partition("-")[0]  # the id of a lease begins with the id of its process
-            table.add_row(plain_text(process), format_size(job["clock_bytes"]), plain_text(job["note"]))
+            clock_bytes[process, job["note"] or "-"] += job["clock_bytes"]
+        for (process, note), count in clock_bytes.items():
+            table.add_row(plain_text(process), format_size(count), plain_text(note))
         yield table
     # For a single tenant, the first lines already show these numbers.
     if len(cache["tenants"]) > 1:

@@ -70,6 +70,6 @@ def print_facts(facts: Mapping[str, object]) -> None:
         if isinstance(value, Mapping):
             sys.stdout.write(f"{text_value(str(name))}:\n")
             for key, nested_value in value.items():
-                sys.stdout.write(f"  {text_value(str(key))}: {text_value(str(nested_value))}\n")
+                sys.stdout.write(f"  {text_value(str(key))}: {text_value(nested_value)}\n")
         else:
-            sys.stdout.write(f"{text_value(str(name))}: {text_value(str(value))}\n")
+            sys.stdout.write(f"{text_value(str(name))}: {text_value(value)}\n")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from decimal import Decimal
-from typing import Any
+from typing import Any, Final
 
 from datasvc.printable import escape_controls
+
+_SHOWN_ITEMS: Final = 8
 
 
 def json_value(value: Any) -> Any:
@@ -33,5 +36,26 @@ def text_value(value: Any) -> str:
     """
     if isinstance(value, (bytes, bytearray, memoryview)):
         return f"{len(value)} bytes"
-    text = value if isinstance(value, str) else str(json_value(value))
-    return escape_controls(text)
+    plain = json_value(value)
+    # JSON and not Python's notation: people who do not write Python read it, and programs parse it.
+    return escape_controls(plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False))
+
+
+def short_text_value(value: Any) -> str:
+    """Return a sample's value as one line of text as `text_value` does, with only the first values of long lists."""
+    return escape_controls(_shortened(value))
+
+
+def count_text(count: int, noun: str) -> str:
+    """Return a number with its noun: `1 shard`, `2 shards`. The plural is the noun with an "s"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _shortened(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        shown = ", ".join(map(_shortened, value[:_SHOWN_ITEMS]))
+        return f"[{shown}, ... {len(value)} values]" if len(value) > _SHOWN_ITEMS else f"[{shown}]"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(str(name))}: {_shortened(item)}" for name, item in value.items()) + "}"
+    plain = json_value(value)
+    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)

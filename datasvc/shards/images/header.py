@@ -156,6 +156,8 @@ def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
     Raises:
         BadSampleError: the file is not an image, has too many pixels, or does not decode; the message says which.
     """
+    if not len(content):
+        raise BadSampleError("empty file")
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             yield image

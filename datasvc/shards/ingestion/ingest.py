@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from datasvc.errors import ConfigError, SourceChangedError, UnavailableError
 from datasvc.processors import count_processors
@@ -52,6 +52,8 @@ OnBad = Literal["fail", "skip"]
 Duplicates = Literal["keep", "drop", "fail"]
 AnySource = str | os.PathLike[str] | Source | Iterable[Mapping[str, Any]]
 
+# Source options that hold a path or URL.
+_PATH_OPTIONS: Final = frozenset({"manifest", "ground_truth", "synsets", "tokenizer"})
 # Part of the journal's name. Increase it when planning changes, so that no ingest continues shards of another plan.
 PLAN_FORMAT = 1
 
@@ -88,6 +90,24 @@ class IngestReport:
     ignored: Counter[str] = field(default_factory=Counter)
     num_resumed: int = 0
     has_source_changed: bool = False
+
+    def __repr__(self) -> str:
+        # Without the lists, which may have millions of samples.
+        counts = {
+            "num_samples": self.num_samples,
+            "num_shards": self.num_shards,
+            "size_bytes": self.size_bytes,
+            "num_added": self.num_added,
+        }
+        lists = {
+            "bad": len(self.bad),
+            "duplicates": sum(map(len, self.duplicates.values())),
+            "overlaps": sum(len(overlap.samples) for overlap in self.overlaps),
+            "ignored": self.ignored.total(),
+        }
+        shown = [f"{name}={value}" for name, value in counts.items()]
+        shown += [f"{name}=<{count}>" for name, count in lists.items() if count]
+        return f"IngestReport({self.version}, {', '.join(shown)})"
 
 
 @lean_arrow()
@@ -440,7 +460,7 @@ def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dic
     """Return the description of the source for the log entry, without credentials."""
     # The entry has only source options that differ from the defaults, so that it shows what the user chose.
     source_options = {
-        name: redact_url(value) if isinstance(value, str) else value
+        name: redact_url(_absolute(value) if name in _PATH_OPTIONS else value) if isinstance(value, str) else value
         for name, value in dataclasses.asdict(options or SourceOptions()).items()
         if value != getattr(SourceOptions(), name)
     }
@@ -449,9 +469,14 @@ def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dic
     source = plan.work.source
     return {
         "kind": source.kind,
-        "url": redact_url(source.url),
+        "url": redact_url(source.url if isinstance(source, PythonSource) else _absolute(source.url)),
         "options": {**build_options, **reencoding, **choices, **source_options},
     }
+
+
+def _absolute(url: str) -> str:
+    """Return a local path as an absolute one; a URL as it is. A relative path means nothing in another folder."""
+    return url if "://" in url or "::" in url else os.path.abspath(url)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import numpy as np
 
@@ -139,13 +139,22 @@ class Split:
     def __len__(self) -> int:
         return int(self._stops[-1]) if len(self._stops) else 0
 
-    def __getitem__(self, number: int) -> dict[str, Any]:
+    @overload
+    def __getitem__(self, number: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[dict[str, Any]]: ...
+
+    def __getitem__(self, number: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
         """Return sample `number` in table order as Python values: blobs as bytes, None for a missing column.
+
+        A slice, such as `split[0:2]`, returns a list of its samples, all in memory.
 
         Raises:
             IndexError: `number` is out of range; negative numbers count from the end.
             CorruptDataError, NotFoundError, UnavailableError: see `OriginShards.open_shard`.
         """
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
         # Table order counts only live samples.
         live_number = number + len(self) if number < 0 else number
         if not 0 <= live_number < len(self):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from datasvc.errors import CorruptDataError
 from datasvc.repository import Repository
+from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.versions.dataset import DatasetVersion, Split, read_version
 from datasvc.threads import map_in_threads
 
@@ -41,6 +44,27 @@ def describe_version(repository: Repository, ref: str) -> dict[str, Any]:
     removal = repository.removals("datasets", resolved.name).find(resolved.version)
     facts = {**entry.content, "version": str(resolved), "removed": True}
     return facts | ({"removal": dict(removal.content)} if removal else {})
+
+
+def read_bad_samples(repository: Repository, ref: str) -> list[dict[str, str]]:
+    """Return the bad samples that the ingest of a version left out: `split`, `key` and `reason` of each.
+
+    The list is that of the ingest or append that made this version; it is empty for a version made from others.
+
+    Raises:
+        ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
+        CorruptDataError: the log entry or the list is corrupt.
+    """
+    resolved = repository.resolve("datasets", ref, removed=True)
+    digest = repository.entry(resolved).content.get("quarantine")
+    if digest is None:
+        return []
+    content = repository.objects.read(parse_digest(str(digest)))
+    try:
+        samples = [json.loads(line) for line in content.splitlines()]
+        return [{name: str(sample[name]) for name in ("split", "key", "reason")} for sample in samples]
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptDataError(f"the list of bad samples of {resolved} is not valid: {error!r}") from error
 
 
 def describe_split(split: Split) -> dict[str, Any]:

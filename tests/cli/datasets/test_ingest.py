@@ -22,13 +22,40 @@ def events(done):
 
 def test_left_out_samples_are_named_and_the_exit_status_says_so(folder, tmp_path):
     (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
-    (folder / "notes.txt").write_text("x")
+    for name in ("notes.txt", "more.txt", "README"):
+        (folder / name).write_text("x")
     done = datasvc("ingest", folder, "pets", "--on-bad", "skip", repo=tmp_path / "repo")
     assert done.returncode == 6
     assert "committed pets@1: 20 train, 6 val samples" in done.stdout
     assert "skipped train/a/bad.jpg: empty file" in done.stderr
-    assert "1 bad samples were left out" in done.stderr
-    assert "ignored: {'.txt': 1}" in done.stderr
+    assert "1 bad sample left out; `datasvc show pets@1 --bad` lists them" in done.stderr
+    assert "ignored files: 2 .txt, 1 without an extension" in done.stderr
+    shown = datasvc("show", "pets@1", "--bad", repo=tmp_path / "repo")
+    assert (shown.returncode, shown.stdout) == (0, "train\ta/bad.jpg\tempty file\n")
+    assert json.loads(datasvc("show", "pets", "--bad", "--json", repo=tmp_path / "repo").stdout) == [
+        {"split": "train", "key": "a/bad.jpg", "reason": "empty file"}
+    ]
+
+
+def test_an_empty_file_is_named_as_such_when_images_are_scaled_down(folder, tmp_path):
+    (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
+    done = datasvc("ingest", folder, "pets", "--on-bad", "skip", "--max-side", "10", repo=tmp_path / "repo")
+    assert "skipped train/a/bad.jpg: empty file" in done.stderr
+
+
+def test_a_relative_source_is_recorded_as_an_absolute_path(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.cli.command.ROOT", folder.parent)
+    assert datasvc("ingest", folder.name, "pets", repo=tmp_path / "repo").returncode == 0
+    shown = datasvc("show", "pets", repo=tmp_path / "repo").stdout
+    assert f"source: {folder}\n" in shown
+
+
+def test_counts_of_one_have_a_singular(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"n": 1}\n{"n": \n', encoding="utf-8")
+    done = datasvc("ingest", tmp_path / "rows.jsonl", "rows", "--on-bad", "skip", repo=tmp_path / "repo")
+    assert "1 train samples, 1 shard, " in done.stdout
+    # The number in the key of a line is no line number.
+    assert "skipped train/rows.jsonl#9: the line at byte 9 is not a JSON object" in done.stderr
 
 
 def test_json_gives_an_event_a_line_and_the_last_says_what_was_committed(folder, tmp_path):

@@ -14,7 +14,8 @@ import pytest
 
 from datasvc.cli.datasets.show import histogram_lines
 from datasvc.cli.terminal.query_result import _unique_names
-from datasvc.cli.terminal.values import json_value, text_value
+from datasvc.cli.terminal.values import json_value, short_text_value, text_value
+from datasvc.shards import ingest
 from datasvc.shards.format.schema import image_schema, shard_schema
 from datasvc.shards.versions.delete import delete
 from tests.cli.command import run
@@ -206,9 +207,24 @@ def test_values_of_other_types_become_text():
     assert json_value(Decimal("1.50")) == "1.50"
     assert json_value(Decimal(10**30)) == 10**30
     assert text_value(b"12") == "2 bytes"
-    assert text_value(None) == "None"
+    assert text_value(None) == "null"
+    assert text_value([{"a": True}, "b", 0.5]) == '[{"a": true}, "b", 0.5]'
+    assert text_value({"date": dt.date(2024, 2, 29)}) == '{"date": "2024-02-29"}'
     assert text_value("tab\there") == r"tab\there"
 
 
 def test_columns_of_one_name_are_all_printed():
     assert _unique_names(["a", "a_2", "a", "a_1", "a"]) == ["a", "a_2", "a_3", "a_1", "a_4"]
+
+
+def test_long_lists_are_shortened_and_an_empty_repository_is_named(repository):
+    assert short_text_value(list(range(784))) == "[0, 1, 2, 3, 4, 5, 6, 7, ... 784 values]"
+    assert short_text_value([[1, 2], ["a"]]) == "[[1, 2], [a]]"
+    assert short_text_value({"x": None, "y": "tab\there"}) == r'{"x": null, "y": tab\there}'
+    listed = datasvc("ls", repo=repository.url)
+    assert (listed.returncode, listed.stdout) == (0, "")
+    assert f"no data sets in {repository.url}; `datasvc ingest SOURCE NAME` creates one" in listed.stderr
+    assert said(datasvc("ls", "--json", repo=repository.url)) == []
+    assert "no models in" in datasvc("models", "ls", repo=repository.url).stderr
+    ingest(repository, [{"x": list(range(784))}], "rows")
+    assert "x: [0, 1, 2, 3, 4, 5, 6, 7, ... 784 values]\n" in datasvc("head", "rows", repo=repository.url).stdout

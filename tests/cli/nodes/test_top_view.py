@@ -33,9 +33,18 @@ def status_of(cache):
 def test_a_look_says_how_full_the_cache_is_and_who_uses_it(cache):
     text = status_text(status_of(cache))
     assert "8.19 kB of 1.00 MB" in text
-    assert "8.19 kB resident in 1 objects" in text
+    assert "8.19 kB resident in 1 object" in text
     assert "hits: 0.0% of 1" in text
     assert f"{os.getpid()} " in text
+
+
+def test_a_process_is_one_row_for_each_description_and_never_without_one(cache):
+    status = status_of(cache)
+    jobs = [("7-a", "pets", 1000), ("7-b", "pets", 500), ("7-c", "", 20), ("8-d", "", 30)]
+    cache_jobs = [{"lease_id": lease, "note": note, "clock_bytes": count} for lease, note, count in jobs]
+    text = status_text({"cache": {**status["cache"], "jobs": cache_jobs}})
+    rows = [line.split() for line in text.splitlines() if line[:2] in {"7 ", "8 "}]
+    assert rows == [["7", "1.50", "kB", "pets"], ["7", "20", "bytes", "-"], ["8", "30", "bytes", "-"]]
 
 
 def test_jobs_and_peers_have_a_line_each(cache):
@@ -68,7 +77,7 @@ def test_rates_are_differences_over_time_and_never_below_zero(cache):
 def test_without_a_terminal_it_looks_once(cache):
     done = run("top", "--cache", cache.folder)
     assert done.returncode == 0
-    assert "resident in 1 objects" in done.stdout
+    assert "resident in 1 object" in done.stdout
     assert "\x1b" not in done.stdout
 
 
@@ -87,7 +96,7 @@ def test_on_a_terminal_it_watches_until_interrupted(cache):
     )  # fmt: skip
     os.close(other_end)
     seen = b""
-    while seen.count(b"resident in 1 objects") < 3:
+    while seen.count(b"resident in 1 object") < 3:
         seen += os.read(terminal, 4096)
     process.send_signal(signal.SIGINT)
     drained = True

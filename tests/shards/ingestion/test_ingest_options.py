@@ -547,3 +547,11 @@ def test_postscript_is_no_image(repository, folder):
     (folder / "train" / "a" / "program.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")
     with pytest.raises(BadSampleError, match=r"program\.jpg: not an image"):
         ingest(repository, str(folder), "pets", decode_check=True)
+
+
+def test_a_report_is_shown_in_short(repository, folder):
+    (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
+    shown = repr(ingest(repository, str(folder), "pets", on_bad="skip"))
+    assert shown.startswith("IngestReport(pets@1, num_samples={'train': 20, 'val': 6}, num_shards=")
+    assert shown.endswith("bad=<1>)")
+    assert len(shown) < 250

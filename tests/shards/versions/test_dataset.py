@@ -175,3 +175,11 @@ def test_deletions_that_are_missing_or_changed_are_named(split):
     with pytest.raises(NotFoundError, match=str(path)):
         less[1]
     assert less[0]["key"] == "k0"
+
+
+def test_a_slice_of_a_split_is_a_list_of_its_samples(repository):
+    write_version(repository, "texts", {"train": [[{"key": key, "text": key} for key in "abcde"]]})
+    split = open_dataset(repository, "texts")["train"]
+    assert [sample["key"] for sample in split[1:3]] == ["b", "c"]
+    assert [sample["key"] for sample in split[::-2]] == ["e", "c", "a"]
+    assert split[7:] == []

@@ -101,27 +101,32 @@ class JsonLinesSource(TableSource):
         positions = _line_positions(part, block, lines)[filled]
         filled_lines = [lines[index] for index in filled]
 
+        def place(index: int) -> str:
+            return "the line" if part.where["lines"] else f"the line at byte {positions[index]}"
+
         def parse(start: int, stop: int) -> pa.RecordBatch:
             return parse_json(b"\n".join(filled_lines[start:stop]), self.raw, num_lines=stop - start)
 
         for index, batch in bisect_errors(len(filled), parse, (ValueError,)):
             if isinstance(batch, Exception):
-                yield BadSample(part.split, f"{name}#{positions[index]}", self._reason(filled_lines[index], batch))
+                yield BadSample(
+                    part.split, f"{name}#{positions[index]}", self._reason(filled_lines[index], batch, place(index))
+                )
             else:
                 yield RawBatch(batch, numbered_keys(name, positions[index : index + batch.num_rows]))
 
-    def _reason(self, line: bytes, error: Exception) -> str:
-        """Return why a line is a bad sample; `error` is the error of parsing the line."""
+    def _reason(self, line: bytes, error: Exception, place: str) -> str:
+        """Return why a line is a bad sample; `error` is the error of parsing the line, `place` says where it is."""
         try:
             parsed = json.loads(line)
         except (ValueError, RecursionError):
-            return f"the line is not a JSON object: {error}"
+            return f"{place} is not a JSON object: {error}"
         if not isinstance(parsed, dict):
-            return "the line is not a JSON object"
+            return f"{place} is not a JSON object"
         unknown = sorted(parsed.keys() - set(self.raw.names))
         if unknown:
-            return f"has unknown columns {unknown[:10]}, which the first lines do not have"
-        return f"does not fit the columns of the first lines: {error}"
+            return f"{place} has unknown columns {unknown[:10]}, which the first lines do not have"
+        return f"{place} does not fit the columns of the first lines: {error}"
 
 
 def _plan_parts(file: SourceFile, split: str) -> list[SourcePart]:
