@@ -38,25 +38,25 @@ _LOG = logging.getLogger(__name__)
 
 
 def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | None) -> CheckpointManager:
-    """Return the manager of the run's checkpoints, which restores through the node's cache. Every rank calls this."""
+    """Return the manager of the run's checkpoints. It restores through `cache`. Every rank must call this."""
     # The grace period needs signal handlers, which only the main thread can set. A program that trains in another
     # thread ends the run itself.
     is_main = threading.current_thread() is threading.main_thread()
     return repo.models.manager(
         config.name,
         cache=cache,
-        codec=cast("Codec", config.codec),  # the configuration accepts codecs only
+        codec=cast("Codec", config.codec),  # `TrainConfig` has checked it
         every=config.checkpoint_every,
         max_stall=config.max_stall,
         overlap=config.checkpoint_overlap,
-        # A failed save is retried by the next one; only the last one must succeed.
+        # A failed save does not end the run: the next save stores a newer state. Only the last one must succeed.
         failures="log",
         grace=config.grace if is_main else None,
     )
 
 
 def commit(run: Run, *, due: bool = False) -> None:
-    """Save the run and its metrics in the background. Every rank calls this.
+    """Save the run and its metrics in the background. Every rank must call this.
 
     Args:
         run: run of this rank.
@@ -67,7 +67,7 @@ def commit(run: Run, *, due: bool = False) -> None:
     if not due and run.config.checkpoint_overlap == "refuse":
         for handle, _ in run.saves:
             handle.wait()
-    # The averaged batch statistics replace those of this rank.
+    # In `weights`, the averages over all ranks replace the batch statistics of this rank.
     weights = run.model.state_dict() | compute_average_statistics(run.model)
     rank_state = {"random": random_state.capture()}
     if hvd.size() > 1:
@@ -85,7 +85,7 @@ def commit(run: Run, *, due: bool = False) -> None:
                 "ema": None if run.average is None else run.average.state_dict(),
                 "early_stop": run.stop.state_dict(),
                 "loader": run.loader.state_dict(),
-                "log_ids": run.log_ids,  # those of rank 0 are saved
+                "log_ids": run.log_ids,  # the repository gets those of rank 0
             },
             rank_state=rank_state,
             step=run.step,
@@ -117,7 +117,7 @@ def report_commits(run: Run) -> None:
 
 
 def restore(run: Run, ref: str, *, only: Collection[str] = ()) -> Checkpoint:
-    """Read the checkpoint that the run continues; report the time and bytes of this rank. Every rank calls this.
+    """Read a checkpoint, and report the time and bytes that this rank needed for it. Every rank must call this.
 
     Rank 0 shows a progress bar on a terminal. See `CheckpointManager.restore` for `only` and the errors.
     """
@@ -153,7 +153,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
                 "use another --name, or --resume never"
             )
     if isinstance(run.loader, ImageLoader) and hvd.rank() == 0:
-        # Entries of releases before this setting do not have it.
+        # Releases without this setting evaluated by "window".
         saved = (checkpoint.entry.get("config") or {}).get("evaluation", "window")
         if saved != run.config.evaluation:
             _LOG.warning(
@@ -195,7 +195,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
             run.average.restart()
     if state.get("early_stop"):
         run.stop.load_state_dict(state["early_stop"])
-    # A run of another name that branches off has runs of its own in the trackers.
+    # A run that continues a checkpoint of another name gets new runs in the experiment trackers.
     if checkpoint.version.name == run.config.name:
         run.log_ids = dict(state.get("log_ids") or {})
     run.step = int(state["step"])
@@ -205,17 +205,17 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     if len(rank_states) == hvd.size():
         rank_state = rank_states[hvd.rank()]
         random_state.reinstate(rank_state["random"])
-        # Not strict, because these are only the batch statistics; the other weights were loaded above.
+        # Not strict: these are the batch statistics only; the other weights were loaded above.
         run.model.load_state_dict(rank_state.get("batch_statistics", {}), strict=False)
     else:
-        # With another world size, seed again. The step is part of the seed, so that no random numbers are repeated.
+        # The world size has changed, so seed again. The step is part of the seed: no random numbers are repeated.
         random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))
 
 
 def initialise(run: Run, repo: DataRepository, ref: str) -> None:
-    """Load the weights of a version into the model of a new run; the version is the parent of the run's first one.
+    """Load the weights of a version into the model of a new run. The run's first checkpoint has it as its parent.
 
-    Every rank calls this. The version is a checkpoint of this program, or one whose tensors have the model's names.
+    Every rank must call this. The version is a checkpoint of this program, or its tensors have the model's names.
 
     Raises:
         ConfigError: the tensors that are not excluded are not those of the model; the message lists the differences.
@@ -225,21 +225,22 @@ def initialise(run: Run, repo: DataRepository, ref: str) -> None:
         lambda: [record.name for record in read_version(repo.repository, ref).records], name="init_from"
     )
     expected = list(run.model.state_dict())
-    # A checkpoint of this program has the weights below "model". So may a model have, whose version is bare.
+    # A checkpoint of this program has the prefix "model." before the names of weights, other versions have none. But
+    # a model may itself have a module called "model", so choose the case in which more names fit.
     prefix = "model."
-    below = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
-    if len(below.keys() & set(expected)) < len(set(stored) & set(expected)):
-        prefix, below = "", {name: name for name in stored}
-    kept = set(select_names([*dict.fromkeys([*expected, *below])], exclude=run.config.init_exclude))
-    chosen = [old for name, old in below.items() if name in kept]
-    if not kept & below.keys() & set(expected):
+    stored_names = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
+    if len(stored_names.keys() & set(expected)) < len(set(stored) & set(expected)):
+        prefix, stored_names = "", {name: name for name in stored}
+    included = set(select_names([*dict.fromkeys([*expected, *stored_names])], exclude=run.config.init_exclude))
+    names_to_read = [stored_name for name, stored_name in stored_names.items() if name in included]
+    if not included & stored_names.keys() & set(expected):
         raise ConfigError(
             f"{ref} has no weights for the model {run.config.model!r}, whose tensors are {', '.join(expected[:3])}, "
             "...; give --model the model of that version, or --init-from a version with these names"
         )
-    checkpoint = restore(run, ref, only=chosen)
+    checkpoint = restore(run, ref, only=names_to_read)
     report = load_into(run.model, checkpoint, prefix=prefix, strict=False, cast=True)
-    report = replace(report, missing={name: spec for name, spec in report.missing.items() if name in kept})
+    report = replace(report, missing={name: spec for name, spec in report.missing.items() if name in included})
     if not report.is_exact:
         differing = [*(mismatch.name for mismatch in report.mismatched), *report.missing, *report.unexpected]
         modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))

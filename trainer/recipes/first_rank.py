@@ -1,7 +1,7 @@
 """Calls a function on rank 0 and returns its result on all ranks.
 
-Runs use this to read from a repository that may change meanwhile, for example to get the newest version of a model:
-the result must be equal on all ranks.
+All ranks get the same result even if the repository that the function reads changes meanwhile. For example, all ranks
+load the same newest version of a model.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ T = TypeVar("T")
 def call_on_first_rank(function: Callable[[], T], *, name: str) -> T:
     """Call `function` on rank 0 and return its result on every rank, or raise its error on every rank.
 
-    A collective: every rank calls this in the same order. The result is sent as a pickle, in a broadcast
-    called `name`. A failure of `function` is sent too, so no rank waits forever.
+    A collective: every rank must call this, in the same order among its collectives. A broadcast called `name` sends
+    the result as a pickle. A failure of `function` is sent too, so no rank waits forever.
 
     Raises:
-        DatasvcError: `function` raised it, or raised an exception of another type, which the message describes.
+        DatasvcError: `function` failed; for its class, see `raise_on_all_ranks`.
     """
     error: Exception | None = None
     result: T | None = None

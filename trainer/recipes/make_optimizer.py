@@ -21,15 +21,15 @@ _COMPRESSORS: Final = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp1
 def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_passes: int) -> Any:
     """Return the run's optimizer, which sums gradients over the ranks and over `num_passes` backward passes.
 
-    Every rank calls this in the same order.
+    Every rank must call this, in the same order among its collectives.
     """
     return hvd.DistributedOptimizer(
         build_optimizer(config, model),
         named_parameters=model.named_parameters(),
         compression=_COMPRESSORS[config.compression],
         backward_passes_per_step=num_passes,
-        # Each rank divides its loss by the targets of all ranks, so the sum of the gradients is that of the global
-        # batch.
+        # Each rank divides its loss by the number of targets of all ranks, so the sum of the ranks' gradients is the
+        # gradient of the global batch.
         op=hvd.Sum,
     )
 
@@ -37,8 +37,8 @@ def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_pa
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Return the configured optimizer without communication, over the groups of `group_parameters`.
 
-    The momentum of these optimizers accumulates gradients without the learning rate, so a change of the rate needs
-    no momentum correction. (Goyal et al. 2017, remark 2, is about optimizers that accumulate `rate * gradient`.)
+    The momentum of these optimizers accumulates gradients that are not multiplied by the learning rate. Therefore a
+    change of the rate needs no momentum correction (Goyal et al. 2017, remark 2).
     """
     groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
     rate, momentum = config.learning_rate, config.momentum
@@ -53,7 +53,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
             return torch.optim.AdamW(groups, rate, betas=config.betas)
         case "rmsprop-sgd":
             return RMSpropSGD(groups, rate, rmsprop_rate=config.rmsprop_rate, momentum=momentum)
-    # The configuration accepts no other name than "sgd" here.
+    # Only "sgd" is left: `TrainConfig` accepts no other name.
     return torch.optim.SGD(groups, rate, momentum=momentum, nesterov=config.nesterov)
 
 

@@ -1,4 +1,4 @@
-"""Chooses the state that an elastic job continues after a restart: a surviving rank's state, or a checkpoint."""
+"""Chooses the state from which an elastic job continues after a restart: of a surviving rank, or of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from datasvc.trainer.recipes.first_rank import call_on_first_rank
 
 @dataclass(frozen=True)
 class Newest:
-    """Describes the state that the job continues.
+    """Describes the state from which the job continues.
 
     Attributes:
         source: "memory" for the state of a surviving rank, "repository" for a checkpoint.
         step: step of the state.
-        seconds: time in which this rank received the state.
+        seconds: how long this rank took to receive the state.
     """
 
     source: Literal["memory", "repository"]
@@ -27,25 +27,25 @@ class Newest:
 
 
 def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint], None]) -> Newest:
-    """Continue from the newest state. Every rank calls this at the start of the function that `elastic.run` repeats.
+    """Continue from the newest state. Every rank must call this first in the function that `elastic.run` repeats.
 
-    `elastic.run` sends the state of a surviving rank to all ranks. A checkpoint is read only if no rank survived, as
-    at the start of a job, or if the repository has a later step.
+    `elastic.run` has already sent the state of a surviving rank, if there is one, to all ranks. A checkpoint is
+    loaded only if its step is later than `state.step`.
 
     Args:
         state: elastic state with a `step`, already synchronized by `elastic.run`.
         model: manager of the job's checkpoints, opened after the last rendezvous.
-        load: loads a checkpoint into `state`, including its step.
+        load: loads a checkpoint into `state`, and sets `state.step`.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: see `CheckpointManager.restore`.
     """
     began_s = time.perf_counter()
-    # One rank decides for all: if a save completes now, some ranks would find its checkpoint and others would not.
+    # Rank 0 looks for all ranks: if a save completed now, some ranks would find its checkpoint and others would not.
     stored = call_on_first_rank(model.newest_step, name="newest_step")
     if stored is None or stored <= state.step:
         return Newest("memory", state.step, state.sync_s)
     load(model.restore())
-    # After a failure `elastic.run` restores the last saved state, which must not be older than the checkpoint.
+    # After a failure, `elastic.run` restores the last saved state. It must not be older than this checkpoint.
     state.save()
     return Newest("repository", state.step, time.perf_counter() - began_s)

@@ -1,4 +1,4 @@
-"""The repositories that a node may read, with a common limit of bytes per second.
+"""The repositories that a node may read. Their reads share one limit of bytes per second.
 
 A request names the repository of its object. Only the repositories of the node's settings are read, so a client
 cannot make a node fetch from any other address.
@@ -67,7 +67,7 @@ class RateLimitedStorage(Storage):
 
 
 class Origins:
-    """The open repositories of a node. `close` makes reads fail that wait for the rate limit.
+    """The open repositories of a node.
 
     Args:
         urls: URLs of the repositories.
@@ -81,12 +81,13 @@ class Origins:
         self._closing = threading.Event()
         bucket = None if rate_bytes_s is None else TokenBucket(rate_bytes_s)
         self._repositories: dict[str, Repository] = {}
-        # All are opened now, so that with a wrong URL the start of the node fails, not a later request.
+        # Open all of them now: a wrong URL must fail the start of the node, not a later request.
         for url in urls:
             repository = Repository.open(url)
             if bucket is not None:
                 repository = Repository(RateLimitedStorage(url, bucket, self._closing))
-            # A request may spell the URL as in the settings, or as `Repository.url` does, such as an absolute path.
+            # A request may name the repository by the URL of the settings, which may be a relative path, or by
+            # `Repository.url`, which is absolute.
             self._repositories[_normalized(url)] = self._repositories[_normalized(repository.url)] = repository
 
     def find(self, url: str | None) -> Repository:

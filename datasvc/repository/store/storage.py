@@ -1,9 +1,9 @@
 """File operations on a store over fsspec: read, ranged read, list, write, and create-only write.
 
 Every commit uses `create`. For a local file, it links a finished temporary file. For a remote file, it calls fsspec's
-`pipe_file(mode="create")` of an atomic driver (see `exclusive_create`), and then reads the file, because a store may
-report an error after it has written, or ignore the condition. All exceptions are converted to those of
-`datasvc.errors`.
+`pipe_file(mode="create")` of an atomic driver (see `exclusive_create`), and then reads the file. The read is needed
+because a store may write the file and then report an error, or may replace an existing file without an error. All
+exceptions are converted to those of `datasvc.errors`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _raise_unless_missing(error: OSError) -> None:
 
 
 def _ignore_missing(_function: object, _path: str, error: Any) -> None:
-    """Error handler for rmtree: ignore files that another process has deleted; `error` is that of `sys.exc_info`."""
+    """Error handler for rmtree: ignore files that another process has deleted; `error` is as from `sys.exc_info`."""
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]
 
@@ -106,9 +106,9 @@ class Storage:
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._ranges = RangeReader(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
-        # Option of `info` and `find` to ignore cached listings, if the driver has it. `_drop_listings` alone is not
-        # enough: another thread may cache a listing again before this thread reads it.
-        self._fresh = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
+        # The option of `info` and `find` to ignore cached listings, if the driver has it. `_drop_listings` alone is
+        # not enough: another thread may cache a listing again before this thread reads it.
+        self._refresh_option = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
         self._clock_offset_s: float | None = None  # the store's time minus `time.monotonic()`, once it is known
         self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
 
@@ -123,12 +123,12 @@ class Storage:
         self.__init__(state["url"])  # type: ignore[misc]
 
     def _url_to_pickle(self) -> str:
-        """Return the URL, without its user and password if fsspec's configuration gives the same ones.
+        """Return the URL, without its user and password if fsspec's configuration has the same ones.
 
-        Otherwise the pickle has the password, because a worker process could not open the store without it.
+        If it has not, the pickle contains them, because a worker process could not open the store without them.
         """
         bare = redact_url(self.url)
-        if bare == self.url or "::" in self.url:  # no password, or a chain of drivers, which is not compared
+        if bare == self.url or "::" in self.url:  # no password; or a chain of drivers, whose options are not compared
             return self.url
         driver = type(self._fs)
         # Compare the options that fsspec would use, without opening a store. FSSPEC_* variables and fsspec's
@@ -181,7 +181,7 @@ class Storage:
         This takes one request; reading the size first would take two.
         """
         try:
-            # Do not call `read_range`: the subclass `RateLimitedStorage` limits both methods, and would count twice.
+            # Do not call `read_range`: the subclass `RateLimitedStorage` would count the bytes in both methods.
             return self._read_range(path, 0, length)
         except UnavailableError:
             if self.size(path) == 0:  # stores report any range of an empty file as an error
@@ -277,7 +277,7 @@ class Storage:
         """Return the paths of all files below `folder`, relative to it, in any order; [] if it does not exist.
 
         Temporary files are included, and links to local folders are followed. On an object store, this takes one
-        request per thousand files, however many folders have them. Raises the errors of `map_exceptions`.
+        request per thousand files, in however many folders they are. Raises the errors of `map_exceptions`.
         """
         full = self._full(folder)
         if self.is_local:
@@ -287,7 +287,7 @@ class Storage:
 
         def read_tree() -> Sequence[str]:
             self._drop_listings(None)
-            paths: Sequence[str] = self._fs.find(full, **self._fresh)
+            paths: Sequence[str] = self._fs.find(full, **self._refresh_option)
             self._drop_listings(None)  # otherwise the listings of a whole repository stay in memory
             return paths
 
@@ -300,8 +300,8 @@ class Storage:
 
         Args:
             path: path to create.
-            content: bytes that no other writer writes, such as an entry with a random id. After a failure, `create`
-                compares them with the stored bytes, to find out which writer has written the file.
+            content: bytes that no other writer writes, such as an entry with a random id. `create` compares them with
+                the stored bytes if it must find out which writer has written the file.
 
         Raises:
             ConfigError: see `check_writable`.
@@ -318,7 +318,7 @@ class Storage:
     def create_temporary(self, content: bytes) -> str:
         """Write a temporary file with a random name, and return its path.
 
-        The caller removes the file with `remove_temporary`; if the caller is killed before, `gc` removes it.
+        The caller must remove the file with `remove_temporary`; if the caller is killed before that, `gc` removes it.
 
         Raises:
             ConfigError: see `check_writable`; or the store denies access.
@@ -342,7 +342,7 @@ class Storage:
         Args:
             path: path of the file.
             content: whole content.
-            synced: whether a local file survives a power cut, see `durable.replacing`. Remote stores keep every
+            synced: whether a local file is synced, so that it survives a power cut. Remote stores keep every
                 acknowledged write.
 
         Raises:
@@ -357,10 +357,10 @@ class Storage:
                 self._fs.pipe_file(self._full(path), bytes(content))
 
     def refresh(self, path: str, size_bytes: int) -> bool:
-        """Reset the age of a file, so that `gc` keeps it; see `file_age`.
+        """Make sure that `gc` keeps a file: reset its age, or see that a remote file is young enough. See `file_age`.
 
         Returns:
-            False if the file does not exist, has another size, or must be written again to reset its age.
+            False if the caller must write the file again: it does not exist, has another size, or is remote and old.
 
         Raises:
             ConfigError, UnavailableError: see `now_s`.
@@ -370,7 +370,7 @@ class Storage:
         file = self._file(path)
         if file is None or file.size_bytes != size_bytes:
             return False
-        # `now_s` takes requests, so ask once; later times follow from this machine's monotonic clock.
+        # `now_s` takes requests, so call it once; later times follow from this machine's monotonic clock.
         if self._clock_offset_s is None:
             self._clock_offset_s = self.now_s() - time.monotonic()
         store_now_s = self._clock_offset_s + time.monotonic()
@@ -379,8 +379,8 @@ class Storage:
     def now_s(self) -> float:
         """Return the time of the clock that dates the store's files, in seconds since 1970.
 
-        The result is the modification time of a new temporary file. Ages are not measured with this machine's clock,
-        because it may differ from the clock of the store.
+        The result is the modification time of a new temporary file. The clock of this machine does not serve to
+        measure the age of files, because it may differ from the clock of the store.
 
         Raises:
             ConfigError: the store reports no modification times; or see `create_temporary`.
@@ -465,7 +465,7 @@ class Storage:
 
         def read_info() -> dict[str, Any]:
             self._drop_listings(full)
-            return dict(self._fs.info(full, **self._fresh))
+            return dict(self._fs.info(full, **self._refresh_option))
 
         try:
             info = self._retry("look up", path, read_info)
@@ -489,7 +489,7 @@ class Storage:
     def adopt(self, path: str, finished: Path) -> None:
         """Move the local file `finished`, which the caller has synced, to `path` of the store.
 
-        In a local store, the file is renamed, or copied if it is on another file system; to a remote store, it is
+        In a local store, the file is renamed, or copied if it is on another file system. To a remote store, it is
         uploaded in parts. Raises the errors of `map_exceptions`.
         """
         with map_exceptions("write", self.location(path)):
@@ -518,7 +518,7 @@ class Storage:
         except FileExistsError as error:
             raise ConflictError(f"{target} exists already") from error
         except UnavailableError as error:
-            # `create_file` links the finished file, then syncs the folder. If only the sync failed, `target` exists.
+            # `create_file` links the finished file, then syncs the folder. If only the sync failed, the file exists.
             if self._read_back(path, error) == content:
                 raise UnknownOutcomeError(
                     f"{target} was created, but may not survive a power cut ({error}); check the disk"
@@ -542,7 +542,7 @@ class Storage:
         raise UnavailableError(f"cannot create {self.location(path)}: {reason}") from cause
 
     def _read_back(self, path: str, failure: Exception | None) -> bytes | None:
-        """Return the content of a file after a create that may have ended with `failure`; None if there is no file.
+        """Return the content of a file after a create that may have failed with `failure`; None if there is no file.
 
         Raises:
             UnknownOutcomeError: the file cannot be read.
@@ -558,11 +558,11 @@ class Storage:
             ) from error
 
     def _drop_listings(self, full: str | None) -> None:
-        """Drop the driver's cached listings, which lack the files that other processes have written since.
+        """Drop the driver's cached listings: they lack the files that other processes have written since.
 
-        Drivers take the details of a file from the listing of its folder, and those of a folder from its parent's. So
-        drop the listings of `full` and of all folders above it. None: drop those of all folders, because `find` of
-        some drivers reads the listing of each folder from their cache.
+        Drop the listings of `full` and of all folders above it, because drivers take the details of a file or folder
+        from the listing of its parent. None: drop the listings of all folders, because `find` of some drivers reads
+        the listing of each folder from the cache.
         """
         if self.is_local:
             return

@@ -1,6 +1,6 @@
-"""Destination of an export, to which the export formats write their files: a local folder or any fsspec URL.
+"""The destination of an export, a local folder or any fsspec URL. The export formats write their files to it.
 
-Each file in it is complete or absent, so an interrupted export can continue after the last complete file.
+Each file is complete or absent, so an interrupted export can continue after its last complete file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Destination:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[BinaryIO]:
-        """Open a file of any size for writing; the file appears, complete, after the `with` block succeeds.
+        """Open a file for writing. It appears at the destination only if the `with` block ends without an error.
 
         Raises:
             ConfigError: writing is not permitted.
@@ -69,9 +69,9 @@ class Destination:
                 with durable.replacing(path) as file:
                     yield file
                 return
-        # A remote store accepts only whole files, so the content is collected in a local file first.
+        # A remote store accepts only complete files, so the content is collected in a local file first.
         with tempfile.TemporaryDirectory(prefix="datasvc-export-") as folder:
-            local_file = Path(folder) / "whole"
+            local_file = Path(folder) / "complete"
             with map_exceptions("write", str(local_file)), local_file.open("xb") as file:
                 yield file
                 file.flush()
@@ -80,7 +80,7 @@ class Destination:
 
     def sweep(self) -> None:
         """Remove the temporary files of an interrupted export. For errors, see `writing`."""
-        # Only local files have a temporary name while they are written; a remote store gets whole files.
+        # Only local files have a temporary name while they are written; a remote store gets complete files.
         if not self.is_local:
             return
         with map_exceptions("clean up", self.location):

@@ -35,7 +35,7 @@ _TRANSACTION_BYTES: Final = 64 << 20
 
 
 class LmdbExport(ExportFormat):
-    """`SPLIT/data.mdb`; see the module docstring."""
+    """Writes each split as one database, `SPLIT/data.mdb`; see the module docstring."""
 
     name: ClassVar[str] = "lmdb"
     is_local_only: ClassVar[bool] = True
@@ -60,7 +60,7 @@ class LmdbExport(ExportFormat):
         with _replacing_folder(target) as folder, _open_database(folder, map_bytes) as database:
             samples = enumerate(unit.samples())
             has_more = True
-            # LMDB keeps the pages of an open transaction in memory, so there are several transactions.
+            # LMDB keeps the pages of an open transaction in memory, so use several transactions.
             while has_more:
                 with database.begin(write=True) as transaction:
                     has_more = _fill(transaction, samples, digits)
@@ -101,7 +101,7 @@ def _datum(sample: dict[str, Any]) -> bytes:
 def _open_database(folder: Path, map_bytes: int) -> Iterator[Any]:
     """Open a new database, and sync it once at the end of the block. Raises UnavailableError: LMDB cannot write."""
     try:
-        # No lock file and no earlier sync is needed, because the folder has a temporary name until it is complete.
+        # The folder has a temporary name until it is complete, so it needs no lock file, and no sync before the end.
         with lmdb.open(str(folder), map_size=map_bytes, lock=False, sync=False, metasync=False) as database:
             yield database
             database.sync(True)
@@ -119,7 +119,7 @@ def _replacing_folder(target: Path) -> Iterator[Path]:
         try:
             durable.make_folder(temporary)
             yield temporary
-            # An earlier run completed `target`, but was interrupted before it recorded the unit.
+            # If `target` exists, an earlier run completed it, but was interrupted before it recorded the unit.
             if target.is_dir():
                 shutil.rmtree(target)
             durable.fsync_folder(temporary)

@@ -1,4 +1,4 @@
-"""Export format of TFRecord: one file of `tf.Example` messages per shard, with a feature for each non-null column.
+"""Export format of TFRecord: one file of `tf.Example` messages per shard, with a feature for each value but nulls.
 
 `tf.Example` holds only bytes, float32 and int64. Text is stored as UTF-8, booleans as 0 or 1, lists as features with
 several values. A column whose values could lose precision is refused.
@@ -24,7 +24,7 @@ from datasvc.shards.sources.common.protobuf import bytes_field, packed_varints
 from datasvc.shards.sources.records.tfrecord import masked_crc
 from datasvc.shards.versions.dataset import Split
 
-# Field numbers of Feature in TensorFlow's feature.proto. Each is a message with the values of the list in field 1.
+# Field numbers of Feature in TensorFlow's feature.proto. Each field is a message that has the values in its field 1.
 _BYTES_LIST, _FLOAT_LIST, _INT64_LIST = 1, 2, 3
 _SUPPORTED_BY: Final = "parquet, webdataset, mds"
 
@@ -64,18 +64,18 @@ def _framed(message: bytes) -> bytes:
 
 
 def _example(sample: dict[str, Any], columns: Sequence[pa.Field]) -> bytes:
-    """Return a sample as an encoded `tf.Example`. Raise ConfigError for a null in a list or too large an integer."""
+    """Return a sample as an encoded `tf.Example`. Raise ConfigError for a null in a list or an integer over int64."""
     entries = []
     for column in columns:
         value = sample[column.name]
-        # An absent feature is the null of `tf.Example`.
+        # `tf.Example` has no null; a missing feature stands for it.
         if value is None:
             continue
         values = value if is_list(column.type) else [value]
         if None in values:
             raise refused_null("tfrecord", f"{column.name}[]", sample[KEY], _SUPPORTED_BY)
         encode = _encoder(column.type)
-        assert encode is not None  # `TfRecordExport.check` refuses such a column
+        assert encode is not None  # `TfRecordExport.check` has refused all other columns
         try:
             feature = encode(values)
         except OverflowError as error:
@@ -85,7 +85,7 @@ def _example(sample: dict[str, Any], columns: Sequence[pa.Field]) -> bytes:
             ) from error
         # An entry of the map of features: field 1 is the name, field 2 the Feature.
         entries.append(bytes_field(1, bytes_field(1, column.name.encode()), bytes_field(2, feature)))
-    # Field 1 of Example is the message with the map.
+    # Field 1 of Example is the message that contains the map.
     return bytes_field(1, *entries)
 
 

@@ -24,10 +24,10 @@ from datasvc.shards.versions.dataset import Split
 
 _BLOCK_BYTES: Final = 512
 _RECORD_BYTES: Final = 20 * _BLOCK_BYTES
-# WebDataset reads extensions in lower case and splits them at dots, so only a column with such a name can be a file.
+# The column names that can be extensions: WebDataset converts extensions to lower case, and splits them at dots.
 _EXTENSION: Final = re.compile(r"[a-z0-9_-]+")
 _DOT: Final = re.compile(r"\.")
-# The first of two underscores at the start of a name; it is encoded, because readers skip names like __meta__.
+# The first of two underscores at the start of a name. It is percent-encoded: readers skip names such as __meta__.
 _FIRST_OF_TWO_UNDERSCORES: Final = re.compile(r"^_(?=_)")
 
 
@@ -95,12 +95,12 @@ def _is_file(column: pa.Field) -> bool:
 def _image_extension(sample: dict[str, Any]) -> str | None:
     """Return the extension for the column `image`; None if it holds no image of a known format."""
     image = sample.get(IMAGE)
-    # Blobs are views; a column `image` of another type may hold other values.
+    # A blob is a memoryview here. A column `image` that is not of blobs holds no images.
     return image_extension(image) if isinstance(image, memoryview) else None
 
 
 def _member_name(key: str, extension: str | None) -> str:
-    """Return the name of a sample's files up to the dot; `extension` is that of its image."""
+    """Return the part before the dot, which the names of all files of a sample share; `extension` is its image's."""
     folder, slash, base = safe_path(split_extension(key, extension)[0]).rpartition("/")
     path = f"{folder}{slash}{_DOT.sub(percent_encoded, base)}"
     return _FIRST_OF_TWO_UNDERSCORES.sub(percent_encoded, path)
@@ -120,7 +120,7 @@ def _members(sample: dict[str, Any], name: str, columns: list[pa.Field]) -> Iter
             num_members += 1
     if json_values:
         yield "json", encode_json(json_values, sample[KEY])
-    # A sample without any other file also gets this file, since it would be lost otherwise.
+    # A sample that has no other file would be lost without this one.
     if name != sample[KEY] or not (num_members or json_values):
         yield "key.txt", sample[KEY].encode()
 

@@ -1,8 +1,7 @@
-"""Writer of Arrow IPC files that records the layout of the file: the position of every record batch and its blobs.
+"""Writes Arrow IPC files, and records the layout of each: the position of every record batch and of its blobs.
 
 `ShardWriter` uses it, and the sample index stores the layout. To find the positions, no file is read again and
-nothing is copied: Arrow writes a file in small chunks of memory, and the chunks that hold blobs are recognised by
-their address.
+nothing is copied: Arrow writes a file in chunks of memory, and a chunk with blobs is recognised by its address.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ def describe_batch(
     length = 0
     for chunk in chunks:
         region = (chunk.address, chunk.size) if isinstance(chunk, pa.Buffer) else None
-        # If two columns share a region, its second chunk goes to the frame, which is then too large to be kept.
+        # If two columns share a region, the second chunk of the region makes the frame too large to be kept.
         if region is not None and region in blob_regions and region not in blob_ranges:
             blob_ranges[region] = ByteRange(length, len(chunk))
         else:
@@ -142,7 +141,7 @@ class _ChunkRecorder:
         return chunks
 
     def flush(self) -> None:
-        """Write the collected small chunks to the sink; the owner of the sink syncs it."""
+        """Write the collected small chunks to the sink. The owner of the sink syncs the file."""
         small, self._small = self._small, bytearray()
         if small:
             self._sink.write(memoryview(small))

@@ -1,6 +1,6 @@
 """Stored objects as files for Arrow's own readers: local ones are mapped, remote ones are read by byte range.
 
-SQL queries and scans use these files, because they read only some columns of a shard; `verify` reads only metadata.
+SQL queries and scans use these files to read only some columns of a shard, and `verify` to read only metadata.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError
 from datasvc.repository import Digest, Objects, Storage
 from datasvc.repository.store.retries import map_exceptions
 
-_TAIL_BYTES: Final = 16 << 10  # of the end of a file, read by one request; also the maximum size of a kept read
+# One request reads this many bytes at the end of a file. Elsewhere, the last read is kept if it is not larger.
+_TAIL_BYTES: Final = 16 << 10
 
 
 class ObjectFiles:
@@ -83,7 +84,7 @@ class _RangedFile:
         self._size_bytes = size_bytes
         self._offset = 0
         self._tail: bytes | None = None
-        self._last = (0, b"")  # offset and bytes of the last read before the tail, without bytes if it was large
+        self._last_read = (0, b"")  # offset and bytes of the last read before the tail; no bytes if it was large
 
     def read(self, length: int = -1) -> bytes:
         remaining = max(self._size_bytes - self._offset, 0)
@@ -95,11 +96,11 @@ class _RangedFile:
     def _read(self, length: int) -> bytes:
         tail_start = max(self._size_bytes - _TAIL_BYTES, 0)
         if self._offset < tail_start:
-            # The metadata of a record batch is read twice in succession: to check it, and by Arrow.
-            if (self._last[0], len(self._last[1])) == (self._offset, length):
-                return self._last[1]
+            # The metadata of a record batch is read twice in succession: by `IpcReader.check`, then by Arrow.
+            if (self._last_read[0], len(self._last_read[1])) == (self._offset, length):
+                return self._last_read[1]
             content = self._files.read_range(self._path, self._offset, length)
-            self._last = (self._offset, content if length <= _TAIL_BYTES else b"")
+            self._last_read = (self._offset, content if length <= _TAIL_BYTES else b"")
             return content
         # Arrow opens an IPC file with several small reads at its end: one request serves all of them.
         if self._tail is None:

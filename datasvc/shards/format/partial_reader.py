@@ -1,9 +1,9 @@
 """Reader of a shard before it is fetched completely: single samples are read by byte range and verified.
 
 With it, a loader serves samples while the cache still fetches their shard. No byte is readable before it is verified.
-A *frame* (a record batch without the bytes of its blobs, see `layout`) is verified by the digest of the sample index
-that contains it. A blob is verified by the payload digest of its sample, and a record batch without a frame by its
-own digest.
+The *frame* of a record batch, its bytes without those of its blobs (see `layout`), is part of the sample index, so
+the digest of the index verifies it. The payload digest of a sample verifies its blob. A record batch whose frame is
+not in the index is verified by a digest of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import check_shard_schema
 
-# Samples with a smaller gap are read together: transferring the gap takes a third of the latency of a request.
+# One request reads samples with at most this gap between them: to transfer the gap takes a third of the latency of
+# another request.
 GAP_BYTES: Final = 256 << 10
 
 
@@ -94,7 +95,7 @@ class PartialShard(Shard):
                 f"({error}); restore both from another copy"
             ) from error
         for number, batch in enumerate(layout.batches):
-            # The index lists samples in the order of the file, so the first remaining ones belong to this batch.
+            # The index lists samples in the order of the file, so the first ones that remain belong to this batch.
             batch_payloads, payloads = payloads[: batch.num_samples], payloads[batch.num_samples :]
             batch_name = f"record batch {number} of shard {name}"
             self._partial.append(
@@ -103,7 +104,7 @@ class PartialShard(Shard):
                 else FramedBatch(batch, layout.schema, memory, batch_payloads, batch_name)
             )
         super().__init__(layout.schema, [partial.batch for partial in self._partial], name)
-        # Begin with an empty array: the shard may have no record batches.
+        # Begin with an empty array, because the shard may have no record batches, and `concatenate` needs an array.
         self._is_readable = np.concatenate([np.empty(0, np.bool_), *[partial.readable for partial in self._partial]])
 
     def has(self, rows: Integers) -> bool:
@@ -126,10 +127,10 @@ class PartialShard(Shard):
         ]
 
     def add(self, read: PartialRead, contents: Sequence[Content]) -> None:
-        """Make the samples of a read of `plan` readable; `contents` has the bytes of each of its spans.
+        """Make the samples of a read that `plan` returned readable; `contents` has the bytes of each of its spans.
 
         Raises:
-            CorruptDataError: the bytes do not match their digest, so no sample of `read` became readable. The message
+            CorruptDataError: the bytes do not match their digest; no sample of `read` became readable. The message
                 names the record batch.
         """
         lengths = [len(content) for content in contents]
@@ -178,7 +179,7 @@ class PartialShard(Shard):
             return super().blobs(column, rows)
 
     def values(self, column: str) -> npt.NDArray[Any]:
-        """Return a column as `Shard.values` does; values of samples that are not readable yet may be 0."""
+        """Return a column as `Shard.values` does; values of samples that are not readable yet are arbitrary."""
         with self._lock:
             return super().values(column)
 

@@ -48,8 +48,9 @@ class LaunchJob:
             addition to the usual ones (`remote_shell.choose_passed`).
         remote: how commands are started on other hosts.
         grace_s: seconds between SIGTERM and SIGKILL when ranks are terminated.
-        start_timeout_s: time in which every rank must start, and must call `init` after the first rank has called
-            it. A late rank ends the job, unless the job is elastic. None to wait and print a note.
+        start_timeout_s: time in which every rank must start; also the time, after the first call of `init`, in which
+            every rank must call it. A late rank ends the job, unless the job is elastic. None to wait without limit
+            and print a note.
         prefixes_lines: whether lines of output begin with `[rank]`.
         stamps_lines: whether lines of output begin with the time.
         output_folder: folder for copies of the output, `rank.N/stdout` and `rank.N/stderr`; None for no files.
@@ -78,7 +79,7 @@ class ElasticOptions:
         min_num_ranks: minimum number of ranks; the job waits while there are fewer.
         max_num_ranks: maximum number of ranks; further slots stay empty. None for no limit.
         discovery_script: script that prints `host` or `host:slots` lines; None to use the hosts of the job.
-        slots_per_host: number of slots of a host that the script prints without one; None for 1.
+        slots_per_host: number of slots of a host if the script prints only its name; None for 1.
         elastic_timeout_s: maximum time to wait for slots; None for `HOROVOD_ELASTIC_TIMEOUT` or its default.
         reset_limit: number of changes of the ranks after which the job ends with status 3; None for no limit.
         cooldown_range_s: minimum and maximum time for which a host gets no ranks after a failure; None to block

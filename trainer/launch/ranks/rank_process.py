@@ -1,8 +1,8 @@
 """Starts the process of one rank on this machine, forwards its output, and signals it together with its children.
 
 `remote_process` has the class for other hosts. Invariant: signals are sent only to process groups that these two
-modules have started. A group leader is reaped only after its group has ended: until it is reaped, the system does not
-give its number to another group.
+modules have started. Once a group's leader is reaped, the system may give the number of the group to another one, so
+a leader is reaped only after the last signal to its group.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from datasvc.trainer.launch.ranks.remote_guard import wait_for_end
 
 # How long to wait for the remaining output of a process that has ended. Its children may keep the streams open.
 DRAIN_TIMEOUT_S = 2.0
-# The last lines of standard output in a message. More would hide the traceback that follows, from standard error.
+# How many last lines of standard output a message shows. More would hide the traceback on standard error below them.
 _NUM_OUTPUT_LINES = 5
 
 
@@ -99,13 +99,13 @@ class RankProcess:
         self.returncode: int | None = None
         # A description such as "was not started: ..." if the return code alone does not explain the end.
         self.trouble: str | None = None
-        # Set when the command runs, or can no longer start.
+        # Set when the command has started, or can no longer start.
         self.startup_done = threading.Event()
         self._start = start
         self._guard = guard
         self._ends = ends
         self._has_ended = threading.Event()
-        # Whether termination is complete; from then on no signal is sent.
+        # Whether the process is reaped or about to be; from then on no signal is sent.
         self._is_closed = False
         with contextlib.ExitStack() as files:
             # Opened first, so that a failure here leaves no process to terminate.
@@ -128,19 +128,19 @@ class RankProcess:
         """Whether the command runs: its end has not been reported yet."""
         return not self._has_ended.is_set()
 
-    def send(self, number: int) -> None:
+    def send(self, signal_number: int) -> None:
         """Send a signal to the process and its children. Has no effect after `finish_termination`."""
         if self._is_closed:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+            os.killpg(self.pid, signal_number)
 
     def begin_termination(self, grace_s: float) -> None:  # noqa: ARG002 - used by remote processes
         """Send SIGTERM to the process and its children."""
         self.send(signal.SIGTERM)
 
     def finish_termination(self, deadline_s: float) -> None:
-        """Wait for the end until `deadline_s` of the monotonic clock, then kill the process and wait for it."""
+        """Wait for the end until `deadline_s` of the monotonic clock; then kill what still runs, and reap it."""
         if self._is_closed:
             return
         self._has_ended.wait(max(0.0, deadline_s - time.monotonic()))
@@ -153,7 +153,7 @@ class RankProcess:
         self._process.wait()
 
     def drain(self, deadline_s: float) -> None:
-        """Wait for the end of the output, which a child may keep open, until `deadline_s` of the monotonic clock."""
+        """Wait for the end of the output until `deadline_s` of the monotonic clock: a child may keep it open."""
         for pump in (self._output, self._errors):
             pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
 

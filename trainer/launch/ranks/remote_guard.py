@@ -1,9 +1,9 @@
 """The guard of a rank on another host: runs the rank, and terminates it when the launcher orders this or is lost.
 
 The launcher sends this source over standard input to a bare interpreter, so it uses only Python's standard library.
-After the source come the order, which is one line of JSON, and later lines `signal N` and `end SECONDS`. The end of
-standard input means that the launcher or the connection is lost. The guard reports on standard error, after a mark
-that the order contains: `started PID`, `ended RETURNCODE`, `refused STATUS REASON`.
+After the source, the launcher sends one line of JSON, the order to start, and later lines `signal N` and
+`end SECONDS`. The end of standard input means that the launcher or the connection is lost. The guard reports on
+standard error: `started PID`, `ended RETURNCODE`, `refused STATUS REASON`, each after a mark from the order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 def main() -> None:
     """Execute the orders of the launcher until the end of standard input."""
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # A handler and not SIG_IGN, which the rank would inherit.
+        # A handler that does nothing, because the rank would inherit SIG_IGN.
         signal.signal(ignored, lambda *_: None)
     order = json.loads(sys.stdin.buffer.readline())
 
@@ -37,7 +37,7 @@ def main() -> None:
     try:
         process = start(order)
     except (OSError, ValueError) as error:
-        # As a shell does: 127 for a program that does not exist, 126 for one that cannot be started.
+        # The statuses of a shell: 127 for a program that does not exist, 126 for one that cannot be started.
         report(f"refused {127 if isinstance(error, FileNotFoundError) else 126} {error}")
         return
     report(f"started {process.pid}")
@@ -47,7 +47,7 @@ def main() -> None:
     try:
         grace_s = follow_orders(process.pid, grace_s)
     finally:
-        # Also after an error: the rank must not outlive its guard.
+        # Even after an error, the rank must not outlive its guard.
         end_group(process.pid, has_ended, grace_s)
 
 
@@ -55,7 +55,7 @@ def start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
     """Start the command with its variables, in the folder of the launcher.
 
     Args:
-        order: order of the launcher, with the fields of `RemoteRankProcess._first_order`.
+        order: first order of the launcher, see `RemoteRankProcess._first_order`.
 
     Raises:
         OSError: the program cannot be started.

@@ -53,9 +53,9 @@ class RemoteRankProcess(RankProcess):
         self._lock = threading.Lock()
         super().__init__(start, guard=guard, ends=ends)
 
-    def send(self, number: int) -> None:
+    def send(self, signal_number: int) -> None:
         """Send a signal to the process and its children, if the host is reachable."""
-        self._orders.put(f"signal {int(number)}\n".encode())
+        self._orders.put(f"signal {int(signal_number)}\n".encode())
 
     def begin_termination(self, grace_s: float) -> None:
         """Order the remote guard to terminate the process and its children."""

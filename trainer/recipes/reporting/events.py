@@ -9,8 +9,8 @@ from typing import Any, Final, Protocol, TextIO
 
 from datasvc.printable import escape_controls
 
-_CLEAR: Final = "\r\x1b[K"
-_KEPT: Final = 0.9  # weight of the previous mean in the new mean, at each report of a step
+_CLEAR_LINE: Final = "\r\x1b[K"
+_OLD_WEIGHT: Final = 0.9  # weight of the old mean in the new one, at each `step` event
 
 
 class EventSink(Protocol):
@@ -21,7 +21,7 @@ class EventSink(Protocol):
 
 
 class JsonEvents:
-    """Writes one JSON object per line, each with one write, so that lines of ranks that share a pipe stay whole."""
+    """Writes each event as a line of JSON, by one call of `write`: lines of ranks that share a pipe must not mix."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -42,14 +42,14 @@ class TerminalEvents:
     def report(self, event: str, **facts: Any) -> None:
         """Rewrite the line of the step, or print another event above it."""
         if event == "step":
-            self._stream.write(f"{_CLEAR}{self._line.update(facts)}")
+            self._stream.write(f"{_CLEAR_LINE}{self._line.update(facts)}")
         else:
-            self._stream.write(f"{_CLEAR}{_describe(event, facts)}\n")
+            self._stream.write(f"{_CLEAR_LINE}{_describe(event, facts)}\n")
         self._stream.flush()
 
 
 class ProgressLine:
-    """Smooths throughput and data stall over the steps, and estimates the time left."""
+    """The text of the live line: throughput and data stall as moving averages, and the estimated time left."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -59,11 +59,11 @@ class ProgressLine:
     def update(self, facts: Mapping[str, Any]) -> str:
         """Return the line after a step, from the facts of its `step` event (`train.report_step`)."""
         if self._began is None:
-            # Time and progress are measured from the first step, because a resumed run begins with some progress.
+            # Measure time and progress from the first step: a resumed run does not begin with a progress of 0.
             self._began = (self._now(), facts["progress"])
             self._step_s, self._wait_s = facts["step_s"], facts["wait_s"]
-        self._step_s = _KEPT * self._step_s + (1 - _KEPT) * facts["step_s"]
-        self._wait_s = _KEPT * self._wait_s + (1 - _KEPT) * facts["wait_s"]
+        self._step_s = _OLD_WEIGHT * self._step_s + (1 - _OLD_WEIGHT) * facts["step_s"]
+        self._wait_s = _OLD_WEIGHT * self._wait_s + (1 - _OLD_WEIGHT) * facts["wait_s"]
         step_s = max(self._step_s, 1e-9)
         return "  ".join(
             [
@@ -72,11 +72,11 @@ class ProgressLine:
                 f"loss {facts['loss']:.4f}",
                 f"rate {facts['rate']:.4g}",
                 f"data stall {self._wait_s / step_s:.0%}",
-                self._left(facts["progress"]),
+                self._describe_time_left(facts["progress"]),
             ]
         )
 
-    def _left(self, progress: float) -> str:
+    def _describe_time_left(self, progress: float) -> str:
         assert self._began is not None
         began, progress_then = self._began
         done = progress - progress_then

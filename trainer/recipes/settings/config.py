@@ -81,8 +81,8 @@ class TrainConfig:
         peers: nodes to read from before the repository, written as for `datasvc stage --peers`; "ranks": the nodes of
             this job, each with a server that the job starts; None: no peers.
         epochs: passes over the training split; the schedule ends with the last one.
-        max_steps: optimizer steps after which the run ends, if `epochs` are not over before; the schedule does not
-            change.
+        max_steps: maximum number of optimizer steps: the run may end before `epochs` are over. The schedule does not
+            change. None: no maximum.
         batch_size: samples of one rank per step.
         global_batch: samples of all ranks per step, instead of `batch_size`; the training is then the same at any
             number of ranks that divides it.
@@ -222,7 +222,7 @@ class TrainConfig:
     profile: str | None = None
 
     def __post_init__(self) -> None:
-        # Check here all that does not need the data, before ranks wait for each other.
+        # Check all that can be checked without the data now, before ranks wait for each other.
         check_name(self.name, "model")
         self._check_ranges()
         self._check_together()
@@ -232,7 +232,7 @@ class TrainConfig:
         self.parse_model_options()
         for target in self.log_to:
             check_log(target)
-        # The augmentation checks its own ranges. It comes last: the import takes longer than all other checks.
+        # `AugmentConfig` checks its own ranges. It comes last, because its import takes longer than all other checks.
         from datasvc.loaders.augment.augment import AugmentConfig
 
         AugmentConfig(scale=self.scale, ratio=self.ratio, flip=self.flip)
@@ -288,7 +288,7 @@ class TrainConfig:
     def _check_together(self) -> None:
         if self.peers is not None and self.cache is None:
             raise ConfigError("peers need a node cache: set its folder with --cache")
-        # The trace is written at the end of an epoch, which may be hours away.
+        # Check the folder now: the trace is written at the end of an epoch, which may be hours away.
         if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
             raise ConfigError(f"profile is {self.profile!r}, and its folder does not exist; create the folder first")
         if self.resume not in ("auto", "never") and "@" not in self.resume:
@@ -311,5 +311,5 @@ class TrainConfig:
         if self.patience is not None and self.evaluate_every is None:
             raise ConfigError("patience counts evaluations: set their period with --evaluate-every")
         if self.patience is not None:
-            # Raises if the mode cannot be chosen, now instead of at the first evaluation.
+            # Called only for its error: without this, the first evaluation would raise it.
             choose_metric_mode(self.stop_metric, self.stop_mode, option="--stop-mode")

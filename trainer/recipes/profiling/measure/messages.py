@@ -1,7 +1,6 @@
 """Measures the messages of a step: their sizes, when they are ready, and their all-reduce times.
 
-A message is what one all-reduce sends: the gradients of one bucket. Every rank calls these functions in the same
-order, except `plan_messages`, which only computes.
+A message is what one all-reduce sends: the gradients of one bucket. Every rank must call `measure_traffic`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> StepTraffi
     """
     timer = LayerTimer(run.model, choose_clock(run.device), sees_layers=False)
     passes = [time_pass(run, batch, timer) for _ in range(_WARM_UP_PASSES + num_passes)]
-    # In the order of the optimizer's groups, because the distributed optimizer plans its buckets in this order.
+    # In the order of the optimizer's groups, in which the distributed optimizer plans its buckets too.
     trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
     return StepTraffic(
         buckets=tuple(_measure_buckets(trained, _ready_shares(passes[_WARM_UP_PASSES:]))),
@@ -85,7 +84,7 @@ def _measure_buckets(parameters: Sequence[Tensor], ready_share: Mapping[Tensor, 
     plan = plan_buckets(
         sizes_bytes,
         [(parameter.dtype, parameter.device) for parameter in parameters],
-        # The same limit as in `GradientReducer`.
+        # `GradientReducer` has the same limit.
         bucket_bytes=min(BUCKET_BYTES, runtime.current_job().engine.settings.fusion_bytes),
     )
     buckets = [
@@ -115,8 +114,8 @@ def _measure_all_reduce(num_elements: int, like: Tensor) -> float:
         hvd.grouped_allreduce_([tensor], name="profile.message", op=hvd.Sum)
         synchronize(like.device)
         times_s.append(time.perf_counter() - began)
-    # The first repeat is a warm-up. In each other repeat, the rank that arrives last does not wait, so the shortest
-    # time of all ranks is that of the transfer.
+    # The first repeat is a warm-up. The time of a rank includes its wait for later ranks, but the last rank does not
+    # wait: the shortest time of all ranks is that of the transfer.
     shortest_s = [min(rank_times_s) for rank_times_s in zip(*hvd.allgather_object(times_s[1:]), strict=True)]
     return float(statistics.median(shortest_s))
 
@@ -124,14 +123,14 @@ def _measure_all_reduce(num_elements: int, like: Tensor) -> float:
 def plan_messages(
     buckets: Sequence[TimedBucket], *, forward_s: float, backward_s: float, num_passes: int, reduce_s: float
 ) -> tuple[Message, ...]:
-    """Return the messages of a step, dividing its all-reduce time over them.
+    """Return the messages of a step, with a share of the step's all-reduce time each.
 
     Args:
         buckets: buckets of a `StepTraffic`.
         forward_s: forward time of all passes of a step.
         backward_s: backward time of all passes; gradients are complete in the last pass.
         num_passes: number of passes of a step.
-        reduce_s: all-reduce time of all messages; it is divided over them in proportion to `alone_s`.
+        reduce_s: all-reduce time of all messages together; they share it in proportion to `alone_s`.
     """
     # The time from the start of the step to the start of its last backward pass, if all passes take equally long.
     last_backward_start_s = (forward_s + backward_s) * (num_passes - 1) / num_passes + forward_s / num_passes

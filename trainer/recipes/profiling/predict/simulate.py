@@ -42,7 +42,7 @@ Times = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class InputSystem:
-    """The caches of the nodes and the origin of the samples; each sample is read once an epoch.
+    """The caches of the nodes, and the origin of the samples. All nodes together read each sample once in an epoch.
 
     Attributes:
         batch_bytes: size of one rank's batch, as it is stored in the shards.
@@ -68,7 +68,7 @@ class InputSystem:
             )
 
     def fetch_s(self, cluster: Cluster) -> float:
-        """Return the mean seconds that origin and network need for a rank's batch; all nodes read equally."""
+        """Return the mean seconds in which a rank's batch is fetched, while all other ranks fetch theirs."""
         cache_bytes = 0 if self.is_first_epoch else self.cache_bytes
         # An epoch reads each sample once, so the hit rate of a cache is the share of the data that it holds.
         missed_here = 1.0 - min(1.0, cache_bytes / self.data_bytes)
