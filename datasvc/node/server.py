@@ -25,8 +25,8 @@ _logger = logging.getLogger(__name__)
 # An idle connection is closed after this time; peers open a new one for the next request.
 _IDLE_S = 60.0
 _HANDSHAKE_S = 5.0
-# After a response, unread bytes of a request's body are received and dropped for this time, so that the client reads
-# the response.
+# After a response, the rest of the request's body is received and dropped for up to this time, because many clients
+# read the response only after they have sent the body.
 _LINGERING_S = 1.0
 
 
@@ -44,7 +44,7 @@ def serve(settings: NodeSettings, ready: Callable[[str], None]) -> bool:
         ConfigError: another process serves this cache, the address or the certificate cannot be used, or see
             `Service`.
         NotFoundError: an origin does not exist.
-        UnavailableError: an origin does not respond; or the disk of the cache failed, so that the node has ended.
+        UnavailableError: an origin does not respond; or the disk of the cache failed, which ended the node.
     """
     return asyncio.run(_serve_until_signal(settings, ready))
 

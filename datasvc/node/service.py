@@ -195,7 +195,7 @@ def _peers(settings: NodeSettings) -> Peers | None:
 
 @contextmanager
 def _lock_for_serving(folder: Path) -> Iterator[None]:
-    """Lock a cache folder inside the block, so that one process serves it; the lock ends with that process too."""
+    """Lock a cache folder inside the block, so that only one process serves it. The lock ends if its process ends."""
     path = folder / _LOCK_NAME
     try:
         descriptor = open_lock_file(path)

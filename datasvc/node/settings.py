@@ -19,7 +19,7 @@ class NodeSettings:
 
     Attributes:
         folder: folder of the cache that the node serves.
-        repositories: URLs of the origins that it may read; it reads no others.
+        repositories: URLs of the origins; the node reads no other repositories.
         host: address to listen on.
         port: port to listen on; 0: any free one.
         token: bearer token of all requests; None: no token is required.
@@ -34,7 +34,7 @@ class NodeSettings:
         max_connections: maximum number of open connections; further ones are refused.
         peer_rate_bytes_s: limit for sending to all peers together; None: no limit.
         origin_rate_bytes_s: limit for reading from all origins together; None: no limit.
-        grace_s: time that running transfers have to end after a request to stop.
+        grace_s: time for running transfers to end after a request to stop.
 
     Raises:
         ConfigError: a setting is out of range or contradicts another.

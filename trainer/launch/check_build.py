@@ -18,7 +18,7 @@ class BuildFeature:
     Attributes:
         name: name in the table.
         is_available: whether this installation has the feature.
-        advice: if it is not available: what it is for, or how to install it.
+        advice: text for a feature that is not available: what it is for, or how to install it.
     """
 
     name: str
@@ -49,7 +49,7 @@ def describe_build() -> str:
             ),
         ],
     }
-    # The table has the rows of Horovod's. What only some jobs need has a line if it is missing.
+    # The table has the rows of Horovod's table. These features, which only some jobs need, are listed if missing.
     others = [
         BuildFeature(
             "ssh", shutil.which("ssh") is not None, "starts ranks on other hosts; install an OpenSSH client"

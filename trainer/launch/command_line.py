@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "datasvc-run") -
         job, elastic = parse_arguments(arguments, os.environ, prog=prog)
         failure = run_job(job, elastic, os.environ)
     except KeyboardInterrupt:
-        # While ranks run, Ctrl-C is forwarded to them. This one came before they started, or while they are ended.
+        # This Ctrl-C came before the ranks started, or during their termination. At other times they get it.
         print_message("ended by SIGINT")
         return 128 + signal.SIGINT
     except ValueError as error:
@@ -95,7 +95,7 @@ def parse_arguments(
         if options.config_file is not None:
             # The command line is parsed after the file, so it takes precedence.
             command_line = sys.argv[1:] if arguments is None else arguments
-            switches = {
+            switches = {  # flags without a value
                 flag
                 for action in parser._actions  # noqa: SLF001 - argparse has no other list of its flags
                 if action.nargs == 0

@@ -26,8 +26,8 @@ def train(config: TrainConfig) -> str:
     """Train until the run is complete or stopped; return the last committed version, such as "digits-cnn@9".
 
     Every rank reports the events `start` and `restored`. Rank 0 also reports `step`, `evaluation`, `checkpoint`,
-    `refused` and `failed` (both for a checkpoint, and the run continues), `profile`, and finally `end`, or `stopped`
-    if a signal ended the run.
+    `refused` and `failed` (for a checkpoint; the run continues), `profile`, and finally `end`, or `stopped` if a
+    signal ended the run.
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
@@ -62,7 +62,7 @@ def train(config: TrainConfig) -> str:
 def go_through_epochs(run: Run) -> None:
     """Train until the run is complete or a stop signal arrives. On return, a save of the last state is queued."""
     clock = StepClock()
-    # The run continues a state that was saved in the last step of an epoch, before its evaluation.
+    # If the run continues a state that was saved after the last step of an epoch, but before its evaluation.
     if run.loader.state_dict()["epoch"] < run.loader.epoch and not run.is_over:
         end_epoch(run)
     while not run.is_over:
@@ -156,7 +156,7 @@ def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: fl
 def report_profile(run: Run, path: str, epoch: int) -> None:
     """Report from rank 0 where the time of the epoch that just ended was spent, and write this rank's trace of it.
 
-    `epoch` is the number of that epoch. The loader does not tell it: `max_steps` ends an epoch that it still counts.
+    `epoch` is the number of that epoch. `run.loader.epoch` is the next one, unless `max_steps` ended the epoch early.
 
     Raises:
         ConfigError: the trace cannot be written.

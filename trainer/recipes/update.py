@@ -22,7 +22,7 @@ Mark = Callable[[str], None]
 
 @dataclass
 class Learner:
-    """The part of a run that an optimizer step reads and changes, on one rank; used for training and for profiles.
+    """The part of a run that an optimizer step reads and changes, on one rank.
 
     Attributes:
         config: effective settings.
@@ -48,8 +48,8 @@ class Learner:
 def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tensor:
     """Take one optimizer step with the batches of all ranks; return the mean loss of this rank's batch, detached.
 
-    Every rank calls this with a batch of its loader. `mark` is called at the end of each part: "transfer", "targets",
-    "forward", "backward", "all-reduce", "update".
+    Every rank must call this, with a batch of its loader. `mark` is called at the end of each part: "transfer",
+    "targets", "forward", "backward", "all-reduce", "update".
     """
     run.optimizer.zero_grad()
     mark("update")
@@ -66,7 +66,7 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
         with autocast(run.config.precision, run.device):
             loss = run.task.sum_loss(run.model, part)
         mark("forward")
-        # Divide by the targets of all ranks and passes, not by those of this part (Goyal et al. 2017, remark 3).
+        # Divide by the number of targets of all ranks and parts, not of this part (Goyal et al. 2017, remark 3).
         run.loss_scale.scale(loss / num_global_targets).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
         mark("backward")

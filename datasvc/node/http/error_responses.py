@@ -31,7 +31,7 @@ _STATUS: Final[tuple[tuple[type[DatasvcError], int], ...]] = (
     (UnavailableError, 503),
     (DatasvcError, 500),
 )
-# Paths without a token, for load balancers and kubelets; `/healthz` reveals only whether the node runs.
+# Load balancers and kubelets request these paths without a token. `/healthz` reveals only whether the node runs.
 _OPEN_PATHS: Final = frozenset({"/healthz"})
 
 
@@ -79,9 +79,9 @@ def check_access(
     """Return a middleware that refuses requests without access.
 
     Args:
-        token: bearer token of all requests; None: no token is required. Then the `Host` header must name this
-            machine. A browser on this machine may show a web page whose author lets the page's host name point to
-            this machine; without the check, that page could send requests to the node.
+        token: bearer token of all requests. None: no token is required, but the `Host` header must name this machine.
+            This check prevents DNS rebinding: the author of a web page lets the page's host name point to this
+            machine, and the page sends requests to the node from a browser on it.
         own_hosts: names and addresses of this node in the `Host` header, besides those of the loopback.
         authorize: called with each request that has access.
     """
@@ -116,7 +116,7 @@ def check_access(
 def log_briefly(record: logging.LogRecord) -> bool:
     """Shorten aiohttp's message about a request that is not valid HTTP to one line, without a traceback.
 
-    A filter for aiohttp's logger. Any client can cause such messages, as many as it likes.
+    A filter for aiohttp's logger. Any client can cause many of these messages.
     """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, (HttpProcessingError, web.RequestPayloadError)):

@@ -5,9 +5,9 @@
     HEAD /objects/{digest}                      its size if it is resident, otherwise 404
     POST /objects/{digest}/check                verify it again: {"found": "intact" | "corrupt" | "gone"}
 
-The response to a fetch starts when the object is complete and verified. Until then, a peer checks with `/healthz`
-that the node is running. A peer verifies the bytes again, and requests a check if they are wrong. An object that is
-damaged on this disk is quarantined and no longer served.
+If the object must be fetched, the response starts when it is complete and verified. Until then, the peer that waits
+checks with `/healthz` that the node is running. A peer verifies the bytes again, and requests a check if they are
+wrong. An object that is damaged on this disk is quarantined and no longer served.
 """
 
 from __future__ import annotations

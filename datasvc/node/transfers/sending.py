@@ -69,7 +69,8 @@ class Sender:
     Args:
         rate_bytes_s: limit of all streams together; None: no limit.
         count: called in a thread with the number of bytes of each response.
-        stall_timeout_s: a peer that receives nothing for longer is disconnected, so that it does not block eviction.
+        stall_timeout_s: a peer that receives nothing for longer is disconnected: an object is not evicted while it
+            is sent.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Sender:
             await wait_for_progress(slot, idle_s=lambda: loop.time() - max(started, self._progressed_at))
         except BaseException:
             slot.cancel()
-            # The cancellation may come after the acquisition: then the slot is released again.
+            # The task may have acquired the slot before its cancellation. If so, release the slot.
             slot.add_done_callback(self._release_slot)
             raise
         self.sent.num_streams += 1
@@ -125,7 +126,7 @@ class Sender:
             stop: offset after the last byte.
 
         Raises:
-            ConnectionResetError: the response was cut short; the closed connection tells the peer.
+            ConnectionResetError: the response was cut short, and its connection is closed, so that the peer notices.
         """
         buffer = self._buffers.pop() if self._buffers else memoryview(bytearray(self._plan.write_bytes))
         sent_bytes = 0
@@ -164,8 +165,8 @@ class Sender:
         writer = await response.prepare(request)
         assert writer is not None
         assert request.transport is not None
-        # The next read overwrites the buffer, so `drain` must wait until the transport has sent everything: the limit
-        # is 0. A TLS transport has copied the bytes, and with a limit of 0 it would never report that it is drained.
+        # The next read overwrites the buffer, so `drain` must wait until the transport has sent all bytes: the limit
+        # is 0. A TLS transport has a copy of the bytes, and with a limit of 0 its `drain` would never return.
         is_secure = request.transport.get_extra_info("sslcontext") is not None
         request.transport.set_write_buffer_limits(high=1 if is_secure else 0)
         writer.send_headers()  # now: otherwise aiohttp copies the first piece to send it with the headers

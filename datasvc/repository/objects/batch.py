@@ -1,8 +1,8 @@
 """Batched writes of objects, for a save of many tensors: every object is durable at the end, but few syncs wait long.
 
-Every object is synced before its rename. An fsync of one file makes the file system write out everything that was
-started before. So the writeback of each file starts at once, and a file is synced only when `_MAX_OPEN` later files
-are written: by then, most of its bytes are on the disk. Each folder is synced once, at the end.
+Every object is synced before its rename. To keep the syncs short, the writeback of each file starts at once, and the
+file is synced only when `_MAX_OPEN` later files are written: by then, most of its bytes are on the disk. Each folder
+is synced once, at the end.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _PendingObject:
 
 
 class ObjectBatch:
-    """Objects that are stored together: any threads call `write` and `reuse`, then one calls `finish`.
+    """Objects that are stored together. Any threads call `write` and `reuse`; afterwards, one thread calls `finish`.
 
     A context manager. If the block ends with an error, the temporary files of unpublished objects are removed.
     """
@@ -49,7 +49,7 @@ class ObjectBatch:
         self._lock = threading.Lock()
         self._pending: deque[_PendingObject] = deque()  # oldest first
         self._unsynced_folders: set[Path] = set()
-        # A separate thread starts the writeback, because this call blocks on a busy disk and must not delay encoders.
+        # A separate thread starts the writeback: on a busy disk the call blocks, and it must not delay encoders.
         self._writeback_thread = ThreadPoolExecutor(1, thread_name_prefix="datasvc-writeback")
 
     def write(self, info: ObjectInfo, content: bytes | memoryview) -> None:
@@ -69,7 +69,7 @@ class ObjectBatch:
                 self._publish(self._pending.popleft())
 
     def reuse(self, digest: Digest) -> None:
-        """Include an existing object in the guarantee of `finish`.
+        """Let `finish` guarantee that an existing object survives a power cut too.
 
         Another process may have renamed the object a moment ago: its file is synced, but its folder may not be.
         """
@@ -99,7 +99,7 @@ class ObjectBatch:
         if not folder.is_dir():
             durable.make_folder(folder.parent)
             folder.mkdir(exist_ok=True)
-        with self._lock:  # also if it existed: another process may have created it a moment ago
+        with self._lock:  # also for an existing folder: another process may have created it a moment ago
             self._unsynced_folders.add(folder.parent)
 
     def _write(self, target: Path, content: bytes | memoryview) -> _PendingObject:

@@ -80,7 +80,7 @@ def digest_of_file(path: Path) -> Digest:
 
 
 class ObjectWriter:
-    """Writer of a new object, which hashes the written bytes. Created by `Objects.writing` and `Objects.begin`.
+    """Writes a new object, and hashes its bytes. Created by `Objects.writing` and `Objects.begin`.
 
     Args:
         path: temporary file to create and write.
@@ -332,9 +332,9 @@ class Objects:
             )
 
     def copies(self, digest: Digest, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield the range of the repository's only copy, or nothing if the whole object is not intact or too short.
+        """Yield the range from the repository's only copy; nothing if the object is missing, damaged or too short.
 
-        Other sources of objects yield the range of several copies.
+        Other sources of objects yield the range from several copies.
         """
         with suppress(NotFoundError, CorruptDataError, UnavailableError):
             content = memoryview(self.read(digest))
@@ -392,7 +392,7 @@ class Objects:
         path = self.path(digest)
         content = self.storage.read_start(path, _START_BYTES)
         is_whole = len(content) < _START_BYTES
-        # Without a size, the object was deleted since: then the digest of 0 bytes does not match.
+        # If the object has no size any more, it was deleted: 0 bytes will not match its digest.
         size_bytes = len(content) if is_whole else self.storage.size(path) or 0
         if max_bytes is not None and size_bytes > max_bytes:
             raise too_large(self.location(digest), max_bytes)

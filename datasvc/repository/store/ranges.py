@@ -1,6 +1,6 @@
 """Ranged reads of a store's files, returned as bytes or passed on as they arrive.
 
-Plain web servers are read by `http_stream`; all other stores by fsspec's client, in blocks that bound the memory.
+`stream` reads plain web servers by `http_stream`, and other stores in blocks by fsspec's client.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RangeReader:
 
     @property
     def can_stream(self) -> bool:
-        """Whether `stream` needs little memory for a range of any length; False after an unsupported response."""
+        """Whether `stream` passes on bytes as they arrive, not in blocks; False after an unsupported response."""
         return self._http is not None
 
     def read(self, path: str, offset: int, length: int, *, location: str) -> bytes:

@@ -24,8 +24,8 @@ def read_head(
 
     Args:
         connection: connection on which a request was sent.
-        silence_s: longest time until the first byte. Seconds.
-        head_s: longest time from the first byte to the end of the head; None: `silence_s`. Seconds.
+        silence_s: maximum time until the first byte.
+        head_s: maximum time from the first byte to the end of the head; None: `silence_s`.
 
     Raises:
         OSError, http.client.HTTPException: the connection failed, or the response is not HTTP.
@@ -44,7 +44,7 @@ def read_head(
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads a socket, with time limits until `head_has_ended` is set; afterwards, the timeout of the socket holds."""
+    """Reads a socket. Until `head_has_ended` is set, the two time limits apply; afterwards, the socket's timeout."""
 
     def __init__(self, sock: socket.socket, silence_s: float, head_s: float) -> None:
         # Read through a stream of the socket: it keeps the socket open, even if the connection is closed before it.

@@ -18,7 +18,7 @@ from datasvc.shards.versions.dataset import Split
 
 
 class ParquetExport(ExportFormat):
-    """`SPLIT-00000-of-00010.parquet`, with row groups of a few megabytes."""
+    """Writes each unit as one file, `SPLIT-00000-of-00010.parquet`, with row groups of a few megabytes."""
 
     name: ClassVar[str] = "parquet"
 

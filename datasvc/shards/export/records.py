@@ -26,7 +26,7 @@ _PLAN_FILE: Final = f"{_FOLDER}/plan"  # cannot collide with a unit: units have 
 
 
 def unit_path(split: str, number: int, extension: str = "json") -> str:
-    """Return the path of a unit's record, or, with another extension, of data that its format keeps for `join`."""
+    """Return the path of a unit's record; with another extension, of data that is kept for `ExportFormat.join`."""
     return f"{_FOLDER}/{safe_part(split)}-{number:06d}.{extension}"
 
 

@@ -23,13 +23,13 @@ def encode_table(table: pa.Table, metadata: Mapping[bytes, bytes] | None = None)
     combined = table.combine_chunks()
     with pa.ipc.new_file(sink, combined.schema) as file:
         for batch in combined.to_batches():
-            # Store the metadata with the batch, because Arrow stores that of a schema twice, in header and footer.
+            # Store the metadata with the batch: Arrow stores the metadata of a schema twice, in header and footer.
             file.write_batch(batch, custom_metadata=metadata)
     return bytes(sink.getvalue().to_pybytes())
 
 
 def decode_metadata(content: bytes) -> dict[bytes, bytes]:
-    """Return the `metadata` that `encode_table` wrote. The caller has validated `content` by `decode_table`."""
+    """Return the `metadata` that `encode_table` wrote. Call `decode_table` first, because it validates `content`."""
     file = pa.ipc.open_file(pa.py_buffer(content))
     metadata = file.get_batch_with_custom_metadata(0).custom_metadata if file.num_record_batches else None
     return dict(metadata or {})
@@ -66,7 +66,7 @@ def decode_table(
 
 
 def check_columns(table: pa.Table, columns: pa.Schema, message: str) -> None:
-    """Raise CorruptDataError, which starts with `message`, if a table has other columns, or forbidden nulls."""
+    """Raise CorruptDataError, with a text that starts with `message`, for other columns and for forbidden nulls."""
     if not table.schema.equals(columns):
         found = [f"{field.name}: {field.type}" for field in table.schema]
         expected = [f"{field.name}: {field.type}" for field in columns]

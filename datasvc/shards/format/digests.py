@@ -41,7 +41,7 @@ def digest_sample(blobs: Mapping[str, bytes], values: Mapping[str, bytes | None]
         blobs: digest of each blob that is not null, by column.
         values: result of `encode_value` for all other columns.
     """
-    # The byte 2 before the digest of a blob: `encode_value` starts other values with other bytes.
+    # Put the byte 2 before the digest of a blob. `encode_value` starts values of other types with other bytes.
     encoded = {**{name: b"\2" + digest for name, digest in blobs.items()}, **values}
     sample = xxh3_128_digest(_join(encoded))
     return sample, _payload([blobs[name] for name in sorted(blobs)], sample)

@@ -29,7 +29,7 @@ Content = bytes | memoryview
 Run = tuple[int, int]
 """Samples of a record batch as a half-open range `start, stop`."""
 
-_MIN_BITS: Final = 32  # of a text, blob or list: each has an offset
+_OFFSET_BITS: Final = 32  # of the offset that each text, blob or list has
 _ADVICE: Final = "read it again; if it fails again, restore the shard from another copy"
 
 
@@ -143,8 +143,8 @@ class WholeBatch:
         self._layout = layout
         self._name = name
         count = layout.num_samples
-        # Check this before the placeholder is made: its null values take as much memory as those of the message.
-        if count * sum(_fixed_bits(field.type) for field in schema) > 8 * layout.message.length:
+        # Check this before the placeholder is made, because its null values take memory for each of the samples.
+        if count * sum(_min_bits(field.type) for field in schema) > 8 * layout.message.length:
             raise CorruptDataError(
                 f"{name}: its sample index lists {count} samples in {layout.message.length} bytes; restore the index "
                 "from another copy"
@@ -170,15 +170,15 @@ class WholeBatch:
 PartialBatch = FramedBatch | WholeBatch
 
 
-def _fixed_bits(data_type: pa.DataType) -> int:
-    """Return the least number of bits that a value of this type takes in a record batch."""
+def _min_bits(data_type: pa.DataType) -> int:
+    """Return the minimum number of bits that a value of this type takes in a record batch."""
     if pa.types.is_fixed_size_list(data_type):
-        return int(data_type.list_size) * _fixed_bits(data_type.value_type)
+        return int(data_type.list_size) * _min_bits(data_type.value_type)
     if pa.types.is_struct(data_type):
-        return sum(_fixed_bits(field.type) for field in data_type)
+        return sum(_min_bits(field.type) for field in data_type)
     if pa.types.is_primitive(data_type) or pa.types.is_fixed_size_binary(data_type):
         return int(data_type.bit_width)
-    return _MIN_BITS
+    return _OFFSET_BITS
 
 
 def plan_runs(starts: Integers, stops: Integers, rows: Integers, gap_bytes: int) -> list[Run]:

@@ -1,6 +1,6 @@
-"""Intact samples of a corrupt shard, found in the record batches that still parse.
+"""Finds the intact samples of a corrupt shard, in the record batches that still parse.
 
-`verify --deep` uses this module, to report which samples of the shard are lost: all others.
+`verify --deep` reports all other samples of the shard as lost.
 """
 
 from __future__ import annotations

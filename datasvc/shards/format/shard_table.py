@@ -39,7 +39,7 @@ _COLUMNS = pa.schema(
     ]
 )
 _METADATA_KEY = b"datasvc.table"
-# Label counts of more labels are not stored: such labels are arbitrary integers, and the table would grow with them.
+# A table with more labels than this stores no label counts: such labels are arbitrary integers, and take much space.
 MAX_CLASSES = 1 << 16
 # Counts and sizes with a sum up to this limit are added exactly in int64.
 _MAX_TOTAL = 1 << 60
@@ -289,7 +289,7 @@ def _checked(value: Any, expected: type[Value]) -> Value:
 
 
 def _total(counts: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
-    """Return the sum of the counts of all shards by label or image kind, in ascending order of these."""
+    """Return the sums of the shards' counts by label or image kind, in ascending order of the labels or kinds."""
     total: Counter[Any] = Counter()
     for counter in counts:
         total.update(counter)

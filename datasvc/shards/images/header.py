@@ -240,8 +240,8 @@ def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHead
         kind, (width, height) = image.format or "?", image.size
         if swaps_sides(read_orientation(content, kind)):
             width, height = height, width
-        # A JPEG with several pictures has the kind MPO. Pillow decodes what `decode_jpeg` does not support, and files
-        # whose end does not show that they are complete: then it raises if bytes are missing.
+        # A JPEG with several pictures has the kind MPO. Pillow decodes what `decode_jpeg` does not support. Pillow
+        # also decodes files whose end does not show that they are complete: it raises if bytes are missing.
         is_decoded = decode and kind in {"JPEG", "MPO"} and decode_jpeg(content)
         if not is_decoded and (decode or not _is_complete(kind, content)):
             image.load()
@@ -261,7 +261,7 @@ def _is_complete(kind: str, content: bytes | memoryview) -> bool:
 
 
 def _scan_offset(raw: bytes) -> int:
-    """Return the offset of a JPEG's scan data, past its headers, because thumbnails in them have end markers."""
+    """Return the offset of a JPEG's scan data. The headers before it may contain a thumbnail with an end marker."""
     offset = 2  # after the marker that starts a JPEG
     while offset + 4 <= len(raw) and raw[offset] == 0xFF and raw[offset + 1] != _START_OF_SCAN:
         offset += 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")

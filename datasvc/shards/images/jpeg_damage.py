@@ -1,9 +1,9 @@
 """Finds damage in the compressed pixels of a JPEG, which most decoders repair without an error.
 
-The decode check of images uses this module. libjpeg continues after damage, and only counts warnings; Pillow and GPU
-decoders ignore them. simplejpeg raises them as errors. A run of zeros, as a lost disk sector leaves it, may decode
-without a warning, because each code of the run is valid. `_find_zeros` finds such a run if the Huffman tables of the
-file show that no encoder writes it.
+The decode check of images uses this module. libjpeg continues after damage, and only counts warnings. Pillow and GPU
+decoders ignore the warnings, but simplejpeg raises them as errors. A lost disk sector may leave a run of zeros that
+decodes without a warning, because each code of the run is valid. `_find_zeros` finds such a run if the Huffman tables
+of the file show that no encoder writes it.
 """
 
 from __future__ import annotations

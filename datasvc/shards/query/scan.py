@@ -54,7 +54,7 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         samples._name = f"{split.dataset}/{split.name}"
         samples._files = files
         samples._shards = [info.digest for info in split.table.shards()]
-        samples._stored = split.table.stored_per_shard.tolist()  # samples by shard number
+        samples._num_stored = split.table.stored_per_shard.tolist()  # by shard number, deleted samples included
         samples._has_deletions = (split.table.deleted_per_shard > 0).tolist()
         samples._deletions = split.deletions
         samples._scans = []
@@ -115,7 +115,7 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
     def _read_shard(self, number: int, schema: pa.Schema) -> ShardScan:
         deleted = partial(self._deletions.flags, number) if self._has_deletions[number] else None
-        digest, num_samples = self._shards[number], self._stored[number]
+        digest, num_samples = self._shards[number], self._num_stored[number]
         return _read_live(self._files, digest, deleted, schema, num_samples=num_samples, where=self._name)
 
 
@@ -141,8 +141,9 @@ def _read_live(
 ) -> ShardScan:
     """Yield the live samples of one shard, with the columns of `schema`, in parts of about `_MAX_BYTES_AHEAD`.
 
-    `deleted` returns `bool[samples]`, True for deleted samples; it is None for a shard without deletions.
-    `num_samples` is the number of samples in the shard table. `where` is version and split, for messages.
+    `deleted` returns `bool[num_samples]`, True for deleted samples; it is None for a shard without deletions.
+    `num_samples` is the shard's number of samples according to the shard table. `where` is the version and the split,
+    for messages.
     """
     part: list[pa.RecordBatch] = []
     size_bytes = start = 0
@@ -168,7 +169,7 @@ def _read_stored(
     """Yield a shard's record batches with its columns that are in `schema`. Raise what `ObjectFiles.open` raises."""
     with files.open(digest) as file:
         try:
-            # The keys are read if the shard has no column of the scan, because its samples must still be counted.
+            # If the shard has none of the columns, read the keys, because the samples must be counted.
             reader = IpcReader(file, f"a shard of {where}", schema.names, otherwise=KEY)
             num_read = 0
             for batch in reader.batches():

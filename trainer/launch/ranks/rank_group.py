@@ -15,7 +15,7 @@ from datasvc.trainer.launch.ranks.remote_process import RemoteRankProcess
 
 # By default, sshd starts to refuse connections when more than ten have not logged in yet.
 _MAX_LOGINS_PER_HOST = 8
-# The next login does not wait longer than this for one of these logins.
+# How long the next login waits for one of these to complete.
 _LOGIN_TIMEOUT_S = 30.0
 
 
@@ -27,13 +27,13 @@ class RankGroup:
     """
 
     def __init__(self, *, grace_s: float) -> None:
-        # The processes that are not terminated yet, by worker id. A process that has ended stays here until then.
+        # By worker id. A process that has ended by itself stays here until `terminate` removes it.
         self.processes: dict[str, RankProcess] = {}
         self._grace_s = grace_s
         self._ends: queue.SimpleQueue[RankEnd] = queue.SimpleQueue()
         # The signals forwarded so far, for processes that start later.
         self._signals: list[int] = []
-        # By host.
+        # Limits of concurrent logins, by host.
         self._login_slots: dict[str, threading.Semaphore] = {}
 
     def __enter__(self) -> Self:

@@ -20,8 +20,8 @@ _MAX_LINE_BYTES = 1 << 16
 class LinePump:
     """A thread that copies one output stream of one rank until its end.
 
-    A line ends with a newline, or with the carriage return of a progress bar. After a write error, the screen or the
-    file gets no more lines, and one message is printed, because a full disk must neither block nor end the rank.
+    A line ends with a newline, or with the carriage return of a progress bar. If the screen or a file cannot be
+    written, it gets no more lines, and one message is printed: a full disk must neither block nor end the rank.
 
     Args:
         source: read end of the stream, closed at the end.
@@ -79,13 +79,13 @@ class LinePump:
             self._close(file)
 
     def _count_forwardable(self, partial_line: bytes) -> int:
-        """Return how many bytes of an incomplete line to forward already: 0, or those before any part of a report."""
+        """Return how many bytes of an incomplete line to forward now: 0 if it is short, and none of a report."""
         if len(partial_line) <= _MAX_LINE_BYTES:
             return 0
         if self._mark is None:
             return len(partial_line)
         position = partial_line.find(self._mark)
-        # Without a mark, the end of the line may still be the first part of one.
+        # If there is no complete mark, the last bytes may be the first part of one.
         return position if position >= 0 else len(partial_line) - len(self._mark)
 
     def _handle_line(self, line: bytes) -> None:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
 LOOPBACK = "127.0.0.1"
-# With this variable torch connects rank 0 to the store of the launcher; without it, rank 0 would serve a store.
+# With this variable, torch connects rank 0 to the launcher's store. Without it, rank 0 would serve a store of its own.
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def open_listener(num_ranks: int, *, for_other_hosts: bool) -> socket.socket:
     """Open a port for the store, on all interfaces or on the loopback interface only.
 
-    Ranks may connect before `serve_store`: the kernel queues their connections, so the queue has room for all ranks.
+    Ranks may connect before `serve_store` is called. The kernel queues their connections; the queue has room for all.
 
     Raises:
         OSError: no port is available.

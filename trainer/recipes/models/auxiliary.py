@@ -1,6 +1,6 @@
-"""The output, in training, of models with auxiliary classifiers, and the sum of the losses of all classifiers.
+"""The training output of models with auxiliary classifiers, and the sum of the losses of all classifiers.
 
-In evaluation these models return logits only, as all others do. A training loop that uses `combine_losses` and
+In evaluation, these models return only logits, as other models do. A training loop that uses `combine_losses` and
 `main_logits` works with both kinds of output.
 """
 
@@ -13,7 +13,7 @@ import torch
 
 
 class LogitsWithAuxiliary(NamedTuple):
-    """Logits of a model in training and of its auxiliary classifiers.
+    """The output of a model in training: the logits of its main and auxiliary classifiers.
 
     Attributes:
         logits: `[batch, classes]`, logits of the main classifier.

@@ -21,7 +21,7 @@ from datasvc.trainer.recipes.models.vgg import VGG16
 
 MODELS: Final[dict[str, Callable[..., nn.Module]]] = {
     "small-cnn": small_cnn,
-    # The numbers of parameters are those at 1000 classes.
+    # The number after a model is its number of parameters with 1000 classes.
     "resnet18": functools.partial(ResNet, ResidualBlock, (2, 2, 2, 2)),  # 11,689,512
     "resnet34": functools.partial(ResNet, ResidualBlock, (3, 4, 6, 3)),  # 21,797,672
     "resnet50": functools.partial(ResNet, BottleneckBlock, (3, 4, 6, 3)),  # 25,557,032, in 161 tensors
@@ -58,7 +58,7 @@ def build_model(name: str, /, num_classes: int, **options: Any) -> nn.Module:
         _check_types(name, function, options)
     try:
         model = function(num_classes=num_classes, **options)
-    except ConfigError:  # a subclass of ValueError, whose message needs no addition
+    except ConfigError:  # is a ValueError too, but its message needs no addition
         raise
     except ValueError as error:
         raise ConfigError(f"model {name!r} with {options}: {error}") from error
@@ -95,7 +95,7 @@ def _import_function(name: str) -> Callable[..., Any]:
 
 
 def _describe_import_error(module_name: str, error: Exception) -> str:
-    # Here the module itself or a package above it is missing. A missing import of the module is reported below.
+    # The module itself, or a package above it, is missing. If it exists but imports a missing one, go on.
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
         return f"there is no module {error.name!r}; install it, start in its folder, or add that folder to PYTHONPATH"
     if isinstance(error, SyntaxError):  # the position is in the exception, not in its traceback

@@ -53,7 +53,7 @@ class LARS(ForeachOptimizer):
         super().__init__(params, {**factors, "nesterov": nesterov, "adapt": True}, factors=tuple(factors))
 
     def step_group(self, group: Mapping[str, Any], weights: list[Tensor], gradients: list[Tensor]) -> None:
-        """Update `weights` by the equations of the class: `averages` are u, `directions` what is added to u."""
+        """Update `weights` by the equations of the class: `averages` is u, `directions` is what is added to u."""
         directions = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))  # noqa: SLF001
         if group["adapt"]:
             ratios = trust_ratios(
@@ -61,7 +61,6 @@ class LARS(ForeachOptimizer):
             )
             torch._foreach_mul_(directions, ratios)
         if group["momentum"]:
-            # The averages do not contain the learning rate, so a change of the rate needs no correction.
             averages = self.averages_of(weights, "momentum")
             torch._foreach_mul_(averages, group["momentum"])
             torch._foreach_add_(averages, directions)

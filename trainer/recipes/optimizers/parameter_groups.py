@@ -24,7 +24,7 @@ def group_parameters(model: nn.Module, *, weight_decay: float, decayed: str = "w
 
     Args:
         model: model to train; parameters that need no gradient are left out.
-        weight_decay: weight decay of the group with `adapt` True, which is the first one unless it is empty.
+        weight_decay: weight decay of the parameters that are not exempt.
         decayed: "weights", or "all" for one group with all parameters.
 
     Raises:

@@ -29,12 +29,12 @@ from datasvc.trainer.recipes.start import compile_model
 def profile_steps(
     config: TrainConfig, clusters: Sequence[Cluster], *, steps: int, rounds: int, checks_modes: bool
 ) -> tuple[Profile, list[TimeSpan]]:
-    """Return the profile of steps on this rank, and the spans of its trace. Every rank calls this.
+    """Return the profile of steps on this rank, and the spans of its trace. Every rank must call this.
 
     Args:
         config: settings of the training.
         clusters: clusters to predict the time of a step for.
-        steps: steps of a timed block.
+        steps: number of steps in a timed block.
         rounds: number of timed blocks.
         checks_modes: whether to also time the step in every `StepMode`, to compare with the prediction.
 
@@ -43,7 +43,7 @@ def profile_steps(
         HorovodInternalError: a rank died.
     """
     modes = tuple(StepMode) if checks_modes else ()
-    # The layers, the messages, then each round with its modes.
+    # One for the layers, one for the messages; then in each round, one for the round and one per mode.
     num_measurements = 2 + rounds * (1 + len(modes))
     with open_profiled_run(config) as run, _progress_bar(num_measurements) as advance:
         bench = Bench(run)

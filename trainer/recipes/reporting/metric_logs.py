@@ -38,7 +38,7 @@ class TensorBoardLog:
         name: name of the model, and of the sub-folder that gets the files.
         config: configuration of the run.
         step: first step of this run; points that an earlier run wrote from this step on are hidden.
-        run_id: run of the tracker to continue; None: a new one. TensorBoard has no ids, it reads the whole folder.
+        run_id: run of the tracker to continue; None: a new one. Ignored here, because TensorBoard has no ids of runs.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class WandbLog:
         run_id: str | None = None,
     ) -> None:
         wandb = _import_extra("wandb")
-        # A job that starts again may have other settings, such as more epochs.
+        # Allow other values: a job that starts again may have other settings, such as more epochs.
         continued = {} if run_id is None else {"id": run_id, "resume": "allow", "allow_val_change": True}
         try:
             self._run = wandb.init(project=project, name=name, config=dict(config), **continued)

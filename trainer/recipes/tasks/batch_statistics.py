@@ -12,7 +12,7 @@ import datasvc.trainer as hvd
 def replace_statistics_by_averages(model: nn.Module) -> None:
     """Set the running means and variances on every rank to their average over the ranks; training does not read them.
 
-    Every rank calls this before an evaluation.
+    Every rank must call this before an evaluation.
     """
     averages = compute_average_statistics(model)
     for name, statistic in batch_statistics(model).items():
@@ -21,9 +21,9 @@ def replace_statistics_by_averages(model: nn.Module) -> None:
 
 @torch.no_grad()
 def compute_average_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the averages over all ranks, keyed as in `state_dict()`. Every rank calls this.
+    """Return the averages over all ranks, keyed as in `state_dict()`. Every rank must call this.
 
-    The model keeps its own statistics, because saves use this function and must not influence the training.
+    The model is not changed, because saves use this function, and a save must not influence the training.
     """
     # Average copies, because the all-reduce overwrites its tensors.
     statistics = {name: statistic.clone() for name, statistic in batch_statistics(model).items()}

@@ -17,7 +17,7 @@ from datasvc.trainer.recipes.tasks.task import Task
 def evaluate(
     task: Task, model: nn.Module, loader: Loader[Any], device: torch.device, precision: str
 ) -> dict[str, float]:
-    """Return the metrics of a split, bit-equal on all ranks. Every rank calls this.
+    """Return the metrics of a split, equal to the last bit on all ranks. Every rank must call this.
 
     Args:
         task: task that defines the metrics.

@@ -24,14 +24,14 @@ LOSS: Final = "(loss)"
 
 
 class HostClock:
-    """The clock of the CPU, where a call returns after its work has completed."""
+    """The clock of the CPU. On a CPU, a call of an operation returns only when its work has completed."""
 
     def stamp(self) -> Any:
         """Return a stamp of the time at which all work launched so far has completed."""
         return time.perf_counter()
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
-        """Return the seconds from the first stamp to each stamp; first wait until the last stamp is taken."""
+        """Wait until the last stamp is taken; return the seconds from the first stamp to each stamp."""
         return [stamp - stamps[0] for stamp in stamps]
 
 
@@ -106,7 +106,7 @@ class _Stamps:
 
 
 class LayerTimer:
-    """Times a forward and a backward pass with hooks, which the model has inside this context.
+    """Times a forward and a backward pass with hooks. The model has the hooks only inside this context.
 
     The caller runs the passes inside the context, and calls `begin_forward`, `begin_backward` and `end` around them.
 
@@ -178,7 +178,7 @@ class LayerTimer:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             nonlocal input_nodes
             self._stamp(BETWEEN, is_backward=False)
-            # An output that is also an input, as that of an identity, was created by another module.
+            # If an output is also an input, as in an identity, another module has created it.
             for node in set(_creators(output)).difference(input_nodes):
                 # Hook the node, because torch's backward hook of a module forbids in-place changes of the
                 # activations.

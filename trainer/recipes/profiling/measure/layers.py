@@ -54,9 +54,9 @@ class Layers:
 
 
 def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
-    """Return the costs of layers: means over `num_steps` steps on `batch`. Every rank calls this.
+    """Return the costs of layers: means over `num_steps` steps on `batch`. Every rank must call this.
 
-    Hooks slow a pass down, so as many steps without hooks are timed too, and the layers are scaled to them.
+    Hooks slow a pass down. So the same number of steps without hooks is timed too, and the costs are scaled to these.
     """
     run.reduce_during_backward(overlapped=False)
     timer = LayerTimer(run.model, choose_clock(run.device))
@@ -77,7 +77,7 @@ def measure_layers(run: ProfiledRun, batch: Any, num_steps: int) -> Layers:
 
 
 def time_pass(run: ProfiledRun, batch: Any, timer: LayerTimer) -> LayerTimes:
-    """Return the layer times of one forward and backward pass; its gradients are discarded. Every rank calls this."""
+    """Return the layer times of one forward and backward pass, and drop its gradients. Every rank must call this."""
     run.reduce_during_backward(overlapped=False)  # nothing is sent during the pass
     # The first micro-batch, which is what one pass of a step processes.
     examples = next(run.task.unpack(batch, run.device).split(run.batches.micro_batch))

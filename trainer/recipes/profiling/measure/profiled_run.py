@@ -81,7 +81,7 @@ class ProfiledRun(Learner):
 
 @contextlib.contextmanager
 def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
-    """Open the run of this rank, and close its loaders and servers at the end of the context. Every rank calls this.
+    """Open the run of this rank; close its loaders and servers at the end of the context. Every rank must call this.
 
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.

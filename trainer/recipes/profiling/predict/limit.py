@@ -49,7 +49,9 @@ class StepLimit:
 
 
 def find_limit(costs: StepCosts) -> StepLimit:
-    """Return the resource that limits training. The first of these conditions that holds decides.
+    """Return the resource that limits training, by the first of these conditions that holds.
+
+    The module `step_time` defines the symbols.
 
     - Data: t_a > t_i + t_h2d + t_f + t_b + t_l + t_u + t_n + t_c^no + t_w + t_k. The loader needs more time for a
       batch than the training thread needs for a step.
@@ -68,7 +70,7 @@ def find_limit(costs: StepCosts) -> StepLimit:
         t_l=costs.launch_s,
         t_u=costs.update_s,
     )
-    # t_n is shown only for tasks that have it.
+    # Show t_n only for tasks that sum their targets.
     targets = {"t_n": costs.targets_s} if costs.targets_s else {}
     exposed = _format_sum(**targets, **{"t_c^no": exposed_reduce_s(costs)}, t_w=costs.skew_s, t_k=lost_s)
     training = f"{device} + {exposed} = {training_s * 1e3:.2f} ms"

@@ -36,7 +36,7 @@ class Prediction:
 
 
 def predict(costs: StepCosts, cluster: Cluster) -> Prediction:
-    """Predict steps on a cluster, whose ranks have the batch size, processors and loader that were measured."""
+    """Predict steps on a cluster. Its ranks are assumed to have the measured batch size, processors and loader."""
     predicted, alone = costs_on(costs, cluster), costs_alone(costs)
     step_s = {mode: step_time(predicted, mode) for mode in StepMode}
     return Prediction(
