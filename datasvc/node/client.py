@@ -108,7 +108,7 @@ class NodeClient:
             repo: URL of its repository, which must be one of the node's; None: the only one of the node.
             split: only this split; None: all splits.
             progress: counts the bytes that are resident on the node, by source.
-            poll_s: time between two requests for the state of the job. Seconds.
+            poll_s: time between two requests for the state of the job.
 
         Returns:
             The document of the job: `ref`, `total_bytes`, `bytes` by source, `seconds`.
@@ -167,7 +167,7 @@ class NodeClient:
         if error.code == http.client.UNAUTHORIZED:
             return ConfigError(f"{self._url} rejects the token; give its token with --token-file")
         message = f"{self._url} responds {error.code} {error.reason}"
-        # Without a message in JSON, the status and its reason must do.
+        # If the response has no message in JSON, report only the status and its reason.
         with suppress(OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
             message += f": {json.loads(error.read(_MAX_ERROR_BYTES))['error']}"
         kinds = {http.client.BAD_REQUEST: ConfigError, http.client.NOT_FOUND: NotFoundError}

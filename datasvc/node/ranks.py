@@ -73,7 +73,7 @@ class _RankNode:
 
 
 class RankNodes:
-    """The servers of a job's nodes. Collective: every rank creates it, in the same order among collective calls.
+    """The servers of a job's nodes. Collective: every rank must create it, in the same order among collective calls.
 
     Args:
         folder: cache folder of this node.

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-# The settings whose flag is not "--", then the prefix of the section (`_PREFIXES`), then the name of the setting.
+# A regular flag is "--", the prefix of the section (`_PREFIXES`), and the name of the setting. These are the others.
 _IRREGULAR_FLAGS = {
     ("autotune", "enabled"): "--autotune",
     ("stall-check", "enabled"): "--stall-check",
@@ -105,7 +105,7 @@ def _argument(flag: str, value: object, path: Path, switches: Collection[str]) -
         name = flag.removeprefix("--")
         opposite = f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
         # A switch without an opposite is off by default, so it needs no argument. False for a flag that takes a value
-        # is a mistake, so it yields an opposite that the parser does not know and rejects.
+        # is a mistake: yield the opposite here, which the parser does not know, so that it reports an error.
         if opposite in switches or flag not in switches:
             yield opposite
     elif isinstance(value, list):

@@ -15,7 +15,7 @@ _LOG_LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 @dataclass(frozen=True)
 class EngineFlag:
-    """A flag with a value, to which its variable is set.
+    """A flag that takes a value, and the environment variable that is set to this value.
 
     A number must be at least `minimum`, and is multiplied by `scale`, for example from MiB to bytes.
     """
@@ -193,7 +193,7 @@ def _number_parser(flag: EngineFlag) -> Callable[[str], str]:
         assert isinstance(value, int | float)
         if value < flag.minimum:
             raise argparse.ArgumentTypeError(f"{text} is too small; write a number of at least {flag.minimum}")
-        # Not `value >= inf`, which is False for NaN.
+        # Written with `not`, so that NaN is refused too.
         if not value < float("inf"):
             raise argparse.ArgumentTypeError(f"{text} is not a finite number")
         # A scaled value is a number of bytes, so it must be an integer.

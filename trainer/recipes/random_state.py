@@ -1,6 +1,6 @@
 """Seeds, saves and restores the random number generators of one rank, which dropout and similar layers use.
 
-Random numbers of the data, such as crops, do not need them: they are computed from the position of a sample.
+Random numbers of the data, such as those of crops, are computed from the position of a sample instead.
 """
 
 from __future__ import annotations

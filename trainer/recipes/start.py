@@ -40,7 +40,7 @@ from datasvc.trainer.recipes.update import Learner
 
 
 def start(config: TrainConfig, events: EventSink) -> Run:
-    """Build this rank's run, new or restored from the checkpoint that it continues. Every rank calls this.
+    """Build this rank's run, new or restored from the checkpoint that it continues. Every rank must call this.
 
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
@@ -103,7 +103,7 @@ def start(config: TrainConfig, events: EventSink) -> Run:
 
 
 def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: DataPlacement) -> Learner:
-    """Build model and optimizer, equal on all ranks, and seed this rank's generators. Every rank calls this."""
+    """Build model and optimizer, equal on all ranks, and seed this rank's generators. Every rank must call this."""
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
     assert config.model is not None
@@ -130,7 +130,7 @@ def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str |
     These are the data version, the checkpoint to continue (None for a new run), and the version whose weights a new
     run starts with (None for random weights).
 
-    Called on one rank: a name such as `digits@latest` must mean the same version on all ranks.
+    Call this on one rank only: a name such as `digits@latest` must mean the same version on all ranks.
     """
     data = str(repo.dataset(config.data).resolved)
     checkpoint = None

@@ -1,6 +1,6 @@
 """Token bucket: limits the bytes per second that a node sends to others, or reads from its origins.
 
-It only computes how long to wait, and its callers wait. So threads and coroutines can use the same class.
+It only computes how long to wait; its callers wait. Therefore threads and coroutines can use the same class.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class TokenBucket:
         self._rate = rate_bytes_s
         self._burst = rate_bytes_s / 10
         self._clock = clock
-        self._balance = self._burst  # bytes that may pass now; below zero: bytes reserved before their time
+        self._balance = self._burst  # bytes that may pass now; negative after a reservation that must wait
         self._updated = clock()
         self._lock = threading.Lock()
 

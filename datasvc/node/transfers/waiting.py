@@ -1,6 +1,6 @@
-"""Waits of a request for a fetch (`Fetches.acquire`) or a free stream (`Sender.stream`); they fail without progress.
+"""Lets a request wait for a fetch (`Fetches.acquire`) or a free stream (`Sender.stream`) while there is progress.
 
-Another request may have started the fetch and wait for it too, so a wait that ends early does not cancel the fetch.
+Other requests may wait for the same fetch, so a wait that ends early does not cancel the fetch.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def report_damage(root: Path, path: Path, failure: OSError | None = None) -> Non
         path: file of the object.
         failure: error of the read; None if the bytes could be read, but do not match the digest.
     """
-    # Only this function stores `_NEVER_NS`, so the value tells that the object was reported.
+    # Only this function stores `_NEVER_NS`, so this value means that the object was reported before.
     if _verified_ns.get(hash(str(path))) == _NEVER_NS:
         return
     _verified_ns[hash(str(path))] = _NEVER_NS

@@ -22,7 +22,7 @@ WRITABLE_STORES: Final = (
 # Drivers whose write requests carry a condition: If-None-Match for S3 and Azure, ifGenerationMatch for Google.
 # `Repository.create` checks that the store respects this condition.
 _PACKAGES: Final = frozenset({"adlfs", "gcsfs", "s3fs"})
-# A driver defines one of these; from the asynchronous `_pipe_file`, fsspec derives `pipe_file`.
+# A driver defines one of these methods; fsspec derives `pipe_file` from an asynchronous `_pipe_file`.
 _METHODS: Final = frozenset({"pipe_file", "_pipe_file"})
 
 _memory_lock = threading.Lock()
@@ -45,7 +45,7 @@ def inherits_exclusive_create(driver: type[fsspec.AbstractFileSystem]) -> bool:
 def create(file_system: fsspec.AbstractFileSystem, path: str, content: bytes) -> None:
     """Write a file only if `path` does not exist. Exceptions of the driver are not converted.
 
-    The file may exist even after an exception: the caller has to read it to find out.
+    The file may exist even after an exception, so the caller must then read it.
     """
     inner = file_system.fs if isinstance(file_system, DirFileSystem) else file_system
     # The memory driver is not atomic, but its files exist only in this process, so a lock makes it atomic.

@@ -96,7 +96,7 @@ class Connection:
 
     def send_get(self, target: str, headers: dict[str, str]) -> http.client.HTTPResponse:
         """Send a GET and return the response with an unread body. Raise OSError or HTTPException on failure."""
-        # Python's timeout ends the read of the head; for the body, `_receive` leaves only the kernel's.
+        # Python's timeout limits the read of the head. For the body, `_receive` turns it off: the kernel's applies.
         self._socket.settimeout(self._timeouts.silence_s)
         self._http.request("GET", target, headers=headers)
         self._response, self._num_buffered = read_head(self._http, silence_s=self._timeouts.silence_s), None
@@ -256,7 +256,7 @@ def _await_connection(
 
 def _shut_down(connection: socket.socket) -> None:
     with suppress(OSError):
-        # Call the plain socket's method: that of ssl drops the TLS state, with which another thread may be reading.
+        # Call the plain socket's method. The method of ssl drops the TLS state, which another thread may be using.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 

@@ -24,7 +24,7 @@ ATTEMPTS: Final = 4
 FIRST_PAUSE_S = 0.2
 # Packages whose exceptions mean that the store failed, although they are not OSError.
 _CLIENT_PACKAGES = frozenset({"aiobotocore", "aiohttp", "asyncio", "azure", "botocore", "gcsfs", "google", "s3fs"})
-# Protocols whose drivers retry by themselves for some ten seconds; and memory and local disks, where no retry helps.
+# Protocols whose drivers retry by themselves, for some ten seconds; also memory and local disks, where none helps.
 _NO_RETRY_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "adl", "az", "file", "local", "memory"})
 
 _Result = TypeVar("_Result")
@@ -34,11 +34,11 @@ _Result = TypeVar("_Result")
 def map_exceptions(action: str, location: str) -> Iterator[None]:
     """Convert the exceptions of a store to those of `datasvc.errors`.
 
+    The messages contain no secrets of URLs. An exception that contains one is not kept as the cause.
+
     Args:
         action: verb for messages, such as "read".
         location: object of the verb for messages.
-
-    The messages have no secrets of URLs; an exception that has some is not kept as the cause.
 
     Raises:
         NotFoundError: `location` does not exist.
@@ -54,7 +54,7 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
     except FileNotFoundError as error:
         raise NotFoundError(f"cannot {action} {location}: it does not exist") from safe_cause(error)
     except PermissionError as error:
-        advice = "check the credentials" if "://" in location else _what_denies(error, location)
+        advice = "check the credentials" if "://" in location else _advise_on_access(error, location)
         text = f"cannot {action} {location}: access denied ({redact_text(str(error))}); {advice}"
         raise ConfigError(text) from safe_cause(error)
     except OSError as error:
@@ -71,8 +71,8 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
         raise UnavailableError(text) from safe_cause(error)
 
 
-def _what_denies(error: PermissionError, location: str) -> str:
-    """Return advice that names the file or folder of this machine that probably denies the access."""
+def _advise_on_access(error: PermissionError, location: str) -> str:
+    """Return advice that names the file or folder of this machine whose permissions probably deny the access."""
     path = Path(str(error.filename or location))
     # Use os.path: `Path.is_dir` and `Path.exists` raise PermissionError too.
     folders = [folder for folder in reversed(path.parents) if os.path.isdir(folder)]

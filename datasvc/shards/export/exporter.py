@@ -91,7 +91,7 @@ def export(
     tables = {chosen.name: chosen.digest for chosen in splits}
     plan = {"version": str(dataset.resolved), "format": format, "tables": tables}
     with open_records(target, plan) as records:
-        # A previous run ended between the summary and the removal of its records: only that removal is left.
+        # If there is a summary, an earlier run was interrupted before it removed its records: only that is left.
         if records.summary is not None:
             records.tidy()
             return _repeat_report(dataset, records.summary, target)
@@ -105,8 +105,7 @@ def export(
 
 
 def plan_units(split: Split, export_format: ExportFormat) -> list[ExportUnit]:
-    """Return one unit for each shard that has samples, in table order, or a single unit if the format requires it."""
-    # A shard whose samples are all deleted gives no file.
+    """Return one unit for each shard that has live samples, in table order; one for all if the format requires it."""
     shards = np.flatnonzero(split.table.samples_per_shard).tolist()
     groups = [tuple(shards)] if export_format.is_one_per_split else [(shard,) for shard in shards]
     return [ExportUnit(split, group, number, len(groups)) for number, group in enumerate(groups)]
@@ -133,7 +132,7 @@ def _write_units(
     if workers > 1 and len(missing) > 1 and not is_in_memory:
         done = write_in_processes(missing, export_format, destination, min(workers, len(missing)))
     else:
-        # A generator, so that each unit is recorded before the next one is written.
+        # A generator: each unit must be recorded before the next one is written.
         done = ((unit, export_format.write(unit, destination)) for unit in missing)
     for unit, written in done:
         records.record(unit.split.name, unit.number, written)

@@ -41,7 +41,7 @@ _WRITING_THREADS: Final = 16
 
 
 class FolderExport(ExportFormat):
-    """`SPLIT/CLASS/KEY.jpg` and `SPLIT/metadata.jsonl`; see the module docstring."""
+    """Writes `SPLIT/CLASS/KEY.jpg` and `SPLIT/metadata.jsonl`; see the module docstring."""
 
     name: ClassVar[str] = "folder"
 
@@ -67,7 +67,7 @@ class FolderExport(ExportFormat):
                 files = [_file_name(sample, unit.split) for sample in samples]
                 is_plain = is_plain and all(file == sample[KEY] for file, sample in zip(files, samples, strict=True))
                 paths = [f"{split_name}/{file}" for file in files]
-                # A batch is finished before the next one is read, because pending writes keep their batch in memory.
+                # Finish the writes of a batch before the next one is read: they keep the batch in memory.
                 size_bytes += sum(pool.map(destination.put, paths, [sample[IMAGE] for sample in samples]))
                 lines += map(partial(_metadata_line, split=unit.split), samples, files)
         destination.put(unit_path(unit.split.name, unit.number, "jsonl"), b"".join(lines))

@@ -57,7 +57,7 @@ class _ColumnEncoding:
 
 
 class MdsExport(ExportFormat):
-    """`SPLIT/shard.00000.mds` and `SPLIT/index.json`; see the module docstring."""
+    """Writes `SPLIT/shard.00000.mds` and `SPLIT/index.json`; see the module docstring."""
 
     name: ClassVar[str] = "mds"
 
@@ -87,7 +87,7 @@ class MdsExport(ExportFormat):
         header = json.dumps(described, sort_keys=True).encode()
         samples = [sample for batch in batches for sample in _encode_batch(batch, columns)]
         sizes = [sum(len(piece) for piece in sample) for sample in samples]
-        # Before the samples are the number of samples, the offsets (one more than samples) and the header.
+        # The file begins with the number of samples, the offsets (one more than samples) and the header.
         start = 4 + 4 * (len(samples) + 1) + len(header)
         # Summed as int64: a uint32 would wrap around, and the check below would miss a file that is too large.
         offsets = start + np.cumsum([0, *sizes], dtype=np.int64)
@@ -184,7 +184,7 @@ def _encode_column(array: pa.Array, column: _ColumnEncoding, keys: list[str]) ->
     values = array.flatten().to_numpy(zero_copy_only=False).astype(little_endian).tobytes()
     stops = np.cumsum(array.value_lengths().to_numpy()) * column.dtype.itemsize
     parts = [values[start:stop] for start, stop in zip([0, *stops[:-1].tolist()], stops.tolist(), strict=True)]
-    # The encoding names the length of lists of fixed size. Otherwise, each value starts with its length.
+    # For lists of fixed size, the name of the encoding has the length. Otherwise, each value starts with its length.
     if column.size_bytes is not None:
         return parts
     return [_shape(len(part) // column.dtype.itemsize) + part for part in parts]

@@ -1,7 +1,6 @@
 """Units of an export, and the samples in them.
 
-A unit is a group of shards that one worker writes at a time. Every export format reads its samples through
-`ExportUnit`.
+A unit is a group of shards that one worker writes together. Every export format reads samples through `ExportUnit`.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from datasvc.shards.versions.dataset import Split, open_listed_shard
 
 @dataclass(frozen=True)
 class ExportUnit:
-    """The samples that one worker writes at a time, usually one file.
+    """The shards that one worker writes together, usually to one file.
 
     Attributes:
-        split: split of the samples.
-        shards: shard numbers in the table of the split.
+        split: split of the shards.
+        shards: numbers of the shards in the table of the split.
         number: index of this unit among those of the split.
         num_units: number of units of the split.
     """
@@ -81,7 +80,7 @@ def samples_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 def _live_rows(split: Split, shard: int) -> Integers | None:
     """Return the rows of a stored shard that are not deleted, `int64[samples]` ascending; None if none is deleted."""
-    # None lets the caller use the batches of a shard without deletions as they are, without a copy.
+    # For None, the caller yields the batches unchanged, without a copy.
     if not split.table.deleted_per_shard[shard]:
         return None
     return split.stored_rows(shard, np.arange(split.table.samples_per_shard[shard]))

@@ -1,8 +1,8 @@
 """Reader of Arrow IPC files that are not trusted: shards, and the tables that describe them.
 
 A digest proves that bytes are those that were stored, not that datasvc wrote them. Therefore, every position, length
-and offset is checked before a value is read by it. An invalid file is refused: it cannot crash the process, or make
-the process use much more memory than the file has bytes.
+and offset is checked before it is used. An invalid file is refused: it cannot crash the process, or make the process
+use much more memory than the file has bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class IpcReader:
     Args:
         file: the file; it must not change while it is open.
         name: name of the file for messages.
-        columns: names of the columns to read, of which the file may lack some; None for all.
+        columns: names of the columns to read; the file may lack some of them. None for all.
         otherwise: column to read if the file has none of `columns`, so that batches still have their number of rows.
         texts: whether to check that all texts are UTF-8, which reads all their bytes. If False, only keys and texts
             in lists and structs are checked.
@@ -61,7 +61,7 @@ class IpcReader:
             self.schema = self._reader.schema
             check_schema(self.schema)
             if columns is not None:
-                # Open the file again, because the numbers of the columns are in its schema.
+                # Open the file again with the numbers of these columns, which only its schema gives.
                 selected = [number for number, column in enumerate(self.schema.names) if column in columns]
                 selected = selected or [self.schema.names.index(otherwise)]
                 options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=selected)
@@ -126,7 +126,7 @@ def read_batch(message: pa.Message, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _validate(batch: pa.RecordBatch, body_bytes: int, *, texts: bool) -> None:
-    """Raise ArrowInvalid or ValueError if a value of a batch is not in its bytes; see `IpcReader` for `texts`."""
+    """Raise ArrowInvalid or ValueError if a value lies outside of the batch's bytes; see `IpcReader` for `texts`."""
     batch.validate()
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         # Validate all offsets here, because Arrow later follows them without a check: one outside of its buffer would

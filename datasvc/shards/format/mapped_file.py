@@ -1,6 +1,6 @@
-"""Local files that are mapped into memory, and can also be read by position, without an access to mapped pages.
+"""Local files that are mapped into memory. They can also be read by offset, without an access to mapped pages.
 
-`Shard.map` opens shards as such files. `Shard.read` explains why images are read by position.
+`Shard.map` opens shards as mapped files. `Shard.read` explains why images are read by offset.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class MappedFile:
     def __init__(self, path: Path | str) -> None:
         self._path = path
         self._descriptor = _with_raised_limit(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
-        # The file is not closed at exit, when other threads may still read it; the kernel closes it anyway.
+        # Do not close the file when the interpreter exits: other threads may still read it. The kernel closes it.
         weakref.finalize(self, os.close, self._descriptor).atexit = False
         try:
             # Use Python's mmap, because Arrow's memory map takes ten times as long to create.
@@ -49,14 +49,14 @@ class MappedFile:
         self._start_address = _address_of(np.frombuffer(self.mapping, np.uint8))
 
     def read(self, view: Bytes, buffer: Bytes) -> Bytes:
-        """Read the bytes of a view of the mapping from the file into a buffer.
+        """Read from the file the bytes that `view` shows, into `buffer`.
 
         Args:
-            view: `uint8[size]`.
+            view: `uint8[size]`. Its address in the mapping gives the offset in the file.
             buffer: `uint8[size]`.
 
         Returns:
-            `buffer`; or `view` itself if it is not a view of the mapping, and so has no position in the file.
+            `buffer`. If `view` is not part of the mapping, nothing is read, and `view` itself is returned.
 
         Raises:
             CorruptDataError: the file was truncated.

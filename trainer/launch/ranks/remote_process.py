@@ -63,7 +63,7 @@ class RemoteRankProcess(RankProcess):
         self._orders.put(None)
 
     def finish_termination(self, deadline_s: float) -> None:
-        """Wait for the shell, which ends after the rank, and kill it after the deadline."""
+        """Wait for the shell, which ends after the rank. Kill it if it runs too long after the deadline."""
         if self._is_closed:
             return
         # Closes the input of the shell if `begin_termination` was not called, and has no effect otherwise.

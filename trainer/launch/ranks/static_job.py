@@ -1,6 +1,6 @@
 """Runs a job with a fixed number of ranks.
 
-Invariant: no rank outlives the job. The failure of a rank ends the others, and so does a signal to the launcher.
+Invariant: no rank outlives the job. If a rank fails, the launcher ends the others. It forwards signals to all ranks.
 If the launcher dies, the guard processes (`orphan_guard`, `remote_guard`) end the ranks.
 """
 
@@ -86,7 +86,7 @@ def _plan_start(
 
 
 class _RankMonitor:
-    """Monitor of the ranks until all end, one fails, or one does not start in time."""
+    """Watches the ranks until all have ended, one has failed, or one has not started in time."""
 
     def __init__(self, job: LaunchJob, ranks: list[HostedRank], group: RankGroup, store: TCPStore) -> None:
         self._job = job

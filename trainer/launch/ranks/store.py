@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
 LOOPBACK = "127.0.0.1"
-# With this variable, torch connects rank 0 to the launcher's store. Without it, rank 0 would serve a store of its own.
+# With this variable, torch connects rank 0 to the launcher's store. Without it, rank 0 would serve another store.
 AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 

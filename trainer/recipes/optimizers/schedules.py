@@ -1,7 +1,7 @@
 """Learning rates: scaled with the global batch, and scheduled as a pure function of the progress in epochs.
 
-The training loop asks for the rate of each step. The rate does not depend on the number of earlier steps or on the
-number of ranks. A run that continues at another world size with the same global batch therefore keeps its rates.
+The rate of a step does not depend on the number of earlier steps or on the number of ranks. A run that continues at
+another world size with the same global batch therefore keeps its rates.
 """
 
 from __future__ import annotations

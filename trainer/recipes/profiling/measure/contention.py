@@ -23,7 +23,7 @@ _MIN_SHARE: Final = 1e-3  # prevents divisions by 0
 def measure_contention(num_training: int, num_beside: int) -> float:
     """Return the seconds that training loses per second of processor time of the loader; equal on all ranks.
 
-    All ranks first keep `num_training` threads busy, then `num_beside` more. Every rank calls this.
+    All ranks first keep `num_training` threads busy, then `num_beside` more. Every rank must call this.
 
     Args:
         num_training: number of threads of the forward and backward passes: torch's pool on a CPU; 1 on a GPU, the

@@ -1,4 +1,4 @@
-"""Measures the costs of a step by running steps. Every rank calls the functions of this module in the same order.
+"""Measures the costs of a step by running steps. All ranks must call the methods of `Bench` in the same order.
 
 While steps are timed, the ranks communicate only as in training. They exchange their measurements afterwards. Most
 costs are means over the ranks. A step takes equally long on all ranks, because each rank waits for the slowest one.
@@ -158,7 +158,7 @@ class Bench:
 def _caller_s(totals: Totals) -> float:
     """Return the seconds of the loader's work in the calling thread, without fetching and without waiting.
 
-    In each stage, the calling thread is blocked while it works and while it waits for other threads.
+    `blocked_s` is the time that the calling thread spends in a stage; in a part of it, it waits for other threads.
     """
     return sum(
         max(0.0, blocked_s - totals.waiting_s.get(stage, 0.0))
@@ -183,9 +183,9 @@ def _split_reduce(table: npt.NDArray[np.float64], *, on_cpu: bool) -> tuple[floa
     """
     least_s, skew_s = _split_wait(table[..., _REDUCE, WALL])
     if len(table) == 1:
-        return least_s, 0.0, 0.0  # a single rank transfers nothing and waits for nobody
-    # The launch is known as processor time. On a CPU, other threads slow the training thread down; the passes show by
-    # which factor, because the training thread is busy throughout them.
+        return least_s, 0.0, 0.0  # a single rank transfers nothing, and has no other rank to wait for
+    # The launch is measured in processor time. On a CPU, other threads slow the training thread down. The forward and
+    # backward passes show by which factor, because the training thread is busy during all of their time.
     passes = table[..., _FORWARD : _BACKWARD + 1, :].sum(axis=(0, 1, 2))
     slowness = max(1.0, passes[WALL] / max(passes[OWN], _CLOCK_S)) if on_cpu else 1.0
     launch_s = min(least_s, float(table[..., _REDUCE, OWN].mean()) * slowness)
