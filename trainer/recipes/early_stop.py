@@ -27,7 +27,7 @@ class EarlyStop:
         self._patience = patience
         # If `patience` is None, no values are compared, so the metric may have any name.
         lower_is_better = patience is not None and choose_metric_mode(metric, mode, option="--stop-mode") == "min"
-        # Of two values times this sign, the higher one is better.
+        # Multiplied by this sign, the better of two values is the higher one.
         self._sign = -1 if lower_is_better else 1
         self._best: float | None = None
         self._num_without_best = 0

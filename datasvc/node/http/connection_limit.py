@@ -1,12 +1,12 @@
 """Limits of open connections, so that clients without the token cannot keep others out.
 
-A connection is *pending* until the head of its first request has arrived; only then aiohttp gets it. The limits:
+A connection is *pending* until the head of its first request has arrived. Then it is given to aiohttp. The limits:
 
 - A first head takes at most `FIRST_HEAD_S`.
 - Pending connections are limited per address of the client and in total. Above a limit, a new connection replaces the
   oldest one: ordinary clients send the head at once, so the oldest connection is probably not theirs.
-- Connections with an authorized request are limited by `max_connections`; a request above it gets a 503 response.
-  `/healthz` is outside of this limit.
+- Connections with an authorized request are limited by `max_connections`; a request above this limit gets a 503
+  response. `/healthz` does not count.
 - Connections of aiohttp are limited to twice `max_connections`, whether their requests are authorized or not.
 """
 
@@ -23,8 +23,8 @@ _MAX_PENDING_PER_ADDRESS: Final = 32
 # A client may open many connections in a burst, all of which the event loop accepts before it reads a head. The limit
 # per address therefore closes only a connection that is older than this.
 _BURST_S: Final = 1.0
-# Limit of the connections of aiohttp, as a multiple of `max_connections`. Those without access count until they are
-# answered and closed.
+# Limit of the connections of aiohttp, as a multiple of `max_connections`. Connections without access count until they
+# are answered and closed.
 _TOTAL_FACTOR: Final = 2
 _NUM_HEALTH: Final = 64  # connections above this limit that only `/healthz` may use
 _MAX_HEAD_BYTES: Final = 16 << 10  # more than aiohttp accepts in one line of a head
@@ -121,7 +121,7 @@ class _FirstHead(asyncio.Protocol):
 
     @property
     def age_s(self) -> float:
-        """Time since the connection was accepted. Seconds."""
+        """Seconds since the connection was accepted."""
         return self._loop.time() - self._began_s
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -155,7 +155,7 @@ class _FirstHead(asyncio.Protocol):
         received = bytes(self._received)
         protocol = self._connections.protocol_for(received)
         if protocol is None:
-            # Respond instead of only closing the connection, so that the peer can tell that it may try again.
+            # Respond before closing the connection: the response states that the peer may try again.
             self._transport.write(_REFUSAL)
             self._transport.close()
             return

@@ -69,8 +69,8 @@ class StageRoutes:
 
 
 async def _read_body(request: web.Request) -> dict[str, str]:
-    # Refuse other types: a web page in a browser on this machine can send some of them without the browser asking the
-    # node first (a CORS preflight).
+    # Refuse other types: a web page in a browser on this machine could send some of them without a CORS preflight, in
+    # which the browser asks the node for permission.
     if request.content_type != "application/json":
         raise ConfigError("expected a body of type application/json")
     try:

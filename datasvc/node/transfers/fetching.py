@@ -1,8 +1,7 @@
 """Serves objects of a node's cache to peers; concurrent requests for one object share one fetch.
 
-The routes of `/objects` use it. Objects are fetched only from the origin, never from a peer. A peer requests an
-object from this node because the peer's list of nodes ranks this node higher. If the list of this node ranks the peer
-higher, the two nodes would otherwise wait for each other forever.
+The routes of `/objects` use it. Objects are fetched only from the origin, never from a peer: two nodes that request
+the same object from each other, because their lists of nodes differ, would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class _Fetch(Progress):
     Attributes:
         num_users: number of these requests.
         is_running: whether a thread has begun the fetch.
-        progressed_at: time of the last progress of the fetch, on the clock of the event loop. Seconds.
+        progressed_at: time of the last progress of the fetch, in seconds on the clock of the event loop.
     """
 
     def __init__(self, fetches: Fetches) -> None:
@@ -50,7 +49,7 @@ class Fetches:
         stall_timeout_s: a request fails when its fetch makes no progress for longer.
 
     Attributes:
-        progressed_at: time of the last progress of any fetch, on the clock of the event loop. Seconds.
+        progressed_at: time of the last progress of any fetch, in seconds on the clock of the event loop.
     """
 
     def __init__(self, cache: Cache, *, num_threads: int = 16, stall_timeout_s: float = STALL_TIMEOUT_S) -> None:

@@ -148,7 +148,7 @@ class StageJobs:
 
     Args:
         cache: cache that the jobs fill.
-        stop_node: called, in the thread of a job, if the job finds that the cache's catalogue cannot be used any more.
+        stop_node: called in the thread of a job if the cache's catalogue cannot be used any more.
         num_at_once: number of jobs that run at the same time; each uses several threads and connections.
         max_unfinished: maximum number of waiting and running jobs; further ones are refused.
         max_ended: number of ended jobs that stay listed.

@@ -60,5 +60,5 @@ def stored_size(place: Objects, digest: Digest) -> int:
 
 
 def count_reads(place: Objects, digest: Digest) -> int:
-    """Return how many reads to try: a second transfer may be correct, but a second local read gives the same bytes."""
+    """Return how many reads to try: a second transfer may be correct; a second local read gives the same bytes."""
     return 1 if place.local_path(digest) is not None else 2

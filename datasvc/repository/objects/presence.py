@@ -22,7 +22,7 @@ _NAMES_PER_REQUEST: Final = 1000
 
 
 def check_present(objects: Objects, referenced: Iterable[Digest], what: str) -> None:
-    """Check that all objects exist that a commit is about to reference.
+    """Check that all objects that a commit is about to reference exist.
 
     Args:
         objects: objects of the repository.

@@ -82,8 +82,8 @@ def refresh_local(path: Path, size_bytes: int) -> bool:
     """Reset the age of a file; return False if it does not exist, has another size, or its age cannot be reset."""
     try:
         with path.open("rb") as file:
-            # Do not wait for the lock: any user who may read the file can hold it, for any time. If `gc` or somebody
-            # else holds it, the caller writes the file again.
+            # Do not wait for the lock: any user who may read the file can hold it, for any time. If another process,
+            # such as `gc`, holds it, the caller writes the file again.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             status = os.fstat(file.fileno())
             # If no link is left, `gc` has deleted the file before this thread locked it.
@@ -97,7 +97,7 @@ def refresh_local(path: Path, size_bytes: int) -> bool:
 
 
 def delete_local_if_older(path: Path, before_s: float) -> bool:
-    """Delete a file last changed before `before_s`, and return whether it was deleted. Raise OSError on failure."""
+    """Delete a file if its last change was before `before_s`; return whether it was deleted. Raise OSError."""
     try:
         file = _open(path)
     except FileNotFoundError:
@@ -126,7 +126,7 @@ def _delete_if_same(path: Path, expected: os.stat_result) -> bool:
         renamed.unlink()
         return True
     renamed.rename(path)
-    fsync_folder(path.parent)  # the writer relies on the name
+    fsync_folder(path.parent)  # the writer expects that a power cut does not lose the name
     return False
 
 

@@ -15,7 +15,7 @@ _FORMAT: Final = b"datasvc.shard.format"
 _METADATA = {_FORMAT: str(SHARD_FORMAT).encode()}
 
 KEY, IMAGE, LABEL, WIDTH, HEIGHT = "key", "image", "label", "width", "height"
-_KIND: Final = b"datasvc.kind"  # of a column of a source: its value `image` stands for encoded images
+_KIND: Final = b"datasvc.kind"  # in the metadata of a source's column; the value `image` means encoded images
 _PREFIX: Final = b"datasvc."
 _MAX_DIGITS: Final = 10  # a format number has fewer digits; a longer one is damage
 

@@ -24,8 +24,8 @@ from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob, i
 BATCH_BYTES = 4 << 20
 # Upper bound on the samples of a record batch; tiny samples reach it first.
 BATCH_SAMPLES = 1 << 16
-# Initial buffer sizes: `_BLOB_BYTES` for the blobs of a full record batch, whose last may exceed `BATCH_BYTES`,
-# and `_TEXT_BYTES` for keys and other texts.
+# Initial buffer sizes. `_BLOB_BYTES` is for the blobs of a full record batch: with the last blob, they may exceed
+# `BATCH_BYTES`. `_TEXT_BYTES` is for keys and other texts.
 _BLOB_BYTES = BATCH_BYTES + (BATCH_BYTES >> 2)
 _TEXT_BYTES = 256 << 10
 
@@ -161,7 +161,7 @@ class ShardWriter:
                 start, size_bytes = row + 1, 0
 
     def blob_buffer(self, column: str, size_bytes: int) -> memoryview:
-        """Return memory for the next blob of `column`. Fill it and pass it to `append`; a second call discards it."""
+        """Return memory for the next blob of `column`: fill it, and pass it to `append` before another call of this."""
         return self._blobs[column].reserve(size_bytes)
 
     def close(self) -> ShardStatistics:

@@ -17,7 +17,7 @@ from datasvc.trainer.recipes.settings.options import parse_options
 
 
 def main(arguments: Sequence[str], *, prog: str = "python -m datasvc.trainer profile") -> None:
-    """Run `profile` with the arguments of a command line; rank 0 prints the result. Every rank calls this.
+    """Run `profile` with the arguments of a command line; rank 0 prints the result. Every rank must call this.
 
     Args:
         arguments: arguments of the command line.

@@ -36,7 +36,7 @@ def plan_batches(config: TrainConfig, world_size: int) -> BatchPlan:
         batch_size, remainder = divmod(config.global_batch, world_size)
         if remainder or not batch_size:
             raise ConfigError(
-                f"a global batch of {config.global_batch} samples cannot be dealt evenly to {world_size} ranks; "
+                f"a global batch of {config.global_batch} samples cannot be divided evenly among {world_size} ranks; "
                 "use a multiple, or set --batch-size, the samples of one rank"
             )
     micro_batch = min(config.micro_batch or batch_size, batch_size)

@@ -171,7 +171,7 @@ def _check_labels(split: Split, num_classes: int) -> None:
 
 
 def order_arguments(config: TrainConfig, *, training: bool) -> dict[str, Any]:
-    """Return the loader's arguments of the order: the run's settings for training, else the order of the shard table.
+    """Return the loader's arguments for the access order: for training, from the run's settings; else, table order.
 
     Without `block` and `lanes`, the loader derives them from the sizes of the shards and of the cache.
     """

@@ -115,7 +115,7 @@ def parse_bandwidth(text: str) -> float:
     match = _BANDWIDTH.fullmatch(text.strip())
     if match is None or not float(match[1]):
         raise ConfigError(f"{text!r} is not a bandwidth; write it as 10GbE, 100Gbit/s (bits) or 25GB/s (bytes)")
-    # Networks are sold in bits, disks and buses in bytes: only a capital B before "/s" means bytes.
+    # Bandwidths of networks are usually in bits, those of disks and buses in bytes: only "B/s" means bytes.
     units_per_byte = 1.0 if match[3] == "B/s" else 8.0
     return float(match[1]) * _FACTORS[match[2].lower()] / units_per_byte
 
