@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "datasvc-run") -
         job, elastic = parse_arguments(arguments, os.environ, prog=prog)
         failure = run_job(job, elastic, os.environ)
     except KeyboardInterrupt:
-        # This Ctrl-C came before the ranks started, or during their termination. At other times they get it.
+        # This Ctrl-C came before the ranks started, or during their termination. At other times, it is forwarded.
         print_message("ended by SIGINT")
         return 128 + signal.SIGINT
     except ValueError as error:

@@ -213,7 +213,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def initialise(run: Run, repo: DataRepository, ref: str) -> None:
-    """Load the weights of a version into the model of a new run. The run's first checkpoint has it as its parent.
+    """Load the weights of a version into the model of a new run. This version is the parent of its first checkpoint.
 
     Every rank must call this. The version is a checkpoint of this program, or its tensors have the model's names.
 

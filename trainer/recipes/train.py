@@ -62,7 +62,7 @@ def train(config: TrainConfig) -> str:
 def go_through_epochs(run: Run) -> None:
     """Train until the run is complete or a stop signal arrives. On return, a save of the last state is queued."""
     clock = StepClock()
-    # If the run continues a state that was saved after the last step of an epoch, but before its evaluation.
+    # True if the run continues a state that was saved after the last step of an epoch, but before its evaluation.
     if run.loader.state_dict()["epoch"] < run.loader.epoch and not run.is_over:
         end_epoch(run)
     while not run.is_over:

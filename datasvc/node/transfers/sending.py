@@ -69,8 +69,8 @@ class Sender:
     Args:
         rate_bytes_s: limit of all streams together; None: no limit.
         count: called in a thread with the number of bytes of each response.
-        stall_timeout_s: a peer that receives nothing for longer is disconnected: an object is not evicted while it
-            is sent.
+        stall_timeout_s: a peer that receives nothing for longer is disconnected, because an object cannot be evicted
+            while it is sent.
     """
 
     def __init__(

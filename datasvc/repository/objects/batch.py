@@ -49,7 +49,7 @@ class ObjectBatch:
         self._lock = threading.Lock()
         self._pending: deque[_PendingObject] = deque()  # oldest first
         self._unsynced_folders: set[Path] = set()
-        # A separate thread starts the writeback: on a busy disk the call blocks, and it must not delay encoders.
+        # A separate thread starts the writeback: the call blocks on a busy disk, but encoders must not wait for it.
         self._writeback_thread = ThreadPoolExecutor(1, thread_name_prefix="datasvc-writeback")
 
     def write(self, info: ObjectInfo, content: bytes | memoryview) -> None:

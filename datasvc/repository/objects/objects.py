@@ -159,7 +159,7 @@ class Objects:
         return self.storage.size(self.path(digest))
 
     def reuse(self, info: ObjectInfo) -> bool:
-        """Return whether an intact copy of the object exists, and reset its age; if not, the caller must write it.
+        """Reset the age of an intact copy of the object, and return True; False: the caller must write the object.
 
         The new age keeps `gc` from deleting the object before the caller commits the entry that references it. A
         remote object older than a day must be written again to reset its age, so the result is False.

@@ -360,7 +360,8 @@ class Storage:
         """Make sure that `gc` keeps a file: reset its age, or see that a remote file is young enough. See `file_age`.
 
         Returns:
-            False if the caller must write the file again: it does not exist, has another size, or is remote and old.
+            False if the caller must write the file again: it does not exist, has another size, is remote and old, or
+            is locked.
 
         Raises:
             ConfigError, UnavailableError: see `now_s`.

@@ -1,4 +1,4 @@
-"""Export format of TFRecord: one file of `tf.Example` messages per shard, with a feature for each value but nulls.
+"""Export format of TFRecord: one file of `tf.Example` messages per shard. Each value that is not null is a feature.
 
 `tf.Example` holds only bytes, float32 and int64. Text is stored as UTF-8, booleans as 0 or 1, lists as features with
 several values. A column whose values could lose precision is refused.
@@ -64,7 +64,7 @@ def _framed(message: bytes) -> bytes:
 
 
 def _example(sample: dict[str, Any], columns: Sequence[pa.Field]) -> bytes:
-    """Return a sample as an encoded `tf.Example`. Raise ConfigError for a null in a list or an integer over int64."""
+    """Return a sample as an encoded `tf.Example`. Raise ConfigError if a list has a null or an integer is too large."""
     entries = []
     for column in columns:
         value = sample[column.name]
@@ -113,7 +113,7 @@ def _bytes_feature(values: Sequence[Any]) -> bytes:
 
 def _integers_feature(values: Sequence[int]) -> bytes:
     packed = packed_varints(np.array(values, np.int64))
-    # Protocol Buffers leaves out a list without values.
+    # The Protocol Buffers format has no field 1 for an empty list.
     return bytes_field(_INT64_LIST, bytes_field(1, packed) if packed else b"")
 
 

@@ -66,7 +66,7 @@ def decode_table(
 
 
 def check_columns(table: pa.Table, columns: pa.Schema, message: str) -> None:
-    """Raise CorruptDataError, with a text that starts with `message`, for other columns and for forbidden nulls."""
+    """Raise CorruptDataError if a table has other columns, or forbidden nulls. Its text starts with `message`."""
     if not table.schema.equals(columns):
         found = [f"{field.name}: {field.type}" for field in table.schema]
         expected = [f"{field.name}: {field.type}" for field in columns]

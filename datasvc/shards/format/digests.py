@@ -3,7 +3,7 @@
 The sample index of a shard stores two digests per sample. Neither depends on the key, on the order of columns, on
 null columns, or on columns that are measured from an image (`width`, `height`):
 
-- *sample*: over the values of all columns. Equal digests mean equal samples.
+- *sample*: over the values of all other columns. Equal digests mean equal samples.
 - *payload*: over the blobs alone, so equal images with different labels have the same payload digest. For a sample
   without blobs, it is the sample digest.
 

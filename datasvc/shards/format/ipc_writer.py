@@ -17,8 +17,8 @@ from datasvc.shards.format.schema import is_blob
 
 # Length of "ARROW1" and its padding, which precede the schema.
 _MAGIC_BYTES: Final = 8
-# The frame of a record batch is its message without the bytes of its blobs, see layout.py. It is kept only if the
-# message is at least 32 times as large as the frame, so that the sample index stays small.
+# The frame of a record batch is its message without the bytes of its blobs, see layout.py. A frame is stored only if
+# the message is at least this many times as large, so that the sample index stays small.
 _MIN_MESSAGE_PER_FRAME: Final = 32
 # Smaller chunks are written together, because a record batch has a dozen chunks, most of them of a few bytes.
 _SMALL_BYTES: Final = 4096

@@ -127,7 +127,7 @@ class PartialShard(Shard):
         ]
 
     def add(self, read: PartialRead, contents: Sequence[Content]) -> None:
-        """Make the samples of a read that `plan` returned readable; `contents` has the bytes of each of its spans.
+        """Make the samples of `read` readable; `read` is from `plan`, and `contents` has the bytes of its spans.
 
         Raises:
             CorruptDataError: the bytes do not match their digest; no sample of `read` became readable. The message

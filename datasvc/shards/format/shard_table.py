@@ -39,7 +39,8 @@ _COLUMNS = pa.schema(
     ]
 )
 _METADATA_KEY = b"datasvc.table"
-# A table with more labels than this stores no label counts: such labels are arbitrary integers, and take much space.
+# With more different labels than this, a table has no label counts: the labels are arbitrary integers, and their
+# counts would take much space.
 MAX_CLASSES = 1 << 16
 # Counts and sizes with a sum up to this limit are added exactly in int64.
 _MAX_TOTAL = 1 << 60

@@ -161,7 +161,7 @@ class ShardWriter:
                 start, size_bytes = row + 1, 0
 
     def blob_buffer(self, column: str, size_bytes: int) -> memoryview:
-        """Return memory for the next blob of `column`: fill it, and pass it to `append` before another call of this."""
+        """Return memory for the next blob of `column`: fill it, and pass it to `append` before the next call."""
         return self._blobs[column].reserve(size_bytes)
 
     def close(self) -> ShardStatistics:

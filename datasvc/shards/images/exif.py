@@ -24,7 +24,7 @@ _APP1, _START_OF_SCAN = 0xE1, 0xDA
 _SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker (these two bytes too)
 _PNG_CHUNK: Final = struct.Struct(">I4s")  # length of the data, name; data and checksum follow
 _RIFF_CHUNK: Final = struct.Struct("<4sI")  # name, length of the data, which is padded to an even length
-# What makes an image of each orientation upright; 1 is upright already.
+# The operation that makes an image of each orientation upright. Orientation 1 is upright already.
 _TRANSPOSES: Final = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,

@@ -26,7 +26,8 @@ from datasvc.trainer.launch.ranks.remote_guard import wait_for_end
 
 # How long to wait for the remaining output of a process that has ended. Its children may keep the streams open.
 DRAIN_TIMEOUT_S = 2.0
-# How many last lines of standard output a message shows. More would hide the traceback on standard error below them.
+# A message shows this many last lines of standard output. More would hide the traceback that follows, from standard
+# error.
 _NUM_OUTPUT_LINES = 5
 
 
@@ -71,8 +72,8 @@ class RankStart:
 class RankEnd:
     """The end of a process.
 
-    `returncode` is negative for a signal. `has_started` is False if the command never ran: its host was unreachable
-    (the return code is then that of ssh), or the program does not exist (127).
+    `returncode` is -N if signal N ended the process. `has_started` is False if the command never ran: its host was
+    unreachable (the return code is then that of ssh), or the program does not exist (127).
     """
 
     worker_id: str
@@ -105,7 +106,7 @@ class RankProcess:
         self._guard = guard
         self._ends = ends
         self._has_ended = threading.Event()
-        # Whether the process is reaped or about to be; from then on no signal is sent.
+        # Whether the process has been reaped, or will be next; from then on no signal is sent.
         self._is_closed = False
         with contextlib.ExitStack() as files:
             # Opened first, so that a failure here leaves no process to terminate.
@@ -140,7 +141,7 @@ class RankProcess:
         self.send(signal.SIGTERM)
 
     def finish_termination(self, deadline_s: float) -> None:
-        """Wait for the end until `deadline_s` of the monotonic clock; then kill what still runs, and reap it."""
+        """Wait for the end until `deadline_s` of the monotonic clock; then kill the group, and reap the process."""
         if self._is_closed:
             return
         self._has_ended.wait(max(0.0, deadline_s - time.monotonic()))
@@ -153,7 +154,10 @@ class RankProcess:
         self._process.wait()
 
     def drain(self, deadline_s: float) -> None:
-        """Wait for the end of the output until `deadline_s` of the monotonic clock: a child may keep it open."""
+        """Wait for the end of the output, but only until `deadline_s` of the monotonic clock.
+
+        A child of the process may keep the output open.
+        """
         for pump in (self._output, self._errors):
             pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
 
@@ -204,6 +208,7 @@ class RankProcess:
         self._ends.put(RankEnd(self.worker_id, returncode, has_started))
 
     def _pump_output(self, mark: bytes | None = None, on_report: Callable[[str], None] | None = None) -> None:
+        """Start the threads that forward the output. For the arguments, see `LinePump`."""
         assert self._process.stdout is not None
         assert self._process.stderr is not None
         prefix = f"[{self._start.label}] ".encode() if self._start.label else b""

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 def handling_signals(handle: Callable[[int], None]) -> Iterator[None]:
     """Call `handle` with the number of each SIGINT and SIGTERM inside the block, instead of ending this process.
 
-    The earlier handlers are restored after the block. Has no effect in another thread than the main one, because only
-    the main thread can set signal handlers.
+    The earlier handlers are restored after the block. In another thread than the main thread, this has no effect:
+    only the main thread can set signal handlers.
     """
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()

@@ -95,7 +95,7 @@ def _import_function(name: str) -> Callable[..., Any]:
 
 
 def _describe_import_error(module_name: str, error: Exception) -> str:
-    # The module itself, or a package above it, is missing. If it exists but imports a missing one, go on.
+    # The module itself, or a package above it, is missing. A missing module that it imports is reported at the end.
     if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
         return f"there is no module {error.name!r}; install it, start in its folder, or add that folder to PYTHONPATH"
     if isinstance(error, SyntaxError):  # the position is in the exception, not in its traceback

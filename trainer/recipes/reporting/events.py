@@ -78,11 +78,11 @@ class ProgressLine:
 
     def _describe_time_left(self, progress: float) -> str:
         assert self._began is not None
-        began, progress_then = self._began
-        done = progress - progress_then
-        if done <= 0:
+        began, first_progress = self._began
+        gained = progress - first_progress
+        if gained <= 0:
             return "time left unknown"
-        minutes, seconds = divmod(round((self._now() - began) / done * (1 - progress)), 60)
+        minutes, seconds = divmod(round((self._now() - began) / gained * (1 - progress)), 60)
         hours, minutes = divmod(minutes, 60)
         return f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left"
 

@@ -89,13 +89,13 @@ class TrainConfig:
         micro_batch: samples of one backward pass; gradients are accumulated over the passes of a step.
             None: one pass.
         optimizer: "sgd", "lars", "lamb", "adamw" or "rmsprop-sgd".
-        learning_rate: peak rate: for the global batch, or for the reference batch if `rate_scaling` scales it.
+        learning_rate: peak rate, for the reference batch if `rate_scaling` scales it, else for the global batch.
         rate_scaling: how the rate grows with the global batch: "linear", "sqrt" or "none".
-        reference_batch: global batch that `learning_rate` is given for, if it is scaled.
+        reference_batch: global batch for which `learning_rate` is given, if it is scaled.
         momentum: momentum of SGD, LARS and RMSprop-SGD.
         nesterov: whether SGD and LARS use Nesterov momentum.
         betas: decay rates of the two moments of AdamW and LAMB.
-        weight_decay: factor of the weight decay; it is decoupled from the gradient in LAMB and AdamW, L2 otherwise.
+        weight_decay: factor of the weight decay; decoupled in LAMB and AdamW, L2 in the other optimizers.
         decayed: "weights" exempts biases and normalisations from weight decay, and from the layer-wise rates of
             LARS and LAMB; "all" exempts none.
         trust_coefficient: trust coefficient of LARS.
@@ -113,7 +113,8 @@ class TrainConfig:
         channels_last: whether images and activations are in channels-last memory format.
         compile: backend of torch.compile, such as "inductor"; None: not compiled.
         size: side of the images, in pixels.
-        resize: shorter side of an image of the evaluation before its centre crop, in pixels; None: size * 256 / 224.
+        resize: pixels of the shorter side to which the evaluation scales an image before its centre crop; None:
+            size * 256 / 224.
         evaluation: scaling and cropping of the images of the evaluation: "torchvision", as torchvision's `Resize` and
             `CenterCrop`, or "window", which is faster and less exact; versions without this setting used "window".
         scale: range of a random crop's area, as a share of the image's.
@@ -132,13 +133,13 @@ class TrainConfig:
         stop_metric: metric of the evaluation that `patience` compares.
         stop_mode: "max" if a higher `stop_metric` is better, "min" if a lower one is; None: chosen by its name.
         checkpoint_every: steps between checkpoints; the end of the run always commits one.
-        max_stall: maximum share of the training time that checkpoints take, such as "3%"; checkpoints are made less
-            often to keep it. None: no limit.
+        max_stall: maximum share of the training time that checkpoints take, such as "3%"; to stay below it,
+            checkpoints are made less often. None: no limit.
         checkpoint_overlap: what happens to a checkpoint while earlier ones are being written: "queue" makes it wait
             once two are, "refuse" skips it.
         codec: storage of weights: "none": raw; "planes": compressed; "delta": the difference to the previous
             checkpoint, where that is smaller.
-        grace: time in which the run ends after SIGTERM or Ctrl-C, including a last checkpoint.
+        grace: maximum time from SIGTERM or Ctrl-C to the end of the run, which saves a last checkpoint.
         resume: "auto" continues the newest version of `name` if there is one; "never" starts a new run; a model
             version such as "digits-cnn@3" continues that version.
         init_from: model version whose weights a new run starts with, such as "digits-cnn@3", for fine-tuning on other
