@@ -24,7 +24,7 @@ ATTEMPTS: Final = 4
 FIRST_PAUSE_S = 0.2
 # Packages whose exceptions mean that the store failed, although they are not OSError.
 _CLIENT_PACKAGES = frozenset({"aiobotocore", "aiohttp", "asyncio", "azure", "botocore", "gcsfs", "google", "s3fs"})
-# Protocols whose drivers retry by themselves, for some ten seconds; also memory and local disks, where none helps.
+# Drivers of these protocols retry by themselves for some ten seconds. For memory and local disks, no retry helps.
 _NO_RETRY_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "adl", "az", "file", "local", "memory"})
 
 _Result = TypeVar("_Result")

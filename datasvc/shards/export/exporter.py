@@ -91,7 +91,7 @@ def export(
     tables = {chosen.name: chosen.digest for chosen in splits}
     plan = {"version": str(dataset.resolved), "format": format, "tables": tables}
     with open_records(target, plan) as records:
-        # If there is a summary, an earlier run was interrupted before it removed its records: only that is left.
+        # A summary means that an earlier run was interrupted before it removed its records: only this is left to do.
         if records.summary is not None:
             records.tidy()
             return _repeat_report(dataset, records.summary, target)
@@ -105,7 +105,7 @@ def export(
 
 
 def plan_units(split: Split, export_format: ExportFormat) -> list[ExportUnit]:
-    """Return one unit for each shard that has live samples, in table order; one for all if the format requires it."""
+    """Return one unit for each shard with live samples, in table order; a single unit if the format requires it."""
     shards = np.flatnonzero(split.table.samples_per_shard).tolist()
     groups = [tuple(shards)] if export_format.is_one_per_split else [(shard,) for shard in shards]
     return [ExportUnit(split, group, number, len(groups)) for number, group in enumerate(groups)]

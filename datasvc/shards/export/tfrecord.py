@@ -64,7 +64,7 @@ def _framed(message: bytes) -> bytes:
 
 
 def _example(sample: dict[str, Any], columns: Sequence[pa.Field]) -> bytes:
-    """Return a sample as an encoded `tf.Example`. Raise ConfigError if a list has a null or an integer is too large."""
+    """Return a sample as an encoded `tf.Example`. Raise ConfigError for a null in a list, or too large an integer."""
     entries = []
     for column in columns:
         value = sample[column.name]

@@ -179,7 +179,7 @@ def _read_blocks(file: pa.NativeFile) -> list[Block]:
 
 
 def _check_type(field: pa.Field, depth: int = 0, *, is_viewed: bool = False) -> None:
-    """Raise ValueError for a type whose values may take more memory than their bytes, or with an invalid name.
+    """Raise ValueError for a type whose values may take more memory than their bytes.
 
     `is_viewed` is whether the type is part of a list view. Views may overlap, so views in views can have many more
     values than bytes. The values of one level of views are counted by `_num_viewed`.

@@ -139,7 +139,7 @@ class _RankMonitor:
     def _failure_of(self, end: RankEnd) -> JobFailure:
         number = self._group.first_signal
         if number is not None and exit_status_of(end.returncode) == 128 + number:
-            # The rank has done what the signal asks for, so it has not failed, and its last lines explain nothing.
+            # The rank ended because of the signal, so it has not failed, and its last lines explain nothing.
             text = f"ended by {signal.Signals(number).name}"
             return JobFailure(exit_status=128 + number, text=text, rank=int(end.worker_id))
         reason = self._group.processes[end.worker_id].trouble or describe_end(end.returncode)

@@ -158,7 +158,8 @@ class Bench:
 def _caller_s(totals: Totals) -> float:
     """Return the seconds of the loader's work in the calling thread, without fetching and without waiting.
 
-    `blocked_s` is the time that the calling thread spends in a stage; in a part of it, it waits for other threads.
+    `blocked_s` is the time that the calling thread spends in a stage. During `waiting_s` of it, the thread waits for
+    other threads.
     """
     return sum(
         max(0.0, blocked_s - totals.waiting_s.get(stage, 0.0))

@@ -39,7 +39,7 @@ class Message:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """The costs of one step of one rank, each part without overlap.
+    """The costs of one step of one rank, each part without overlap. A description begins with the symbol, if any.
 
     Attributes:
         io_s: t_io: fetching and decoding a batch without prefetching.
