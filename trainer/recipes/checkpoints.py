@@ -168,15 +168,15 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     try:
         run.loader.load_state_dict(state["loader"])
     except StateMismatchError as error:
-        read = {split.dataset for split in splits_of(run.loader.split)}
+        current = {split.dataset for split in splits_of(run.loader.split)}
         trained_on = {use["dataset"] for use in checkpoint.entry["data"]}
-        if read <= trained_on:
+        if current <= trained_on:
             raise  # the order differs, not the data
         # The loader's message has digests of shard tables, because a state does not name its data set.
         raise StateMismatchError(
             f"{checkpoint.version} was trained on {' and '.join(sorted(trained_on))}, this run reads "
-            f"{' and '.join(sorted(read))}; give --data the version that it was trained on, or start a new run with "
-            f"its weights: another --name, and --init-from {checkpoint.version}"
+            f"{' and '.join(sorted(current))}; give --data the version that it was trained on, or start a new run "
+            f"with its weights: another --name, and --init-from {checkpoint.version}"
         ) from error
     try:
         run.model.load_state_dict(state["model"])

@@ -47,7 +47,7 @@ def start(config: TrainConfig, events: EventSink) -> Run:
     """
     repo = datasvc.open(config.repo)
     # Resolve names on one rank only, because `latest` may move while the ranks start.
-    data, version, origin = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
+    data, version, init_version = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
     dataset = repo.dataset(data)
     train_split = dataset["train"]
     task = choose_task(config, train_split)
@@ -90,8 +90,8 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         run.checkpoints = stack.enter_context(open_checkpoints(repo, config, cache))
         if run.version is not None:
             resume(run, restore(run, run.version))
-        elif origin is not None:
-            initialise(run, repo, origin)
+        elif init_version is not None:
+            initialise(run, repo, init_version)
         run.reading = ConsumptionTracker(run.loader, step=run.step)
         compile_model(run.model, config.compile)
         if hvd.rank() == 0:
@@ -138,10 +138,10 @@ def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str |
         checkpoint = str(repo.models.resolve(config.resume))
     elif config.resume == "auto" and (versions := repo.models.versions(config.name)):
         checkpoint = str(versions[-1])
-    origin = None
+    init_version = None
     if config.init_from is not None and checkpoint is None:
-        origin = str(repo.models.resolve(config.init_from))
-    return data, checkpoint, origin
+        init_version = str(repo.models.resolve(config.init_from))
+    return data, checkpoint, init_version
 
 
 def choose_task(config: TrainConfig, split: Split) -> Task:

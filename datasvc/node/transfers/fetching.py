@@ -71,13 +71,13 @@ class Fetches:
     async def resident(self, digest: Digest) -> AsyncIterator[Path | None]:
         """Yield the object's file, protected from eviction while the block runs; None if it is not resident."""
         # A stack, because the hold begins in one thread and ends in another.
-        acquired = ExitStack()
-        entering = self._hold_threads.submit(lambda: acquired.enter_context(self._cache.resident(digest)))
+        hold = ExitStack()
+        entering = self._hold_threads.submit(lambda: hold.enter_context(self._cache.resident(digest)))
         try:
             yield await asyncio.wrap_future(entering)
         finally:
             # A request may be cancelled while the thread acquires the object: release it when the thread is done.
-            entering.add_done_callback(lambda _: self._hold_threads.submit(acquired.close))
+            entering.add_done_callback(lambda _: self._hold_threads.submit(hold.close))
 
     @asynccontextmanager
     async def acquire(self, info: ObjectInfo, repository: Repository) -> AsyncIterator[Path]:

@@ -115,8 +115,8 @@ class Origins:
     def _only(self) -> Repository | None:
         """Return the repository of a node that reads only one; None if it reads none or several."""
         # A repository may be in the dict under two URLs.
-        different = {id(repository): repository for repository in self._repositories.values()}
-        return next(iter(different.values())) if len(different) == 1 else None
+        distinct = {id(repository): repository for repository in self._repositories.values()}
+        return next(iter(distinct.values())) if len(distinct) == 1 else None
 
 
 def _normalized(url: str) -> str:

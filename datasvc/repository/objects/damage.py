@@ -51,14 +51,14 @@ def find_damage(
     return damage
 
 
-def stored_size(place: Objects, digest: Digest) -> int:
+def stored_size(objects: Objects, digest: Digest) -> int:
     """Return the size in bytes of a stored object. Raise NotFoundError if it is missing."""
-    size_bytes = place.size(digest)
+    size_bytes = objects.size(digest)
     if size_bytes is None:
-        raise NotFoundError(f"object {place.location(digest)} is missing")
+        raise NotFoundError(f"object {objects.location(digest)} is missing")
     return size_bytes
 
 
-def count_reads(place: Objects, digest: Digest) -> int:
+def count_reads(objects: Objects, digest: Digest) -> int:
     """Return how many reads to try: a second transfer may be correct; a second local read gives the same bytes."""
-    return 1 if place.local_path(digest) is not None else 2
+    return 1 if objects.local_path(digest) is not None else 2

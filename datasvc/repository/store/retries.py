@@ -76,11 +76,11 @@ def _advise_on_access(error: PermissionError, location: str) -> str:
     path = Path(str(error.filename or location))
     # Use os.path: `Path.is_dir` and `Path.exists` raise PermissionError too.
     folders = [folder for folder in reversed(path.parents) if os.path.isdir(folder)]
-    closed = next((folder for folder in folders if not os.access(folder, os.X_OK)), None)
-    if closed is None and os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK):
-        closed = path
+    denying = next((folder for folder in folders if not os.access(folder, os.X_OK)), None)
+    if denying is None and os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK):
+        denying = path
     # A file is created, replaced and deleted with the permissions of its folder.
-    return f"check the permissions of {closed or path.parent}"
+    return f"check the permissions of {denying or path.parent}"
 
 
 def pause_s(num_failures: int) -> float:

@@ -192,5 +192,5 @@ def _encode_column(array: pa.Array, column: _ColumnEncoding, keys: list[str]) ->
 
 def _shape(length: int) -> bytes:
     """Return a list's shape in MDS: one byte (number of dimensions, log2 of the length's bytes), then the length."""
-    width = next(number for number in range(4) if length < 1 << (8 << number))
-    return bytes([1 << 2 | width]) + length.to_bytes(1 << width, "little")
+    log2_bytes = next(number for number in range(4) if length < 1 << (8 << number))
+    return bytes([1 << 2 | log2_bytes]) + length.to_bytes(1 << log2_bytes, "little")

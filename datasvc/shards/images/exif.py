@@ -58,22 +58,22 @@ def parse_orientation(tiff: memoryview) -> int | None:
         return None
     byte_order: Literal["little", "big"] = "little" if byte_order_mark == b"II" else "big"
 
-    def number(offset: int, length: int) -> int:
+    def read_number(offset: int, length: int) -> int:
         return int.from_bytes(tiff[offset : offset + length], byte_order)
 
     # A TIFF header has the byte order, the number 42, and the offset of the first directory.
-    directory = number(4, 4)
-    if number(2, 2) != 42 or not 8 <= directory <= len(tiff) - 2:
+    directory = read_number(4, 4)
+    if read_number(2, 2) != 42 or not 8 <= directory <= len(tiff) - 2:
         return None
-    num_entries = number(directory, 2)
+    num_entries = read_number(directory, 2)
     if directory + 2 + 12 * num_entries > len(tiff):
         return None
     # An entry of the directory has 12 bytes: tag, type, number of values, value.
     for offset in range(directory + 2, directory + 2 + 12 * num_entries, 12):
-        if number(offset, 2) == _ORIENTATION_TAG:
-            value_type = number(offset + 2, 2)
+        if read_number(offset, 2) == _ORIENTATION_TAG:
+            value_type = read_number(offset + 2, 2)
             # The field has 4 bytes in both byte orders; a short value fills the first two.
-            value = number(offset + 8, 2 if value_type == _SHORT else 4)
+            value = read_number(offset + 8, 2 if value_type == _SHORT else 4)
             return value if value_type in (_SHORT, _LONG) and value in range(1, 9) else _UPRIGHT
     return _UPRIGHT
 
