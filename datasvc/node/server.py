@@ -25,8 +25,8 @@ _logger = logging.getLogger(__name__)
 # An idle connection is closed after this time; peers open a new one for the next request.
 _IDLE_S = 60.0
 _HANDSHAKE_S = 5.0
-# After a response, the rest of the request's body is received and dropped for up to this time, because many clients
-# read the response only after they have sent the body.
+# After a response, the rest of the request's body is received and dropped for up to this time. Otherwise the client
+# might not read the response.
 _LINGERING_S = 1.0
 
 
