@@ -58,7 +58,7 @@ def test_every_setting_is_an_option_with_a_help(program):
     assert status == 0
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')}" in helps
-    assert "peak rate: for the global batch" in " ".join(helps.split())
+    assert "optimizer steps: the run may end before `epochs` are over. The schedule" in " ".join(helps.split())
 
 
 @pytest.mark.parametrize(
