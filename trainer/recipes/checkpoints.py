@@ -213,9 +213,10 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def initialise(run: Run, repo: DataRepository, ref: str) -> None:
-    """Load the weights of a version into the model of a new run. This version is the parent of its first checkpoint.
+    """Load the weights of a version into the model of a new run. Every rank must call this.
 
-    Every rank must call this. The version is a checkpoint of this program, or its tensors have the model's names.
+    The version is a checkpoint of this program, or its tensors have the model's names. It becomes the parent of the
+    run's first checkpoint.
 
     Raises:
         ConfigError: the tensors that are not excluded are not those of the model; the message lists the differences.

@@ -38,7 +38,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     """Return the configured optimizer without communication, over the groups of `group_parameters`.
 
     The momentum of these optimizers accumulates gradients that are not multiplied by the learning rate. Therefore a
-    change of the rate needs no momentum correction (Goyal et al. 2017, remark 2).
+    change of the rate does not need the momentum correction of Goyal et al. 2017, remark 2.
     """
     groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
     rate, momentum = config.learning_rate, config.momentum

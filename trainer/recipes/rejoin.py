@@ -41,7 +41,7 @@ def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint
         CorruptDataError, NotFoundError, UnavailableError: see `CheckpointManager.restore`.
     """
     began_s = time.perf_counter()
-    # Only rank 0 reads the repository: if a save completes now, some ranks would find its checkpoint, others not.
+    # Only rank 0 looks the newest step up: if a save completes now, some ranks would find it and others would not.
     stored = call_on_first_rank(model.newest_step, name="newest_step")
     if stored is None or stored <= state.step:
         return Newest("memory", state.step, state.sync_s)

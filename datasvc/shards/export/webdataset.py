@@ -100,7 +100,7 @@ def _image_extension(sample: dict[str, Any]) -> str | None:
 
 
 def _member_name(key: str, extension: str | None) -> str:
-    """Return the part before the dot, which the names of all files of a sample share; `extension` is its image's."""
+    """Return the part of a sample's file names before the dot; `extension` is that of the sample's image."""
     folder, slash, base = safe_path(split_extension(key, extension)[0]).rpartition("/")
     path = f"{folder}{slash}{_DOT.sub(percent_encoded, base)}"
     return _FIRST_OF_TWO_UNDERSCORES.sub(percent_encoded, path)
