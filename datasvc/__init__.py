@@ -34,7 +34,7 @@ def open(url: str, *, create: bool = False) -> DataRepository:  # noqa: A001 - u
     Raises:
         NotFoundError: there is no repository at `url`, and `create` is false.
         ConfigError: the repository has a later format; no driver for the URL is installed; or, with `create`, the
-            store cannot create a file only if it is absent, as each commit does.
+            store has no create-only write, which every commit needs.
         UnavailableError: the store does not respond.
     """
     from datasvc.api import DataRepository
@@ -72,8 +72,8 @@ def ingest(
     Short for `datasvc.open(repo, create=True).datasets.ingest(source, name, ...)`. For the arguments and errors, see
     `Datasets.ingest`.
     """
-    # The signature repeats that of `Datasets.ingest`, so that editors show it; a test compares the two. Copy
-    # `locals()`, because a debugger may add variables to it.
+    # The signature repeats that of `Datasets.ingest`, so that editors show it; a test compares the two. The copy of
+    # `locals()` does not change if a debugger adds variables.
     arguments = dict(locals())
     del arguments["repo"]
     return open(repo, create=True).datasets.ingest(**arguments)

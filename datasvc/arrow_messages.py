@@ -1,7 +1,8 @@
 """Checks Arrow IPC metadata that is not trusted, before Arrow follows the positions and sizes in it.
 
 Arrow trusts some of these numbers: a wrong length ends the process, and a compressed buffer is decompressed to the
-size that it claims. datasvc never compresses a buffer, so every buffer must be inside the bytes that are stored.
+size that it claims. datasvc never compresses a buffer, so compressed buffers are refused. All others must be inside
+the bytes that are stored.
 See https://arrow.apache.org/docs/format/Columnar.html, and File.fbs and Message.fbs beside it.
 """
 
@@ -29,7 +30,7 @@ _MAGIC_BYTES: Final = 8  # "ARROW1" and its padding
 _PREFIX: Final = struct.Struct("<Ii")  # before each message: `_MARK`, and the length of the flatbuffer
 _MARK: Final = 0xFFFFFFFF
 _ALIGNMENT: Final = 8
-# A value takes at least a bit, so no array that Arrow makes from a batch is much larger than the batch.
+# A value takes at least a bit. With this limit, no array that Arrow makes from a batch is much larger than the batch.
 MAX_VALUES_PER_BYTE: Final = 8
 
 
@@ -83,7 +84,7 @@ def checked_messages(stream: pa.Buffer) -> Iterator[pa.Message]:
     """Yield the messages of an Arrow IPC stream, such as the part of a file after its magic bytes.
 
     Raises:
-        ValueError: a message is neither a schema nor a record batch whose buffers are inside its body.
+        ValueError: a message is neither a schema nor a record batch, or a buffer is not inside the message's body.
         pa.ArrowException, OSError, EOFError: a message is not valid.
     """
     for message in pa.ipc.MessageReader.open_stream(pa.BufferReader(stream)):
@@ -123,7 +124,7 @@ def _check_header(message: bytes, body_bytes: int) -> bool:
             raise ValueError(f"it has a column of {length} values in {body_bytes} bytes, {num_nulls} of them null")
     position = 0
     for offset, length in buffers:
-        # Arrow writes one buffer after the other: two that share bytes would take more memory than the file has.
+        # Arrow writes one buffer after the other. Buffers that share bytes could take more memory than the file has.
         if length < 0 or offset < position or offset + length > body_bytes or offset % _ALIGNMENT:
             raise ValueError(
                 f"it has a buffer of {length} bytes at {offset}; expected one from {position} to {body_bytes}"
@@ -135,7 +136,7 @@ def _check_header(message: bytes, body_bytes: int) -> bool:
 def _table(content: bytes, position: int) -> tuple[int, ...]:
     """Return the positions of the fields of a flatbuffers table, by number; 0 for a field that is absent.
 
-    The offset at `position` refers to the table. Of the fields, at least the first `_MAX_FIELDS` are returned.
+    `position` holds the offset of the table. At least `_MAX_FIELDS` positions are returned.
     """
     table = position + _UINT32.unpack_from(content, position)[0]
     vtable = table - _INT32.unpack_from(content, table)[0]
@@ -148,7 +149,7 @@ def _table(content: bytes, position: int) -> tuple[int, ...]:
 
 
 def _vector(content: bytes, position: int, item: struct.Struct) -> list[tuple[int, ...]]:
-    """Return the vector of structs of integers in the field at `position`; [] if the field is absent (0)."""
+    """Return the structs of the vector at `position`, each as its integers; [] if the field is absent (0)."""
     if not position:
         return []
     start = position + _UINT32.unpack_from(content, position)[0]

@@ -56,7 +56,7 @@ def uniform(key: np.uint64, counters: Integers, stream: int) -> npt.NDArray[np.f
     Args:
         key: key from `derive_keys`.
         counters: `int64[n]`, such as positions.
-        stream: index among several random numbers of one counter, 0 <= stream < 2**16.
+        stream: number that selects one of several random numbers of the same counter, 0 <= stream < 2**16.
 
     Returns:
         `float64[n]`, multiples of 2**-53.
@@ -122,7 +122,7 @@ class KeyedPermutation:
         return self._map(values, tweaks, range(_ROUNDS - 1, -1, -1), forward=False)
 
     def _map(self, values: Integers, tweaks: Integers | None, rounds: range, *, forward: bool) -> Integers:
-        """Apply the given rounds to each value. The inverse has them in reverse order, and `forward=False`."""
+        """Apply `rounds` to each value. For the inverse, give them in reverse order, and `forward=False`."""
         result = np.empty(len(values), np.int64)
         source = np.ascontiguousarray(values, np.int64).view(np.uint64)
         tweak_keys = None if tweaks is None else tweaks.astype(np.uint64) * _MIX_2

@@ -1,4 +1,4 @@
-"""In-memory DuckDB databases for SQL of users, which cannot access files, network, extensions or Python variables.
+"""In-memory DuckDB databases for SQL of users. The SQL cannot access files, network, extensions or Python variables.
 
 `delete --where`, and the SQL queries of data sets and model versions, run in such a database.
 """
@@ -28,7 +28,7 @@ _SETTINGS: Final = {
 
 
 def connect(**settings: Any) -> duckdb.DuckDBPyConnection:
-    """Open a database. Register its tables, then call `lock`: without `lock`, SQL of users can access files.
+    """Open a database. The caller registers tables and then calls `lock`: without it, SQL of users can access files.
 
     `settings` are options of DuckDB.
     """
@@ -86,7 +86,7 @@ def fetch(connection: duckdb.DuckDBPyConnection, read: Callable[[], _T]) -> _T:
         thread.start()
         return result.result()
     except BaseException:
-        # Repeat the interrupt, because DuckDB ignores one before the query starts.
+        # DuckDB ignores an interrupt that comes before the query starts, so repeat it.
         while thread.is_alive():
             connection.interrupt()
             thread.join(_INTERRUPT_AGAIN_S)

@@ -1,8 +1,8 @@
 """Horovod's API for data-parallel training, on torch.distributed: `import datasvc.trainer as hvd`.
 
-Importing the package does not import torch, so that the launcher starts the ranks without that delay. Most names
-import torch when they are first used. The modules of `horovod.torch` that programs use exist here under the same
-names, as do the packages `horovod.common` and `horovod.runner`.
+Importing the package does not import torch: the launcher does not need torch, and starts the ranks sooner without
+it. Most names import torch when they are first used. The modules of `horovod.torch` that programs use exist here under
+the same names, as do the packages `horovod.common` and `horovod.runner`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     from datasvc.trainer.optim.sync_batch_norm import SyncBatchNorm
 
 __version__ = "0.28.1"
-"""The Horovod release whose API this package implements, because programs compare it with releases of Horovod.
+"""The Horovod release whose API this package implements. Programs compare it with the releases that they need.
 
 The version of this implementation is `datasvc.__version__`.
 """
@@ -171,8 +171,8 @@ __all__ = [
     "synchronize",
 ]
 
-# `__getattr__` searches these modules for a name, in this order. The first three do not import torch, so the process
-# that calls `hvd.run` does not import it either.
+# `__getattr__` searches these modules for a name, in this order. The first three do not import torch, so a process
+# that only calls `hvd.run` does not import it either.
 _MODULES = (
     "errors",
     "function",
@@ -206,7 +206,7 @@ def __getattr__(name: str) -> Any:
         for module_name in _MODULES:
             module = importlib.import_module(f"datasvc.trainer.{module_name}")
             if hasattr(module, name):
-                # Python calls this function only for names that the module lacks: the next access does not search.
+                # Store the value in the module: Python calls `__getattr__` only for names that the module lacks.
                 value = globals()[name] = getattr(module, name)
                 return value
     raise AttributeError(f"module 'datasvc.trainer' has no attribute {name!r}")

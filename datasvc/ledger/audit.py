@@ -30,16 +30,16 @@ class EpochAudit:
         num_samples: samples of the epoch.
         reached: number of positions that every rank has passed; all positions if the epoch is finished.
         is_finished: whether the run has passed the end of the epoch.
-        served: number of positions served once, with a sample.
+        served: number of positions served once, with a sample that is not masked.
         masked: number of positions served once, with a masked sample because the original did not decode.
         dropped: number of positions dropped at the end of the epoch by tail="drop".
-        padded: number of padding samples, which are served again, but masked, to fill a batch.
-        never: positions before `reached` that were not served by any rank, and not dropped.
+        padded: number of padding samples: masked repetitions that fill a batch.
+        never: positions before `reached` that no rank served or dropped.
         repeated: positions served more than once.
         again: number of served positions that do not count, because the run restarted from an older state.
-        copies: number of positions in files that do not count, from model-parallel peers or restarts of a rank.
+        copies: number of positions in files of model-parallel peers or earlier starts of a rank, which do not count.
         reasons: descriptions of ranks with a gap, a repetition or no file, if `never` or `repeated` is not empty.
-        disagreements: descriptions of disagreements between ranks in the attempts that count for the epoch.
+        disagreements: descriptions of differences between ranks in the attempts that count for the epoch.
     """
 
     epoch: int
@@ -94,9 +94,9 @@ class Audit:
     @property
     def is_proven(self) -> bool:
         """Whether at least one audited epoch is finished, and no audited epoch has an error."""
-        sound = not (self.disagreements or self.damage)
+        is_sound = not (self.disagreements or self.damage)
         is_any_finished = any(epoch.is_finished for epoch in self.epochs)
-        return sound and is_any_finished and all(epoch.is_faultless for epoch in self.epochs)
+        return is_sound and is_any_finished and all(epoch.is_faultless for epoch in self.epochs)
 
 
 def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, damage: Sequence[str] = ()) -> Audit:
@@ -176,7 +176,7 @@ def _differences(attempt: Attempt) -> Iterator[str]:
 
 
 def _epochs_of(attempts: Iterable[Attempt]) -> Iterator[int]:
-    """Yield the epoch of each record, and the first epoch of each attempt, whose records may all be damaged."""
+    """Yield the first epoch of each attempt, because all its records may be damaged, and the epoch of each record."""
     for attempt in attempts:
         yield attempt.begin[0]
         yield from (record.epoch for file in attempt.files.values() for record in file.records)
@@ -232,7 +232,7 @@ class _History:
             self._num_samples,
             reached,
             is_finished,
-            served=max(0, once - num_dropped - num_masked),  # repeated positions may be masked, but are not in `once`
+            served=max(0, once - num_dropped - num_masked),  # `num_masked` may have repeated positions
             masked=num_masked,
             dropped=num_dropped,
             padded=sum(strided.size for strided in counted[RecordKind.PADDED]),
@@ -276,7 +276,7 @@ class _History:
         """Yield descriptions of the ranks of each attempt with missing or repeated positions."""
         for attempt in self._attempts:
             start, stop = attempt.range_in(epoch, self._num_samples)
-            # Positions that no rank of the attempt has passed give no reason to name one of its ranks.
+            # Do not report a rank for positions that no rank of the attempt has passed.
             ends = [window.stop for rank in attempt.files for window in windows[id(attempt), rank]]
             stop = min(stop, reached, max(ends, default=start))
             if start >= stop:

@@ -146,7 +146,7 @@ def _request(operation: Operation, path: str, action: Callable[[], Any]) -> Any:
 
 
 class _FaultyDriver(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """The fsspec driver of all stores: a path is the name of a store and the path in it.
+    """The fsspec driver of all stores. A path is the name of a store, a slash and the path in the store.
 
     Do not override `pipe_file`: `exclusive_create` would no longer treat create-only writes as atomic.
     """

@@ -29,24 +29,24 @@ def check_source(source: StreamedSource, *, is_read_once: bool = False) -> Check
 
     Args:
         source: source to check.
-        is_read_once: whether the source reads an iterator, which can be neither read again nor sent to a process.
+        is_read_once: whether the source reads an iterator, which can be neither read again nor pickled.
 
     Raises:
         ConfigError: the source breaks a rule of the contract; the message has the part and the rule.
         DatasvcError: see `StreamedSource.read`.
     """
-    parts = [read_part(source, part) for part in source.parts]
+    reads = [read_part(source, part) for part in source.parts]
     samples = CheckedSamples(
-        pa.concat_tables([source.schema.empty_table(), *(read.table for read in parts)]),
-        [bad for read in parts for bad in read.bad],
+        pa.concat_tables([source.schema.empty_table(), *(read.table for read in reads)]),
+        [bad for read in reads for bad in read.bad],
     )
-    keys = [(part.split, key) for part, read in zip(source.parts, parts, strict=True) for key in _keys(read)]
+    keys = [(part.split, key) for part, read in zip(source.parts, reads, strict=True) for key in _keys(read)]
     _require(len(keys) == len(set(keys)), source.url, "keys are unique in a split")
     if not is_read_once:
         copy = pickle.loads(pickle.dumps(source))  # noqa: S301 - made in the same call
         _require(copy.fingerprint() == source.fingerprint(), source.url, "a pickled copy has the same fingerprint")
         # Read the parts in another order than above: the samples of a part must not depend on parts read before.
-        for part, read in reversed(list(zip(copy.parts, parts, strict=True))):
+        for part, read in reversed(list(zip(copy.parts, reads, strict=True))):
             is_same = _content(read_part(copy, part)) == _content(read)
             _require(is_same, part.name, "each read of a part gives the same samples")
     return samples
@@ -58,13 +58,13 @@ def read_part(source: StreamedSource, part: SourcePart) -> CheckedSamples:
     bad: list[BadSample] = []
     for item in source.read(part):
         if isinstance(item, BadSample):
-            _require(item.split == part.split, part.name, "a bad sample is of the split of its part")
+            _require(item.split == part.split, part.name, "a bad sample has the split of its part")
             bad.append(item)
         else:
             _check_batch(item, source.schema, part.name)
             batches.append(item)
     table = pa.Table.from_batches(batches, source.schema)
-    # One bad sample may stand for all samples in the rest of a part, so their number is unknown.
+    # One bad sample may stand for the whole rest of a part, so the number of samples cannot be checked.
     is_complete = bool(bad) or part.num_samples in {None, table.num_rows}
     _require(is_complete, part.name, f"it has the {part.num_samples} samples of the listing")
     return CheckedSamples(table, bad)

@@ -1,4 +1,4 @@
-"""Derives lanes and block of `shuffle="windowed"`, the same on all ranks, or takes those of a state.
+"""Derives the lanes and the block of `shuffle="windowed"`, equal on all ranks, or takes them from a state.
 
 Loaders and samplers use this module if their caller gives the shuffle without an `OrderConfig`.
 """
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LOG = logging.getLogger(__name__)
-# The default of a loader. A loader that prefetches less derives its order as if it had this value, so that both
-# derive the same order.
+# The default of a loader. A loader that prefetches fewer batches derives its order with this value, so that it has
+# the same order as a loader with the default.
 _MIN_PREFETCH: Final = 2
 
 
@@ -80,7 +80,7 @@ def derive_windowed(
                 order.block,
             )
     else:
-        # The order follows from these values and the budget. The budget of data rank 0 is used on all ranks.
+        # The ranks agree on one order for these values. Of the budgets, that of data rank 0 is used.
         question = repr([[split.digest for split in splits_of(samples)], seed, batches])
 
         def choose_for_all() -> str:

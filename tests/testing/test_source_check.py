@@ -114,7 +114,7 @@ def test_samples_and_bad_samples_of_a_good_source_are_returned_in_order_with_its
         (Nulls, "only nullable columns have nulls"),
         (Short, "a breaks .* it has the 2 samples of the listing"),
         (SameKeys, "keys are unique in a split"),
-        (OtherSplit, "a bad sample is of the split of its part"),
+        (OtherSplit, "a bad sample has the split of its part"),
         (Restless, "b breaks .* each read of a part gives the same samples"),
         (Forgetful, "a pickled copy has the same fingerprint"),
     ],

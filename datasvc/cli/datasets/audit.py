@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 LedgersArgument = Annotated[
     list[Path],
-    typer.Argument(metavar="LEDGER...", help="Folder that the loaders got as ledger=; or that folder of each node."),
+    typer.Argument(
+        metavar="LEDGER...", help="Folder that the loaders got as ledger=; several, if each node has its own."
+    ),
 ]
-KeysOption = Annotated[
+KeysRepoOption = Annotated[
     str | None,
     typer.Option("--repo", envvar="DATASVC_REPO", help="Repository of the data set, to list samples by key too."),
 ]
@@ -30,7 +32,7 @@ def audit(
     ledgers: LedgersArgument,
     epoch: Annotated[int | None, typer.Option(min=0, help="Check only this epoch, which must be finished.")] = None,
     show: Annotated[int, typer.Option(min=0, help="Number of samples to list of each kind.")] = 10,
-    repo: KeysOption = None,
+    repo: KeysRepoOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Prove from a run's ledger that each sample of an epoch was served once, or list the samples that were not.
@@ -38,8 +40,8 @@ def audit(
     Example: datasvc audit /shared/run7/ledger --epoch 0 --repo ./repo
 
     A sample that is served again after a restart from an older state counts once, because the weights from before the
-    restart are discarded. Exit status: 0 if all finished epochs (at least one) are proven, 1 if not, 3 if the ledger
-    is damaged.
+    restart are discarded. Exit status: 0 if an epoch is finished and no error was found, 1 if not, 3 if the ledger is
+    damaged.
     """
     result = _read_ledgers(ledgers, epoch)
     if as_json:
@@ -105,18 +107,18 @@ def _facts(result: Audit, show: int, repo: str | None) -> dict[str, Any]:
 def _print_audit(result: Audit, show: int, repo: str | None) -> None:
     names = _open_names(result, repo)
     sizes = " -> ".join(map(str, result.world_sizes))
-    _print_line(f"{result.header.source}: {result.num_files} files, ranks {sizes}")
+    print_line(f"{result.header.source}: {result.num_files} files, ranks {sizes}")
     for line in (*result.damage, *result.disagreements):
-        _print_line(line)
+        print_line(line)
     for path in result.torn:
-        _print_line(f"{path}: its end was cut off by a crash; complete records count")
+        print_line(f"{path}: its end was cut off by a crash; complete records count")
     for epoch in result.epochs:
-        _print_line(f"epoch {epoch.epoch}: {_verdict(epoch)}")
+        print_line(f"epoch {epoch.epoch}: {_verdict(epoch)}")
         for line in (*_count_lines(epoch), *epoch.reasons):
-            _print_line(f"  {line}")
+            print_line(f"  {line}")
         for title, uneven in (("never served", epoch.never), ("served more than once", epoch.repeated)):
             if uneven.count:
-                _print_line(f"  {title}: {_list_samples(uneven, epoch.epoch, show, names)}")
+                print_line(f"  {title}: {_list_samples(uneven, epoch.epoch, show, names)}")
 
 
 def _verdict(epoch: EpochAudit) -> str:
@@ -151,7 +153,3 @@ def _list_samples(uneven: Uneven, epoch: int, show: int, names: SampleNames | No
     ]
     more = uneven.count - len(texts)
     return ", ".join(texts + ([f"and {more} more"] if more else []))
-
-
-def _print_line(line: str) -> None:
-    print_line(line)

@@ -57,7 +57,7 @@ def import_model(
     exclude: ExcludeOption = None,
     rename: MapOption = None,
     prefix: Annotated[
-        str, typer.Option(help="If the source is a plain state dict of tensors: key in the state to store it under.")
+        str, typer.Option(help="Key of the state under which a plain state dict of tensors is stored.")
     ] = "model",
     codec: Annotated[CodecName, typer.Option(help="How tensors are stored.")] = CodecName.delta,
     step: Annotated[int, typer.Option(min=0, help="Optimizer steps that the model was trained for; 0: unknown.")] = 0,
@@ -65,7 +65,9 @@ def import_model(
     message: Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")] = "",
     reader_memory: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="Memory limit to read torch.save or DCP files, besides their tensors."),
+        typer.Option(
+            metavar="SIZE", help="Maximum memory for reading torch.save or DCP files, besides their tensors."
+        ),
     ] = "1GiB",
     as_json: JsonOption = False,
 ) -> None:
@@ -162,7 +164,7 @@ def export_model(
     from datasvc.repository import Repository
     from datasvc.sizes import format_size, parse_size
 
-    repository, rules = Repository.open(repo), parse_name_map(rename or ())
+    repository, name_map = Repository.open(repo), parse_name_map(rename or ())
     if export_format is ModelFormat.onnx:
         not_for_onnx = {"--only": only, "--exclude": exclude, "--dtype": dtype, "--max-shard-size": max_shard_size}
         refused = [option for option, value in not_for_onnx.items() if value]
@@ -171,7 +173,7 @@ def export_model(
                 f"{' and '.join(refused)} cannot be used with --format onnx: the module determines the tensors and "
                 "their types; leave it out, or export as safetensors"
             )
-        _export_onnx(repository, ref, folder, model, inputs or [], rules, trusted, as_json=as_json)
+        _export_onnx(repository, ref, folder, model, inputs or [], name_map, trusted, as_json=as_json)
         return
     with byte_progress(f"exporting {ref}") as progress:
         result = run_export(
@@ -181,7 +183,7 @@ def export_model(
             export_format.value,
             only=only or (),
             exclude=exclude or (),
-            rename=rules,
+            rename=name_map,
             dtype=dtype,
             max_shard_bytes=parse_size(max_shard_size or _DEFAULT_SHARD_SIZE),
             trusted_keys=trusted or None,

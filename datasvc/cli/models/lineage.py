@@ -111,6 +111,7 @@ def _data_lines(tree: Lineage, *, shards: bool) -> Iterator[str]:
 
 
 def _dataset_lines(tree: Lineage, root: str, printed: set[str]) -> Iterator[str]:
+    """Yield a line for the data-set version `root` and for each ancestor; add their names to `printed`."""
     stack = [(root, 0)]
     while stack:
         name, depth = stack.pop()

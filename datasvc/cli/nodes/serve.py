@@ -41,7 +41,8 @@ def serve(
         str | None, typer.Option(help="All nodes: http://a:8765,http://b:8765 or file:PATH or dns:NAME:PORT.")
     ] = None,
     url: Annotated[
-        str | None, typer.Option(help="URL of this node among --peers; default: found by its addresses.")
+        str | None,
+        typer.Option(help="URL of this node among --peers; default: found by the addresses of this machine."),
     ] = None,
     tenant: Annotated[str, typer.Option(help="Tenant whose quota is used.")] = "default",
     max_connections: Annotated[int, typer.Option(help="Maximum number of connections.")] = 256,
@@ -56,7 +57,8 @@ def serve(
         float, typer.Option(help="Seconds for running transfers to complete after a stop signal.")
     ] = 20.0,
     log_level: Annotated[
-        LogLevel, typer.Option(help="Least severe messages on standard error: peers, staging jobs, start and stop.")
+        LogLevel,
+        typer.Option(help="Lowest level of messages on standard error: peers, staging jobs, start and stop."),
     ] = "info",
     as_json: JsonOption = False,
 ) -> None:
@@ -97,11 +99,11 @@ def serve(
             print_json_line({"url": address, "cache": str(cache), "process": os.getpid()})
         else:
             print_line(f"serving {cache} at {address}")
-            sys.stdout.flush()  # a program that reads a pipe waits for the address
+            sys.stdout.flush()  # a program may wait for the address at the other end of a pipe
 
     if not run_server(settings, ready):
-        # Some threads still wait for other nodes, and a normal exit would wait for these threads. Exit at once: the
-        # files of the cache remain valid, however its process ends.
+        # A normal exit would wait for threads that still wait for other nodes. Exit at once: the files of a cache
+        # stay valid at whatever point a process ends.
         sys.stdout.flush()
         os._exit(0)
 

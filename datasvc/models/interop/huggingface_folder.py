@@ -1,4 +1,4 @@
-"""Read folders in Hugging Face's layout: weights as safetensors or `torch.save` files, and small other files.
+"""Reads folders in Hugging Face's layout: weights as safetensors or `torch.save` files, and small other files.
 
 The small files, such as `config.json` and `tokenizer.json`, are stored unchanged with the version. An export in this
 layout writes them back.
@@ -24,7 +24,7 @@ CONFIG_FILE: Final = "config.json"
 TORCH_FILE: Final = "pytorch_model.bin"
 TORCH_INDEX_FILE: Final = "pytorch_model.bin.index.json"
 _TORCH_SUFFIX: Final = ".bin"
-# Files of weights and other tensors. Those that are not imported are not stored with the version either.
+# Suffixes of files with weights or other tensors. Such a file is never stored with the version as a small file.
 _WEIGHT_SUFFIXES: Final = frozenset(
     (SUFFIX, _TORCH_SUFFIX, ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".onnx", ".gguf", ".tflite")
 )
@@ -71,7 +71,7 @@ def _read_indexed(
 
     Raises:
         CorruptDataError: the index is not valid, or lists a tensor that its file does not have.
-        CorruptDataError, ConfigError, OSError: as `read` raises them.
+        CorruptDataError, ConfigError, OSError: raised by `read`.
     """
     path = folder / index_name
     if path.stat().st_size > _MAX_INDEX_BYTES:
@@ -138,8 +138,8 @@ def with_small_files(state: ForeignState, folder: Path) -> ForeignState:
 def _parse_config(raw: bytes, path: Path) -> Mapping[str, Any]:
     """Return the content of `config.json` for the entry of a version; {} if an entry cannot hold it."""
     if raw and len(raw) <= _MAX_ENTRY_CONFIG_BYTES:
-        # Some files cannot be part of an entry, such as those with infinities, which are not valid JSON. Then the
-        # entry has no parsed content. An export does not need the parsed content, because it uses the stored file.
+        # An entry cannot hold some contents, such as infinities, which are not valid JSON. Leave such content out of
+        # the entry: an export does not need it, because it uses the stored file.
         with suppress(CorruptDataError, ConfigError):
             parsed = parse_object(raw, str(path))
             encode_entry(parsed)  # raises if an entry cannot hold it

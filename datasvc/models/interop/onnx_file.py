@@ -1,4 +1,4 @@
-"""Export a model version to ONNX: load its weights into a module, which torch's exporter traces and converts."""
+"""Exports a model version to ONNX: loads its weights into a torch module, which torch's exporter converts."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def export_onnx(
         inputs: an example of each input.
         prefix: key of the module's tensors in the state.
         rename: new names of tensors, see `name_filter.map_names`.
-        dynamic_batch: whether the first dimension of every input may have any size; the examples then need a size of
-            2 or more there.
+        dynamic_batch: whether the first dimension of every input may have any size. If so, this dimension must be 2
+            or more in the examples.
         trusted_keys: see `stored_version.read_version`.
 
     Raises:
@@ -116,7 +116,7 @@ def export_onnx(
 def make_model(text: str) -> torch.nn.Module:
     """Import and call `PACKAGE.MODULE:CALLABLE`, and return the torch module that it creates.
 
-    This runs the user's code, so only the command line calls it, with a text that the user wrote.
+    This runs the code that `text` names: call it only with a text that the user wrote on the command line.
 
     Raises:
         ConfigError: the callable cannot be imported or called, or returns something other than a module.
@@ -140,7 +140,7 @@ def make_model(text: str) -> torch.nn.Module:
 
 
 def make_input(text: str) -> torch.Tensor:
-    """Return an example input of zeros, described as `1x3x224x224` or `1x128:int64`.
+    """Return an example input: zeros of a shape and dtype, such as `1x3x224x224` (float32) or `1x128:int64`.
 
     Raises:
         ConfigError: the text does not have this form, or the dtype is not supported.

@@ -1,4 +1,4 @@
-"""Read and write safetensors files, and the folder of an export with one of them.
+"""Reads and writes safetensors files, and the folder of an export in this format.
 
 Files are read block by block and written in groups of tensors, so a file is never held in memory as a whole.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SUFFIX: Final = ".safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 TENSORS_FILE, STATE_FILE, ENTRY_FILE = "tensors.safetensors", "state.json", "entry.json"
-# Limits for untrusted files, which are read into memory as a whole.
+# Limit for untrusted JSON files, which are read into memory as a whole.
 _MAX_JSON_BYTES: Final = 32 << 20
 GROUP_BYTES: Final = 256 << 20  # size of the tensors that a write has in memory at a time
 _METADATA: Final = {"format": "pt"}  # "pt" stands for PyTorch
@@ -48,7 +48,7 @@ def read_safetensors(path: Path) -> ForeignState:
 
 
 def read_safetensors_folder(folder: Path) -> ForeignState:
-    """Return the model in a folder with one safetensors file; if `models export` wrote it, with its state tree.
+    """Return the model in a folder with one safetensors file, with its state tree if `models export` wrote it.
 
     Raises:
         CorruptDataError: a header is not valid, see `read_header`.
@@ -80,8 +80,8 @@ def write_safetensors(
 ) -> None:
     """Write tensors to a file, atomically.
 
-    `load` loads tensors by name. It is called for one group of tensors after another, so that only these tensors are
-    in memory. A group has at most `group_bytes`, or is one larger tensor.
+    `load` loads tensors by name. It is called for one group of tensors after another, so that only one group is in
+    memory. A group has at most `group_bytes`, or is one larger tensor.
 
     Raises:
         ConfigError: safetensors does not support the dtype of a tensor.

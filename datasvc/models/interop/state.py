@@ -30,8 +30,8 @@ class ForeignTensor:
     Attributes:
         name: name in the file.
         dtype: torch's name of the dtype, such as "float32".
-        blocks: function that reads the tensor. It yields pairs (first index, values) of blocks that tile the tensor,
-            of a few MiB each if the format allows blocks of this size. It raises CorruptDataError or OSError.
+        blocks: function that reads the tensor. It yields blocks that tile the tensor, as pairs (first index, values).
+            A block has a few MiB if the format allows it. It raises CorruptDataError or OSError.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ForeignState:
             state dict.
         config: configuration that was stored with the model, as JSON values.
         files: other files that were stored with the model: unchanged bytes by file name.
-        ignored: names of tensors in the files that do not belong to the model.
+        ignored: names of tensors that are in the files, but do not belong to the model.
         left_out: names of files of the folder that are neither weights of the model nor in `files`.
         weight_files: names of the files of the folder that hold `tensors`.
     """
@@ -85,7 +85,7 @@ def check_tensor_name(name: object, location: str) -> str:
 
 
 def check_file_name(folder: Path, name: object, *, listed_in: str, suffix: str = "") -> Path:
-    """Return the path of a file that the file `listed_in` of an untrusted folder refers to.
+    """Return the path of the file `name`, to which the file `listed_in` of the same untrusted folder refers.
 
     Raises:
         CorruptDataError: `name` is not the name of a file in this folder, or does not end with `suffix`.
@@ -99,14 +99,14 @@ def check_file_name(folder: Path, name: object, *, listed_in: str, suffix: str =
 
 
 def flat_skeleton(names: Mapping[str, str]) -> Any:
-    """Return the skeleton of a dict of tensors, given the name of the tensor for each key."""
+    """Return the skeleton of a dict of tensors; `names` has the name of the tensor for each key of the dict."""
     return dict_skeleton({key: {"$tensor": name} for key, name in names.items()})
 
 
 def dict_skeleton(parts: Mapping[str, Any]) -> Any:
     """Return the skeleton of a dict from the skeletons of its values."""
-    # In a skeleton, a key that starts with "$" marks an encoded value. A dict with such a key of its own is therefore
-    # written as a list of pairs.
+    # In a skeleton, a key that starts with "$" marks an encoded value. Write a dict that has such a key itself as a
+    # list of pairs.
     if any(key.startswith("$") for key in parts):
         return {"$dict": [[key, part] for key, part in parts.items()]}
     return dict(parts)
@@ -122,7 +122,7 @@ def read_block(file: IO[bytes], dtype: str, shape: Shape, location: str) -> torc
     import torch
 
     block = torch.empty(shape, dtype=getattr(torch, dtype))
-    # `readinto` may read fewer bytes than requested, in particular from a pipe. So call it until the block is full.
+    # `readinto` may read fewer bytes than requested, in particular from a pipe. Call it until the block is full.
     view, filled = bytes_of(block), 0
     while filled < view.nbytes:
         length = file.readinto(view[filled:])  # type: ignore[attr-defined] # every binary file has it

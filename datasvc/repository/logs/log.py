@@ -23,7 +23,7 @@ from datasvc.threads import map_in_threads
 
 ENTRY_FORMAT = 1
 MAX_ENTRY_BYTES = 16 << 20
-"""Maximum size of an entry; large data belongs in objects. Parsed JSON needs some twenty times this memory."""
+"""Maximum size of an entry; large data belongs in objects. Parsed, an entry takes some twenty times its size."""
 
 _ENTRY_NAME = re.compile(r"(\d{8,})\.json")  # the same form as in `Log.path_of`
 _APPEND_ATTEMPTS = 32
@@ -59,7 +59,7 @@ def encode_entry(content: Mapping[str, Any]) -> bytes:
     The records of journals, signatures and pointers to chunks have the same form.
 
     Raises:
-        ConfigError: the content cannot be encoded as JSON (a NaN, or a value of another type).
+        ConfigError: the content has a value that JSON does not have, such as NaN.
     """
     try:
         checksum = _checksum(content)
@@ -87,7 +87,7 @@ def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptDataError(f"{location} is corrupt: {error}; restore it from another copy") from error
     if is_later_format and not is_intact and checksum == _checksum({**content, "format": ENTRY_FORMAT}):
-        # Only the number of the format is damaged: a later datasvc could not read the entry either.
+        # The checksum matches with the present format number, so only that number is damaged. An upgrade cannot help.
         raise CorruptDataError(f"{location} is corrupt: its format number was changed; restore it from another copy")
     if is_later_format:
         raise ConfigError(
@@ -186,12 +186,12 @@ class Log:
         return range(number + 1, newest + 1)
 
     def append(self, build: Callable[[int], Mapping[str, Any]], *, head: int | None = None) -> Entry:
-        """Commit the next entry; rebase on the new head if another writer commits first.
+        """Commit the next entry. If another writer commits first, build the entry again for the next number.
 
         Args:
-            build: function that is called once per attempt with the number of the head (0: empty log), and returns
-                the content. All objects that the content references must be stored already.
-            head: number of the head, if the caller has listed the log; an outdated number costs another attempt.
+            build: function that is called once per attempt with the number of the newest entry (0: empty log), and
+                returns the content. All objects that the content references must be stored already.
+            head: number of the newest entry, if the caller has listed the log. An outdated number costs an attempt.
 
         Raises:
             ConflictError: other writers committed first in every attempt; nothing was committed.

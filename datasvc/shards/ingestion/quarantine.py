@@ -29,14 +29,14 @@ def check_bad(
 
     Args:
         bad: samples that could not be stored.
-        repeated: stored samples that repeat a key.
+        repeated: samples that were stored, but have the key of another sample.
         tables: shard tables of the stored samples by split.
         source: the source, for messages.
         fails: whether any bad sample prevents the commit; if False, only a split without any good sample prevents it.
 
     Raises:
         NotFoundError: the source has no samples, not even bad ones.
-        BadSampleError: the message has the number of bad samples and up to ten of them.
+        BadSampleError: bad samples prevent the commit; the message has their number and lists up to ten of them.
     """
     if not bad and not tables:
         raise NotFoundError(f"cannot ingest {redact_url(source.url)}: it contains no samples")
@@ -55,7 +55,7 @@ def check_bad(
 
 
 def check_duplicates(duplicates: Mapping[str, Sequence[DuplicateSample]], source: Source) -> None:
-    """Raise BadSampleError if any split has duplicates; `duplicates` has the samples by split."""
+    """Raise BadSampleError if a split has duplicates; `duplicates` has the duplicate samples of each split."""
     listed = [
         f"{split}/{sample.key} has the same content as {sample.first_key}"
         for split, samples in duplicates.items()
@@ -69,10 +69,10 @@ def check_duplicates(duplicates: Mapping[str, Sequence[DuplicateSample]], source
 
 
 def store_quarantine(objects: Objects, bad: Sequence[BadSample]) -> Digest | None:
-    """Store the samples that were left out and the reasons, one JSON object per line; return their digest."""
+    """Store the list of the bad samples and their reasons, one JSON object per line. Return its digest, if any."""
     if not bad:
         return None
-    # Sorted, so that the object does not depend on the order in which workers finish.
+    # Sort, so that the object does not depend on the order in which workers finish.
     lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False, sort_keys=True) for sample in _ordered(bad)]
     return objects.put("".join(f"{line}\n" for line in lines).encode()).digest
 

@@ -41,7 +41,7 @@ class CommonKeys:
 
 
 def find_common_keys(objects: Objects, a: ShardTable, b: ShardTable) -> CommonKeys:
-    """Return the pairs of live (not deleted) samples with equal keys. Raise what `match_keys` raises."""
+    """Return the pairs of live (not deleted) samples with equal keys; for errors, see `match_keys`."""
     return match_keys(SplitKeys(objects, a), SplitKeys(objects, b))
 
 
@@ -66,7 +66,7 @@ def first_keys(keys: list[str] | pa.Array, count: int = 10) -> str:
 
 
 def _side(split: SplitKeys) -> Side:
-    """Return a side that is matched by key, with sample digests as the attached values."""
+    """Return `split` as one side of a match by key, with sample digests as the attached values."""
 
     def read() -> Iterator[ShardValues]:
         return (ShardValues(shard.shard, shard.rows, shard.keys, shard.read_digests) for shard in split)

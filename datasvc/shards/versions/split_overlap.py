@@ -129,19 +129,19 @@ def find_overlaps(
 ) -> list[Overlap]:
     """Return the samples that each pair of splits shares, without the pairs that share nothing.
 
-    Samples without blobs are not compared by payload: two of them may have equal numbers by chance, but two equal
-    images are copies. Nor are samples in shards without a sample index, see `count_unchecked`.
+    Samples without blobs are not compared by payload, because two of them may have equal values by chance. Samples
+    in shards without a sample index are not compared by payload either, see `count_unchecked`.
 
     Args:
         objects: objects of the repository.
         tables: shard tables by split.
-        checked: tables of splits that were compared before. Their samples are compared only with the new samples:
-            those that they do not have.
+        checked: tables of splits that were compared before. Two samples that are both in them are not compared
+            again.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
     """
-    # "drop" removes samples from the first split of a pair: from training data before validation data.
+    # "drop" removes samples from the first split of a pair, so training data come first, then validation data.
     order = sorted(tables, key=lambda name: (name != DEFAULT_SPLIT, name != HELD_OUT_SPLIT, name))
     new = {split: _new_shards(objects, tables[split], (checked or {}).get(split)) for split in order}
     overlaps = []
@@ -252,10 +252,9 @@ def _find_shared(
     table: tuple[ShardTable, Integers | None],
     other: tuple[ShardTable, Integers | None],
 ) -> Iterator[SharedSamples]:
-    """Yield the samples of `table` that `other` has too, if any.
+    """Yield the samples of `table` that `other` has too, as one result; yield nothing if there are none.
 
     `table` and `other` are each a shard table and the numbers of the shards to compare; None stands for all shards.
-    At most one result is yielded; there is none if no sample is shared.
     """
     if kind == "payload" and not (_has_blobs(table[0]) and _has_blobs(other[0])):
         return
@@ -319,8 +318,8 @@ def _is_accepted(overlap: Overlap, accepted: Sequence[Overlap]) -> Flags:
     flags = np.zeros(len(overlap.samples), np.bool_)
     for earlier in accepted:
         if (earlier.kind, earlier.split, earlier.other) == (overlap.kind, overlap.split, overlap.other):
-            # Keys are unique within a split, so a sample has at most one position; it is null for a sample that
-            # `earlier` does not have. Then the result of the comparison is null too, and counts as False.
+            # Keys are unique within a split, so a sample has at most one position in `earlier`. If it has none, its
+            # position is null. Then the result of the comparison is null too, and counts as False.
             positions = pc.index_in(overlap.samples.keys, value_set=earlier.samples.keys)
             same = pc.equal(earlier.samples.other_keys.take(positions), overlap.samples.other_keys)
             flags |= same.fill_null(fill_value=False).to_numpy(zero_copy_only=False)

@@ -1,8 +1,9 @@
 """Source of numpy arrays: `.npy` files and `.npz` archives with the samples along the first axis.
 
 The arrays of one folder, or of one archive, are the columns of a split and have the same length. If an array's name
-contains a split name (`train_x.npy`, or `x_test` in an archive), the array belongs to that split, and its column is
-named without the split name. Samples of more than one value are tensors (see `common.tensors`).
+contains a split name, the array belongs to that split, and the rest of the name is the name of its column:
+`train_x.npy`, or `train_x` in an archive, is column `x` of split `train`. A sample with more than one value is a
+tensor (see `common.tensors`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from datasvc.shards.sources.common.tensors import tensor_array, tensor_field
 _LABELS: Final = frozenset({"y", "label", "labels", "target", "targets"})
 _UNNAMED: Final = "data"  # column of an array whose name is only a split name
 _PART_BYTES: Final = 64 << 20
-# Upper bound of a key's size in an Arrow array, including its offset, but without the file name.
+# Maximum bytes that a key `FILE#ROW` takes in an Arrow array in addition to FILE, including the key's offset.
 _KEY_BYTES: Final = 32
 
 
@@ -67,7 +68,7 @@ class NumpySource(FileSource):
     """A source of numpy files. A part is a range of samples, or all samples of a split in an archive.
 
     Attributes:
-        columns: array names of the columns after `key`.
+        columns: names of the arrays that become columns, in the order of the schema.
         key: name of the array that holds the keys; None: the key of a sample is `FILE#ROW`.
     """
 
@@ -115,7 +116,7 @@ class NumpySource(FileSource):
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of a range; see `StreamedSource.read`."""
         reader = FileReader(self.url)
-        # `where` has JSON values, in which a shape may be a list.
+        # In `where`, a shape may be a list, because JSON has no tuples.
         arrays = {
             name: NpyArray(**{**fields, "shape": tuple(fields["shape"])})
             for name, fields in part.where["arrays"].items()
@@ -147,7 +148,7 @@ class NumpySource(FileSource):
     ) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield samples as batches, and each sample that does not fit the columns as a bad sample.
 
-        `values` has the values of consecutive samples by array name; `first` is the row of the first one.
+        `values` has the values of consecutive samples by array name; `first` is the row of the first sample.
         """
         num_samples = len(next(iter(values.values())))
         made_keys = [f"{part.where['file']}#{row}" for row in range(first, first + num_samples)]
@@ -168,7 +169,7 @@ class NumpySource(FileSource):
 
 def _tables(reader: FileReader, files: Sequence[SourceFile], options: SourceOptions) -> Sequence[_Table]:
     """Read the headers of `files`, and group their arrays into tables. Raise ConfigError or CorruptDataError."""
-    # By archive or folder, and split: file, column name and array.
+    # For each archive or folder and each split: the file, column name and header of each array.
     groups: dict[tuple[str, str], list[tuple[SourceFile, str, NpyArray]]] = {}
     for file in files:
         base, extension = os.path.splitext(file.name)
@@ -185,7 +186,7 @@ def _tables(reader: FileReader, files: Sequence[SourceFile], options: SourceOpti
 
 
 def _table(split: str, listed: Sequence[tuple[SourceFile, str, NpyArray]]) -> _Table:
-    """Return the table of `listed`: file, column name and array. Raise ConfigError if the arrays do not match."""
+    """Return the table of arrays (file, column name, header). Raise ConfigError if they do not match."""
     names = [name for _, name, _ in listed]
     duplicates = sorted(name for name, count in Counter(names).items() if count > 1)
     if duplicates:
@@ -199,7 +200,7 @@ def _table(split: str, listed: Sequence[tuple[SourceFile, str, NpyArray]]) -> _T
             f"the arrays of split {split!r} in the folder of {listed[0][0].name} differ in length: {lengths}; "
             "expected the same number of samples along the first axis"
         )
-    # An archive is listed once for each of its arrays, but its stamp is used once.
+    # An archive is listed once for each of its arrays: use its stamp only once.
     stamps = dict.fromkeys(f"{file.name} {file.size_bytes} {file.stamp}" for file, _, _ in listed)
     arrays = {name: array for _, name, array in sorted(listed, key=itemgetter(1))}
     return _Table(split, listed[0][0].name, "\n".join(stamps), arrays)
@@ -234,9 +235,10 @@ def _parts(table: _Table) -> Iterator[SourcePart]:
 
 
 def _choose_key(table: _Table, key: str | None) -> str | None:
-    """Return the name of the array that holds the keys: `key`, or by default an array named "key"; None without one.
+    """Return the name of the array that holds the keys; None if no array does.
 
-    Raise ConfigError if the array `key` does not exist, or if an array cannot hold keys.
+    If `key` is None, an array named "key" holds the keys. Raise ConfigError if the array `key` does not exist, or
+    cannot hold keys.
     """
     if key is None:
         key = KEY if KEY in table.arrays else None
@@ -253,10 +255,10 @@ def _choose_key(table: _Table, key: str | None) -> str | None:
 
 def _schema(table: _Table, columns: Sequence[str]) -> pa.Schema:
     """Return the schema of the samples: the key, then a field for each of `columns`, in the same order."""
-    labels = [name for name in columns if name.lower() in _LABELS and _holds_integers(table.arrays[name])]
-    # The first column with a usual label name is the label, and its field is called "label". If an array has this
-    # name already, no other column can be the label.
-    label = next((name for name in labels if name == LABEL or LABEL not in columns), None)
+    candidates = [name for name in columns if name.lower() in _LABELS and _holds_integers(table.arrays[name])]
+    # The first candidate is the label, and its field is called "label". If an array has this name already, no other
+    # array can be the label.
+    label = next((name for name in candidates if name == LABEL or LABEL not in columns), None)
     fields = [pa.field(KEY, pa.string(), nullable=False)]
     for name in columns:
         is_label = name == label
@@ -277,7 +279,7 @@ def _field(name: str, array: NpyArray) -> pa.Field:
 
 
 def _described(table: _Table) -> dict[str, str]:
-    """Return type and shape of each column, for messages."""
+    """Return the type and shape of each array, for messages."""
     return {name: f"{np.dtype(array.dtype)}{list(array.shape)}" for name, array in table.arrays.items()}
 
 
@@ -293,7 +295,7 @@ def _column(column_field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
     """Return an array's values as a column. Raise ArrowException or ValueError if a value does not fit the field."""
     if values.dtype.kind in "US":
         return pa.array(values.reshape(-1).tolist(), column_field.type)
-    # Labels are stored as int32: Arrow needs native byte order, and `cast` refuses a label that does not fit.
+    # Labels are stored as int32. `pa.array` needs native byte order; `cast` raises an error if a label does not fit.
     if column_field.type == pa.int32():
         return pa.array(values.reshape(-1).astype(values.dtype.newbyteorder("="))).cast(column_field.type)
     return tensor_array(column_field, values)

@@ -1,4 +1,4 @@
-"""Decode and encode Protocol Buffers messages without generated code, for Caffe's Datum and TensorFlow's Example.
+"""Decodes and encodes Protocol Buffers messages without generated code, for Caffe's Datum and TensorFlow's Example.
 
 The LMDB and TFRecord sources decode, the exports to these formats encode.
 Format: https://protobuf.dev/programming-guides/encoding/
@@ -63,7 +63,7 @@ def read_packed_varints(packed: memoryview) -> npt.NDArray[np.int64]:
     raw = np.frombuffer(packed, np.uint8)
     if not len(raw):
         return np.empty(0, np.int64)
-    # The highest bit of a byte says that the number continues in the next byte.
+    # The highest bit of a byte is set if the number continues in the next byte.
     (ends,) = np.nonzero(raw < 0x80)
     if not len(ends) or ends[-1] != len(raw) - 1:
         raise BadSampleError("the last number of a list is truncated")
@@ -99,7 +99,7 @@ def packed_varints(numbers: npt.NDArray[np.int64]) -> bytes:
     # Each number gives a row of ten groups of seven bits, the lowest first.
     index = np.arange(_MAX_VARINT_BYTES, dtype=np.uint64)
     groups = (numbers.view(np.uint64)[:, None] >> (index * np.uint64(7))) & np.uint64(0x7F)
-    # Only the groups up to the last nonzero one are written; of the number 0, the first group.
+    # Only the groups up to the last nonzero one are written; for the number 0, the first group.
     last_nonzero = 9 - np.argmax(groups[:, ::-1] != 0, axis=1)
     last = np.where(groups.any(axis=1), last_nonzero, 0)[:, None]
     continuation_bits = (index < last).astype(np.uint8) << 7

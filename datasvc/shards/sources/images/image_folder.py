@@ -1,7 +1,7 @@
 """Source of image folders on any fsspec URL: `SOURCE/[SPLIT/]CLASS/NAME.jpg`, or flat without classes.
 
-Top folders with the name of a split are splits. The folders below them are classes; without split folders, the top
-folders are. Files without an image extension are left out and counted.
+A top folder with the name of a split is a split, and the folders in it are classes. If there are no split folders,
+the top folders are the classes. Files without an image extension are left out and counted.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def _by_folder(files: Iterable[SourceFile]) -> tuple[dict[str, list[SourceFile]]
 def _extension(name: str) -> str:
     """Return the lower-case extension, like `os.path.splitext`, but faster for ordinary names."""
     base, dot, last = name.rpartition(".")
-    # Not ordinary: a dot in a folder, and file names that start with dots, which `splitext` counts as no extension.
+    # Not ordinary: the only dot is in the name of a folder, or the dots are at the start of the file name. Then
+    # `splitext` finds no extension.
     is_ordinary = dot and "/" not in last and base[-1:] not in ("", "/", ".")
     return f".{last.lower()}" if is_ordinary else os.path.splitext(name)[1].lower()
 
@@ -124,7 +125,7 @@ def _check_splits(folders: Iterable[str], url: str) -> None:
 
 
 class _FolderRole(NamedTuple):
-    """Split and class of the files in a folder, and the index of the first character of the key in their names."""
+    """Split and class of the files in a folder; the key of a file is its name from the character `key_start` on."""
 
     split: str
     class_name: str | None

@@ -65,7 +65,7 @@ class ImageNetSource(FileSource):
             if _holds_images(reader, tar):  # the validation tar
                 synsets = read_synsets(folder, reader, options)
                 ids = read_ground_truth(folder, reader, options)
-                # The training tar, read first, defines the classes; `labels_of` checks that the synsets match.
+                # A training tar comes first and defines the classes; `labels_of` checks that the synsets match them.
                 classes = classes or tuple(sorted(synsets))
                 val_labels = tuple(labels_of(ids, synsets, classes))
                 parts.append(_val_part(tar, options.split or "val", val_labels))
@@ -84,7 +84,7 @@ class ImageNetSource(FileSource):
         """Yield the images of a class tar, or of the validation tar; see `StreamedSource.read`.
 
         Raises:
-            ConfigError: the number of a validation image is beyond the lines of the ground truth.
+            ConfigError: the ground truth has no line for a validation image.
         """
         label: int | None = part.where.get("label")  # None for the validation tar
         with _open_part(FileReader(self.url), part) as stream:
@@ -160,7 +160,7 @@ def _find_tars(url: str, reader: FileReader) -> tuple[str, list[SourceFile]]:
         return reader.root.rpartition("/")[0], list_files(url)
     tars = []
     for name in (_TRAIN_TAR, _VAL_TAR):
-        # The folder is not listed: it may also hold a million extracted images.
+        # Do not list the folder: it may also hold a million extracted images.
         try:
             tars += list_files(f"{url.rstrip('/')}/{name}")
         except NotFoundError:
@@ -214,7 +214,7 @@ def _class_part(tar: SourceFile, split: str, member: TarMember, label: int) -> S
 
 
 def _val_part(tar: SourceFile, split: str, labels: Sequence[int]) -> SourcePart:
-    # Other ground truth gives other labels, so it changes the stamp of the part too.
+    # Another ground truth changes the samples, so the stamp includes the labels.
     stamp = f"{tar.stamp} {digest_of(repr(labels).encode())}"
     return SourcePart(split, tar.name, tar.size_bytes, len(labels), stamp, {"path": tar.path})
 

@@ -1,4 +1,4 @@
-"""Read the manifest of an image folder, a table of its files, for `ManifestSource`.
+"""Reads the manifest of an image folder, a table of its files, for `ManifestSource`.
 
 The columns of files, keys, labels and splits are found by their names.
 """
@@ -38,7 +38,7 @@ class ManifestTable:
     """The columns of a manifest.
 
     Attributes:
-        table: all columns, with their types in samples.
+        table: all columns, converted to the types that samples have.
         location: URL of the manifest for messages.
         file: column of the file names.
         key: column of the keys, if any.
@@ -67,7 +67,7 @@ class ManifestTable:
 
         Raises:
             NotFoundError: the manifest does not exist or is empty.
-            ConfigError: a line does not parse, or a column of files or the column `key` is missing.
+            ConfigError: a line cannot be parsed, no column has file names, or the column `key` is missing.
             UnavailableError: the store does not respond.
         """
         location = redact_url(url)
@@ -89,7 +89,7 @@ class ManifestTable:
         return f"line {index + 1 + self.is_csv} of {self.location}"
 
     def texts(self, name: str) -> list[str]:
-        """Return the values of a column, which holds text or integers, as text.
+        """Return the values of a column of text or integers, as text.
 
         Raises:
             ConfigError: the column has another type, or a value is empty.
@@ -117,7 +117,7 @@ class ManifestTable:
         return pa.schema(fields)
 
     def labels(self) -> tuple[list[int | None], tuple[str, ...]]:
-        """Return the label of each sample (None without one), and the sorted class names.
+        """Return the label of each sample (None without one), and the sorted class names (none for integers).
 
         Raises:
             ConfigError: labels are neither class names nor integers from 0, or a CSV file mixes the two.
@@ -150,7 +150,7 @@ class ManifestTable:
     def values(self, name: str) -> list[Any]:
         """Return the values of a column as Python values from which Arrow can build the same column again."""
         column = self.table.column(name)
-        # Python's types of these cannot hold nanoseconds. Such values become integers, which Arrow converts back.
+        # Python's types of these values cannot hold nanoseconds. Return integers, which Arrow can convert back.
         checks = (pa.types.is_timestamp, pa.types.is_duration, pa.types.is_time64)
         if any(check(column.type) for check in checks):
             column = column.cast(pa.int64())
@@ -159,7 +159,7 @@ class ManifestTable:
 
 
 def _check_unmixed(names: Sequence[str | None], table: ManifestTable) -> None:
-    """Raise ConfigError if only some labels look like integers; a CSV file gives them as text."""
+    """Raise ConfigError if some labels look like integers and others do not."""
     filled = [(index, name) for index, name in enumerate(names) if name is not None]
     integers = [(index, name) for index, name in filled if name.lstrip("-").isdecimal()]
     others = [(index, name) for index, name in filled if not name.lstrip("-").isdecimal()]
@@ -177,7 +177,7 @@ def _extra_name(name: str) -> str:
 
 
 def _read_columns(url: str, location: str, key: str | None) -> pa.Table:
-    """Return the columns of a manifest, with their types in samples. For errors, see `ManifestTable.read`."""
+    """Return the columns of a manifest, with the types that samples have. For errors, see `ManifestTable.read`."""
     extension = extension_of(location)
     source: TableSource
     if extension in CSV_EXTENSIONS:

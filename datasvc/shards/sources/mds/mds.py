@@ -1,7 +1,7 @@
 """Source of MosaicML Streaming data sets (MDS, version 2), read without the library of MosaicML.
 
-`shard.py` describes the format. A decoded name is the name of a column, or NAME.shape for the shapes of a column of
-arrays whose shape varies.
+`shard.py` describes the format. A *decoded name* is the name of a value that `decode_sample` returns: the name of a
+column, or NAME.shape for the shape of the array if the shapes in the column vary.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from datasvc.shards.sources.mds.encodings import MdsColumn
 from datasvc.shards.sources.mds.index import INDEX_FILE, MdsShard, parse_index
 from datasvc.shards.sources.mds.shard import COMPRESSIONS, check_hashes, decode_sample, read_samples
 
-# The first readable sample gives the types that the index does not give. About this many are tried per shard.
+# The index does not give all types: the first readable sample gives the others. About this many samples are tried per
+# shard.
 _MAX_TRIED_SAMPLES: Final = 64
 
 
@@ -37,8 +38,8 @@ class MdsSource(FileSource):
     Each shard is a part. The key of a sample is `SHARD#ROW` unless a column holds the keys.
 
     Attributes:
-        columns: columns of the shards, in the order of their values.
-        names: name in the schema by decoded name, without the column of the keys.
+        columns: columns of the shards, in the order in which a sample stores their values.
+        names: name in the schema for each decoded name, except that of the keys.
         key: decoded name of the column that holds the keys; None: keys are made of shard and row.
     """
 
@@ -50,15 +51,15 @@ class MdsSource(FileSource):
 
     @property
     def keys_are_places(self) -> bool:
-        """Whether keys are made of shard and row: true unless a column holds the keys."""
+        """Whether a key is the place of its sample, SHARD#ROW: true unless a column holds the keys."""
         return self.key is None
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> MdsSource:
         """List the source from its index. For errors, see `FileSource.list`.
 
-        NotFoundError also means that a shard of the index is missing; ConfigError, that a column holds pickles or has
-        an unknown encoding.
+        NotFoundError also means that a shard of the index is missing. ConfigError also means that a column holds
+        pickles or has an unknown encoding.
         """
         options = options or SourceOptions()
         root = url.rstrip("/").removesuffix(f"/{INDEX_FILE}")
@@ -104,8 +105,8 @@ class MdsSource(FileSource):
 
 
 def _list_shards(reader: FileReader, files: dict[str, SourceFile], url: str) -> list[tuple[str, MdsShard]]:
-    """Return the folder of its index ("" or "a/b/") and the description of each shard."""
-    # An index at the top includes the shards of all folders below.
+    """Return, for each shard, the folder of its index ("" or "a/b/") and its description."""
+    # An index at the top also lists the shards of the folders below.
     below = sorted(name for name in files if name.endswith(f"/{INDEX_FILE}"))
     indexes = [INDEX_FILE] if INDEX_FILE in files else below
     if not indexes:
@@ -121,7 +122,7 @@ def _list_shards(reader: FileReader, files: dict[str, SourceFile], url: str) -> 
 
 
 def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], options: SourceOptions, url: str) -> SourcePart:
-    """Return the part for a shard; `where` has the path and the fields of `MdsFile` of the file that is read.
+    """Return the part for a shard. Its `where` describes the file to read: the path and the fields of its `MdsFile`.
 
     Raise NotFoundError if the shard has no file, ConfigError if its compression is not supported.
     """
@@ -145,7 +146,7 @@ def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], options: S
 
 def _first_sample(reader: FileReader, parts: list[SourcePart], columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
     """Return the first readable sample, by decoded name. Raise CorruptDataError if there is none."""
-    # Refuse pickles and unknown encodings before anything is read; an empty array stands for the first sample.
+    # `fields` refuses pickles and unknown encodings. Call it before a sample is read, with an empty array as value.
     for column in columns:
         column.fields({column.name: np.empty(0)})
     problem: Exception | str = "all shards are empty"
@@ -160,8 +161,8 @@ def _first_sample(reader: FileReader, parts: list[SourcePart], columns: tuple[Md
             if number >= _MAX_TRIED_SAMPLES:
                 break
     raise CorruptDataError(
-        f"none of the first samples of {reader.location(parts[0].where['path'])} can be read: {problem}; restore "
-        "another copy"
+        f"none of the first samples of the shards from {reader.location(parts[0].where['path'])} on can be read: "
+        f"{problem}; restore another copy"
     )
 
 
@@ -183,7 +184,7 @@ def _choose_columns(
     column_map = ColumnMap(pa.schema(fields), pa.table(dict(zip(names, arrays, strict=True))), key=key)
     value_fields = [field for field in fields if field.name != column_map.key]
     key_field, *final_fields = column_map.schema
-    # `ColumnMap` drops the metadata of fields, which hold the shapes of tensors.
+    # `ColumnMap` drops the metadata of each field, which holds the shape of a tensor.
     final_fields = [
         final.with_metadata(raw.metadata) if SHAPE in (raw.metadata or {}) else final
         for raw, final in zip(value_fields, final_fields, strict=True)

@@ -1,4 +1,4 @@
-"""Parse Caffe's `Datum`, a protobuf message of one image or tensor and its label, for the LMDB source.
+"""Parses Caffe's `Datum`, a protobuf message of one image or tensor and its label, for the LMDB source.
 
 Fields as in caffe.proto: channels 1, height 2, width 3, data 4, label 5, float_data 6, encoded 7. Pixels are stored
 plane by plane (CHW), in the order blue, green, red.

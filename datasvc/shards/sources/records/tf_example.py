@@ -1,4 +1,4 @@
-"""Parse TensorFlow's `Example` without TensorFlow, and choose the columns for its named features.
+"""Parses TensorFlow's `Example` without TensorFlow, and chooses the columns for its named features.
 
 As in example.proto: Example {Features features = 1}, Features {map<string, Feature> feature = 1}, Feature
 {BytesList = 1 | FloatList = 2 | Int64List = 3}, each list {repeated value = 1}, packed or not.
@@ -79,8 +79,8 @@ class FeatureColumn:
         """Return the column's value for one sample; None if the sample lacks the feature.
 
         Raises:
-            BadSampleError: the feature has another kind or more values than in the first samples; or it is not UTF-8,
-                although it is in the first samples.
+            BadSampleError: unlike in the first samples, the feature has another kind, several values, or bytes that
+                are not UTF-8.
         """
         if feature is None:
             return None
@@ -89,7 +89,7 @@ class FeatureColumn:
         try:
             values: Any = [value.decode() for value in feature.values] if self.is_text else feature.values
         except UnicodeDecodeError as error:
-            raise BadSampleError(f"feature {name!r} is not UTF-8, but it is in the first samples: {error}") from error
+            raise BadSampleError(f"feature {name!r} is not UTF-8, unlike in the first samples: {error}") from error
         if self.is_list:
             return values
         if len(values) > 1:
@@ -102,11 +102,11 @@ def choose_columns(
 ) -> tuple[dict[str, FeatureColumn], pa.Schema]:
     """Return the column for each feature, and the schema, from the first samples of a source.
 
-    A feature with several values in some sample is a list; bytes that are UTF-8 in all samples are text.
+    A column is a list if some sample has several values, and text if the bytes of all samples are UTF-8.
 
     Args:
         examples: the first samples, at least one.
-        key: feature that holds the keys; None: the feature called `key`; if there is none, the source makes the keys.
+        key: feature or column that holds the keys; None: the feature `key`, if any.
 
     Raises:
         ConfigError: a feature is of two kinds, two columns would have the same name, or `key` is not a feature of
@@ -122,7 +122,7 @@ def choose_columns(
         for name, column in inferred.items()
     }
     first = pa.table(arrays)
-    # A name that no feature has is passed on unchanged: `ColumnMap` raises the error if it is not a column either.
+    # `key` is the name of a feature or of its renamed column. If it is neither, `ColumnMap` raises an error.
     key_column = None if key is None else renamed.get(key, key)
     columns = ColumnMap(first.schema, first, key=key_column)
     chosen = {}

@@ -29,7 +29,7 @@ _DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 # Files that describe the data. They are not counted as ignored.
 _DESCRIPTIONS: Final = frozenset({_DICT, _STATE, _INFO, "dataset_infos.json"})
 _HUB_NAME: Final = re.compile(r"([\w.]+)-\d{5,}-of-\d{5,}(?:-[0-9a-f]+)?\.parquet")
-_ROW_GROUPS: Final = "row_groups"  # only parts of Parquet files have this key
+_ROW_GROUPS: Final = "row_groups"  # key of `SourcePart.where` that only parts of Parquet files have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class HuggingFaceSource(TableSource):
         )
         reader_class: type[ArrowSource | ParquetSource] = ArrowSource if saved else ParquetSource
         table = reader_class.of_files(url, [files[name] for name in splits], ignored, options, features)
-        # `of_files` derived each split from the file name by the general rule; `splits` has those of this layout.
+        # Replace the splits that `of_files` derived from the file names by those of this layout.
         parts = [replace(part, split=splits[part.where["name"]]) for part in table.parts]
         return cls(
             url=url,
@@ -98,7 +98,7 @@ def _saved_splits(
 
 
 def _saved_files(reader: FileReader, files: Mapping[str, SourceFile], folder: str) -> Sequence[SourceFile]:
-    """Return the files that a split's state lists, in its order, which is the order of the samples."""
+    """Return the files that the state of a split lists, in the listed order, which is the order of the samples."""
     path = f"{folder}{_STATE}"
     if path not in files:
         raise NotFoundError(f"{path} is missing, but {_DICT} lists the split; copy the whole folder")
@@ -127,7 +127,7 @@ def _hub_split(name: str, options: SourceOptions) -> str:
 
 
 def _features(reader: FileReader, files: Mapping[str, SourceFile], folders: Sequence[str]) -> Mapping[str, Any]:
-    """Return the features in the folders' descriptions, which must be equal; empty if there are none."""
+    """Return the features in the folders' descriptions; {} if there are none. Raise ConfigError if they differ."""
     paths = [path for folder in folders if (path := f"{folder}{_INFO}") in files]
     parsed = [(path, features_in(_parsed(reader, files[path]))) for path in paths]
     described = [(path, features) for path, features in parsed if features]
@@ -141,7 +141,7 @@ def _features(reader: FileReader, files: Mapping[str, SourceFile], folders: Sequ
 
 
 def _parsed(reader: FileReader, file: SourceFile) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise ConfigError if it holds none, or what `FileReader.read` raises."""
+    """Return the JSON object in a file. Raise ConfigError if there is none; see also `FileReader.read`."""
     content = reader.read(file.path)
     try:
         parsed = json.loads(content)

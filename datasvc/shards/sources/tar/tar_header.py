@@ -1,4 +1,4 @@
-"""Parse the header blocks of tars for `tar`; pure functions of bytes.
+"""Parses the header blocks of tars for `tar`; pure functions of bytes.
 
 The supported formats are ustar and its older forms, pax headers and GNU's long names. They are specified in
 POSIX.1-2017, pax, "ustar Interchange Format" and "pax Header Block", and in the GNU tar manual, "Basic Tar Format".
@@ -10,9 +10,9 @@ from collections.abc import Collection
 from typing import Final
 
 BLOCK_BYTES: Final = 512
-# Type flags of header blocks. First those of extensions, which describe the next member: pax headers, and GNU's long
-# names and link targets. Then those of members: regular files (7 means that the blocks are contiguous), and others.
+# Type flags of extensions, which describe the next member: pax headers, and GNU's long names and link targets.
 PAX, PAX_GLOBAL, LONG_NAME, LONG_LINK = (b"x", b"X"), b"g", b"L", b"K"
+# Type flags of members: regular files (7 means that the blocks are contiguous), and others.
 FILE, FOLDER, SPARSE = (b"0", b"\0", b"7"), b"5", b"S"
 WITHOUT_CONTENT: Final = {
     b"1": "a hard link",
@@ -54,7 +54,7 @@ def size_of(header: bytes) -> int:
     """
     field = header[124:136]
     if field[0] & 0x80:
-        # 0xff starts a negative number, which is refused: without its sign bit it is out of range.
+        # A first byte of 0xff starts a negative number. Without its sign bit, it is out of range and refused.
         return _in_range(int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big"))
     return _in_range(_unsigned(field.strip(b" \0") or b"0", 8))
 

@@ -245,7 +245,7 @@ def test_samples_unlike_the_first_ones_are_named(tmp_path):
     assert [(each.key, each.reason.partition(":")[0]) for each in bad] == [
         ("a.tfrecord#64", "feature 'n' has 2 values; the first samples have one"),
         ("a.tfrecord#65", "feature 'n' holds float; the first samples have int64"),
-        ("a.tfrecord#66", "feature 't' is not UTF-8, but it is in the first samples"),
+        ("a.tfrecord#66", "feature 't' is not UTF-8, unlike in the first samples"),
         ("a.tfrecord#67", "it has features that the first samples do not have"),
     ]
 
