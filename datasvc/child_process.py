@@ -84,7 +84,7 @@ class ChildProcess:
     def send(self, message: object) -> None:
         """Send a message. Do nothing if the program has exited, or `close` was called.
 
-        The caller need not stop for a lost helper; if it reads answers, it finds the end of the output.
+        A caller can go on without its helper, so no error is raised. A caller that reads answers finds their end.
         """
         assert self.process.stdin is not None
         with suppress(BrokenPipeError, ValueError):  # ValueError: the file is closed in this process

@@ -99,8 +99,8 @@ class MixOrder:
         start = 0
         while start < len(ascending):
             block = self._block_of(source, int(ascending[start]))
-            # The block has the samples `first_ordinal` to `stop_ordinal` of the data set: as many as `in_block`, the
-            # positions of the data set in the block.
+            # The block has the samples `first_ordinal` to `stop_ordinal` of the data set. `in_block` has the position
+            # of each of them in the block.
             first_ordinal = self.served_before(block)[source]
             stop_ordinal = self.served_before(block + 1)[source]
             in_block = np.flatnonzero(self._read_block(block).sources == source)
@@ -173,8 +173,8 @@ class MixOrder:
         # the tweak, so that each block has its own permutation.
         permuted = self._permutation.permute(positions, np.full(self._block, number))
         sources = np.searchsorted(stops, permuted, side="right")
-        # Number the samples of each data set by position, so that its own order holds inside blocks too: sorted by
-        # data set, those of data set n are at starts[n] to stops[n].
+        # Number the samples of each data set by position, so that its own order holds inside blocks too. Sorted by
+        # data set, the samples of data set n are at starts[n] to stops[n].
         ordinals = np.empty_like(sources)
         ordinals[np.argsort(sources, kind="stable")] = positions + np.repeat(first_ordinals - starts, counts)
         return _MixBlock(sources, ordinals)

@@ -1,8 +1,8 @@
 """Horovod's API for data-parallel training, on torch.distributed: `import datasvc.trainer as hvd`.
 
 Importing the package does not import torch: the launcher does not need torch, and starts the ranks sooner without
-it. Most names import torch when they are first used. The modules of `horovod.torch` that programs use exist here under
-the same names, as do the packages `horovod.common` and `horovod.runner`.
+it. Most names import torch when they are first used. The modules of `horovod.torch` that programs use exist here
+under the same names, as do the packages `horovod.common` and `horovod.runner`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def cover(ranges: Sequence[StridedRange], start: int, stop: int) -> Coverage:
     # Between two window edges, the coverage repeats with the least common multiple of the periods (a lap). So only
     # the first lap is computed, and its result holds for all laps. A lap may be long, so it is computed in chunks.
     for first, last, active in _windows(ranges, start, stop):
-        # Without periods the result of `lcm` is 1: contiguous ranges cover all positions alike.
+        # If all ranges are contiguous, `lcm` has no arguments and returns 1: every position is covered alike.
         lap = math.lcm(*(strided.period for strided in active if not strided.is_contiguous))
         has_laps = lap < last - first
         for begin, end in _chunks(active, first, first + lap if has_laps else last):

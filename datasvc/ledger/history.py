@@ -50,7 +50,7 @@ class Attempt:
         begin: first cursor of the attempt.
         limit: cursor before which the served positions count; equal to `begin` if no positions count.
         world_size: number of data ranks.
-        files: file that counts, by data rank; ranks without records are missing.
+        files: for each data rank, the file that counts; ranks without records are missing.
         copies: other files of these ranks, which do not count.
     """
 

@@ -1,4 +1,4 @@
-"""Looks up the sample keys at positions of a run; `datasvc audit --repo` names missing and repeated samples."""
+"""Looks up the sample keys at positions of a run, so that `datasvc audit --repo` can list samples by key."""
 
 from __future__ import annotations
 

@@ -98,14 +98,14 @@ def _facts(report: ConsumerReport, show: int) -> dict[str, Any]:
 def _print(report: ConsumerReport, show: int) -> None:
     num_keys = len(report.keys)
     num_consumers = sum(version.num_samples > 0 for version in report.versions)
-    _print_line(f"{num_consumers} of {len(report.versions)} versions consumed some of {num_keys} samples")
+    print_line(f"{num_consumers} of {len(report.versions)} versions consumed some of {num_keys} samples")
     if len(report.missing):
         names = ", ".join(report.keys[number] for number in report.missing[:_MAX_SHOWN].tolist())
         more = ", ..." if len(report.missing) > _MAX_SHOWN else ""
-        _print_line(f"{len(report.missing)} are in no data that these versions read: {names}{more}")
+        print_line(f"{len(report.missing)} are in no data that these versions read: {names}{more}")
     rows = [
         (
-            _range([version.name for version in group]),
+            _range_text([version.name for version in group]),
             f"{group[0].num_samples} of {num_keys}",
             sum(version.num_own for version in group),
             "" if group[0].is_complete else "or more: records are incomplete",
@@ -115,23 +115,23 @@ def _print(report: ConsumerReport, show: int) -> None:
     print_table(("version", "samples", "in its own training", ""), rows)
     for name, gaps in report.gaps.items():
         for gap in gaps:
-            _print_line(f"{name}: {gap}")
+            print_line(f"{name}: {gap}")
     for number in range(min(show, num_keys)):
         _print_sample(report, number)
     if show < num_keys and show:
-        _print_line(f"... and {num_keys - show} more samples: --show {num_keys}, or --json")
+        print_line(f"... and {num_keys - show} more samples: --show {num_keys}, or --json")
 
 
 def _print_sample(report: ConsumerReport, number: int) -> None:
     uses = report.uses(number)
     if not uses:
         return
-    _print_line(f"{report.keys[number]}:")
+    print_line(f"{report.keys[number]}:")
     for use in uses:
         step = "step unknown" if use.step is None else f"step {use.step}"
         doubt = "" if use.is_certain else ", unless it was dropped at the end of the epoch"
-        _print_line(f"  {use.version}: epoch {use.epoch}, {step}, position {use.position} of {use.data}{doubt}")
-    _print_line(f"  so it is in {', '.join(_ranges(report.versions_with(number)))}")
+        print_line(f"  {use.version}: epoch {use.epoch}, {step}, position {use.position} of {use.data}{doubt}")
+    print_line(f"  so it is in {', '.join(_range_texts(report.versions_with(number)))}")
 
 
 def _group_versions(versions: Sequence[VersionUses]) -> Iterator[list[VersionUses]]:
@@ -142,11 +142,11 @@ def _group_versions(versions: Sequence[VersionUses]) -> Iterator[list[VersionUse
         yield list(group)
 
 
-def _range(names: Sequence[str]) -> str:
+def _range_text(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
-def _ranges(names: Sequence[str]) -> Iterator[str]:
+def _range_texts(names: Sequence[str]) -> Iterator[str]:
     """Yield version names, with consecutive versions of one model as a range: "digits-cnn@3 to digits-cnn@9"."""
 
     def run_key(indexed: tuple[int, str]) -> tuple[str, int]:
@@ -156,8 +156,4 @@ def _ranges(names: Sequence[str]) -> Iterator[str]:
         return model, int(number) - index
 
     for _, group in groupby(enumerate(names), run_key):
-        yield _range([name for _, name in group])
-
-
-def _print_line(line: str) -> None:
-    print_line(line)
+        yield _range_text([name for _, name in group])

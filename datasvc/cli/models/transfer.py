@@ -21,14 +21,14 @@ NameOption = Annotated[
     str | None, typer.Option("--name", help="Name of the model in the target repository; default: the same name.")
 ]
 ParentsOption = Annotated[bool, typer.Option("--with-parents", help="Also copy all ancestors of the versions.")]
-DataOption = Annotated[bool, typer.Option("--with-data", help="Also copy the data-set versions that they consumed.")]
+DataOption = Annotated[bool, typer.Option("--with-data", help="Also copy the data-set versions that were consumed.")]
 
 RenameDataOption = Annotated[
     list[str] | None,
     typer.Option(
         "--rename-data",
         metavar="OLD=NEW",
-        help="New name of a data set, if the target repository has another data set of its name. May be given "
+        help="New name of a data set, if the target repository has another data set of the same name. May be given "
         "several times.",
     ),
 ]

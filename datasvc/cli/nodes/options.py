@@ -14,7 +14,8 @@ CacheOption = Annotated[
     Path, typer.Option("--cache", envvar="DATASVC_CACHE", help="The cache's folder, on a local disk.")
 ]
 BudgetOption = Annotated[
-    str | None, typer.Option(help="Size of the cache, such as 50GB or 10% of the disk; stored in the cache.")
+    str | None,
+    typer.Option(help="Size of the cache, such as 50GB, or 10% for a part of the disk; stored in the cache."),
 ]
 TenantOption = Annotated[
     str, typer.Option(envvar="DATASVC_TENANT", help="Tenant whose quota is used, see `datasvc cache quota`.")

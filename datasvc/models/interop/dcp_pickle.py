@@ -1,4 +1,4 @@
-"""Reads the metadata of a DCP folder, which is a pickle; accepts only the classes that torch writes into it.
+"""Reads the metadata of a DCP folder, a pickle. Classes other than those that torch writes there are refused.
 
 Only the child process of `torch_reader` may use this module, because it does not limit the memory of a pickle.
 """
@@ -42,7 +42,7 @@ class _DcpUnpickler(pickle.Unpickler):
 
 
 def describe_metadata(extent: Extent) -> dict[str, Any]:
-    """Return the metadata of a DCP folder as lists. The elements are not checked, and may have any type.
+    """Return the metadata of a DCP folder as lists by name. The elements are not checked, and may have any type.
 
     Returns:
         "items": [name, [dtype, shape, [[start, shape] of each block]]] for a tensor, [name, None] for another value;

@@ -1,4 +1,4 @@
-"""Read headers of safetensors files with the package safetensors; encode headers before tensors are in memory.
+"""Reads headers of safetensors files with the package safetensors; encodes headers before tensors are in memory.
 
 Layout: length of the header (8 bytes, little-endian); the header, a JSON object; the bytes of the tensors, without
 gaps. See https://github.com/huggingface/safetensors, "Format".
@@ -26,7 +26,7 @@ DTYPES: Final[Mapping[str, str]] = {
 }  # fmt: skip
 """torch's name of each dtype that both safetensors and a repository support."""
 
-NAMES: Final[Mapping[str, str]] = {dtype: name for name, dtype in DTYPES.items()}
+NAMES: Final[Mapping[str, str]] = {dtype: name for name, dtype in DTYPES.items()}  # safetensors' names
 
 # Enough for about 200,000 tensors. Parsed JSON takes many times its length in memory, so a larger header is refused.
 MAX_HEADER_BYTES: Final = 32 << 20

@@ -142,7 +142,7 @@ class _AncestryReader:
         except (CorruptDataError, TypeError) as error:
             uses, gaps = (), [*gaps, str(error)]
         wrong = find_wrong_fields(entry)
-        # The other lines about fields of the origin are more precise than those of `find_wrong_fields`.
+        # About the other fields of the origin, such as parents and data, the gaps above are more precise.
         gaps += [problem for field_name, problem in wrong.items() if field_name in {"created", *_DESCRIBED}]
         checked = {field_name: value for field_name, value in entry.items() if field_name not in wrong}
         return Version(name, checked, uses, tuple(parents), tuple(gaps))

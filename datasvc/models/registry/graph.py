@@ -1,4 +1,4 @@
-"""Draw the history of a model as a text graph, with forks, ancestors in other models, and versions with two parents.
+"""Draws the history of a model as a text graph, with forks, ancestors in other models, and versions with two parents.
 
 * cnn@6      newest first; a version stands above its parents
 |-.          cnn@6 has two parents: the second one gets a column of its own
@@ -40,9 +40,9 @@ class HistoryLine:
 def read_history(repository: Repository, name: str, *, last: int | None = None) -> list[HistoryLine]:
     """Draw the history of a model, newest first, including its ancestors in other models.
 
-    With `last`, which is at least 1, only this number of versions is drawn, counted from the top. Then only the
-    newest versions and their ancestors in other models are read. More versions are read only if one of these
-    ancestors would be drawn, because an unread version may belong above it. Errors are those of `Repository.entries`.
+    With `last` (at least 1), only the first `last` versions are drawn, and only the newest versions of the model and
+    their ancestors in other models are read. If such an ancestor would be drawn, more versions are read, because an
+    unread version may belong above it. For errors, see `Repository.entries`.
     """
     if last is None:
         return draw_history(model_ancestry(repository, name), name)
@@ -99,7 +99,9 @@ def draw_newest(
 
 
 def order_history(parents: Mapping[_VersionKey, Sequence[_VersionKey]], name: str) -> list[_VersionKey]:
-    """Sort versions topologically, children before parents; ties are broken by model `name`, then newest first.
+    """Sort versions topologically, children before parents.
+
+    Of several possible next versions, those of model `name` come first, then the other models by name, newest first.
 
     `parents` has the parents of each version; every parent is a key as well. Entries that were written by hand may
     form a cycle of parents. A cycle is cut at its newest version.
@@ -151,7 +153,7 @@ def _drawn_parents(version: ModelVersion, existing: Collection[_VersionKey]) -> 
 
 
 class _Drawing:
-    """Columns of the graph. `_targets` has, for each, the parent that its line leads to; None for a free column."""
+    """Columns of the graph. `_targets` has the parent that the line of each column leads to; None if it is free."""
 
     def __init__(self) -> None:
         self._targets: list[_VersionKey | None] = []

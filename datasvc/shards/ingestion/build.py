@@ -192,7 +192,7 @@ class ShardFinisher:
     def add(self, split: str, ordinal: int, output: ShardOutput) -> None:
         """Store a complete shard in the background. Raise the error of an earlier shard that could not be stored."""
         statistics = output.close()
-        # Waits here if storage is slower than the build, which bounds the memory of buffered shards.
+        # Wait if storage is slower than the build, to bound the memory of buffered shards.
         while len(self._pending) >= _MAX_PENDING:
             self._stored.append(self._pending.pop(0).result())
         self._pending.append(self._pool.submit(self._store, split, ordinal, output, statistics))
@@ -205,7 +205,7 @@ class ShardFinisher:
         """Wait until every shard is stored, record the unit and return its result."""
         self._stored += [future.result() for future in self._pending]
         result = UnitResult(self._unit, sorted(self._stored, key=lambda shard: (shard.split, shard.ordinal)), bad)
-        # Written only after all shards are stored, because a recorded unit is never built again.
+        # Record the unit only after all shards are stored, because a recorded unit is never built again.
         self._journal.write(f"{self._unit:08d}", result.to_dict())
         return result
 
@@ -221,6 +221,6 @@ class ShardFinisher:
         built = BuiltShard(split, ordinal, output.store(statistics))
         self._unfinished.remove(output)
         if self._records_shards:
-            # Written only after the shard is stored, because the next run does not build a recorded shard again.
+            # Record the shard only after it is stored, because the next run does not build a recorded shard again.
             self._journal.write(f"{self._unit:08d}-{split}-{ordinal:06d}", built.to_dict())
         return built

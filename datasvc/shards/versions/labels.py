@@ -95,7 +95,7 @@ def relabel_batch(batch: pa.RecordBatch, mapping: Mapping[int, int]) -> pa.Recor
 
 
 def check_unnamed(label_counts: Mapping[int, int], names: Sequence[str], what: str) -> None:
-    """Raise ConfigError if a label without a name is too large for the class names that it is combined with.
+    """Raise ConfigError if a label without a name is not an index of the class names that it is combined with.
 
     Args:
         label_counts: number of samples by label, for labels without names.
@@ -103,7 +103,7 @@ def check_unnamed(label_counts: Mapping[int, int], names: Sequence[str], what: s
         what: subject of the message, such as "the added data".
     """
     outside = sorted(label for label in label_counts if label >= len(names))
-    # Without class names on either side, labels are plain numbers, and any number is valid.
+    # If there are no class names, labels are plain numbers, and any number is valid.
     if names and outside:
         raise ConfigError(
             f"{what} has labels without class names up to {outside[-1]}, but there are only {len(names)} class "

@@ -81,7 +81,7 @@ def match_values(a: Side, b: Side) -> Matches:
     large_hits = _read_hits(large, _sorted_hashes(small))
     small_hits = _read_hits(small, np.unique(large_hits.column("hash").to_numpy()))
     hits_a, hits_b = (small_hits, large_hits) if small is a else (large_hits, small_hits)
-    # Without these names, a batch is released below as soon as its needed columns are copied.
+    # Delete these names, so that a batch is released below as soon as its needed columns are copied.
     del large_hits, small_hits
     # A value may occur more than once on either side: `index_in` returns its first position in `hits_a`.
     positions = pc.index_in(hits_b.column("value"), value_set=hits_a.column("value"))
@@ -154,7 +154,7 @@ def _is_in(values: Integers, ordered: Integers) -> Flags:
 
 
 def _with_wide_offsets(values: pa.Array) -> pa.Array:
-    """Return text with 64-bit offsets, because the keys of all shards together may exceed 2 GiB; others unchanged."""
+    """Return text with 64-bit offsets, because the keys of all shards may exceed 2 GiB. Return other values as is."""
     is_text = not (pa.types.is_fixed_size_binary(values.type) or pa.types.is_null(values.type))
     return values.cast(pa.large_string()) if is_text else values
 

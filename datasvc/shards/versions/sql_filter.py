@@ -48,7 +48,7 @@ class Condition:
         lock(self._connection)
         without_blobs = pa.schema([field for field in schema if not is_blob(field.type)])
         needs_blobs = not self._runs_on(without_blobs) and self._runs_on(schema)
-        # An expression that is valid for neither schema needs no blobs: `project` below raises its error.
+        # If the expression is valid for neither schema, `project` below raises the error.
         self._schema = schema if needs_blobs else without_blobs
         with self._map_errors():
             types = self._connection.from_arrow(self._schema.empty_table()).project(self._filter).types
@@ -60,7 +60,7 @@ class Condition:
             )
 
     def find(self, objects: Objects, table: ShardTable) -> Iterator[tuple[int, Integers]]:
-        """Yield the live (not deleted) samples that satisfy the condition: each shard's number and ascending rows.
+        """Yield the live (not deleted) samples that satisfy the condition: the number of a shard, and ascending rows.
 
         Raises:
             ConfigError: the evaluation fails for a sample, for instance a cast of text that is not a number.

@@ -59,7 +59,7 @@ class DatasetProblem:
         detail: the expected and the actual state.
         shard: number of the shard in its table; None for an object that belongs to a whole split.
         num_samples: number of live (not deleted) samples that are affected, or an upper bound.
-        keys: the first of their keys; empty if the keys cannot be read.
+        keys: keys of the first affected samples; empty if the keys cannot be read.
     """
 
     kind: Kind
@@ -89,7 +89,7 @@ class VerifyReport:
         num_shards: number of shards checked.
         num_samples: number of live samples in the version.
         size_bytes: bytes of all shards checked.
-        problems: by split and shard; empty for an intact version.
+        problems: in the order of splits and shards; empty for an intact version.
         overlaps: samples that two splits share, without the kinds in `accepted`.
         num_unchecked: number of samples without a sample index; their blobs were not compared with other splits.
         accepted: number of shared samples by kind ("key", "payload"), only for kinds with at most as many shared
@@ -121,10 +121,10 @@ def verify(
     Args:
         repository: the repository that stores the version.
         ref: the version.
-        deep: read every byte: hash each shard, open it, and compare each sample with the sample index. Without it,
-            the size and the structure of a shard are checked: of a remote one, its footer and the headers of its
-            record batches; of a local one, also the offsets and texts in them. If the structure is wrong, the shard
-            is read as with `deep`. Tables, deletions and indexes are always hashed.
+        deep: read every byte: hash each shard, open it, and compare each sample with the sample index. Without
+            `deep`, only the size and the structure of a shard are checked: its footer and the headers of its record
+            batches, and for a local shard also the offsets and texts in the batches. If the structure is wrong, the
+            shard is read as with `deep`. Tables, deletions and indexes are always hashed.
         progress: counts the bytes of each shard that was checked.
 
     Raises:
@@ -157,7 +157,7 @@ def verify(
     with suppress(*reported):
         overlaps = find_overlaps(repository.objects, tables)
     counts = count_overlaps(overlaps)
-    # A log entry has only the number of accepted samples, and later deletions do not lower it.
+    # Later deletions do not lower the accepted number in the log entry, so a lower count is accepted too.
     within_accepted = {kind: count for kind, count in counts.items() if count <= accepted.get(kind, 0)}
     return VerifyReport(
         str(dataset.resolved),
@@ -262,7 +262,7 @@ class _SplitCheck:
                     for batch in range(reader.num_batches):
                         reader.check(batch)
         except (NotFoundError, CorruptDataError):
-            # Reading it tells whether its bytes changed, and which samples are affected.
+            # Read the whole shard, to find whether its bytes changed and which samples are affected.
             return self._check_content(number, shard, index)
         return None
 
@@ -306,7 +306,7 @@ class _SplitCheck:
     ) -> DatasetProblem:
         """Describe a bad shard. `rows` are the affected rows in its file; None stands for all rows."""
         if rows is None and number not in self._deletions.shards:
-            # Without an array of all rows: a wrong table may list more than memory has.
+            # Do not make an array of all rows: a wrong table may list more rows than fit in memory.
             count, first = int(self._stored[number]), np.arange(min(self._stored[number], _MAX_LISTED_KEYS))
         else:
             affected = np.zeros(self._stored[number], np.bool_)

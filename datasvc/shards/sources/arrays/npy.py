@@ -1,4 +1,4 @@
-"""Read numpy arrays in `.npy` files and `.npz` archives; refuse pickles, because reading a pickle can run code."""
+"""Reads numpy arrays in `.npy` files and `.npz` archives. Pickles are refused, because reading one can run code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Derive the split of a file, such as "train" or "val", from the names of its folders or its own name."""
+"""Derives the split of a file, such as "train" or "val", from the names of its folders or its own name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _SPLIT_WORD: Final = re.compile(rf"(.*[-_.])?({'|'.join(SPLIT_NAMES)})([-_.\d].*
 def split_of(name: str) -> str:
     """Return the split of the file `name`, a path below the source's root.
 
-    The first folder with the name of a split decides, else the last word of the file name that is one, as in
-    `data/validation-00000-of-00004.parquet` or `pets-train-000.tar`; the default is "train".
+    The first folder with the name of a split decides. If there is none, the last such word of the file name decides,
+    as in `data/validation-00000-of-00004.parquet` or `pets-train-000.tar`. The default is "train".
     """
     folders, _, file_name = name.rpartition("/")
     for folder in folders.split("/"):

@@ -125,7 +125,7 @@ class _ZstdStream(WrappingStream):
         try:
             return int(self._unpacked.readinto(target))
         except OSError as error:
-            # Arrow raises OSError for all damage; only its message tells a truncated stream.
+            # Arrow raises OSError for all damage. Only the message distinguishes a truncated stream.
             if "Truncated" in str(error):
                 raise EOFError("the compressed content is truncated") from error
             raise zstandard.ZstdError(str(error)) from error

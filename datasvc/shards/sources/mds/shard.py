@@ -1,4 +1,4 @@
-"""Read one shard of a MosaicML MDS data set.
+"""Reads one shard of a MosaicML MDS data set.
 
 A shard consists of the number of samples, the offset of each sample and of the end (uint32, little-endian), a JSON
 description of the columns (not used here), and the samples. A sample begins with one size (uint32) for each column of
@@ -33,7 +33,7 @@ _STEP_BYTES: Final = 4 << 20
 def decode_sample(content: bytes, columns: tuple[MdsColumn, ...]) -> dict[str, Any]:
     """Return the values of one sample by decoded name.
 
-    This is the name of the column. An array of varying shape also gives its shape, as NAME.shape.
+    A decoded name is the name of a column, or NAME.shape for the shape of the array if the column's shapes vary.
 
     Raises:
         BadSampleError: its sizes do not match its length, or a value does not have the encoding of its column.

@@ -190,7 +190,7 @@ def _check_header(header: bytes) -> int:
 
 
 def _read_message(stream: BinaryIO, length: int) -> bytes | BadSampleError:
-    """Return the next message, or why it alone is unreadable. Raise _FramingLostError if the file ends within it."""
+    """Return the next message, or an error if it is unreadable. Raise _FramingLostError if the file ends in it."""
     if length > MAX_SAMPLE_BYTES:
         # The length has passed its checksum, so the next message is found after it.
         if skip(stream, length + _CRC.size) < length + _CRC.size:

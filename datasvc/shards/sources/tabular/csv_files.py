@@ -166,7 +166,7 @@ def _delimiter(file: SourceFile) -> str:
 
 
 def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
-    """Return the header's names as they are in the file; None if it is empty. Raise ConfigError."""
+    """Return the names in the header; None without one. Raise ConfigError if it cannot be read or repeats a name."""
     # Only the start of the file is requested. A compressed file has no limit: the size of its start is unknown.
     stop = None if file.is_compressed else min(file.size_bytes, _HEADER_BYTES)
     try:

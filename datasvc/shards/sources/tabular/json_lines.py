@@ -75,7 +75,7 @@ class JsonLinesSource(TableSource):
         reader, where = FileReader(self.url), part.where
         last_block = None
         try:
-            # Opened one byte early: this byte is a newline if a line starts at the first byte of the range.
+            # Open the file one byte before the range: if this byte is a newline, a line starts with the range.
             with reader.open(where["path"], start=max(where["start"] - 1, 0)) as stream:
                 for block in read_line_blocks(stream, start=where["start"], stop=where["stop"]):
                     last_block = block

@@ -1,4 +1,4 @@
-"""Read tars as streams for their sources: one member at a time, in bounded memory.
+"""Reads tars as streams, one member at a time, in bounded memory.
 
 A damaged or truncated tar is always an error. Python's `tarfile` is not used, because it ends without an error if a
 header is damaged or the tar is truncated at a header: the remaining samples would be lost without a message. Links
@@ -26,7 +26,7 @@ _ZEROS: Final = bytes(BLOCK_BYTES)
 _PIECE_BYTES: Final = 4 << 20
 _MIN_SEEK_BYTES: Final = 1 << 16  # a shorter distance is read, not skipped by a seek
 _MAX_EXTENSION_BYTES: Final = 1 << 20  # of a pax header or a long name
-# Offsets of GNU's flag that a further block of the sparse map follows: in the header, and in a block of the map.
+# Offsets of GNU tar's flag for a further block of the sparse map: in the header, and in a block of the map.
 _IS_CONTINUED_IN_HEADER, _IS_CONTINUED_IN_MAP = 482, 504
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
@@ -123,7 +123,7 @@ class TarReader:
         return TarMember(name.decode(errors="backslashreplace"), self._position, size_bytes, problem)
 
     def _read_header(self) -> bytes | None:
-        """Return the next header block; None at the end mark, a block of zeros. Raise CorruptDataError."""
+        """Return the next header block; None at the end mark, a block of zeros. For errors, see the class."""
         self._skip_to(self._next_header)
         start = self._position
         header = self._take(BLOCK_BYTES)
@@ -152,7 +152,7 @@ class TarReader:
                 )
 
     def _skip_to(self, offset: int) -> None:
-        """Move the stream forward to `offset`. Raise CorruptDataError if the tar ends before."""
+        """Move the stream forward to `offset`. Raise CorruptDataError if the tar ends before it."""
         if offset - self._position > _MIN_SEEK_BYTES and self._stream.seekable():
             # A seek beyond the end of the file succeeds. The truncation is found when the next header is read.
             self._guarded(self._stream.seek, offset - self._position, io.SEEK_CUR)

@@ -1,4 +1,4 @@
-"""Choose the columns for the fields of WebDataset samples, by the last extension of a field.
+"""Chooses the columns for the fields of WebDataset samples, by the last extension of a field.
 
 - Images (jpg, jpeg, png, webp, ...) are image columns. The column `image` is the field whose name is only an image
   extension. Several such fields are one column if no sample has two of them (0.jpg and 1.png). Without such a field,
@@ -94,7 +94,7 @@ def _main_images(samples: Sequence[Collection[str]], images: Sequence[str]) -> S
 
 
 def _field(name: str, column: str, *, nullable: bool) -> pa.Field:
-    """Return the `column` for the field `name`. Only an image column may be required; all others are nullable."""
+    """Return the `column` for the field `name`. `nullable` is used for images only: all others are nullable."""
     last = _last(name)
     if last in _IMAGES:
         return image_field(column, nullable=nullable)
