@@ -149,7 +149,7 @@ def _table(content: bytes, position: int) -> tuple[int, ...]:
 
 
 def _vector(content: bytes, position: int, item: struct.Struct) -> list[tuple[int, ...]]:
-    """Return the structs of the vector at `position`, each as its integers; [] if the field is absent (0)."""
+    """Return the structs of the vector in the field at `position`, as tuples; [] if the field is absent (0)."""
     if not position:
         return []
     start = position + _UINT32.unpack_from(content, position)[0]

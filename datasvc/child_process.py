@@ -84,7 +84,8 @@ class ChildProcess:
     def send(self, message: object) -> None:
         """Send a message. Do nothing if the program has exited, or `close` was called.
 
-        A caller can go on without its helper, so no error is raised. A caller that reads answers finds their end.
+        No error is raised, because a caller can go on without its helper. A caller that reads answers finds the end
+        of the output.
         """
         assert self.process.stdin is not None
         with suppress(BrokenPipeError, ValueError):  # ValueError: the file is closed in this process

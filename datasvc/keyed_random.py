@@ -122,7 +122,7 @@ class KeyedPermutation:
         return self._map(values, tweaks, range(_ROUNDS - 1, -1, -1), forward=False)
 
     def _map(self, values: Integers, tweaks: Integers | None, rounds: range, *, forward: bool) -> Integers:
-        """Apply `rounds` to each value. For the inverse, give them in reverse order, and `forward=False`."""
+        """Apply `rounds` to each value. For the inverse, they are in reverse order, and `forward` is False."""
         result = np.empty(len(values), np.int64)
         source = np.ascontiguousarray(values, np.int64).view(np.uint64)
         tweak_keys = None if tweaks is None else tweaks.astype(np.uint64) * _MIX_2

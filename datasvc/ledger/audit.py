@@ -176,7 +176,7 @@ def _differences(attempt: Attempt) -> Iterator[str]:
 
 
 def _epochs_of(attempts: Iterable[Attempt]) -> Iterator[int]:
-    """Yield the first epoch of each attempt, because all its records may be damaged, and the epoch of each record."""
+    """Yield the epoch of each record and, because all records of an attempt may be damaged, its first epoch."""
     for attempt in attempts:
         yield attempt.begin[0]
         yield from (record.epoch for file in attempt.files.values() for record in file.records)
@@ -232,7 +232,8 @@ class _History:
             self._num_samples,
             reached,
             is_finished,
-            served=max(0, once - num_dropped - num_masked),  # `num_masked` may have repeated positions
+            # The difference may be negative: repeated positions may be masked, but are not in `once`.
+            served=max(0, once - num_dropped - num_masked),
             masked=num_masked,
             dropped=num_dropped,
             padded=sum(strided.size for strided in counted[RecordKind.PADDED]),

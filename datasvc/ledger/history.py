@@ -1,18 +1,17 @@
 """Derives the history of a run from its ledger files: the positions that the final weights were trained on.
 
 A killed job has served positions after its last saved state. When it resumes from this state, it serves these
-positions again. Only the second time counts, because the weights of the first are lost. A cursor is a pair (epoch,
-position). The rules:
+positions again. Only the second time counts, because the weights of the first time are lost. A cursor is a pair
+(epoch, position). The rules:
 
-1. Files are ordered by number; those of several folders by start time, as far as the numbers of each folder allow.
-   Files without records are ignored.
+1. The files of a folder are ordered by number. Several folders are merged by start time; the order within a folder
+   does not change. Files without records are ignored.
 2. Consecutive files with the same first cursor and the same number of ranks are one *attempt*: ranks that started
    together. If a rank has several files in an attempt, the last one counts. The others belong to its model-parallel
    peers, or to an earlier start from the same state. All ranks have equally many peers and restarts, so all ranks
-   with files must have equally many files. If a rank has fewer, its last file may belong to an earlier restart, and
-   proves nothing about the last restart: `audit` reports a disagreement. (A rank that was killed before its first
-   batch has the same effect.) A rank without files is not a disagreement, because `audit` reports its positions as
-   missing.
+   with files must have equally many files. If a rank has fewer, its last file may belong to an earlier restart and
+   prove nothing about the last one, so `audit` reports a disagreement. (A rank that was killed before its first batch
+   has the same effect.) A rank without files is not a disagreement, because `audit` reports its positions as missing.
 3. An attempt continues the latest earlier attempt that could save a state at its first cursor: one that began at this
    cursor, or reached it with whole batches. If no earlier attempt could, it continues the latest one that began at or
    before this cursor.

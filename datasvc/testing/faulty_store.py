@@ -25,7 +25,7 @@ _SCHEME: Final = "faulty"
 
 @dataclass
 class _Fault:
-    """The arguments of one call of `FaultyStore.fail`; `remaining` counts down from `times`, None: without end."""
+    """The arguments of one call of `FaultyStore.fail`; `remaining` counts down from `times`; None: without end."""
 
     operation: Operation
     pattern: str

@@ -140,7 +140,7 @@ def make_model(text: str) -> torch.nn.Module:
 
 
 def make_input(text: str) -> torch.Tensor:
-    """Return an example input: zeros of a shape and dtype, such as `1x3x224x224` (float32) or `1x128:int64`.
+    """Return zeros as an example input, of the shape and dtype in `text`: `1x3x224x224` (float32) or `1x128:int64`.
 
     Raises:
         ConfigError: the text does not have this form, or the dtype is not supported.

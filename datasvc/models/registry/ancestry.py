@@ -95,7 +95,7 @@ def read_ancestry(
     Raises:
         ConfigError: a reference is not valid.
         NotFoundError: a reference names no version.
-        UnavailableError: an entry cannot be read.
+        UnavailableError: the store does not respond.
     """
     reader = _AncestryReader(repository, entries or EntryReader(repository))
     names = [name for ref in (refs or repository.names("models")) for name in reader.names_of(ref)]

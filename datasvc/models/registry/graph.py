@@ -153,7 +153,7 @@ def _drawn_parents(version: ModelVersion, existing: Collection[_VersionKey]) -> 
 
 
 class _Drawing:
-    """Columns of the graph. `_targets` has the parent that the line of each column leads to; None if it is free."""
+    """Columns of the graph. `_targets`: for each column, the parent that its line leads to; None if it is free."""
 
     def __init__(self) -> None:
         self._targets: list[_VersionKey | None] = []

@@ -69,7 +69,7 @@ def check_duplicates(duplicates: Mapping[str, Sequence[DuplicateSample]], source
 
 
 def store_quarantine(objects: Objects, bad: Sequence[BadSample]) -> Digest | None:
-    """Store the list of the bad samples and their reasons, one JSON object per line. Return its digest, if any."""
+    """Store the list of the bad samples, one JSON object per line. Return its digest; None without bad samples."""
     if not bad:
         return None
     # Sort, so that the object does not depend on the order in which workers finish.

@@ -73,9 +73,9 @@ class Matches:
 def match_values(a: Side, b: Side) -> Matches:
     """Return the samples of `b` whose value occurs on side `a` too. Raise what `Side.read` raises.
 
-    First the smaller side is read for the hashes of its values, then the larger side for the samples with one of
-    these hashes (hits), then the smaller side again for the samples with the hash of a hit. Finally, the values of
-    all hits are compared, because different values may have the same hash.
+    First, the smaller side is read for the hashes of its values. Then the larger side is read for the samples with
+    one of these hashes (hits), and the smaller side again for the samples with the hash of a hit. Finally, the values
+    of all hits are compared, because different values may have the same hash.
     """
     small, large = (a, b) if a.num_samples <= b.num_samples else (b, a)
     large_hits = _read_hits(large, _sorted_hashes(small))

@@ -135,25 +135,24 @@ def find_overlaps(
     Args:
         objects: objects of the repository.
         tables: shard tables by split.
-        checked: tables of splits that were compared before. Two samples that are both in them are not compared
-            again.
+        checked: tables of splits that were compared before. Their samples are not compared with each other again.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
     """
     # "drop" removes samples from the first split of a pair, so training data come first, then validation data.
     order = sorted(tables, key=lambda name: (name != DEFAULT_SPLIT, name != HELD_OUT_SPLIT, name))
-    new = {split: _new_shards(objects, tables[split], (checked or {}).get(split)) for split in order}
+    new_shards = {split: _new_shards(objects, tables[split], (checked or {}).get(split)) for split in order}
     overlaps = []
     for kind in KINDS:
         for split, other in combinations(order, 2):
             all_shards = np.arange(tables[split].num_shards)
-            old = np.setdiff1d(all_shards, new[split])
+            old_shards = np.setdiff1d(all_shards, new_shards[split])
             # Old shards of both splits were compared before. So new shards of `split` are compared with all of
             # `other`, and old shards of `split` with new ones of `other`.
             shared = [
-                *_find_shared(objects, kind, (tables[split], new[split]), (tables[other], None)),
-                *_find_shared(objects, kind, (tables[split], old), (tables[other], new[other])),
+                *_find_shared(objects, kind, (tables[split], new_shards[split]), (tables[other], None)),
+                *_find_shared(objects, kind, (tables[split], old_shards), (tables[other], new_shards[other])),
             ]
             if shared:
                 overlaps.append(Overlap(kind, split, other, _join(shared)))
@@ -189,25 +188,25 @@ def settle_overlaps(
         ConfigError: a split would lose all its samples.
     """
     all_overlaps = find_overlaps(objects, tables, checked=checked)
-    overlaps = []
+    unaccepted = []
     for overlap in all_overlaps:
         if keys_are_places and overlap.kind == "key":
             continue
         # A shared sample that a version accepted stays accepted in the versions made from it.
         samples = overlap.samples.take(np.flatnonzero(~_is_accepted(overlap, accepted)))
         if len(samples):
-            overlaps.append(replace(overlap, samples=samples))
-    if overlaps and on_overlap == "fail":
+            unaccepted.append(replace(overlap, samples=samples))
+    if unaccepted and on_overlap == "fail":
         raise ConflictError(
-            f"splits share samples, nothing was committed: {'; '.join(map(str, overlaps))}. Remove or rename them; "
+            f"splits share samples, nothing was committed: {'; '.join(map(str, unaccepted))}. Remove or rename them; "
             "or leave them out of the first split with --on-split-overlap drop, or keep them in both splits with "
             "--on-split-overlap keep"
         )
     result, counts = dict(tables), count_overlaps(all_overlaps)
     if on_overlap == "drop":
-        for split in {overlap.split for overlap in overlaps}:
+        for split in {overlap.split for overlap in unaccepted}:
             # A sample may be in several overlaps: with several splits, or of both kinds.
-            rows = _rows_by_shard(overlap for overlap in overlaps if overlap.split == split)
+            rows = _rows_by_shard(overlap for overlap in unaccepted if overlap.split == split)
             result[split] = delete_samples(objects, tables[split], rows)
             if not result[split].num_samples:
                 raise ConfigError(
@@ -215,8 +214,8 @@ def settle_overlaps(
                     "was committed"
                 )
         # The dropped samples are not shared any more.
-        counts.subtract(count_overlaps(overlaps))
-    return result, dict(+counts), overlaps  # `+` leaves out kinds with a count of 0
+        counts.subtract(count_overlaps(unaccepted))
+    return result, dict(+counts), unaccepted  # `+` leaves out kinds with a count of 0
 
 
 def count_overlaps(overlaps: Iterable[Overlap]) -> Counter[str]:
@@ -348,7 +347,7 @@ def _new_shards(objects: Objects, table: ShardTable, checked: ShardTable | None)
 
 
 def _rows_by_shard(overlaps: Iterable[Overlap]) -> dict[int, Integers]:
-    """Return the rows of the samples of some overlaps of one split, by shard, each once; there is at least one."""
+    """Return the rows of the samples in overlaps of one split, by shard, each once. `overlaps` is not empty."""
     places = SampleRows.concatenate([overlap.samples.places for overlap in overlaps])
     return {shard: np.unique(rows) for shard, rows in places.by_shard().items()}
 

@@ -60,7 +60,7 @@ class Condition:
             )
 
     def find(self, objects: Objects, table: ShardTable) -> Iterator[tuple[int, Integers]]:
-        """Yield the live (not deleted) samples that satisfy the condition: the number of a shard, and ascending rows.
+        """Yield (shard number, ascending rows) of the live (not deleted) samples that satisfy the condition.
 
         Raises:
             ConfigError: the evaluation fails for a sample, for instance a cast of text that is not a number.

@@ -237,8 +237,8 @@ def _parts(table: _Table) -> Iterator[SourcePart]:
 def _choose_key(table: _Table, key: str | None) -> str | None:
     """Return the name of the array that holds the keys; None if no array does.
 
-    If `key` is None, an array named "key" holds the keys. Raise ConfigError if the array `key` does not exist, or
-    cannot hold keys.
+    If `key` is None, an array named "key", if any, holds the keys. Raise ConfigError if the array `key` does not
+    exist, or if an array cannot hold keys.
     """
     if key is None:
         key = KEY if KEY in table.arrays else None

@@ -104,8 +104,8 @@ def _by_folder(files: Iterable[SourceFile]) -> tuple[dict[str, list[SourceFile]]
 def _extension(name: str) -> str:
     """Return the lower-case extension, like `os.path.splitext`, but faster for ordinary names."""
     base, dot, last = name.rpartition(".")
-    # Not ordinary: the only dot is in the name of a folder, or the dots are at the start of the file name. Then
-    # `splitext` finds no extension.
+    # Not ordinary: the only dot is in the name of a folder, or the dots are at the start of the file name.
+    # Leave these to `splitext`.
     is_ordinary = dot and "/" not in last and base[-1:] not in ("", "/", ".")
     return f".{last.lower()}" if is_ordinary else os.path.splitext(name)[1].lower()
 
