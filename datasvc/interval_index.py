@@ -19,8 +19,8 @@ class SpanSearch:
     def __init__(self, starts: Integers, stop: int) -> None:
         self._starts = starts
         self._stops = np.append(starts[1:], stop)
-        # Divide the points into buckets of 2**shift points, about four per span. The span of a point is nearly always
-        # the first span of its bucket, or one of the next two.
+        # Divide the points into buckets of 2**shift points, with about four buckets per span. The span of a point is
+        # nearly always the first span of its bucket, or one of the next two.
         self._shift = max(0, (stop // max(4 * len(starts), 1)).bit_length() - 1)
         # Count the spans that start at or before each bucket's start. This takes one pass over spans and one over
         # buckets; a binary search per bucket would dominate the time to create an order of millions of shards.

@@ -15,7 +15,7 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class HasRepository(Protocol):
-    """An object with a repository, which `Operation` passes to the function of each method."""
+    """An object with a repository. `Operation` passes the repository to the function of each method."""
 
     repository: Repository
 

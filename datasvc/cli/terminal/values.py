@@ -32,7 +32,7 @@ def json_value(value: Any) -> Any:
 def text_value(value: Any) -> str:
     """Return a sample's value as one line of text.
 
-    Control characters are escaped, because a terminal would execute their escape sequences.
+    Control characters are escaped, because a terminal would execute escape sequences in the text.
     """
     if isinstance(value, (bytes, bytearray, memoryview)):
         return f"{len(value)} bytes"
