@@ -11,7 +11,7 @@
     |-- BadSampleError               a sample cannot be decoded: repair it, or configure bad samples to be skipped
     |-- CacheFullError               the cache budget is too small: the message states the bytes needed
     |-- BusyError                    an earlier save still runs: save less often, or queue saves (`overlap=queue`)
-    |-- LagError                     a job fell behind its decode group, and is configured to raise
+    |-- LagError                     a job fell too far behind its decode group, and its setting is to raise
     |-- DeviceError                  a GPU failed or is out of memory: reduce its load, or decode on the CPU
     `-- UnavailableError             a store did not respond after all retries: try again later
 

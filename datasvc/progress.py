@@ -51,7 +51,7 @@ class SourceCounter(Progress):
 
     @property
     def bytes_by_source(self) -> Counter[str]:
-        """Number of bytes by source; a copy, which later calls of `advance` do not change."""
+        """Copy of the number of bytes by source."""
         with self._lock:
             return Counter(self._bytes_by_source)
 
@@ -83,11 +83,11 @@ class _Bar(SourceCounter):
 
 @contextmanager
 def byte_progress(title: str, stream: TextIO | None = None) -> Iterator[Progress]:
-    """Show a bar with bytes, rate, time left and the bytes from each source, until the end of the block.
+    """Show a bar with bytes, rate, time left and the bytes from each source, until the end of the `with` block.
 
     Args:
         title: text before the bar.
-        stream: terminal to show it on; nothing is shown if it is not a terminal. Default: standard error.
+        stream: where to show the bar, by default standard error. If it is not a terminal, nothing is shown.
     """
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
@@ -105,13 +105,13 @@ def byte_progress(title: str, stream: TextIO | None = None) -> Iterator[Progress
 
 @contextmanager
 def entry_progress(title: str) -> Iterator[Progress]:
-    """Show a bar that counts entries on standard error, from `begin` to the end of the block; then remove it."""
+    """Show a bar that counts entries on standard error, from `begin` to the end of the `with` block."""
     yield from _show(title, sys.stderr, is_brief=True)
 
 
 def _show(title: str, stream: TextIO, *columns: Any, is_brief: bool = False) -> Iterator[Progress]:
     """Yield a `Progress` that updates a bar; a brief bar is shown from `begin` on, and removed at the end."""
-    # Import rich only where a bar may be shown, because all operations import this module for `NO_PROGRESS`.
+    # Import rich here, not at the top: all operations import this module for `NO_PROGRESS`, and few show a bar.
     from rich.console import Console
     from rich.progress import Progress as RichProgress
 

@@ -11,7 +11,7 @@ from datasvc.errors import ConfigError
 _Value = TypeVar("_Value")
 _UNITS: Final = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS: Final = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-# A number and a unit with or without "B": the groups are the number and the unit without "B".
+# A number, a unit, and an optional "B". The groups are the number and the unit.
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 
@@ -35,7 +35,7 @@ def format_size(size_bytes: float) -> str:
 def group_by_size(
     values: Iterable[_Value], size_of: Callable[[_Value], int], max_bytes: int
 ) -> Iterator[list[_Value]]:
-    """Divide values into consecutive groups of at most `max_bytes`; a value above this size is a group of its own."""
+    """Divide values into consecutive groups of at most `max_bytes`. A value above this size is alone in its group."""
     group: list[_Value] = []
     group_bytes = 0
     for value in values:
@@ -45,7 +45,7 @@ def group_by_size(
             group, group_bytes = [], 0
         group.append(value)
         group_bytes += size_bytes
-        # Yield a large value before `values` makes the next one: two of them may not fit into memory.
+        # Yield a large value before the iterator creates the next value: both may not fit into memory.
         if group_bytes > max_bytes:
             yield group
             group, group_bytes = [], 0

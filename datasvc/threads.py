@@ -14,8 +14,8 @@ _Arguments = TypeVarTuple("_Arguments")
 _Result = TypeVar("_Result")
 _Value = TypeVar("_Value")
 
-# Size up to which `run_in_threads` joins calls to one task. For fewer bytes, handing the work to another thread takes
-# more time than the thread saves.
+# `run_in_threads` groups consecutive small calls into one task of up to this many bytes. For fewer bytes, handing the
+# work to another thread takes more time than the thread saves.
 _GROUP_BYTES: Final = 1 << 20
 
 
@@ -34,7 +34,7 @@ def run_in_threads(
     """
     groups: list[Sequence[tuple[*_Arguments]]]
     if sizes is None:
-        # `zip` of one sequence wraps each element in a tuple: each call is a group of its own.
+        # `zip` of one sequence wraps each element in a tuple, so each call is alone in its group.
         groups = list(zip(arguments, strict=True))
     else:
         index_groups = group_by_size(range(len(arguments)), sizes.__getitem__, _GROUP_BYTES)
@@ -47,7 +47,7 @@ def run_in_threads(
     def run_group(group: Sequence[tuple[*_Arguments]]) -> list[_Result]:
         results = []
         for call in group:
-            # The shortened results are not returned: an error or an interrupt, which set the event, is raised.
+            # No caller gets the incomplete results, because the error or interrupt that set the event is raised.
             if stopped.is_set():
                 break
             try:
@@ -80,9 +80,9 @@ def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], 
 def run_before_threads_end(hook: Callable[[], object]) -> None:
     """Call `hook` when the interpreter exits, before it waits for threads; `atexit` handlers run after this wait.
 
-    A hook can still use thread pools: hooks run in reverse order of registration, and the hook of
-    `concurrent.futures` that shuts down all pools was registered before, when this module was imported.
+    A hook can still use thread pools. The import of this module has registered the hook of `concurrent.futures` that
+    shuts down all pools, and a hook that is registered later runs earlier.
     """
-    # This function is private and may disappear from Python. Then the hook is not called, and the exit takes longer.
+    # `_register_atexit` is private and may disappear from Python. Without it, the exit takes longer.
     if hasattr(threading, "_register_atexit"):
         threading._register_atexit(hook)  # noqa: SLF001

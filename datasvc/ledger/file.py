@@ -67,7 +67,7 @@ class LedgerRecord:
     Attributes:
         kind: outcome of the positions.
         epoch: epoch, counted from 0.
-        strided: the positions as one range. For SERVED, its window ends at the rank's position after the batch.
+        strided: the positions as one range. For SERVED, this range ends at the rank's position after the batch.
         count: number of positions, counted when they were served; equal to `strided.size`.
     """
 
@@ -195,7 +195,7 @@ def create_ledger_file(folder: Path, header: Header) -> tuple[Path, int]:
 
 
 def list_files(folder: Path) -> list[tuple[int, Path]]:
-    """Return number and path of each file of a ledger, sorted. Raises UnavailableError."""
+    """Return number and path of each file of a ledger, sorted. Raises UnavailableError: `folder` cannot be listed."""
     try:
         matches = [(match, path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
     except OSError as error:
@@ -282,7 +282,7 @@ def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
 
 
 def _parse_file(path: Path, number: int, content: bytes) -> LedgerFile:
-    """Return the content of a file; damaged records are described, not raised. A damaged header is raised."""
+    """Return the content of a file, with a description of each damaged record; for errors, see `read_header`."""
     header, offset = _parse_header(path, content)
     num_records, num_torn_bytes = divmod(len(content) - offset, RECORD_BYTES)
     torn = bool(num_torn_bytes)

@@ -86,7 +86,7 @@ class StridedRange:
                 position += self.period - within
 
     def _count_below(self, position: int) -> int:
-        """Return the number of positions of the runs in [offset, position), without regard to the window."""
+        """Return the number of positions that the runs, not clipped to the window, have in [offset, position)."""
         # For a position below `offset` the count is negative, so that the difference of two counts is right.
         num_periods, within = divmod(position - self.offset, self.period)
         return num_periods * min(self.length, self.period) + min(within, self.length)
@@ -148,7 +148,7 @@ def _candidates(start: int, stop: int, positions: Integers) -> Iterator[StridedR
     # The window may clip the first and the last run. A run between these two is whole, and gives period and length.
     if len(starts) > 2:
         yield _strided(start, stop, starts[2] - starts[1], starts[1], cuts[2] - cuts[1])
-    # One run that crosses the end of the window: the window is the period, so the run continues at its start.
+    # One run that crosses the end of the window and continues at the start of the window: the window is the period.
     yield _strided(start, stop, stop - start, starts[1], num_positions)
     # Two runs, of which the first is whole.
     yield _strided(start, stop, starts[1] - starts[0], starts[0], cuts[1])
@@ -160,7 +160,7 @@ def _strided(start: int, stop: int, period: int, offset: int, length: int) -> St
 
 
 def _holds_exactly(strided: StridedRange, positions: npt.NDArray[Any]) -> bool:
-    # If the numbers are equal, it is enough that the positions are different and all in the range.
+    # With as many positions as the range has, it is enough that they are distinct and all in the range.
     if strided.size != len(positions):
         return False
     if not len(positions):

@@ -17,11 +17,11 @@ class HorovodVersionMismatchError(ImportError):
     Args:
         name: name of the framework.
         version: version of the framework that is installed.
-        installed_version: version of the framework that Horovod was built for; the name is Horovod's.
+        installed_version: version of the framework that Horovod was built for. Horovod chose this misleading name.
     """
 
     def __init__(self, name: str, version: str, installed_version: str) -> None:
-        super().__init__(f"{name} {version} is installed, but this was built for {name} {installed_version}")
+        super().__init__(f"{name} {version} is installed, but Horovod was built for {name} {installed_version}")
         self.name = name
         self.version = version
         self.installed_version = installed_version

@@ -18,7 +18,7 @@ def read_lines(path: str, what: str) -> list[str]:
 
     Args:
         path: file to read; "-" is standard input.
-        what: contents of the file, for error messages.
+        what: what the file contains, such as "keys", for error messages.
 
     Raises:
         NotFoundError: the file does not exist.

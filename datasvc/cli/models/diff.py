@@ -40,15 +40,15 @@ def diff(
     with byte_progress("comparing") as progress:
         result = run_diff(Repository.open(repo), a, b, norms=norms, progress=progress)
     if as_json:
-        print_json(_facts(result))
+        print_json(_json_fields(result))
         return
     print_facts({"from": result.a, "to": result.b, "step": _value_change(*result.steps)})
     for part, changes in result.values.items():
-        print_facts({part: _lines(changes) if changes else "no difference"})
+        print_facts({part: _change_lines(changes) if changes else "no difference"})
     _print_tensors(result.tensors, None if all_tensors else _MAX_TENSORS)
 
 
-def _facts(result: ModelDifference) -> dict[str, Any]:
+def _json_fields(result: ModelDifference) -> dict[str, Any]:
     tensors = result.tensors
     return {
         "a": str(result.a),
@@ -56,9 +56,12 @@ def _facts(result: ModelDifference) -> dict[str, Any]:
         "steps": list(result.steps),
         **{part: asdict(changes) for part, changes in result.values.items()},
         "tensors": {
-            "added": [_tensor(record) for record in tensors.added],
-            "removed": [_tensor(record) for record in tensors.removed],
-            "retyped": [{"name": old.name, "from": _tensor(old), "to": _tensor(new)} for old, new in tensors.retyped],
+            "added": [_tensor_fields(record) for record in tensors.added],
+            "removed": [_tensor_fields(record) for record in tensors.removed],
+            "retyped": [
+                {"name": old.name, "from": _tensor_fields(old), "to": _tensor_fields(new)}
+                for old, new in tensors.retyped
+            ],
             "changed": list(tensors.changed),
             "changes": [asdict(change) for change in tensors.changes],
             "equal": tensors.num_equal,
@@ -66,11 +69,11 @@ def _facts(result: ModelDifference) -> dict[str, Any]:
     }
 
 
-def _tensor(record: TensorRecord) -> dict[str, Any]:
+def _tensor_fields(record: TensorRecord) -> dict[str, Any]:
     return {"name": record.name, "dtype": record.dtype, "shape": list(record.shape)}
 
 
-def _lines(changes: ValueChanges) -> dict[str, object]:
+def _change_lines(changes: ValueChanges) -> dict[str, object]:
     return {
         **{f"+ {path}": value for path, value in changes.added.items()},
         **{f"- {path}": value for path, value in changes.removed.items()},
@@ -81,9 +84,9 @@ def _lines(changes: ValueChanges) -> dict[str, object]:
 def _value_change(old: Any, new: Any) -> str:
     if old == new:
         return str(old)
-    # In Python a boolean is an integer, but a difference of booleans means nothing.
-    are_numbers = isinstance(old, int | float) and isinstance(new, int | float)
-    return f"{old} -> {new}" + (f" ({new - old:+.4g})" if are_numbers and not isinstance(old, bool) else "")
+    # A boolean is an integer in Python, but the difference of two booleans has no meaning.
+    both_numbers = isinstance(old, int | float) and isinstance(new, int | float)
+    return f"{old} -> {new}" + (f" ({new - old:+.4g})" if both_numbers and not isinstance(old, bool) else "")
 
 
 def _print_tensors(tensors: TensorsDifference, max_lines: int | None) -> None:

@@ -62,13 +62,13 @@ def restore(
     repository = Repository.open(repo)
     check_target(folder)
     with (
-        _open_cache(cache, budget, peers) as node,
+        _open_cache(cache, budget, peers) as opened,
         byte_progress(f"restoring {ref}") as progress,
     ):
         checkpoint = run_restore(
             repository,
             ref,
-            cache=node,
+            cache=opened,
             fallback=fallback or (),
             only=only or (),
             exclude=exclude or (),
@@ -99,12 +99,12 @@ def describe_restore(report: RestoreReport) -> list[str]:
 
 @contextmanager
 def _open_cache(folder: Path | None, budget: str | None, peers: str | None) -> Iterator[Cache | None]:
-    # DATASVC_PEERS may be set for all commands of a node, so peers without a cache are ignored, and are no error.
+    # Peers without a cache are ignored, because DATASVC_PEERS may be set for all commands of a node.
     if folder is None:
         yield None
         return
     from datasvc.cache import Cache
     from datasvc.node.peers import open_peers
 
-    with Cache(folder, budget=budget, peers=None if peers is None else open_peers(peers)) as node:
-        yield node
+    with Cache(folder, budget=budget, peers=None if peers is None else open_peers(peers)) as opened:
+        yield opened

@@ -236,7 +236,7 @@ def quota(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Set the guaranteed and the maximum space of a tenant. No tenant is evicted below its guarantee.
+    """Set the guaranteed and the maximum space of a tenant. Other tenants cannot evict objects within the guarantee.
 
     Example: datasvc cache quota vision --guaranteed 100GB --maximum 200GB --cache /nvme/cache
     """
@@ -284,7 +284,7 @@ def open_existing_cache(cache: Path) -> Cache:
 
 
 def _open_splits(repo: str, ref: str, split: str | None) -> tuple[str, list[Split]]:
-    """Return the version that `ref` resolves to, and its split with the name `split`, or all its splits for None."""
+    """Return the version that `ref` resolves to, and its split `split`; if this is None, all its splits."""
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
     from datasvc.shards.versions.dataset import choose_split

@@ -73,7 +73,7 @@ def plan(
     # As in a loader, a windowed shuffle without further settings derives its lanes and block.
     is_derived = shuffle == "windowed" and block is None and lanes == 1 and not sticky
     if is_derived:
-        # Deriving the order needs a workload, which needs an order. `derive_order` takes only the seed of this one.
+        # Deriving the order needs a workload, which needs an order. `derive_order` uses only the seed of this order.
         order = OrderConfig(seed=seed)
     else:
         chosen_shuffle = None if shuffle == "none" else shuffle

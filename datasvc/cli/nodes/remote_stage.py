@@ -1,4 +1,4 @@
-"""`datasvc stage --node`: have the server of a node stage data sets into its cache."""
+"""`datasvc stage --node`: ask the server of a node to stage data sets into the cache of that node."""
 
 from __future__ import annotations
 

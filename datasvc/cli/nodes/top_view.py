@@ -41,7 +41,7 @@ def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threadi
     # Disable the automatic refresh of rich, because there is nothing new to draw between two readings. Ctrl-C is the
     # usual way to end the command, so it is not an error.
     with Live(screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
-        previous: tuple[float, Status] | None = None  # time and status of the reading before
+        previous: tuple[float, Status] | None = None  # time and status of the previous reading
         while not stop.is_set():
             now = time.monotonic()
             try:
@@ -138,7 +138,7 @@ def _tables(status: Status) -> Iterator[RenderableType]:
     if status.get("peers"):
         table = _table("peer", "ok", "missing", "failed", "corrupt", "bytes")
         for url, peer in sorted(status["peers"].items()):
-            # `num_lying` counts the objects with a wrong digest, which are the column "corrupt".
+            # The column "corrupt" shows `num_lying`, the number of objects with a wrong digest.
             counts = (peer[f"num_{name}"] for name in ("ok", "missing", "failed", "lying"))
             table.add_row(plain_text(url), *map(str, counts), format_size(peer["bytes_received"]))
         yield table

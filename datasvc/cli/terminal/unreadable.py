@@ -49,7 +49,7 @@ def report_unreadable() -> Iterator[None]:
             show_other, warnings.showwarning = warnings.showwarning, show
             yield
     except SystemExit as end:
-        # Typer ends each command with SystemExit, also one that succeeds.
+        # Typer ends each command with SystemExit, even a command that succeeds.
         if messages and end.code in {None, 0}:
             sys.exit(CorruptDataError.exit_code)
         raise

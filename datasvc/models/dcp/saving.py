@@ -108,7 +108,7 @@ def _plan_boxes(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int
         # Plan smaller chunks: a load on another number of ranks needs parts of the block, but reads whole chunks.
         tensor_bytes = math.prod(tensor_shape) * item_bytes
         chunk_bytes = min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, tensor_bytes // _CHUNKS_PER_TENSOR))
-    # `plan_chunks` counts from the first element of the block; add its index in the tensor.
+    # `plan_chunks` counts from the first element of the block; add the index of this element in the tensor.
     return [
         (tuple(a + b for a, b in zip(start, inner, strict=True)), size)
         for inner, size in plan_chunks(shape, item_bytes, chunk_bytes=chunk_bytes)

@@ -132,7 +132,8 @@ def _encode_node(node: dict[str | int, Any] | _ValueLeaf) -> Any:
         return [children.get(index) for index in range(max(map(int, children)) + 1)]
     if all(isinstance(key, str) and not key.startswith("$") for key in children):
         return children
-    # Keys of JSON objects are texts, and one with "$" means an encoded value: store other dicts as a list of pairs.
+    # A JSON object has only texts as keys, and a key that starts with "$" marks an encoded value. So store any other
+    # dict as a list of pairs.
     return {"$dict": [[key, child] for key, child in children.items()]}
 
 

@@ -49,7 +49,7 @@ def picklable_errors() -> Iterator[None]:
 class DcpWriter(CheckpointIdMixin, StorageWriter):
     """Save the checkpoints of torch.distributed.checkpoint as versions of a model. Create one on every rank.
 
-    The arguments from `step` on are those of `datasvc.models.save`. Only the values of the coordinator are stored.
+    The arguments from `step` on are those of `datasvc.models.save`; of these, the coordinator's values are stored.
 
     Args:
         path: repository: local folder or fsspec URL; created if it does not exist.
@@ -149,9 +149,9 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
 
     @picklable_errors()
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Write a marker file, which `prepare_global_plan` checks, and return the plan with it as `storage_data`.
+        """Write a marker file for `prepare_global_plan`, and return the plan with the marker as `storage_data`.
 
-        Raises UnavailableError.
+        Raises UnavailableError if the store does not answer.
         """
         assert self._repository is not None, "torch sets a writer up before it plans"
         if self._is_coordinator:
@@ -161,12 +161,10 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
 
     @picklable_errors()
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that all ranks write to the same repository, before any tensor is stored.
+        """Check that all ranks write to the same repository, and return the plans without their markers.
 
-        Return the plans without their markers.
-
-        If a planner drops the marker of a rank, that rank is not checked here. The commit still checks that all
-        objects exist.
+        This happens before any tensor is stored. If a planner drops the marker of a rank, that rank is not checked
+        here. The commit still checks that all objects exist.
 
         Raises:
             ConfigError: some ranks write to another place; the message names them.

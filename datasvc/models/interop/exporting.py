@@ -224,11 +224,12 @@ def _write_huggingface(folder: Path, part: _ExportPart, entry: Mapping[str, Any]
     if len(files) > 1:
         safetensors.write_index(folder, files, sum(spec.nbytes for spec in specs.values()))
     imported_files = _imported_files(entry)
-    config = _config_content(part, entry, imported_files.get(CONFIG_FILE))  # transformers builds the model from it
+    # transformers builds the model from `config.json`.
+    config = _config_content(part, entry, imported_files.get(CONFIG_FILE))
     if config is not None:
         durable.write_file(folder / CONFIG_FILE, config)
     for name, digest in imported_files.items():
-        # The entry may come from another repository: write only into the folder, and replace no file of the export.
+        # The entry may come from another repository, so a name may be hostile: write only new files in the folder.
         if is_plain_name(name) and not (folder / name).exists():
             durable.write_file(folder / name, part.read(digest))
 
@@ -243,7 +244,7 @@ def _imported_files(entry: Mapping[str, Any]) -> dict[str, Digest]:
 def _config_content(part: _ExportPart, entry: Mapping[str, Any], digest: Digest | None) -> bytes | None:
     """Return the content of `config.json`, with the dtype of this export; None if the version has no configuration.
 
-    The configuration is the file of an earlier import, which has this digest. Without this file, it is the value of
+    `digest` is that of the `config.json` of an earlier import. If it is None, the content comes from the value of
     "huggingface" in the configuration of the entry.
     """
     raw: bytes | None = None

@@ -83,8 +83,8 @@ def import_model(
 ) -> ImportReport:
     """Store a safetensors file, Hugging Face or DCP folder, or torch.save file as the next version of a model.
 
-    A plain dict of tensors becomes `{prefix: tensors}`. A whole checkpoint keeps its tree; with `only`, `exclude` or
-    `rename` it becomes a dict of tensors by name.
+    A plain dict of tensors becomes `{prefix: tensors}`. A whole checkpoint keeps its state tree, but with `only`,
+    `exclude` or `rename` it becomes a dict of tensors by name.
 
     Args:
         repository: repository to import into.
@@ -107,7 +107,8 @@ def import_model(
         ConfigError: the source has no supported format or holds values that cannot be stored, see `read_foreign`; or
             the selection of tensors is not valid, see `name_filter`.
         CorruptDataError: the source is damaged; no version is created.
-        ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`; or the source cannot be read.
+        UnavailableError: the source cannot be read.
+        ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     check_name(name, "model")
     path = Path(source)
@@ -136,12 +137,12 @@ def import_model(
         extra={"imported": {"format": foreign.format, "path": str(path), **files}},
         extra_objects=digests.values(),
     )
-    size = sum(record.nbytes for record in stored.records)
+    size_bytes = sum(record.nbytes for record in stored.records)
     return ImportReport(
         version=version,
         format=foreign.format,
         num_tensors=len(tensors),
-        bytes=size,
+        bytes=size_bytes,
         new_bytes=stored.new_bytes,
         ignored=foreign.ignored,
         files=tuple(digests),
@@ -183,8 +184,8 @@ def _read_folder(folder: Path, reader_memory_bytes: int) -> ForeignState:
         return read_torch_file(folder / CHECKPOINT_FILE, reader_memory_bytes)
     raise ConfigError(
         f"{folder} is not a model: expected {SUFFIX} files, {TORCH_FILE}, a DCP folder with {METADATA_FILE}, or "
-        f"{CHECKPOINT_FILE}; "
-        f"it has: {', '.join(names[:10]) or 'nothing'}. To import a torch.save file, give the path of the file"
+        f"{CHECKPOINT_FILE}; it has: {', '.join(names[:10]) or 'nothing'}. To import a torch.save file, give the "
+        "path of the file"
     )
 
 
@@ -193,7 +194,7 @@ def _read_file(path: Path, reader_memory_bytes: int) -> ForeignState:
         head = file.read(_HEAD_BYTES)
     if head.startswith((ZIP, LEGACY)):
         return read_torch_file(path, reader_memory_bytes)
-    # The JSON header of a safetensors file follows its length of 8 bytes.
+    # A safetensors file begins with the length of its JSON header, in 8 bytes.
     if head[8:9] == b"{" or path.suffix == SUFFIX:
         return read_safetensors(path)
     raise ConfigError(

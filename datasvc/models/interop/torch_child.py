@@ -36,17 +36,17 @@ from datasvc.models.tensors.chunks import slices
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, flatten
 from datasvc.sizes import format_size
 
-# The parent parses this JSON, which takes up to 25 times its size in memory. The limit is enough for about 200,000
-# tensors.
+# Limit of the JSON that describes DCP metadata. The parent needs up to 25 times its size in memory to parse it. The
+# limit is enough for about 200,000 tensors.
 _MAX_METADATA_BYTES: Final = 32 << 20
-# Processor time of one read: `_MIN_CPU_S`, and one second more for each `_MIN_BYTES_PER_CPU_S` bytes of the extent.
-# Without a limit, a hostile value could take any time, such as a nested tuple as a key of a dict.
+# Limit of the processor time of one read: `_MIN_CPU_S`, and one second for each `_MIN_BYTES_PER_CPU_S` bytes of the
+# extent. Without it, a hostile value, such as a nested tuple as a key of a dict, could take any time.
 _MIN_CPU_S: Final = 120
 _MIN_BYTES_PER_CPU_S: Final = 16 << 20
 _MAX_MESSAGE_CHARS: Final = 2000
 
-# Messages of torch when it refuses to create a class. It has no exception type for this, so match the text. In each
-# message, one group is the name of the class.
+# Messages of torch when it refuses to create a class. torch has no exception type for this, so match the text. The
+# group that matches is the name of the class.
 _REFUSED = re.compile(
     r"GLOBAL (\S+)|Trying to (?:call reduce|instantiate) \S* ?\S* ?(\S+)|module (\S+) is blocked|``(\S+)`` must be"
 )
@@ -65,7 +65,7 @@ class _PickleServer:
     def __init__(self, memory_bytes: int, max_nodes: int) -> None:
         self._memory_bytes = memory_bytes
         self._max_nodes = max_nodes
-        # Add `memory_bytes` to the memory that is mapped now, because torch for GPUs maps many GB.
+        # The kernel limits all mapped memory, and torch for GPUs has mapped many GB already. Add these to each limit.
         self._baseline_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         self._extent: Extent | None = None
         self._tensors: dict[str, torch.Tensor] = {}
@@ -144,7 +144,7 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
 
     def record_storage(storage: Any, _location: str) -> Any:
         if not is_zip:
-            # A damaged file may fill only a part of it. The rest must not contain old memory of this process.
+            # A damaged file may fill only a part of the storage. The rest must not show old memory of this process.
             storage.fill_(0)
         stored[storage.data_ptr()] = storage.nbytes()
         return storage
@@ -154,7 +154,7 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
 
 
 def _check_archive(source: Any, location: str) -> None:
-    """Check the zip archive of a state and its checksums, which torch does not check in a file that it maps."""
+    """Check the zip archive of a state. torch does not check its checksums if it maps the file into memory."""
     with zipfile.ZipFile(source) as archive:
         # torch.jit.save writes this file, torch.save does not.
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
@@ -183,8 +183,8 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int
             )
         storage = tensor.untyped_storage()
         start, length = storage.data_ptr(), storage.nbytes()
-        # The storage must be inside memory that was filled from the file. Find the last such range that starts at or
-        # before it.
+        # The storage must be inside memory that was filled from the file. Find the last filled range that starts at
+        # or before the storage.
         filled_start = starts[bisect.bisect_right(starts, start) - 1] if starts else 0
         filled_stop = filled_start + stored.get(filled_start, 0)
         if length and not filled_start <= start <= start + length <= filled_stop:
@@ -218,7 +218,7 @@ def _explain(error: Exception, location: str, memory_bytes: int) -> tuple[str, s
     """Translate an exception: return the class name and the message of the error that the parent raises."""
     text = str(error)[:_MAX_MESSAGE_CHARS]
     refused = _REFUSED.search(text)
-    name = next(filter(None, refused.groups()), "") if refused else ""
+    refused_class = next(filter(None, refused.groups()), "") if refused else ""
     if isinstance(error, (ConfigError, CorruptDataError)):
         return type(error).__name__, text
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _NO_MEMORY.search(text):
@@ -229,10 +229,11 @@ def _explain(error: Exception, location: str, memory_bytes: int) -> tuple[str, s
         )
     if isinstance(error, OSError):
         return "OSError", text
-    if name:
+    if refused_class:
+        refused_class = refused_class.strip("`.,").removeprefix("builtins.")
         return "ConfigError", (
-            f"{location} holds {name.strip('`.,').removeprefix('builtins.')}, and to create one would execute code "
-            "from the file, so it is refused. Save plain values, such as model.state_dict(), and import that"
+            f"{location} holds {refused_class}, and to create one would execute code from the file, so it is "
+            "refused. Save plain values, such as model.state_dict(), and import that"
         )
     # torch adds advice, such as to load without `weights_only`. Use only the first line of its reason.
     lines = text.partition("WeightsUnpickler error:")[2].strip().splitlines() or text.strip().splitlines()
@@ -250,8 +251,8 @@ def main() -> None:
     torch.set_num_threads(1)
     messages = sys.stdin.buffer
     server = _PickleServer(*pickle.load(messages))  # noqa: S301 - from our own parent process
-    # EOFError: the parent has ended. OSError: the parent has ended, or the mapped file was truncated while its bytes
-    # were sent. In each case, end without a traceback.
+    # End without a traceback. EOFError: the parent has ended. OSError: the parent has ended, or the mapped file was
+    # truncated while its bytes were sent.
     with suppress(EOFError, OSError):
         while True:
             request: ReadRequest = pickle.load(messages)  # noqa: S301 - from our own parent process

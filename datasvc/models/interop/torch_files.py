@@ -1,6 +1,6 @@
-"""Reads and writes `torch.save` files, for import and export. A read executes no code of the file.
+"""Reads and writes `torch.save` files, for import and export.
 
-A file that is read may have only tensors and plain values.
+A read executes no code of the file, and accepts only tensors and plain values.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 def read_torch_file(path: Path, memory_bytes: int) -> ForeignState:
     """Return the state in a `torch.save` file.
 
-    Its tensors are read block by block, so the file may be larger than memory. If the file is from before torch 1.6,
-    all its tensors must fit into memory. For `memory_bytes` see `TorchReader`.
+    Tensors are read block by block, so the file may be larger than memory. But all tensors of a file from before
+    torch 1.6 must fit into memory together. For `memory_bytes` see `TorchReader`.
 
     Raises:
         ConfigError, CorruptDataError, OSError: see `TorchReader.read_state` and `check_shared_bytes`.

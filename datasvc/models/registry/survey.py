@@ -139,12 +139,12 @@ class Survey:
     def tables(self) -> Iterator[tuple[Sequence[str], Sequence[TensorRecord]]]:
         """Yield the records of each readable tensor table, with the versions that use it."""
         for table, versions in self._tables.items():
-            # The second read can fail: since the scan, the versions may have been removed, or the disk has failed.
+            # This second read can fail: since the scan, the versions may have been removed, or the disk may fail.
             content = self._read("tensor table", table, versions[0])
             if content is not None:
                 yield list(map(str, versions)), self._decode(table, content)
                 continue
-            # Note the same problem for the other versions of the table.
+            # Read it for the other versions too, because `_read` notes the problem for each of them.
             for version in versions[1:]:
                 self._read("tensor table", table, version)
 
@@ -168,7 +168,7 @@ class Survey:
         except CorruptDataError as error:
             self._note("tensor table", "contradictory", table, version, str(error))
             return None
-        # Equal versions share a table, whose objects count once.
+        # Equal versions share a table: count its objects once.
         if table not in self._tables:
             links = (link for record in records for chunk in record.chunks for link in chunk.chain)
             self.objects.update((link.object, link.object_bytes) for link in links)
@@ -189,7 +189,7 @@ class Survey:
         return content
 
     def _note(self, role: Role, kind: Kind, subject: str, version: Resolved, detail: str) -> None:
-        # One problem per object: further versions that use the object are added to it.
+        # One problem per object: add each further version that uses the object to this problem.
         self._problems.setdefault((role, kind, subject), (detail, {}))[1][str(version)] = ()
 
 

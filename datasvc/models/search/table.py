@@ -23,7 +23,7 @@ WILDCARDS: Final = ("*", "columns", "versions")
 
 
 def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
-    """Return the rows of an index with a struct for each tree in place of the lists of values.
+    """Return the rows of an index, with a struct for each tree (such as `metrics`) in place of the lists of values.
 
     A column has one type. If a name has values of several kinds, the kind that comes first in this order keeps the
     name: numbers, booleans, texts, lists, structs. The others are named like `lr_text`, `lr_number_list` and

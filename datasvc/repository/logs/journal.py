@@ -25,7 +25,7 @@ from datasvc.threads import map_in_threads
 JOURNALS = "journal"
 _PLAN = "plan.json"
 _READS_AT_ONCE = 16
-_NAME_DIGITS = 32  # of `work` and of `fingerprint` in the folder's name; of a digest, these are 128 bits
+_NAME_DIGITS = 32  # digits of `work` and of `fingerprint` in the folder's name; 128 bits of a digest
 
 
 class Journal:
@@ -92,7 +92,7 @@ class Journal:
         self._storage.put_bytes(f"{self._folder}/{name}.json", record, synced=False)
 
     def read_all(self) -> dict[str, dict[str, Any]]:
-        """Return every intact record of this attempt, by name. Raises UnavailableError."""
+        """Return every intact record of this attempt, by name. Raises UnavailableError if the store fails."""
         names = [name for name in self._storage.list(self._folder) if name != _PLAN and name.endswith(".json")]
         contents = map_in_threads(self._read, names, _READS_AT_ONCE)
         return {

@@ -1,7 +1,7 @@
 """Log of the removed versions of one data set or model.
 
 The log of versions keeps the entries of removed versions, so numbers are never reused and lineage stays complete.
-Each entry of this log lists all versions that are removed when it is created, so a reader needs only the newest one.
+Each entry of this log lists all removed versions, not only the new ones, so a reader needs only the newest entry.
 A version whose entry cannot be read, and of which no copy exists, is removed by an entry that *declares it lost*.
 """
 
@@ -18,9 +18,12 @@ from datasvc.repository.store.storage import Storage
 
 
 class Removals:
-    """Removed versions of one data set or model, below its folder such as "models/digits-cnn".
+    """The removed versions of one data set or model.
 
-    `versions` is the log of its versions.
+    Args:
+        storage: file tree of the repository.
+        folder: folder of the data set or model, such as "models/digits-cnn".
+        versions: log of its versions.
     """
 
     def __init__(self, storage: Storage, folder: str, versions: Log) -> None:
@@ -46,16 +49,16 @@ class Removals:
     def removed_before(self, before_s: float) -> frozenset[int]:
         """Return the versions that were removed before `before_s`, and not restored by `restore` since.
 
-        `before_s` is in seconds since 1970, by the clock of the store. Raises the errors of `Log.read`; damage is not
-        tolerated as in `removed`, because `gc` deletes objects by this result.
+        `before_s` is in seconds since 1970, by the clock of the store. `gc` deletes objects by this result. So unlike
+        `removed`, this method tolerates no damage: it raises the errors of `Log.read`.
         """
         old = {file.path for file in self._storage.walk(self._log.path) if file.modified_s < before_s}
         numbers = self._log.numbers()
         newest_old = max((number for number in numbers if self._log.path_of(number) in old), default=0)
         if not newest_old:
             return frozenset()
-        # Only versions that are in all entries since then: a version that was restored and removed again is missing
-        # in one of them, and gets a new grace period.
+        # Return only versions that are in all entries since then. A version that was restored and removed again is
+        # missing in one of them, so it gets a new grace period.
         since = self._log.entries(number for number in numbers if number >= newest_old)
         all_versions = self._versions.numbers()
         return frozenset.intersection(*(self._removed_in(entry, all_versions) for entry in since))
@@ -101,7 +104,7 @@ class Removals:
         return self._append(lambda removed: removed - to_restore, change)
 
     def _append(self, combine: Callable[[frozenset[int]], frozenset[int]], change: dict[str, str]) -> Entry:
-        """Commit an entry with the fields of `change`; `combine` maps the removed versions to the new ones."""
+        """Commit an entry with the fields of `change`. `combine` maps the removed versions so far to the new set."""
         # Read the head in each attempt: a concurrent writer may have removed other versions.
         return self._log.append(
             lambda head: {**change, "removed": encode_numbers(combine(self._read_readable(head)))}

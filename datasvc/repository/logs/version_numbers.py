@@ -34,7 +34,7 @@ def decode_numbers(text: object, *, among: Iterable[int]) -> frozenset[int]:
         if not match:
             raise CorruptDataError(f"{text!r} is not a list of versions; expected for example '1-3,7'")
         spans.append((int(match[1]), int(match[2] or match[1])))
-    # Numbers and spans are both sorted, so one pass is enough. The first span is the last element, for a fast `pop`.
+    # Sort both numbers and spans, so that one pass is enough; the spans in reverse order, for a fast `pop`.
     spans.sort(reverse=True)
     numbers = []
     for number in sorted(among):

@@ -1,4 +1,4 @@
-"""Builds one ingest unit of a listed source, which is one shard: reads, checks and digests each file, and appends it.
+"""Builds one unit of a listed source: reads, checks and digests each file, and appends it to the shard of the unit.
 
 Each file of a listed source is one image. A local file is read directly into the writer's buffer, so that it is not
 copied unless it is encoded again. Remote files are read ahead into separate memory, up to a bounded number of bytes,
@@ -36,7 +36,7 @@ _STANDARD_COLUMNS: Final = frozenset({KEY, IMAGE, LABEL})
 Content = bytes | memoryview
 """The bytes of a file."""
 AllocateBuffer = Callable[[int], memoryview]
-"""Returns a buffer of a size in bytes; the next call may return the same memory again."""
+"""Returns a buffer of the given number of bytes; the next call may return the same memory again."""
 
 
 def build_listed(work: IngestWork, unit: IngestUnit, repository: Repository, progress: Progress) -> UnitResult:
@@ -99,11 +99,11 @@ class _ImageAppender:
 
     def add(self, file: ImageFile, content: Content) -> None:
         """Append one image. Raise BadSampleError if it is damaged, or its file name is not UTF-8."""
-        # `printable` changes only a name that is not UTF-8.
+        # `printable` changes only a name that is not UTF-8. The test for ASCII is faster.
         if not file.key.isascii() and printable(file.key) != file.key:
             raise BadSampleError("its file name is not UTF-8: rename the file")
         header, encoded = check_and_reencode(content, self._reencoding, decode=self._decode)
-        content = encoded or content  # None: the image stays unchanged
+        content = encoded or content  # `encoded` is None if the image stays unchanged
         blobs = (content,) if self._blob_sources is None else self._blobs(file, content)
         digest = digest_blob(content)
         is_full = self._writer.append_blobs(*blobs)
@@ -183,7 +183,7 @@ def _read_files(
 
 def _wait_for_read(file: ImageFile, future: Future[bytes]) -> tuple[ImageFile, Content]:
     """Return a remote file and its content. Raise SourceChangedError if its size differs from the listing."""
-    # A new listing at the end of the ingest finds files that changed without changing their size.
+    # A file may also change and keep its size: a new listing at the end of the ingest finds this.
     content = future.result()
     if len(content) != file.size_bytes:
         raise _changed(file, f"it had {file.size_bytes} bytes and now has {len(content)}")
@@ -213,7 +213,7 @@ def _read_local(file: ImageFile, allocate: AllocateBuffer) -> memoryview:
         finally:
             os.close(descriptor)
     except OSError:
-        # `map_exceptions` translates the error that is raised again inside it.
+        # Raise the error again inside `map_exceptions`, which translates it.
         with map_exceptions("read", printable(file.path)):
             raise
     return target

@@ -63,7 +63,7 @@ class SplitDuplicates:
         same_payload: dict[str, list[DuplicateSample]] = {}
         for split, table in tables.items():
             key_duplicates = find_duplicates(objects, table, "key") if by_key else []
-            # A sample that repeats a key is reported as bad already, so it is not reported twice.
+            # A sample that repeats a key is reported once, as bad.
             reported = {(sample.shard, sample.row) for sample in key_duplicates}
             payload_duplicates = find_duplicates(objects, table, "payload", without=reported)
             if key_duplicates:
@@ -85,7 +85,7 @@ class SplitDuplicates:
 def drop_duplicates(
     objects: Objects, tables: Mapping[str, ShardTable], dropped: Sequence[Mapping[str, Sequence[DuplicateSample]]]
 ) -> dict[str, ShardTable]:
-    """Return the tables, in which the samples of all mappings in `dropped` (samples by split) are deleted."""
+    """Return the tables without the samples in `dropped`. Each mapping in `dropped` has samples by split."""
     result = {}
     for split, table in tables.items():
         samples = [sample for duplicates in dropped for sample in duplicates.get(split, ())]
@@ -100,10 +100,10 @@ def drop_duplicates(
 def find_duplicates(
     objects: Objects, table: ShardTable, by: DuplicateKind, *, without: Collection[tuple[int, int]] = ()
 ) -> list[DuplicateSample]:
-    """Return every sample of a split that repeats an earlier one, in table order, ignoring those in `without`.
+    """Return every sample of a split that repeats an earlier one, in table order.
 
-    `table` must have no deletions, and a sample index for each shard. `without` has pairs of shard number and row.
-    With `by` "payload", samples are compared by their payload digest, see `digests`.
+    `table` must have no deletions, and a sample index for each shard. Samples in `without`, pairs of shard number and
+    row, are ignored. With `by` "payload", samples are compared by the payload digest (see `format/digests.py`).
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index cannot be read.
@@ -126,7 +126,7 @@ def find_duplicates(
 def _compare(
     objects: Objects, table: ShardTable, by: DuplicateKind, shards: Integers, rows: Integers
 ) -> list[DuplicateSample]:
-    """Return the duplicates among the candidates, which are in table order and are compared by value."""
+    """Return the duplicates among the samples at `shards` and `rows`, which are in table order; compare by value."""
     first: dict[str | bytes, str] = {}
     duplicates: list[DuplicateSample] = []
     shards_to_read = np.unique(shards).tolist()
@@ -134,7 +134,7 @@ def _compare(
         keys = index.keys
         for row in rows[shards == shard].tolist():
             value = keys[row] if by == "key" else index.digests("payload")[row].tobytes()
-            # Samples come in table order, so the first one with a value is the one that is kept.
+            # Samples come in table order, so the first sample with a value is no duplicate.
             if value in first:
                 duplicates.append(DuplicateSample(keys[row], first[value], shard, row))
             else:
@@ -161,5 +161,5 @@ def _repeated_positions(hashes: Integers) -> Integers:
     ordered = hashes[order]
     equals_next = ordered[1:] == ordered[:-1]
     is_repeated = np.concatenate([[False], equals_next]) | np.concatenate([equals_next, [False]])
-    # Cut to the number of hashes: if there are none, `is_repeated` has one value.
+    # Without hashes, `is_repeated` has one value, so cut it to the number of hashes.
     return np.sort(order[is_repeated[: len(order)]])

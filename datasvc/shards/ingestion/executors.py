@@ -1,7 +1,7 @@
 """Executors for the units of an ingest: this process, worker processes on this machine, or a Ray cluster.
 
-All executors call `build_unit` and give the same results, so that the committed version does not depend on the
-executor. The caller commits. Worker processes exit when their parent process exits.
+All executors call `build_unit`, so the version that the caller commits does not depend on the executor. Worker
+processes exit when their parent process exits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from datasvc.shards.ingestion.plan import IngestUnit
 
 EngineName = Literal["local", "ray"]
 
-_QUEUED_PER_WORKER: Final = 2  # the unit in progress, and the next one, so that a worker does not wait for it
+_QUEUED_PER_WORKER: Final = 2  # the unit in progress and the next one, so that the worker never waits for a unit
 _PROGRESS_INTERVAL_S: Final = 0.25
 # Libraries whose threads or network clients do not work in a forked process.
 _NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "aiohttp", "gcsfs", "adlfs", "duckdb")
@@ -39,10 +39,10 @@ _NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "aiohttp", "gcsfs", "adl
 def build_unit(
     work: IngestWork, unit: IngestUnit, repository: Repository, earlier: EarlierShards, progress: Progress
 ) -> UnitResult:
-    """Build and store the shards of one unit, in the current process, which has opened `repository`.
+    """Build and store the shards of one unit in the current process. `repository` must be opened by this process.
 
     Raises:
-        DatasvcError: what `build_listed` or `build_streamed` raises.
+        DatasvcError: `build_listed` or `build_streamed` failed.
     """
     if unit.files:
         return build_listed(work, unit, repository, progress)
@@ -66,16 +66,16 @@ def run_units(
         work: description of the ingest.
         units: the units to build.
         repository: the repository, opened by the current process.
-        earlier: by number of the unit, shards that an interrupted run stored.
+        earlier: shards that an interrupted run stored, by number of the unit.
         engine: "local" or "ray".
         workers: number of units to build at once.
         progress: counts the bytes, samples and shards that all workers have built.
-        cleanup: closing it waits for the worker processes, which exit in the background.
+        cleanup: the worker processes exit in the background; when this stack is closed, it waits for their exit.
 
     Raises:
         ConfigError: the engine is not installed.
         UnavailableError: a worker process died.
-        DatasvcError: the first error of a unit; units in progress stop when `cleanup` is closed.
+        DatasvcError: the first error of a unit; units in progress may run until `cleanup` is closed.
     """
     if engine == "ray":
         return _run_ray(work, units, earlier, workers, progress)
@@ -87,8 +87,8 @@ def run_units(
 
 def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
     """Return the start method for worker processes. `is_local`: source and repository are local files."""
-    # A fork takes milliseconds. But it also copies the state of other threads, and of libraries with threads or
-    # network clients, in the middle of an operation. So a process with such threads or libraries uses `spawn`.
+    # A fork takes milliseconds. But it copies locks and connections that other threads or some libraries are using,
+    # and these never become usable in the new process. So a process with such threads or libraries uses `spawn`.
     is_plain = threading.active_count() == 1 and not any(name in sys.modules for name in _NOT_FORKABLE)
     return "fork" if is_local and is_plain and sys.platform == "linux" else "spawn"
 
@@ -161,14 +161,14 @@ class _Counters:
 
 
 class _WorkerProgress(Progress):
-    """Adds to three counts in an array, at position `start` and after it: bytes, samples and shards."""
+    """Adds to three consecutive counts of an array, from index `start`: bytes, samples and shards."""
 
     def __init__(self, counts: Any, start: int) -> None:
         self.counts, self._start = counts, start
 
     def advance(self, amount: int, *, num_samples: int = 0, num_shards: int = 0, **_: object) -> None:
-        for position, count in enumerate((amount, num_samples, num_shards), self._start):
-            self.counts[position] += count
+        for index, count in enumerate((amount, num_samples, num_shards), self._start):
+            self.counts[index] += count
 
 
 _worker_state: tuple[IngestWork, Repository, Progress, Mapping[int, IngestUnit]] | None = None
@@ -200,7 +200,7 @@ def _run_ray(
         raise ConfigError(f"--engine ray needs Ray, which is not installed: {how_to_install('ray')}") from error
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
-    # Ray's object store holds the work once, so that it is not sent with every task.
+    # Put the work into Ray's object store once, so that it is not sent with every task.
     shared = ray.put(work)
     build = ray.remote(max_retries=3)(_build_on_ray)
     unsubmitted = iter(units)

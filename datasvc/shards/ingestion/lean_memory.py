@@ -1,8 +1,8 @@
 """Settings of the memory allocators for an ingest: freed memory is returned to the operating system at once.
 
 An ingest processes much more data than it holds at a time, in batches of different sizes. So the caches of allocators
-cost memory and save no time. The process that calls `ingest` uses `lean_arrow`, which ends with the call. Its
-worker processes (not those of Ray) use `keep_lean`, which holds until they exit.
+cost memory and save no time. The process that calls `ingest` uses `lean_arrow`, whose setting ends with the call.
+Worker processes (not those of Ray) use `keep_lean`, whose settings last until they exit.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ PARTS_AT_ONCE: Final = 8
 # Purposes for `derive_keys`: permutations of files, of samples in a shard, and of parts. The access order uses
 # smaller numbers.
 _FILES, _IN_SHARD, _PARTS = 16, 17, 18
-# A streamed unit has several shards, because only its last one is smaller than a full shard.
+# A streamed unit has several shards, because its last shard is not full: larger units give fewer small shards.
 _SHARDS_PER_UNIT = 4
 # A split of few parts is divided into up to this many units, so that several workers can build it.
 _UNITS_PER_SPLIT = 8
@@ -41,13 +41,13 @@ class BuildOptions:
 
     Attributes:
         shard_bytes: size of the samples in a full shard.
-        decode_check: decode every image completely instead of checking its header and its end; damage of a JPEG that
-            decoders repair is an error.
+        decode_check: decode every image completely, instead of checking its header and its end. Damage that JPEG
+            decoders repair is then an error.
         reencoding: how images are made smaller, if at all.
         keep_order: keep the source's order instead of assigning samples to shards by a permutation.
         seed: seed of that permutation.
         val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key.
-        limit: read only this many samples of each split, the first ones of the source; bad ones count too. None: all.
+        limit: read only the first samples of each split, up to this number; bad samples count too. None: read all.
 
     Raises:
         ConfigError: a value is out of range.
@@ -147,8 +147,8 @@ def group_parts(
     """
     order = range(len(parts)) if keep_order or together else _permuted(len(parts), seed, _PARTS).tolist()
     # A unit with `PARTS_AT_ONCE` parts mixes samples best. If parts are few, units are smaller, for more workers.
-    share = -(-len(parts) // _UNITS_PER_SPLIT)  # rounded up
-    min_parts = len(parts) if together else max(1, min(PARTS_AT_ONCE, share))
+    even_share = -(-len(parts) // _UNITS_PER_SPLIT)  # rounded up
+    min_parts = len(parts) if together else max(1, min(PARTS_AT_ONCE, even_share))
     groups: list[list[SourcePart]] = []
     size_bytes = 0
     for number in order:

@@ -59,7 +59,7 @@ class Deletions:
         self._table = table.combine_chunks()
         self.shards = np.asarray(self._table.column("shard").to_numpy(), np.int64)
         self.samples = np.asarray(self._table.column("samples").to_numpy(), np.int64)
-        # No view is None, because `bitmap` is not nullable in the schema; the test below is for the type checker.
+        # No view is None, because `bitmap` is not nullable in the schema. The type checker needs the test below.
         views = [view for chunk in self._table.column("bitmap").chunks for view in blob_views(chunk)]
         self._bitmaps = [np.frombuffer(view, np.uint8) for view in views if view is not None]
         # Results of `kept_rows` by shard, least recently used first, and the number of rows in all of them.
@@ -87,7 +87,7 @@ class Deletions:
             content, name, what=what, format_key=_FORMAT_KEY, latest=DELETIONS_FORMAT, columns=_SCHEMA
         )
         samples = table.column("samples").to_numpy()
-        # One bit for each sample, so that flags take at most eight times the bytes that are stored.
+        # Require one bit for each sample, so that flags take at most eight times the bytes that are stored.
         if ((samples < 1) | (pc.binary_length(table.column("bitmap")).to_numpy() != (samples - 1) // 8 + 1)).any():
             raise CorruptDataError(f"{name} is not a {what}: a bitmap does not have one bit for each sample")
         return cls(table)
@@ -178,12 +178,12 @@ def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integ
     num_new = 0
     for shard, shard_rows in sorted(rows.items()):
         deleted = flags.setdefault(shard, np.zeros(int(stored[shard]), np.bool_))
-        new = np.unique(shard_rows[~deleted[shard_rows]])
+        new_rows = np.unique(shard_rows[~deleted[shard_rows]])
         # Labels are read from the shard only if the table has label counts to update.
-        if len(new) and table.label_counts:
-            deleted_labels.update(_labels(objects, table, shard, new))
-        deleted[new] = True
-        num_new += len(new)
+        if len(new_rows) and table.label_counts:
+            deleted_labels.update(_labels(objects, table, shard, new_rows))
+        deleted[new_rows] = True
+        num_new += len(new_rows)
     if not num_new:
         return table
     live_counts = {label: count - deleted_labels[label] for label, count in table.label_counts.items()}
@@ -211,7 +211,7 @@ def with_deletions(objects: Objects, table: ShardTable, flags: Mapping[int, Flag
     deleted = np.zeros(table.num_shards, np.int64)
     for shard, shard_flags in flags.items():
         deleted[shard] = np.count_nonzero(shard_flags)
-    # Shards without live samples are dropped. Each bitmap gets the number that its shard has among the others.
+    # Shards without live samples are dropped, so the others get new numbers, and their bitmaps too.
     kept = np.flatnonzero(deleted < table.stored_per_shard)
     deletions = Deletions.build(
         {new_number: flags[shard] for new_number, shard in enumerate(kept.tolist()) if shard in flags}

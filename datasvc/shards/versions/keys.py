@@ -50,7 +50,7 @@ class SplitKeys:
         shards: numbers of the shards, ascending; None for all.
         labels: new number of each label. Sample digests are computed with the new numbers; stored labels are not
             changed. None: all labels keep their numbers.
-        without: by shard, live rows to leave out, ascending; only of shards that `shards` contains.
+        without: by shard, live rows to leave out, ascending. These shards must be in `shards`.
 
     Attributes:
         num_samples: number of live samples of these shards, less those in `without`.
@@ -73,7 +73,7 @@ class SplitKeys:
         self._deleted, self._stored = table.deleted_per_shard, table.stored_per_shard
 
     def __iter__(self) -> Iterator[ShardKeys]:
-        """Yield the shards in order. Raise CorruptDataError, NotFoundError, UnavailableError."""
+        """Yield the shards in order. Raise CorruptDataError, NotFoundError or UnavailableError if a read fails."""
         return (self.read(shard) for shard in self.shards.tolist())
 
     def read(self, shard: int) -> ShardKeys:
@@ -81,7 +81,7 @@ class SplitKeys:
         rows = self.live_rows(shard)
         digest = self.table.index(shard)
         if digest is None:
-            # The shard was written before sample indexes existed: keys and digests come from the samples themselves.
+            # The shard was written before sample indexes existed, so read keys and digests from the samples.
             opened = self._open(shard)
             keys = take_keys(opened.column(KEY), rows)
             return ShardKeys(shard, rows, keys, lambda: take_keys(self._digest(opened), rows))
@@ -94,7 +94,7 @@ class SplitKeys:
         keys = take_keys(index.column("key"), rows)
         if self._labels is None:
             return ShardKeys(shard, rows, keys, lambda: take_keys(index.column("sample"), rows))
-        # The digests in the index include the stored labels. With other labels, they are computed from the samples.
+        # The digests in the index include the stored labels. For other labels, compute digests from the samples.
         return ShardKeys(
             shard,
             rows,
@@ -107,7 +107,7 @@ class SplitKeys:
 
     def live_rows(self, shard: int) -> Integers:
         """Return the rows in a shard's file that are live and not in `without`: `int64[n]`, ascending."""
-        # The deletions object of the split is read only if the shard has deletions.
+        # `self._deletions` reads an object at its first use, so use it only if the shard has deletions.
         live = self._deletions.kept_rows(shard) if self._deleted[shard] else np.arange(self._stored[shard])
         excluded = self._without.get(shard)
         return live if excluded is None else np.setdiff1d(live, excluded, assume_unique=True)
@@ -127,7 +127,7 @@ class SplitKeys:
 
 @dataclass(frozen=True)
 class SampleRows:
-    """Places of samples in a split: shard number, and row in the shard's file, of each sample, both `int64[n]`."""
+    """Places of samples in a split, both `int64[n]`: number of the shard, and row in the shard's file."""
 
     shards: Integers
     rows: Integers
@@ -152,7 +152,7 @@ class SampleRows:
 
 
 def take_keys(keys: pa.Array | pa.ChunkedArray, rows: Integers) -> pa.Array:
-    """Return the keys (or digests) at `rows`, which are ascending and distinct."""
+    """Return the keys (or digests) at `rows`, which must be ascending and distinct."""
     array = keys.combine_chunks() if isinstance(keys, pa.ChunkedArray) else keys
-    # If there are as many rows as keys, these are all rows, because they are distinct. Then no copy is needed.
+    # As many distinct rows as keys are all rows: return all keys without a copy.
     return array if len(rows) == len(array) else array.take(pa.array(rows))

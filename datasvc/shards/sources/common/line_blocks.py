@@ -51,7 +51,7 @@ def read_line_blocks(stream: BinaryIO, *, start: int = 0, stop: int | None = Non
         content = lines.take()
         if content == b"":
             return
-        # `take` skips a line longer than `LINE_BYTES`: a file without newlines would need unbounded memory.
+        # `take` has skipped a line longer than `LINE_BYTES`: a file without newlines would need unbounded memory.
         if content is None:
             yield LineBlock(None, offset, line)
             line += 1
@@ -76,7 +76,7 @@ class _Lines:
         """Return one or more whole lines, b"" at the end, or None after skipping a line longer than `LINE_BYTES`."""
         cut = self._unconsumed.rfind(_NEWLINE) + 1
         if cut:
-            # `skip_line` left whole lines. Return them before a longer line, which would be skipped with them.
+            # `skip_line` left whole lines. Return them first, or they would be skipped with a long line after them.
             whole, self._unconsumed = self._unconsumed[:cut], self._unconsumed[cut:]
             self.offset += cut
             return whole

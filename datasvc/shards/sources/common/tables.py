@@ -1,7 +1,7 @@
-"""Base of Parquet, Arrow, CSV and JSON lines: files with the same columns, read batch by batch.
+"""Base of the sources of Parquet, Arrow, CSV and JSON lines: files with the same columns, read batch by batch.
 
-The reader of a format yields raw batches (with the columns as the file has them), and a key for each sample, which is
-used if no column is mapped to the key. This module validates and converts the batches, and slices them to the limits
+The reader of a format yields raw batches, with the columns as the file has them, and a key for each sample. These
+keys are used if no column holds keys. This module validates and converts the batches, and slices them to the limits
 of `StreamedSource.read` (source.py). If a sample of a batch does not convert, only this sample is left out.
 """
 
@@ -34,7 +34,7 @@ from datasvc.shards.sources.common.source import (
 from datasvc.shards.sources.common.streams import DECOMPRESSION_ERRORS
 from datasvc.threads import map_in_threads
 
-EMPTY: Final = "(empty)"  # how `Source.ignored` counts files without a sample
+EMPTY: Final = "(empty)"  # name under which `Source.ignored` counts files without a sample
 # Errors of reading, decompressing and decoding a damaged file.
 UNREADABLE: Final = (pa.ArrowException, OSError, *DECOMPRESSION_ERRORS)
 # Files that the `datasets` library writes beside the data; they hold no samples.
@@ -85,7 +85,7 @@ class TableSource(FileSource):
 def _to_samples(columns: ColumnMap, raw: RawBatch, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
     """Yield raw samples as batches of samples within the limits of a source.
 
-    Raise ConfigError if a column is missing; `_convert` would report each sample of the part as bad.
+    Raise ConfigError if a column is missing. Otherwise `_convert` would report each sample of the part as bad.
     """
     missing = [name for name in columns.raw_names if name not in raw.batch.schema.names]
     if missing:

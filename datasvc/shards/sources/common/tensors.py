@@ -56,7 +56,7 @@ def tensor_array(field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
 
 def _value_type(name: str, dtype: np.dtype[Any]) -> pa.DataType:
     """Return the Arrow type of the values of column `name`. Raise ConfigError if there is none for `dtype`."""
-    # bool, signed and unsigned integers, and floats; Arrow has no wider ones than 8 bytes.
+    # bool, signed and unsigned integers, and floats. Arrow has none of more than 8 bytes.
     if dtype.kind not in "biuf" or dtype.itemsize > 8:
         raise ConfigError(f"{name!r} holds values of type {dtype}; expected bool, integers or floats")
     return pa.from_numpy_dtype(dtype.newbyteorder("="))

@@ -1,9 +1,9 @@
 """Read the labels of ImageNet's validation images from the ground truth and the synset list of the devkit.
 
 A synset is the name of a class, such as n01440764; the devkit is the development kit that ImageNet distributes with
-its tars. `ImageNetSource` orders the classes alphabetically by synset, as is usual for class folders, and a label is
-an index into them. The synset list of the devkit is not alphabetical; the ILSVRC id of a synset is its line in this
-list, from 1. Line i of the ground truth is the ILSVRC id of image i.
+its tars. `ImageNetSource` orders the classes alphabetically by synset, as is usual for class folders; a label is an
+index in this order. The synset list of the devkit has another order. The ILSVRC id of a synset is its line number in
+that list, from 1. Line i of the ground truth is the ILSVRC id of image i.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GROUND_TRUTH: Final = "ILSVRC2012_validation_ground_truth.txt"
 _SYNSETS: Final = ("synsets.txt", "synset_words.txt", "LOC_synset_mapping.txt")
 _NUM_CLASSES: Final = 1000
 _HOW_TO_LIST: Final = (
-    "write it from the devkit's meta.mat: python -c \"import scipy.io; print('\\n'.join(s[0][1][0] for s in "
+    "write the list from the devkit's meta.mat: python -c \"import scipy.io; print('\\n'.join(s[0][1][0] for s in "
     "scipy.io.loadmat('meta.mat')['synsets'][:1000]))\" > synsets.txt"
 )
 
@@ -42,7 +42,7 @@ def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> lis
 
     Raises:
         NotFoundError: there is no such file; the message tells how to get one.
-        ConfigError: a line is not a synset or a duplicate, or the list is in alphabetical order.
+        ConfigError: the list is empty or in alphabetical order, or a line is not a synset or repeats one.
     """
     advice = f"--synsets, a list of synsets; {_HOW_TO_LIST}"
     location, text = _read_text(options.synsets, folder, reader, _SYNSETS, advice)
@@ -57,7 +57,7 @@ def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> lis
         numbers[synset] = number
     if not synsets:
         raise ConfigError(f"{location} is empty; expected one synset per line, such as n01440764")
-    # Caffe and Kaggle distribute alphabetical lists; with the devkit's ids they would give wrong labels.
+    # Caffe and Kaggle distribute alphabetical lists. With these, the devkit's ids would give wrong labels.
     if len(synsets) == _NUM_CLASSES and synsets == sorted(synsets):
         raise ConfigError(
             f"{location} lists the synsets in alphabetical order, but the ground truth uses the order of the "
@@ -113,16 +113,17 @@ def labels_of(ids: Sequence[int], synsets: Sequence[str], classes: Sequence[str]
 def _read_text(
     url: str | None, folder: str, reader: FileReader, names: Sequence[str], advice: str
 ) -> tuple[str, str]:
-    """Return location and text of the file at `url`; without a URL, of the first of `names` that exists in `folder`.
+    """Return location and text of the file at `url`; without a URL, of the first of `names` that exists.
 
-    Raise NotFoundError, with `advice` on which option to give, if there is none.
+    `names` are looked up in `folder` and in the devkit's folder below it.
+    Raise NotFoundError if none exists; its message names the option to give (`advice`).
     """
     if url is not None:
         reader = FileReader(url)
         return redact_url(url), _decoded(reader.read(reader.root), redact_url(url))
     for name in names:
-        for below in ("", f"{_DEVKIT}/"):
-            path = f"{folder}/{below}{name}"
+        for subfolder in ("", f"{_DEVKIT}/"):
+            path = f"{folder}/{subfolder}{name}"
             try:
                 return reader.location(path), _decoded(reader.read(path), reader.location(path))
             except NotFoundError:

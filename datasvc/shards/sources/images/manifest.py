@@ -1,7 +1,6 @@
 """Source of images listed in a manifest: a CSV, JSON lines or Parquet file that names files, labels and splits.
 
-Only the files in the manifest are ingested, and all of them must be below the source; other files are counted and
-left out.
+All files in the manifest must be below the source. Other files below the source are counted and left out.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class ManifestSource(ListedSource):
         ignored: number of files that are not in the manifest, all under one name.
     """
 
-    # A manifest is an option of an image folder; log entries name the format of the folder.
+    # A manifest is only an option of an image folder, so log entries name the format of the folder.
     kind: ClassVar[str] = "image-folder"
 
     url: str
@@ -122,7 +121,7 @@ def _splits(names: Sequence[str], manifest: ManifestTable, options: SourceOption
 
 
 def _check_keys(splits: Mapping[str, Sequence[ImageFile]]) -> None:
-    """Raise ConfigError if two files of a split, which are ordered by key, have the same key."""
+    """Raise ConfigError if two files of a split have the same key. The files must be sorted by key."""
     for split, files in splits.items():
         for previous, file in pairwise(files):
             if previous.key == file.key:

@@ -20,7 +20,7 @@ from PIL import Image
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.shards.sources.common.tensors import tensor_field
 
-# numpy types by the code that an array starts with if its encoding does not give the type.
+# numpy types by type code. An array starts with this code if its encoding does not give the type.
 _ARRAY_TYPES: Final = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
@@ -80,7 +80,7 @@ class MdsColumn:
             BadSampleError: `content` does not have this encoding.
         """
         kind, _, settings = self.encoding.partition(":")
-        # ConfigError, also a ValueError, is not raised here: `fields`, called at the listing, refuses such encodings.
+        # No ConfigError, which is a ValueError too, is raised here: at the listing, `fields` refuses such encodings.
         try:
             if kind == "ndarray":
                 return self._decode_array(content, *array_type(self.name, settings))
@@ -93,7 +93,7 @@ class MdsColumn:
             raise BadSampleError(f"column {self.name!r} is not a valid {self.encoding}: {error}") from error
 
     def _decode_array(self, content: memoryview, dtype: str | None, shape: tuple[int, ...] | None) -> dict[str, Any]:
-        """Return an array, and its shape if that varies; a `dtype` or `shape` of None is stored before the values."""
+        """Return an array, and its shape if that varies. If `dtype` or `shape` is None, read it before the values."""
         offset = 0
         if dtype is None:
             dtype, offset = _ARRAY_TYPES.get(_byte(content, 0), ""), 1
@@ -105,14 +105,14 @@ class MdsColumn:
                 raise ValueError(f"it has {len(values)} values; expected the shape {list(shape)}")
             # `tensor_field` makes a scalar column for a single value.
             return {self.name: values if len(values) > 1 else values[0]}
-        # One byte packs the number of dimensions (upper 6 bits) and log2 of the bytes of each one (lower 2 bits).
+        # One byte packs the number of dimensions (upper 6 bits) and log2 of the bytes per dimension (lower 2 bits).
         packed = _byte(content, offset)
         num_dimensions, log2_bytes = packed >> 2, packed & 3
         offset += 1
         stop = offset + (num_dimensions << log2_bytes)
         stored_shape = _numbers(content[:stop], offset, f"uint{8 << log2_bytes}").tolist()
         values = _numbers(content, stop, dtype)
-        # The product of damaged sizes may be too large for int64, so it is one of Python integers.
+        # The product of damaged sizes may be too large for int64, so multiply Python integers (`object`).
         if len(stored_shape) != num_dimensions or len(values) != np.prod(stored_shape, dtype=object):
             raise ValueError(f"it has {len(values)} values, but the shape {stored_shape}")
         return {self.name: values, self.name + SHAPE_SUFFIX: stored_shape}
@@ -142,7 +142,7 @@ def _byte(content: memoryview, offset: int) -> int:
 
 
 def _numbers(content: memoryview, offset: int, dtype: str) -> npt.NDArray[Any]:
-    """Return the bytes from `offset` to the end as numbers. Raise ValueError if the last one is not complete."""
+    """Return the bytes from `offset` to the end as numbers. Raise ValueError if the last number is not complete."""
     return np.frombuffer(content[offset:], np.dtype(dtype).newbyteorder("<")).astype(dtype, copy=False)
 
 
@@ -195,7 +195,7 @@ def _pieces(content: memoryview, offset: int) -> list[memoryview]:
     stops = np.cumsum(np.frombuffer(content[offset + 4 : start], "<u4"), dtype=np.int64) + start
     if (stops[-1] if count else start) != len(content):
         raise ValueError("the sizes of its pieces do not match its length")
-    starts = [start, *stops[:-1].tolist()]  # one more than `stops` if there are no pieces
+    starts = [start, *stops[:-1].tolist()]  # without pieces, `zip` ignores this start, because `stops` is empty
     return [content[begin:stop] for begin, stop in zip(starts, stops.tolist(), strict=False)]
 
 

@@ -19,7 +19,7 @@ class MdsFile:
 
     Attributes:
         name: path below the folder of the index.
-        size_bytes: size in the index.
+        size_bytes: size according to the index.
         hashes: hexadecimal digests by name of the algorithm.
         compression: such as "zstd" or "gz"; None: not compressed.
     """
@@ -83,16 +83,16 @@ def _shard(shard: dict[str, Any], location: str) -> MdsShard:
             f"version {_VERSION}: ingest CSV and JSON lines as sources of those formats"
         )
     columns = zip(shard["column_names"], shard["column_encodings"], shard["column_sizes"], strict=False)
-    # Compared before `columns` is read, for an error that names the columns.
+    # Compare the lengths before `columns` is read, for an error that names the columns.
     if not len(shard["column_names"]) == len(shard["column_encodings"]) == len(shard["column_sizes"]):
         raise ConfigError(f"{location} lists columns without encodings or sizes: {shard['column_names']}")
-    # The name may have a level, as in "zstd:7".
+    # The name may end with a level, as in "zstd:7".
     compression = (shard["compression"] or "").partition(":")[0] or None
     return MdsShard(
         _file(shard["raw_data"], None, location),
         _file(shard["zip_data"], compression, location) if shard["zip_data"] else None,
         _count(shard["samples"], location),
-        # Size 0 means that the size varies, as in MosaicML's own reader.
+        # Size 0 means that the size varies: MosaicML's own reader reads it so.
         tuple(MdsColumn(str(name), str(encoding), size or None) for name, encoding, size in columns),
     )
 

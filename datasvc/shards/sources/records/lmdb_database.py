@@ -46,15 +46,17 @@ _PART_SAMPLES: Final = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class LmdbSource(FileSource):
-    """One database, or a folder of several: `ilsvrc12_train_lmdb`, `ilsvrc12_val_lmdb`. Parts are ranges of keys."""
+    """One database, or a folder of several such as `ilsvrc12_train_lmdb`. Parts are ranges of keys."""
 
     kind: ClassVar[str] = "lmdb"
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> LmdbSource:
-        """List the source by one pass over its keys. For errors, see `FileSource.list`.
+        """List the source by one pass over its keys. For other errors, see `FileSource.list`.
 
-        ConfigError also means that the source is remote, or has named databases or several values of a key.
+        Raises:
+            ConfigError: the source is remote, has named databases or several values of a key; or the columns of its
+                databases differ.
         """
         options = options or SourceOptions()
         reader = FileReader(url)
@@ -135,7 +137,7 @@ def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]
 def _find_databases(root: str) -> dict[str, str]:
     """Return the path of the data file of each database, by the name of its folder or file.
 
-    `root` is the folder of a database, a data file, or a folder that contains some of both.
+    `root` is the folder of a database, a data file, or a folder of such folders and files.
     """
     with map_exceptions("open", root):
         if os.path.isfile(os.path.join(root, DATA_FILE)):
@@ -191,7 +193,7 @@ def _scan_keys(
     """
     starts, count = [], 0
     for key, value in txn.cursor():
-        # Only a record of this size can be a named database. The check of the size avoids an open for each key.
+        # Only a record of this size can be a named database, so `_is_named_database` is called for few keys.
         if len(value) == _NAMED_RECORD_BYTES and _is_named_database(env, txn, bytes(key)):
             raise ConfigError(
                 f"{path} holds named databases, such as {bytes(key)!r}; datasvc reads only the unnamed one: "
@@ -216,7 +218,8 @@ def _is_named_database(env: lmdb.Environment, txn: lmdb.Transaction, key: bytes)
 def _schema_of(values: list[bytes]) -> pa.Schema:
     """Return the columns of a database from its first values.
 
-    The columns of Caffe need all of them to be a Datum, and the column `image` needs all of them to be images.
+    If each of these values is a Datum, the columns are Caffe's. Otherwise the column is `image` if each is an image,
+    else `value`.
     """
     key = pa.field(KEY, pa.string(), nullable=False)
     if all(map(is_datum, values)):

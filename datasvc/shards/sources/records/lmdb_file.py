@@ -19,16 +19,16 @@ from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.source import BATCH_BYTES
 
 _MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
-_MAGIC_OFFSETS: Final = (16, 24)  # after the page header: of LMDB 0.9, and of LMDB 1.0
+_MAGIC_OFFSETS: Final = (16, 24)  # size of the page header in LMDB 0.9 and in LMDB 1.0
 # Held while a database is open, because py-lmdb refuses to open a file twice in one process.
 _open_lock = threading.Lock()
 
 
 def read_pairs(path: str, start: bytes, count: int, *, skip_first: bool) -> list[tuple[bytes, bytes]]:
-    """Return copies of up to `count` keys and values, from the first key that is not below `start`.
+    """Return copies of up to `count` pairs of key and value, from the first key that is not below `start`.
 
-    Fewer are returned once the values reach `BATCH_BYTES`. With `skip_first`, the key `start` itself is left out.
-    For errors, see `open_lmdb`.
+    Stop earlier when the values reach `BATCH_BYTES`. With `skip_first`, leave out the key `start` itself. For errors,
+    see `open_lmdb`.
     """
     pairs: list[tuple[bytes, bytes]] = []
     size_bytes = 0

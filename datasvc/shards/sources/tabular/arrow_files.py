@@ -37,9 +37,9 @@ from datasvc.shards.sources.tabular.features import features_of_files, image_col
 EXTENSIONS: Final = frozenset({".arrow", ".arrows", ".feather", ".ipc"})
 _MAGIC: Final = b"ARROW1"
 _FEATHER_1: Final = b"FEA1"
-# Pages of a mapped file count as memory of the process, so they are released each time this many bytes were read.
+# Pages of a mapped file count as memory of the process, so release them each time after this many bytes.
 _RELEASE_BYTES: Final = 16 << 20
-# Samples in which image columns are detected.
+# Image columns are detected in the first samples, up to this number.
 _FIRST_SAMPLES: Final = 32
 
 
@@ -149,7 +149,7 @@ def _open_batches(reader: FileReader, path: str) -> Iterator[tuple[Iterator[pa.R
 def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[], None]]]:
     """Open a file or stream; yield pyarrow's reader and a function that releases the pages read so far.
 
-    Raise pa.ArrowException, without the name of the file, if the file is neither or is empty.
+    Raise pa.ArrowException, without the name of the file, for an empty file, and for one in neither format.
     """
     if reader.is_local:
         with map_exceptions("open", path), open(path, "rb") as file:

@@ -1,7 +1,7 @@
 """Read the rows of a CSV file as columns of bytes, with their row numbers, for `csv_files`.
 
-Arrow skips rows with a wrong number of columns and returns no row numbers. This module finds the number of each row,
-so that a message names it and a key stays the same when an earlier row is repaired.
+Arrow skips rows with a wrong number of columns and returns no row numbers. This module finds the number of each row.
+So a message can name the row, and a key with the number stays the same when an earlier row is repaired.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CsvRows:
         batch: columns of bytes.
         numbers: `int64[samples]`, numbers of the rows in `batch`, from 0 after the header.
         bad: numbers of the rows left out, each with the reason.
-        stop: number after the last row, in `batch` or in `bad`.
+        stop: one more than the number of the last row in `batch` or `bad`.
     """
 
     batch: pa.RecordBatch
@@ -59,7 +59,7 @@ def read_rows(open_file: Callable[[], BinaryIO], names: Sequence[str], delimiter
 
     Args:
         open_file: function that opens the file at its start; called once for each block size tried.
-        names: column names of its header.
+        names: column names in the header.
         delimiter: character between values.
 
     Raises:
@@ -157,7 +157,7 @@ def _read_blocks(
     """Yield the rows of a file, read in blocks of one size. For arguments and errors, see `read_rows`."""
     skipped: Skipped = []
     types = dict.fromkeys(names, pa.binary())
-    start = 0
+    next_number = 0  # number after the last row that Arrow returned
     with open_file() as stream:
         opened = open_csv(stream, delimiter, block_bytes=block_bytes, types=types, skipped=skipped)
         if opened is None:
@@ -169,12 +169,12 @@ def _read_blocks(
         for batch in opened:
             # Arrow does not return row numbers. The rows of this batch are those that Arrow did not skip, in order.
             # A skipped row after the last of these rows may belong to the next batch.
-            candidates = np.arange(start, start + batch.num_rows + len(skipped))
+            candidates = np.arange(next_number, next_number + batch.num_rows + len(skipped))
             numbers = candidates[~np.isin(candidates, [number for number, _ in skipped])][: batch.num_rows]
-            start = int(numbers[-1]) + 1 if len(numbers) else start
-            yield CsvRows(batch, numbers, [entry for entry in skipped if entry[0] < start], start)
-            # Changed in place, because Arrow's handler appends to this list.
-            skipped[:] = [entry for entry in skipped if entry[0] >= start]
+            next_number = int(numbers[-1]) + 1 if len(numbers) else next_number
+            yield CsvRows(batch, numbers, [entry for entry in skipped if entry[0] < next_number], next_number)
+            # Change the list in place, because Arrow's handler appends to it.
+            skipped[:] = [entry for entry in skipped if entry[0] >= next_number]
     # These rows follow the last row that Arrow returned.
     if skipped:
         empty = pa.RecordBatch.from_pylist([], opened.schema)

@@ -27,7 +27,7 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
 
     Args:
         content: lines; they may include blank ones.
-        schema: columns of the objects; None: inferred.
+        schema: columns of the objects; None: inferred from `content`.
         num_lines: number of lines that are not blank.
 
     Raises:
@@ -40,7 +40,7 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
     read_options = pj.ReadOptions(use_threads=False, block_size=len(content) + 1)
     try:
         table = pj.read_json(io.BytesIO(content), read_options, options).combine_chunks()
-    # The name of a field that is not UTF-8 raises UnicodeDecodeError only when it is used.
+    # A field name that is not UTF-8 can raise UnicodeDecodeError, which is no ArrowException.
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(str(error).removeprefix(_ARROW_PREFIX)) from error
     # The caller numbers the samples by lines, so each line must be one object.
@@ -50,12 +50,12 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
 
 
 def infer_json_types(content: bytes, name: str) -> pa.Schema:
-    """Return the columns that occur in some lines, with their types.
+    """Return the columns of all lines together, with their types.
 
     Lines that do not parse are left out: they become bad samples when they are read.
 
     Raises:
-        ConfigError: no line is an object, or the values of a column have several types.
+        ConfigError: no line is an object with a field, or `join_json_schemas` cannot join the types of a column.
     """
     lines = [line for line in content.split(b"\n") if line and not line.isspace()]
     # A line that is nested too deeply would crash Arrow's parser.
@@ -63,7 +63,7 @@ def infer_json_types(content: bytes, name: str) -> pa.Schema:
 
     def infer(start: int, stop: int) -> pa.Schema:
         batch = parse_json(b"\n".join(shallow[start:stop]), None, num_lines=stop - start)
-        return _text_for_timestamps(batch.schema)
+        return _strings_for_timestamps(batch.schema)
 
     schemas = []
     problem = "nested too deeply"  # the reason if no line is shallow enough to be parsed
@@ -85,8 +85,8 @@ def infer_json_types(content: bytes, name: str) -> pa.Schema:
 def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
     """Return the union of the columns of files, given as pairs of a name and a schema.
 
-    A column that holds integers in one file and floats in another is float. Other differences raise ConfigError.
-    Several schemas may have the same name: those of lines of one file.
+    A column that holds integers in one file and floats in another is float. Raise ConfigError for types that cannot
+    be joined. Several schemas may have the same name: those of lines of one file.
     """
     joined, first_name = pa.schema([]), ""
     for name, schema in schemas:
@@ -102,19 +102,19 @@ def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
     return joined
 
 
-def _text_for_timestamps(schema: pa.Schema) -> pa.Schema:
-    """Return an inferred schema with the types of `_json_type`."""
-    return pa.schema([pa.field(field.name, _json_type(field.type)) for field in schema])
+def _strings_for_timestamps(schema: pa.Schema) -> pa.Schema:
+    """Return an inferred schema with strings in place of timestamps."""
+    return pa.schema([pa.field(field.name, _string_for_timestamp(field.type)) for field in schema])
 
 
-def _json_type(inferred: pa.DataType) -> pa.DataType:
-    """Return a type that Arrow inferred, with text in place of timestamps: strings stay strings."""
+def _string_for_timestamp(inferred: pa.DataType) -> pa.DataType:
+    """Return an inferred type with strings in place of timestamps: Arrow infers these from strings in JSON."""
     if pa.types.is_timestamp(inferred):
         return pa.string()
     if pa.types.is_list(inferred):
-        return pa.list_(_json_type(inferred.value_type))
+        return pa.list_(_string_for_timestamp(inferred.value_type))
     if pa.types.is_struct(inferred):
-        return pa.struct([(field.name, _json_type(field.type)) for field in inferred.fields])
+        return pa.struct([(field.name, _string_for_timestamp(field.type)) for field in inferred.fields])
     return inferred
 
 
@@ -122,7 +122,7 @@ def _depth(line: bytes) -> int:
     """Return the nesting depth of a line; 0 if it has too few brackets to exceed `_MAX_DEPTH`."""
     if line.count(b"[") + line.count(b"{") <= _MAX_DEPTH:
         return 0
-    # Brackets within strings do not nest, so strings are removed first.
-    signs = np.frombuffer(_STRING.sub(b"", line), np.uint8)
-    steps = np.isin(signs, [0x5B, 0x7B]).astype(np.int64) - np.isin(signs, [0x5D, 0x7D])
+    # Remove strings first, because brackets within them do not nest. [ and { add a level, ] and } end one.
+    characters = np.frombuffer(_STRING.sub(b"", line), np.uint8)
+    steps = np.isin(characters, [0x5B, 0x7B]).astype(np.int64) - np.isin(characters, [0x5D, 0x7D])
     return int(np.cumsum(steps).max(initial=0))

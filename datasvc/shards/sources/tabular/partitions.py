@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 from urllib.parse import unquote
 
@@ -11,11 +11,9 @@ import pyarrow as pa
 from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import LABEL
 
-_NULL: Final = "__HIVE_DEFAULT_PARTITION__"  # value in a folder name that stands for null
-# Names of a column that holds class names. The first of them that exists becomes the column `label`.
-_LABELS: Final = (LABEL, "class", "cls", "target")
-
-Values = Mapping[str, str | None]
+_NULL: Final = "__HIVE_DEFAULT_PARTITION__"  # stands for null in a folder name
+# Usual names of a column of class names. The first of them that exists becomes the column `label`.
+_LABEL_COLUMNS: Final = (LABEL, "class", "cls", "target")
 
 
 def partition_of(name: str) -> dict[str, str | None]:
@@ -43,24 +41,24 @@ class Partitions:
         first_name = next(iter(files), "")
         columns = list(files[first_name]) if files else []
         for name, values in files.items():
-            # All samples of a source have the same columns.
+            # All samples of a source must have the same columns.
             if list(values) != columns:
                 raise ConfigError(
                     f"the folders of {name} have the partition columns {list(values)}, those of {first_name} "
                     f"{columns}; ingest them as two sources, or move the files"
                 )
-        self._label = next((column for column in _LABELS if column in columns), None)
-        class_names = {values[self._label] for values in files.values()} if self._label else set()
-        # Files in the null partition have the label null, which is no class.
+        self._label_column = next((column for column in _LABEL_COLUMNS if column in columns), None)
+        class_names = {values[self._label_column] for values in files.values()} if self._label_column else set()
+        # Null is no class: the files in its folder have the label null.
         self.classes: tuple[str, ...] = tuple(sorted(name for name in class_names if name is not None))
         self.schema = pa.schema(
-            [(LABEL, pa.int32()) if column == self._label else (column, pa.string()) for column in columns]
+            [(LABEL, pa.int32()) if column == self._label_column else (column, pa.string()) for column in columns]
         )
 
     def add(self, batch: pa.RecordBatch, name: str) -> pa.RecordBatch:
         """Return `batch` of the file `name` with its partition columns appended."""
         for field, (column, text) in zip(self.schema, partition_of(name).items(), strict=True):
-            value = self.classes.index(text) if column == self._label and text is not None else text
+            value = self.classes.index(text) if column == self._label_column and text is not None else text
             batch = batch.append_column(field, pa.array([value] * batch.num_rows, field.type))
         return batch
 

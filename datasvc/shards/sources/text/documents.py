@@ -80,10 +80,10 @@ def check_column(reader: FileReader, piece: DocumentRange, column: str) -> None:
 def read_documents(
     reader: FileReader, piece: DocumentRange, column: str
 ) -> Iterator[tuple[str, str | BadSampleError]]:
-    """Yield name and text of each document of a piece in order, or name and error of one that cannot be read.
+    """Yield name and text of each document of a piece in order; for one that cannot be read, its name and the error.
 
     The name is FILE for a text file, and FILE@OFFSET for a line. JSON lines have their text in `column`. Raise
-    NotFoundError or UnavailableError.
+    NotFoundError if the file is missing, UnavailableError if the store fails.
     """
     with map_exceptions("read", reader.location(piece.path)):
         if extension_of(piece.name) == TEXT:
@@ -109,7 +109,8 @@ def _read_text(reader: FileReader, piece: DocumentRange) -> tuple[str, str | Bad
 def _read_lines(reader: FileReader, piece: DocumentRange) -> Iterator[tuple[str, bytes | BadSampleError]]:
     """Yield name and content of the lines that start in a piece, without blank lines.
 
-    The content is an error for a line that is too long, and once for a rest of the file that does not decompress.
+    For a line that is too long, yield an error as its content. If the rest of the file does not decompress, yield an
+    error once for this rest.
     """
     offset = piece.start
     # Opened one byte early: this byte is a newline if a line starts at the first byte of the piece.

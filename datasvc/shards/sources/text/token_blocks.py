@@ -15,13 +15,14 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class Blocks:
-    """Consecutive blocks.
+    """Consecutive token blocks of one part of a source.
 
     Attributes:
         tokens: `uint16` or `uint32[blocks, block_tokens]`.
-        lengths: `int32[blocks]`, number of tokens without padding; only the last block of a part may be shorter.
+        lengths: `int32[blocks]`, number of tokens without padding: only the last block of a part has padding.
         starts: `int32[documents]`, for each document that starts in one of the blocks, its position in that block.
-        start_offsets: `int32[blocks + 1]`, index of each block's first entry in `starts`.
+        start_offsets: `int32[blocks + 1]`; the entries of block i in `starts` begin at `start_offsets[i]`, and end
+            before `start_offsets[i + 1]`.
     """
 
     tokens: npt.NDArray[Any]
@@ -52,7 +53,7 @@ class BlockPacker:
         return self._num_tokens // self._block_tokens
 
     def add(self, tokens: npt.NDArray[Any]) -> None:
-        """Add a document: `int[tokens]`, not empty, including the end-of-text token."""
+        """Add the tokens of one document: `int[tokens]`, not empty; with the end-of-text token, if there is one."""
         assert len(tokens)
         self._starts.append(self._num_tokens)
         self._documents.append(tokens.astype(self._dtype, copy=False))
@@ -65,14 +66,17 @@ class BlockPacker:
         tokens = self._documents[0] if len(self._documents) == 1 else np.concatenate(self._documents)
         num_starts = int(np.searchsorted(self._starts, num_taken))
         blocks = self._to_blocks(tokens[:num_taken], np.array(self._starts[:num_starts], np.int64))
-        # The tokens after the taken blocks stay, with the starts of the documents that start there.
+        # Keep the tokens after the taken blocks, and the starts of the documents in these tokens.
         self._documents = [tokens[num_taken:]]
         self._starts = [start - num_taken for start in self._starts[num_starts:]]
         self._num_tokens -= num_taken
         return blocks
 
     def finish(self) -> Blocks | None:
-        """Return the remaining tokens as one padded block; None if there are none."""
+        """Return the tokens after the last full block as one padded block; None if there are none.
+
+        Take all full blocks first.
+        """
         assert not self.num_full
         if not self._num_tokens:
             return None
@@ -84,7 +88,7 @@ class BlockPacker:
         return blocks
 
     def _to_blocks(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> Blocks:
-        """Return full blocks of `tokens`, in which documents start at the positions `starts`, ascending."""
+        """Divide `tokens` into full blocks. `starts`: positions at which documents start in `tokens`, ascending."""
         num_blocks = len(tokens) // self._block_tokens
         # Starts are ascending, so the cumulative counts of starts per block are the offsets in `starts`.
         counts = np.bincount(starts // self._block_tokens, minlength=num_blocks)

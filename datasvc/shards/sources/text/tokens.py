@@ -47,16 +47,17 @@ _PART_BYTES: Final = 64 << 20
 # The tokenizer encodes about this many characters, or this many documents, in one call.
 _BATCH_CHARACTERS: Final = 1 << 20
 _BATCH_DOCUMENTS: Final = 256
-# Upper bounds, to limit the size of a batch: a document may start at every token; a key is the part's name and a few
-# more characters.
-_START_BYTES: Final = 4
-_KEY_BYTES: Final = 40
+# Upper bounds that limit the size of a batch.
+_START_BYTES: Final = 4  # per token, because a document may start at every token
+_KEY_BYTES: Final = 40  # per block, for the characters of its key after the name of the part
 _MAX_BLOCK_TOKENS: Final = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSource(FileSource):
-    """A source of text files, read as token blocks with the key `PART#BLOCK`. A part is files or ranges of lines.
+    """A source of text files, read as token blocks with the key `PART#BLOCK`.
+
+    A part is a list of files or of line ranges.
 
     Attributes:
         tokenizer_url: URL of `tokenizer.json`.
@@ -74,9 +75,11 @@ class TokenSource(FileSource):
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> TokenSource:
-        """List the source, and load the tokenizer. For errors, see `FileSource.list`.
+        """List the source, and load the tokenizer. For other errors, see `FileSource.list`.
 
-        NotFoundError also means that there is no tokenizer; ConfigError, that none is set or that it is not valid.
+        Raises:
+            NotFoundError: there is no text, or no file at the URL of the tokenizer.
+            ConfigError: no tokenizer is set, the tokenizer is not valid, or `block_tokens` is out of range.
         """
         options = options or SourceOptions()
         if options.tokenizer is None:
@@ -94,7 +97,7 @@ class TokenSource(FileSource):
         first_lines = next((file for file in files if file.extension in LINES), None)
         if first_lines is not None:
             check_column(FileReader(url), DocumentRange(first_lines.name, first_lines.path), options.text)
-        # A part holds files of one split only, since its documents share blocks.
+        # A part holds files of one split only, because documents of the same part share blocks.
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
             splits.setdefault(split_of_file(file.name, options), []).append(file)
@@ -154,17 +157,17 @@ class TokenSource(FileSource):
     ) -> Iterator[np.ndarray[Any, Any] | BadSample]:
         """Yield the tokens of each document with the end-of-text token; for an unusable document, a `BadSample`."""
         documents: list[tuple[str, str]] = []
-        size = 0
+        num_characters = 0
         for piece in part.where["pieces"]:
             for name, text in read_documents(reader, DocumentRange(**piece), self.text):
                 if isinstance(text, BadSampleError):
                     yield BadSample(part.split, name, str(text))
                     continue
                 documents.append((name, text))
-                size += len(text)
-                if size >= _BATCH_CHARACTERS or len(documents) >= _BATCH_DOCUMENTS:
+                num_characters += len(text)
+                if num_characters >= _BATCH_CHARACTERS or len(documents) >= _BATCH_DOCUMENTS:
                     yield from _encode(tokenizer, end, documents, part.split)
-                    documents, size = [], 0
+                    documents, num_characters = [], 0
         yield from _encode(tokenizer, end, documents, part.split)
 
     def _batch(self, part: SourcePart, number: int, blocks: Blocks) -> pa.RecordBatch:
@@ -211,7 +214,7 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 
 
 def _part(split: str, pieces: list[DocumentRange], size_bytes: int, stamp: str) -> SourcePart:
-    """Return a part, which is named by its first piece; its number of blocks is unknown before it is encoded."""
+    """Return a part with the name of its first piece. Its number of blocks is None: unknown before it is encoded."""
     first = pieces[0]
     name = f"{first.name}@{first.start}" if first.start else first.name
     return SourcePart(split, name, size_bytes, None, stamp, {"pieces": [asdict(piece) for piece in pieces]})
@@ -219,11 +222,11 @@ def _part(split: str, pieces: list[DocumentRange], size_bytes: int, stamp: str) 
 
 def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schema:
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    # `uint16` halves the size; it is used if every token fits.
-    token = pa.uint16() if largest <= np.iinfo(np.uint16).max else pa.uint32()
+    # Use `uint16`, half the size, if every token fits.
+    token_type = pa.uint16() if largest <= np.iinfo(np.uint16).max else pa.uint32()
     fields = [
         pa.field(KEY, pa.string(), nullable=False),
-        pa.field(TOKENS, pa.list_(token, block_tokens), nullable=False),
+        pa.field(TOKENS, pa.list_(token_type, block_tokens), nullable=False),
         pa.field(LENGTH, pa.int32(), nullable=False),
         pa.field(DOCUMENT_STARTS, pa.list_(pa.int32()), nullable=False),
     ]
