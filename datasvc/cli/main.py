@@ -18,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     help="Versioned training data and model checkpoints. Exit status: 1 failed, 2 wrong usage, 3 corrupt data, "
-    "4 conflict with another writer, 5 store unavailable, 6 committed without the bad samples.",
+    "4 conflict with another writer, 5 store unavailable, 6 committed without the bad samples, 130 interrupted.",
 )
 app.command()(ingest.ingest)
 app.command()(listing.ls)

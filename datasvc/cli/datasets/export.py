@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, SplitOption, print_json, print_line
+from datasvc.cli.terminal.output import (
+    JsonOption,
+    RefArgument,
+    RepoOption,
+    SplitOption,
+    print_json,
+    print_line,
+    resumable,
+)
 from datasvc.cli.terminal.values import count_text
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
@@ -39,7 +47,7 @@ def export(
 
     repository = Repository.open(repo)
     dataset = open_dataset(repository, ref)
-    with byte_progress(f"exporting {dataset.resolved}") as progress:
+    with resumable(), byte_progress(f"exporting {dataset.resolved}") as progress:
         result = run_export(
             repository,
             str(dataset.resolved),

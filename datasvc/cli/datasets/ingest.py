@@ -19,6 +19,7 @@ from datasvc.cli.terminal.output import (
     print_facts,
     print_json_line,
     print_line,
+    resumable,
 )
 from datasvc.cli.terminal.values import count_text
 from datasvc.progress import Progress, byte_progress
@@ -163,7 +164,7 @@ def ingest(
         )
         _print_dry_run(plan, as_json=as_json)
         return
-    with _show_progress(name, opened, as_json=as_json) as progress:
+    with resumable(), _show_progress(name, opened, as_json=as_json) as progress:
         result = run_ingest(
             Repository.create(repo),
             opened,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -21,6 +22,19 @@ RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERS
 SplitOption = Annotated[str | None, typer.Option(help="Only this split; default: all splits.")]
 MessageOption = Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as in shells
+
+
+@contextmanager
+def resumable() -> Iterator[None]:
+    """End a command that can be continued with one line and status 130 if Ctrl-C interrupts it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print_line("interrupted; the same command continues where this one stopped", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 def print_json(value: Any) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
-from tests.cli.command import ROOT
+from tests.cli.command import ROOT, run
 from tests.cli.test_cli import datasvc
-from tests.samples import class_sorted, jpeg, write_tars
+from tests.samples import class_sorted, jpeg, write_folder, write_tars
 
 
 def events(done):
@@ -41,6 +41,28 @@ def test_an_empty_file_is_named_as_such_when_images_are_scaled_down(folder, tmp_
     (folder / "train" / "a" / "bad.jpg").write_bytes(b"")
     done = datasvc("ingest", folder, "pets", "--on-bad", "skip", "--max-side", "10", repo=tmp_path / "repo")
     assert "skipped train/a/bad.jpg: empty file" in done.stderr
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupted_ingest_ends_with_one_line_and_goes_on_with_the_same_command(tmp_path, workers):
+    folder = write_folder(tmp_path / "images", {"train": {"cat": 40}})
+    words = ["ingest", str(folder), "pets", "--repo", str(tmp_path / "repo"), "--shard-size", "1kB", "--json"]
+    script = "import os, signal; from datasvc.shards.ingestion import ingest as module\n"
+    # The signal of the terminal comes when the shards are built and before the commit.
+    script += "module.check_bad = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)\n"
+    script += "import sys; from datasvc.cli.main import main; main()"
+    stopped = subprocess.run(
+        [sys.executable, "-c", script, *words, "--workers", str(workers)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert stopped.returncode == 130
+    assert stopped.stderr == "interrupted; the same command continues where this one stopped\n"
+    done = run(*words)
+    assert done.returncode == 0
+    assert json.loads(done.stdout.splitlines()[-1])["resumed_shards"] > 0
 
 
 def test_a_relative_source_is_recorded_as_an_absolute_path(folder, tmp_path, monkeypatch):
