@@ -1,11 +1,14 @@
 """Data sets: samples in Arrow shards, the tables that list the shards, versions, and the ingestion of sources."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.schema import image_schema
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.format.writer import ShardStatistics, ShardWriter
-from datasvc.shards.ingestion.ingest import IngestReport, ingest
-from datasvc.shards.sources import SourceOptions
 from datasvc.shards.versions.dataset import (
     DatasetVersion,
     OriginShards,
@@ -14,6 +17,13 @@ from datasvc.shards.versions.dataset import (
     Split,
     open_dataset,
 )
+
+if TYPE_CHECKING:
+    from datasvc.shards.ingestion.ingest import IngestReport, ingest
+    from datasvc.shards.sources import SourceOptions
+
+# Modules of names that are imported on first use: readers of data sets, such as `datasvc show`, need no ingest.
+_LAZY: Final = {"IngestReport": "ingestion.ingest", "ingest": "ingestion.ingest", "SourceOptions": "sources"}
 
 __all__ = [
     "DatasetVersion",
@@ -31,3 +41,9 @@ __all__ = [
     "ingest",
     "open_dataset",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -228,3 +228,19 @@ def test_long_lists_are_shortened_and_an_empty_repository_is_named(repository):
     assert "no models in" in datasvc("models", "ls", repo=repository.url).stderr
     ingest(repository, [{"x": list(range(784))}], "rows")
     assert "x: [0, 1, 2, 3, 4, 5, 6, 7, ... 784 values]\n" in datasvc("head", "rows", repo=repository.url).stdout
+
+
+def test_show_imports_nothing_that_only_an_ingest_or_a_query_needs(repository):
+    write_version(repository, "texts", {"train": [[{"key": "a", "text": "b"}]]})
+    heavy = ["torch", "duckdb", "PIL", "pyarrow.dataset", "pyarrow.parquet", "aiohttp", "multiprocessing.pool"]
+    heavy += ["datasvc.shards.ingestion", "datasvc.shards.sources", "datasvc.models.saving"]
+    code = "import atexit, sys; from datasvc.cli.main import main; "
+    code += f"atexit.register(lambda: print('loaded', [name for name in {heavy!r} if name in sys.modules])); main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "show", "texts", "--repo", repository.url],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == "loaded []"
