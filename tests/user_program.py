@@ -62,6 +62,7 @@ def use_datasets(folder: Path, images: Path) -> None:
     assert repo.datasets.export("pets@1", str(folder / "tars"), "webdataset", split="val", workers=1).splits
     assert repo.datasets.verify("pets@1", deep=True).problems == ()
     assert repo.datasets.repair("pets@1", [], deep=True).remaining == ()
+    assert repo.datasets.delete_damaged("pets", dry_run=True).deleted == {}
     assert len(repo.datasets.open("pets@1")["train"]) == 20
     assert len(repo.dataset("pets@1")["train"]) == 20
     assert repo.gc(grace_s=0, no_writers=True, dry_run=True).dry_run

@@ -9,6 +9,7 @@ from pathlib import Path
 from datasvc.api.operation import Collection, Operation
 from datasvc.repository.removal import RemovalReport, remove_versions
 from datasvc.shards.export import export
+from datasvc.shards.history.delete_damaged import delete_damaged
 from datasvc.shards.history.rename import rename
 from datasvc.shards.history.repair import repair_dataset
 from datasvc.shards.history.revert import revert
@@ -40,6 +41,7 @@ class Datasets(Collection):
     ingest = Operation(ingest)
     dry_run = Operation(dry_run_ingest)
     delete = Operation(delete)
+    delete_damaged = Operation(delete_damaged)
     merge = Operation(merge)
     name_classes = Operation(name_classes)
     revert = Operation(revert)

@@ -21,6 +21,7 @@ from datasvc.cli.terminal.output import (
 )
 from datasvc.cli.terminal.values import count_text, text_value
 from datasvc.errors import ConfigError
+from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ def delete(
     ] = None,
     where: Annotated[str | None, typer.Option(metavar="EXPR", help="SQL condition over the columns.")] = None,
     split: Annotated[str | None, typer.Option(help="Delete from this split only.")] = None,
+    damaged: Annotated[
+        bool, typer.Option("--damaged", help="Delete the samples whose bytes are lost; reads every byte.")
+    ] = False,
     ignore_missing: Annotated[bool, typer.Option(help="Skip keys that do not exist, instead of an error.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the samples, and delete nothing.")] = False,
     message: MessageOption = "",
@@ -47,23 +51,31 @@ def delete(
     Example: datasvc delete pets --where "label = 3 and width < 100" --repo ./repo
     """
     from datasvc.repository import Repository
+    from datasvc.shards.history.delete_damaged import delete_damaged
     from datasvc.shards.versions.delete import delete as run_delete
 
-    report = run_delete(
-        Repository.open(repo),
-        ref,
-        keys=None if keys is None else read_keys(keys),
-        where=where,
-        split=split,
-        ignore_missing=ignore_missing,
-        dry_run=dry_run,
-        message=message,
-    )
+    repository = Repository.open(repo)
+    if damaged:
+        if keys is not None or where is not None or split is not None:
+            raise ConfigError("--damaged selects the samples; leave out --keys, --where and --split")
+        with byte_progress(f"reading {ref}") as progress:
+            report = delete_damaged(repository, ref, dry_run=dry_run, message=message, progress=progress)
+    else:
+        report = run_delete(
+            repository,
+            ref,
+            keys=None if keys is None else read_keys(keys),
+            where=where,
+            split=split,
+            ignore_missing=ignore_missing,
+            dry_run=dry_run,
+            message=message,
+        )
     if as_json:
         print_json(
             {
                 "version": str(report.version),
-                "committed": bool(report.num_deleted) and not dry_run,
+                "committed": bool(report.deleted) and not dry_run,
                 "deleted": report.deleted,
                 "missing": report.missing,
             }
@@ -75,7 +87,8 @@ def delete(
             f"{count_text(len(report.missing), 'missing key')}: {_list_keys(first_missing, len(report.missing))}",
             err=True,
         )
-    if not report.num_deleted:
+    # A damaged version may lose no sample, only a sample index, and is committed all the same.
+    if not report.deleted:
         print_line(f"nothing to delete: {report.version} stays the newest version")
         return
     if dry_run:

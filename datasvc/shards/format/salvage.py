@@ -37,7 +37,7 @@ def sample_identities(batch: pa.RecordBatch) -> list[SampleIdentity]:
 def readable_identities(content: pa.Buffer) -> set[SampleIdentity]:
     """Return the keys and digests of all samples in those record batches of a corrupt shard that still parse."""
     identities: set[SampleIdentity] = set()
-    for batch in _readable_batches(content):
+    for batch in readable_batches(content):
         try:
             identities.update(sample_identities(batch))
         except _DAMAGE_ERRORS:
@@ -53,8 +53,11 @@ def missing_rows(index: SampleIndex, identities: Iterable[SampleIdentity]) -> In
     return np.array([row for row, identity in enumerate(listed) if identity not in present], np.int64)
 
 
-def _readable_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
-    """Yield the record batches that parse; without a readable footer, only those at the start of the file."""
+def readable_batches(content: pa.Buffer) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of a corrupt shard that still parse; their values may be wrong.
+
+    Without a readable footer, these are only the batches at the start of the file.
+    """
     try:
         reader = IpcReader(pa.BufferReader(content), "the shard")
     except _DAMAGE_ERRORS:

@@ -1,1 +1,1 @@
-"""What is done with whole versions: revert to an old one, rename the data set, repair."""
+"""What is done with whole versions: revert to an old one, rename the data set, repair it, delete what is damaged."""

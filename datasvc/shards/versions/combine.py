@@ -15,7 +15,7 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.shards.format.digests import blob_views, digest_batch
-from datasvc.shards.format.reader import Shard, open_shard
+from datasvc.shards.format.reader import open_shard
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob
 from datasvc.shards.format.shard_table import ShardTable
@@ -262,16 +262,16 @@ def _rewrite_shard(
     # If no batch of this shard changes, the stored shard is used.
     if all(new is old for new, old in zip(batches, stored, strict=True)):
         return info, table.index(number)
-    return _write_shard(objects, shard, batches)
+    return write_shard(objects, shard.schema, batches)
 
 
-def _write_shard(objects: Objects, shard: Shard, batches: Sequence[pa.RecordBatch]) -> tuple[ObjectInfo, Digest]:
-    """Store `batches`, those of `shard` with new labels or keys, as a shard with a sample index."""
-    blobs = [field.name for field in shard.schema if is_blob(field.type)]
+def write_shard(objects: Objects, schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> tuple[ObjectInfo, Digest]:
+    """Store `batches` as a shard of the given schema, with a sample index; return its object and its index."""
+    blobs = [field.name for field in schema if is_blob(field.type)]
     keys: list[str] = []
     sample_digests: list[bytes] = []
     payload_digests: list[bytes] = []
-    with objects.writing() as sink, ShardWriter(sink, shard.schema) as writer:
+    with objects.writing() as sink, ShardWriter(sink, schema) as writer:
         for batch in batches:
             views: dict[str, Any] = {name: blob_views(batch.column(name)) for name in blobs}
             # As one batch, so that the shard keeps its division into batches.

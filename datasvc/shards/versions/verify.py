@@ -272,7 +272,7 @@ class _SplitCheck:
         if problem is not None and problem.kind == "missing":
             return problem
         try:
-            content = _read(self._objects, shard)
+            content = read_unverified(self._objects, shard)
         except NotFoundError as error:  # deleted after `_check_size` found it
             return self._shard_problem("missing", number, str(error), index)
         if problem is None and digest_of(memoryview(content)) == shard.digest:
@@ -319,7 +319,7 @@ class _SplitCheck:
         return DatasetProblem(kind, "shard", self._split.name, digest, detail, number, count, tuple(keys))
 
 
-def _read(objects: Objects, shard: ObjectInfo) -> pa.Buffer:
+def read_unverified(objects: Objects, shard: ObjectInfo) -> pa.Buffer:
     """Return the bytes stored under a shard's digest, which may be corrupt; they are mapped if the file is local."""
     path = objects.local_path(shard.digest)
     if path is not None:

@@ -117,6 +117,19 @@ def test_json_counts_what_two_splits_share_and_lists_the_first_thousand(reposito
     assert shared["samples"][-1] == {"key": "0999", "other_key": "0999"}
 
 
+def test_the_lost_samples_of_a_damaged_version_are_deleted(pets):
+    assert datasvc("delete", "pets", "--damaged", repo=pets.url).stdout == (
+        "nothing to delete: pets@1 stays the newest version\n"
+    )
+    pets.objects.local_path(open_dataset(pets, "pets")["train"].table.shard(1).digest).unlink()
+    would = datasvc("delete", "pets", "--damaged", "--dry-run", repo=pets.url)
+    assert would.stdout == "would delete 2 train samples of pets@1; nothing was committed\n"
+    done = datasvc("delete", "pets", "--damaged", repo=pets.url)
+    assert (done.returncode, done.stdout) == (0, "committed pets@2: deleted 2 train samples\n")
+    assert datasvc("verify", "pets", "--deep", repo=pets.url).returncode == 0
+    assert datasvc("delete", "pets", "--damaged", "--where", "true", repo=pets.url).returncode == 2
+
+
 def test_a_damaged_version_is_repaired_from_another_repository(pets, tmp_path):
     shutil.copytree(pets.url, tmp_path / "backup")
     digest = open_dataset(pets, "pets")["train"].table.shard(1).digest
