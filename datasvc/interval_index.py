@@ -13,7 +13,7 @@ from datasvc.keyed_random import Integers
 class SpanSearch:
     """Index of consecutive spans that cover range(stop). It is ten times faster than a binary search per point.
 
-    `starts`, `int64[n]`, has the first point of each span, ascending; `starts[0]` is 0.
+    `starts`, `int64[n]`, has the first point of each span, ascending; `starts[0]` must be 0.
     """
 
     def __init__(self, starts: Integers, stop: int) -> None:

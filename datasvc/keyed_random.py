@@ -167,7 +167,7 @@ class KeyedPermutation:
         scratch: Keys,
         forward: bool,
     ) -> None:
-        """Add (or subtract) a keyed hash of `other`, reduced to range(modulus), to `target` in place."""
+        """Add a keyed hash of `other` to `target` in place, modulo `modulus`; subtract it unless `forward`."""
         np.multiply(other, _GOLDEN, out=scratch)
         scratch += self._keys[number]
         if tweak is not None:

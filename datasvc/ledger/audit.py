@@ -216,8 +216,8 @@ class _History:
             if record.kind is RecordKind.SERVED:
                 num_served += record.count
                 windows[id(attempt), rank].append(contiguous(strided.start, strided.stop))
-        # In an unfinished epoch, only positions that every rank has passed can be missing: the other ones may still
-        # be served.
+        # In an unfinished epoch, only positions that every rank has passed can be missing: the others may still be
+        # served.
         is_finished = self._end >= (epoch, self._num_samples)
         reached = self._num_samples if is_finished else self._reached(epoch, windows)
         dropped = _union(counted[RecordKind.DROPPED], self._num_samples)

@@ -152,7 +152,7 @@ def _set_limits(attempts: list[Attempt]) -> list[Attempt]:
 
 
 def _continued_by(earlier: Sequence[Attempt], begin: Cursor) -> int:
-    """Return the index of the attempt that an attempt with the first cursor `begin` continues, by rule 3; or -1."""
+    """Return the index of the attempt that an attempt beginning at `begin` continues, by rule 3; -1 for none."""
     with_state = [index for index, attempt in enumerate(earlier) if attempt.could_save_at(begin)]
     begun_before = [index for index, attempt in enumerate(earlier) if attempt.begin <= begin]
     return max(with_state or begun_before, default=-1)

@@ -14,7 +14,7 @@ from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, Bad
 
 
 class CheckedSamples(NamedTuple):
-    """Samples of a source, or of a part of it, in order: good ones with the source's columns, and unreadable ones."""
+    """Samples of a source, or of a part of it, in order: the good ones as a table, and the unreadable ones."""
 
     table: pa.Table
     bad: list[BadSample]

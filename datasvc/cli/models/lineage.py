@@ -47,7 +47,7 @@ def _model_lines(tree: Lineage) -> Iterator[str]:
         name = newest.name if len(versions) == 1 else f"{newest.name} to {oldest.name}, {len(versions)} versions"
         facts = [f"step {newest.step}", *([newest.created] if newest.created else []), newest.message]
         yield f"{name}: {', '.join(fact for fact in facts if fact)}"
-        # Code and environment are printed only if they differ from those of the group before.
+        # Code and environment are printed only if they differ from those of the previous group.
         settings = {"code": _code(newest.code), "environment": _environment(newest.environment)}
         for title, text in settings.items():
             if text and text != printed.get(title):

@@ -41,7 +41,7 @@ class Entry:
 def list_logs(storage: Storage, folder: str) -> dict[str, list[int]]:
     """Return the entry numbers of each log below `folder`, ascending, by the path of the log relative to `folder`.
 
-    This takes one request for all logs, instead of one for each. Raises UnavailableError.
+    This takes one request for all logs, instead of one for each. Raises UnavailableError if the store fails.
     """
     logs: dict[str, list[int]] = {}
     for path in storage.find(folder):
@@ -172,8 +172,8 @@ class Log:
     def numbers_after(self, number: int) -> range:
         """Return the numbers of the entries after the existing entry `number`, without listing the log.
 
-        The number of requests is logarithmic in the number of new entries, so a reader of a long log saves a listing.
-        Raises UnavailableError.
+        The number of requests is logarithmic in the number of new entries, whatever the length of the log. Raises
+        UnavailableError if the store fails.
         """
         # Numbers have no gaps. Double the step while entries exist, then halve it to find the newest entry exactly.
         newest, step = number, 1

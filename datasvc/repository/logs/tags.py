@@ -18,7 +18,7 @@ _READS_AT_ONCE = 16
 
 
 class Tags:
-    """Tags of one data set or model, below its folder such as "models/digits-cnn"."""
+    """The tags of one data set or model. `folder` is its folder, such as "models/digits-cnn"."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage = storage
@@ -68,12 +68,12 @@ class Tags:
         return self._log(tag).entries()
 
     def version_at(self, tag: str, moves_back: int, move_numbers: Sequence[int]) -> int:
-        """Return the version that a tag pointed at `moves_back` moves ago, where 0 stands for its present version.
+        """Return the version that a tag pointed at `moves_back` moves ago; 0 moves ago is now.
 
         For `move_numbers`, see `newest`.
 
         Raises:
-            NotFoundError: the tag never existed, has too few moves, or was removed by the move in question.
+            NotFoundError: the tag never existed, has too few moves, or had no version at that time.
             CorruptDataError, ConfigError, UnavailableError: see `Log.read`.
         """
         if not move_numbers:
@@ -159,8 +159,8 @@ def choose_move(history: Sequence[Entry], when: datetime) -> Entry | None:
 
     Args:
         history: moves of a tag, oldest first.
-        when: time with a time zone. The moves have the clock times of the machines that made them: a wrong clock is
-            not corrected. Of the moves up to `when`, the last one in the log is returned, whatever their times.
+        when: time with a time zone. A move has the time of the machine that made it, even if that clock was wrong. Of
+            all moves with a time up to `when`, the last one in the log is returned.
 
     Raises:
         CorruptDataError: a move has no valid time.

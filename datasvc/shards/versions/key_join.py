@@ -1,7 +1,7 @@
 """Join of two splits on their sample keys, with a comparison of the matched samples.
 
-Append, merge and diff use this join. `matching` finds the pairs of samples with equal keys; the two samples of a pair
-are equal if their sample digests are.
+Append, merge and diff use this join. `matching` finds the pairs of samples with equal keys. The two samples of a pair
+are equal if they have the same sample digest.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class NumpySource(FileSource):
         key = _choose_key(tables[0], options.key)
         columns = tuple(name for name in names if name != key)
         schema = _schema(tables[0], columns)
-        # All samples of a source have the same columns.
+        # All samples of a source must have the same columns.
         for table in tables:
             if list(table.arrays) != names or not _schema(table, columns).equals(schema, check_metadata=True):
                 raise ConfigError(
@@ -110,7 +110,7 @@ class NumpySource(FileSource):
         return cls(url=url, schema=schema, parts=parts, ignored=ignored, columns=columns, key=key)
 
     def fingerprint(self) -> Digest:
-        """Return a digest of the listing and of which array holds the keys."""
+        """Return a digest of the listing and the name of the array that holds the keys."""
         return self._digest([self.key, [asdict(part) for part in self.parts]])
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:

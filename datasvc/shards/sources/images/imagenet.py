@@ -51,8 +51,10 @@ class ImageNetSource(FileSource):
     def list(cls, url: str, options: SourceOptions | None = None) -> ImageNetSource:
         """List the source from the headers of the training tar and the labels of the validation images.
 
-        For errors, see `FileSource.list`. ConfigError also means that ground truth, synsets and training tar
-        contradict each other.
+        For other errors, see `FileSource.list`.
+
+        Raises:
+            ConfigError: ground truth, synsets and training tar contradict each other.
         """
         options = options or SourceOptions()
         reader = FileReader(url)
@@ -145,7 +147,7 @@ class _HeaderFile:
         return self._offset
 
     def read(self, length: int) -> bytes:
-        # No range is requested at the end of the file, because a store refuses it.
+        # Request no range at the end of the file, because a store refuses an empty range.
         length = max(0, min(length, self._file.size_bytes - self._offset))
         content = self._reader.read_range(self._file.path, self._offset, length) if length else b""
         self._offset += len(content)

@@ -81,7 +81,7 @@ class JsonLinesSource(TableSource):
                     last_block = block
                     yield from self._parse_block(part, block)
         except UNREADABLE as error:
-            # The line that cannot be read is unknown: the key is that of the last block before it.
+            # It is unknown which line cannot be read, so use the key of the last block that was read.
             position = 0 if last_block is None else _block_position(part, last_block)
             yield BadSample(
                 part.split, f"{where['name']}#{position}", f"the file cannot be read to its end: {reason_of(error)}"

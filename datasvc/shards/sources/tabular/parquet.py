@@ -30,7 +30,7 @@ from datasvc.shards.sources.tabular.features import features_of_files, image_col
 from datasvc.shards.sources.tabular.partitions import Partitions
 
 EXTENSIONS: Final = frozenset({".parquet", ".pq"})
-PART_BYTES: Final = 16 << 20  # after decompression
+PART_BYTES: Final = 16 << 20  # size of a part after decompression
 # Each column of an open part has a read buffer of this size; larger pages bypass it.
 _BUFFER_BYTES: Final = 64 << 10
 # Number of samples that are decoded to measure their size.

@@ -58,8 +58,8 @@ def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], 
     for name, column in columns.items():
         if column == IMAGE:
             # Several image fields may be the one column `image`; no sample has two of them.
-            num_without = len(samples) - sum(count[image] for image in images)
-            nullable = num_without * _NULLABLE_FROM_ONE_IN >= len(samples)
+            num_without_image = len(samples) - sum(count[image] for image in images)
+            nullable = num_without_image * _NULLABLE_FROM_ONE_IN >= len(samples)
         else:
             nullable = count[name] < len(samples)
         fields[column] = _field(name, column, nullable=nullable)
