@@ -96,8 +96,8 @@ class LedgerRecord:
         if zlib.crc32(content[4:]) != checksum:
             raise CorruptDataError("its checksum does not match")
         strided = StridedRange(start, stop, period, offset, length)
-        is_window = 0 <= start <= stop < _MAX_POSITION
-        is_valid = epoch >= 0 and is_window and 0 <= offset < period and length >= 0
+        is_valid_window = 0 <= start <= stop < _MAX_POSITION
+        is_valid = epoch >= 0 and is_valid_window and 0 <= offset < period and length >= 0
         if kind not in _KINDS or not is_valid or strided.size != count:
             raise CorruptDataError("its fields contradict each other")
         return cls(RecordKind(kind), epoch, strided, count)

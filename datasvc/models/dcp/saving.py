@@ -160,7 +160,7 @@ def _join_values(metadata: Metadata, shares: Sequence[RankShare]) -> Any:
     if missing:
         raise ConfigError(f"no rank stored the value {missing[0]!r}, which is in the global plan")
     paths = planned_paths(metadata)
-    # A key without a value is a tensor, which the skeleton contains by its name.
+    # A key without a value is that of a tensor. The skeleton refers to the tensor by its name.
     return nest({path_of(paths, key): values.get(key, {"$tensor": key}) for key in keys})
 
 

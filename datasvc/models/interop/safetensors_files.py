@@ -63,8 +63,8 @@ def read_safetensors_folder(folder: Path) -> ForeignState:
     tensors = _read_tensors(files[0])
     if files[0].name != TENSORS_FILE:
         return ForeignState("huggingface", tensors, weight_files=(files[0].name,))
-    # The name of the file shows that `models export` wrote this folder. It writes the state tree to another file, or
-    # no tree if the state is a dict of tensors by name.
+    # The name of the file shows that `models export` wrote this folder. The state tree is in another file; without
+    # that file, the state is a dict of tensors by name.
     state_file = folder / STATE_FILE
     if state_file.exists():
         return ForeignState("safetensors", tensors, _read_json(state_file))

@@ -1,8 +1,8 @@
 """Ancestry of model versions, read from the logs: a graph of versions and their parents.
 
 Lineage and the search for the consumers of a sample use it. Removed versions are part of the graph, because a version
-that continues a removed one has consumed its samples too. An invalid field or an unknown parent raises no error; it
-becomes a gap, which is one line of text in `gaps` of its version.
+that continues a removed one has consumed its samples too. An invalid field or an unknown parent raises no error. It
+becomes a *gap*: one line of text in `Version.gaps`.
 """
 
 from __future__ import annotations

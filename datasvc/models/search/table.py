@@ -38,9 +38,9 @@ def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
     # Row and field of each element of `values`.
     row_of, field_of = np.repeat(np.arange(num_rows), lists.value_lengths()), values.field("field").to_numpy()
     is_used = _plan_use(sql)
-    used = np.array([is_used(field) for field in index.fields], bool)
+    is_field_used = np.array([is_used(field) for field in index.fields], bool)
     # Indices into `values`, sorted by field: those of field n are indices[bounds[n] : bounds[n + 1]].
-    indices = np.flatnonzero(used[field_of])
+    indices = np.flatnonzero(is_field_used[field_of])
     indices = indices[np.argsort(field_of[indices], kind="stable")]
     bounds = np.searchsorted(field_of[indices], np.arange(len(index.fields) + 1))
     # Unused fields share one null array per kind, so thousands of them cost no memory.

@@ -49,8 +49,8 @@ class Journal:
         """Resume the work, or start it.
 
         Returns:
-            Identifier of the attempt, the same in every process that resumes the work; and whether the work has only
-            journals with other fingerprints, which means that the input has changed since an earlier process.
+            The identifier of the attempt, which is the same in every process that resumes the work. And True if the
+            work has only journals with other fingerprints: its input has changed since an earlier process.
 
         Raises:
             UnavailableError: the store does not respond.

@@ -44,7 +44,7 @@ class Removals:
         Raises:
             ConfigError, UnavailableError: see `Log.read`.
         """
-        return self._read_readable(self._log.head() if head is None else head, numbers)
+        return self._read_newest_intact(self._log.head() if head is None else head, numbers)
 
     def removed_before(self, before_s: float) -> frozenset[int]:
         """Return the versions that were removed before `before_s`, and not restored by `restore` since.
@@ -68,7 +68,9 @@ class Removals:
         numbers, all_versions = self._log.numbers(), self._versions.numbers()
         # A binary search is possible because each entry has the versions of the previous one, unless `restore` wrote
         # it. If a version was restored and removed again, the search finds one of its removals.
-        first = bisect_left(numbers, True, key=lambda number: version in self._read_readable(number, all_versions))
+        first = bisect_left(
+            numbers, True, key=lambda number: version in self._read_newest_intact(number, all_versions)
+        )
         return self._log.read(numbers[first]) if first < len(numbers) else None
 
     def add(self, versions: Iterable[int], message: str = "") -> Entry:
@@ -95,7 +97,7 @@ class Removals:
         readable, _ = self._log.try_entries(numbers)
         declared = (entry.content.get("lost") for entry in readable)
         lost = frozenset[int]().union(*(decode_numbers(text, among=all_versions) for text in declared))
-        return lost & self._read_readable(numbers[-1], all_versions)  # without those that were restored since
+        return lost & self._read_newest_intact(numbers[-1], all_versions)  # without those that were restored since
 
     def restore(self, versions: Iterable[int], message: str) -> Entry:
         """Restore removed versions whose objects `gc` has not deleted yet; for errors, see `Log.append`."""
@@ -107,10 +109,10 @@ class Removals:
         """Commit an entry with the fields of `change`. `combine` maps the removed versions so far to the new set."""
         # Read the head in each attempt: a concurrent writer may have removed other versions.
         return self._log.append(
-            lambda head: {**change, "removed": encode_numbers(combine(self._read_readable(head)))}
+            lambda head: {**change, "removed": encode_numbers(combine(self._read_newest_intact(head)))}
         )
 
-    def _read_readable(self, number: int, all_versions: Iterable[int] | None = None) -> frozenset[int]:
+    def _read_newest_intact(self, number: int, all_versions: Iterable[int] | None = None) -> frozenset[int]:
         """Return the removed versions of entry `number`; if it is damaged, of the newest intact entry before it."""
         for candidate in range(number, 0, -1):
             try:

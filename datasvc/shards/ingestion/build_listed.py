@@ -80,7 +80,7 @@ class _ImageAppender:
     def __init__(self, work: IngestWork, output: ShardOutput) -> None:
         self._output = output
         self._writer = output.writer
-        self._decode = work.options.decode_check
+        self._decode_check = work.options.decode_check
         self._reencoding = work.options.reencoding
         self._has_label = LABEL in work.source.schema.names
         extra_columns = [name for name in work.source.schema.names if name not in _STANDARD_COLUMNS]
@@ -102,7 +102,7 @@ class _ImageAppender:
         # `printable` changes only a name that is not UTF-8. The test for ASCII is faster.
         if not file.key.isascii() and printable(file.key) != file.key:
             raise BadSampleError("its file name is not UTF-8: rename the file")
-        header, encoded = check_and_reencode(content, self._reencoding, decode=self._decode)
+        header, encoded = check_and_reencode(content, self._reencoding, decode=self._decode_check)
         content = encoded or content  # `encoded` is None if the image stays unchanged
         blobs = (content,) if self._blob_sources is None else self._blobs(file, content)
         digest = digest_blob(content)

@@ -89,11 +89,11 @@ def drop_duplicates(
     result = {}
     for split, table in tables.items():
         samples = [sample for duplicates in dropped for sample in duplicates.get(split, ())]
-        positions = SampleRows(
+        places = SampleRows(
             np.array([sample.shard for sample in samples], np.int64),
             np.array([sample.row for sample in samples], np.int64),
         )
-        result[split] = delete_samples(objects, table, positions.by_shard()) if samples else table
+        result[split] = delete_samples(objects, table, places.by_shard()) if samples else table
     return result
 
 

@@ -36,8 +36,8 @@ _SCHEMA = pa.schema(
     ],
     metadata={_FORMAT_KEY: str(DELETIONS_FORMAT).encode()},
 )
-# Maximum number of row numbers that `kept_rows` caches for a split; with 8 bytes each, they take 32 MiB.
-_CACHED_ROWS = 4 << 20
+# Row numbers that `kept_rows` caches for a split; with 8 bytes each, they take 32 MiB.
+_MAX_CACHED_ROWS = 4 << 20
 
 Flags = npt.NDArray[np.bool_]
 
@@ -63,8 +63,8 @@ class Deletions:
         views = [view for chunk in self._table.column("bitmap").chunks for view in blob_views(chunk)]
         self._bitmaps = [np.frombuffer(view, np.uint8) for view in views if view is not None]
         # Results of `kept_rows` by shard, least recently used first, and the number of rows in all of them.
-        self._kept: OrderedDict[int, Integers] = OrderedDict()
-        self._kept_rows = 0
+        self._cached: OrderedDict[int, Integers] = OrderedDict()
+        self._num_cached_rows = 0
         self._lock = threading.Lock()
 
     @classmethod
@@ -117,18 +117,18 @@ class Deletions:
     def kept_rows(self, shard: int) -> Integers:
         """Return the live rows of a shard with deletions: `int64[live]`, ascending. Do not modify the array."""
         with self._lock:
-            if shard in self._kept:
-                self._kept.move_to_end(shard)
-                return self._kept[shard]
+            if shard in self._cached:
+                self._cached.move_to_end(shard)
+                return self._cached[shard]
         # Computed without the lock: two threads may compute the same rows, but none waits for another shard.
         rows = np.flatnonzero(~self.flags(shard))
         with self._lock:
-            if shard not in self._kept:
-                self._kept[shard] = rows
-                self._kept_rows += len(rows)
+            if shard not in self._cached:
+                self._cached[shard] = rows
+                self._num_cached_rows += len(rows)
             # The newest entry stays even if it exceeds the limit alone: otherwise every call would compute it again.
-            while self._kept_rows > _CACHED_ROWS and len(self._kept) > 1:
-                self._kept_rows -= len(self._kept.popitem(last=False)[1])
+            while self._num_cached_rows > _MAX_CACHED_ROWS and len(self._cached) > 1:
+                self._num_cached_rows -= len(self._cached.popitem(last=False)[1])
         return rows
 
     def _find(self, shard: int) -> int | None:

@@ -25,8 +25,8 @@ def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[
         new: lists of class names to add, such as those of several splits.
 
     Returns:
-        The longest of all lists if every other list is a prefix of it; otherwise `head`, then the names that it does
-        not have, sorted.
+        The longest of all lists if every other list is a prefix of it; otherwise `head`, followed by the other names,
+        sorted.
 
     Raises:
         ConfigError: a list has a name twice.

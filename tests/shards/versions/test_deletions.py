@@ -58,7 +58,7 @@ def test_a_bitmap_takes_one_bit_a_sample_lowest_bit_first():
 
 
 def test_rows_that_are_kept_in_memory_are_bounded(monkeypatch):
-    monkeypatch.setattr("datasvc.shards.versions.deletions._CACHED_ROWS", 10)
+    monkeypatch.setattr("datasvc.shards.versions.deletions._MAX_CACHED_ROWS", 10)
     deleted = np.zeros(8, np.bool_)
     deleted[5] = True
     deletions = Deletions.build(dict.fromkeys(range(4), deleted))

@@ -80,7 +80,8 @@ class MdsColumn:
             BadSampleError: `content` does not have this encoding.
         """
         kind, _, settings = self.encoding.partition(":")
-        # No ConfigError, which is a ValueError too, is raised here: at the listing, `fields` refuses such encodings.
+        # The `except` below would catch ConfigError too. It is not raised here, because at the listing `fields`
+        # refuses invalid encodings.
         try:
             if kind == "ndarray":
                 return self._decode_array(content, *array_type(self.name, settings))
@@ -200,7 +201,7 @@ def _pieces(content: memoryview, offset: int) -> list[memoryview]:
 
 
 def _images(content: memoryview, offset: int = 4) -> list[bytes]:
-    # MosaicML's "list" encodings have four bytes before the count, which are not needed; "jpeg_array" has none.
+    # MosaicML's "list" encodings have four bytes before the count: skip them. "jpeg_array" has no such bytes.
     return list(map(bytes, _pieces(content, offset)))
 
 

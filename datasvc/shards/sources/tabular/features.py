@@ -17,7 +17,8 @@ from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import LABEL
 
 _METADATA: Final = b"huggingface"
-_LABELS: Final = (LABEL, "labels")
+# Usual names of the label column, by priority.
+_LABEL_COLUMNS: Final = (LABEL, "labels")
 
 
 def features_of(schema: pa.Schema) -> Mapping[str, Any]:
@@ -68,15 +69,15 @@ def image_columns(features: Mapping[str, Any], schema: pa.Schema) -> list[str]:
 def label_column(features: Mapping[str, Any], schema: pa.Schema) -> tuple[str | None, tuple[str, ...]]:
     """Return the column that holds the class index, and the names of the classes.
 
-    If several columns hold a class index, the one called `label` or `labels` is chosen, else the first; the others
-    stay integer columns under their own names.
+    If several columns hold a class index, choose the one called `label` or `labels`, else the first. The others stay
+    integer columns under their own names. Return (None, ()) if no column can be the label.
     """
     names = [name for name in schema.names if _kind(features.get(name)) == "ClassLabel"]
     names = [name for name in names if pa.types.is_integer(schema.field(name).type)]
     # An existing column `label` must not be replaced by another class column.
     if not names or (LABEL in schema.names and LABEL not in names):
         return None, ()
-    chosen = next((name for name in _LABELS if name in names), names[0])
+    chosen = next((name for name in _LABEL_COLUMNS if name in names), names[0])
     return chosen, _class_names(features[chosen].get("names"))
 
 

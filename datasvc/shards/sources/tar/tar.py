@@ -103,7 +103,7 @@ class TarReader:
                 member = self._member(header, name, size_bytes, pax)
                 if member is not None:
                     return member
-                pax, long_name = dict(self._global_pax), None  # they described a folder
+                pax, long_name = dict(self._global_pax), None  # the old values describe a folder, which is left out
         return None
 
     def _member(self, header: bytes, name: bytes, size_bytes: int, pax: dict[bytes, bytes]) -> TarMember | None:

@@ -53,7 +53,7 @@ class BlockPacker:
         return self._num_tokens // self._block_tokens
 
     def add(self, tokens: npt.NDArray[Any]) -> None:
-        """Add the tokens of one document: `int[tokens]`, not empty; with the end-of-text token, if there is one."""
+        """Add the tokens of one document, `int[tokens]`, not empty. They end with the end-of-text token, if any."""
         assert len(tokens)
         self._starts.append(self._num_tokens)
         self._documents.append(tokens.astype(self._dtype, copy=False))
