@@ -105,7 +105,7 @@ def byte_progress(title: str, stream: TextIO | None = None) -> Iterator[Progress
 
 @contextmanager
 def entry_progress(title: str) -> Iterator[Progress]:
-    """Show a bar that counts entries on standard error, from `begin` to the end of the `with` block."""
+    """Show a bar that counts entries on standard error from `begin` on; remove it at the end of the `with` block."""
     yield from _show(title, sys.stderr, is_brief=True)
 
 

@@ -83,6 +83,6 @@ def run_before_threads_end(hook: Callable[[], object]) -> None:
     A hook can still use thread pools. The import of this module has registered the hook of `concurrent.futures` that
     shuts down all pools, and a hook that is registered later runs earlier.
     """
-    # `_register_atexit` is private and may disappear from Python. Without it, the exit takes longer.
+    # `_register_atexit` is private and may disappear from Python. Then the hook is not called: the exit takes longer.
     if hasattr(threading, "_register_atexit"):
         threading._register_atexit(hook)  # noqa: SLF001

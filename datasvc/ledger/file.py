@@ -67,7 +67,7 @@ class LedgerRecord:
     Attributes:
         kind: outcome of the positions.
         epoch: epoch, counted from 0.
-        strided: the positions as one range. For SERVED, this range ends at the rank's position after the batch.
+        strided: the positions as one range. For SERVED, its `stop` is the rank's position after the batch.
         count: number of positions, counted when they were served; equal to `strided.size`.
     """
 

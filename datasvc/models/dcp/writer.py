@@ -129,7 +129,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
 
     @picklable_errors()
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Open the repository and read the base version for differences. Every rank calls this.
+        """Open the repository and read the base version for differences. Torch calls this on every rank.
 
         Raises:
             ConfigError: the save runs without collectives on several ranks.
@@ -194,7 +194,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
 
     @picklable_errors()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Join the shares of all ranks and commit them as one version. Only the coordinator calls this.
+        """Join the shares of all ranks and commit them as one version. Torch calls this on the coordinator only.
 
         Raises:
             ConfigError: the shares contradict each other, or no rank stored a planned tensor or value.

@@ -65,7 +65,7 @@ class _PickleServer:
     def __init__(self, memory_bytes: int, max_nodes: int) -> None:
         self._memory_bytes = memory_bytes
         self._max_nodes = max_nodes
-        # The kernel limits all mapped memory, and torch for GPUs has mapped many GB already. Add these to each limit.
+        # The kernel limits all mapped memory, and torch for GPUs has mapped many GB already. Add them to each limit.
         self._baseline_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         self._extent: Extent | None = None
         self._tensors: dict[str, torch.Tensor] = {}

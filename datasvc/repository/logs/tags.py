@@ -68,7 +68,7 @@ class Tags:
         return self._log(tag).entries()
 
     def version_at(self, tag: str, moves_back: int, move_numbers: Sequence[int]) -> int:
-        """Return the version that a tag pointed at `moves_back` moves ago; 0 moves ago is now.
+        """Return the version that a tag pointed at `moves_back` moves ago; 0 means now.
 
         For `move_numbers`, see `newest`.
 

@@ -87,8 +87,8 @@ def run_units(
 
 def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
     """Return the start method for worker processes. `is_local`: source and repository are local files."""
-    # A fork takes milliseconds. But it copies locks and connections that other threads or some libraries are using,
-    # and these never become usable in the new process. So a process with such threads or libraries uses `spawn`.
+    # A fork takes milliseconds. But it copies a process in which other threads, or libraries with threads or network
+    # clients, may be in the middle of an operation. So a process with such threads or libraries uses `spawn`.
     is_plain = threading.active_count() == 1 and not any(name in sys.modules for name in _NOT_FORKABLE)
     return "fork" if is_local and is_plain and sys.platform == "linux" else "spawn"
 

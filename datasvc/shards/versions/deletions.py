@@ -192,7 +192,7 @@ def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integ
 
 
 def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
-    """Return the table with all samples deleted except `rows`, which are live. Otherwise like `delete_samples`."""
+    """Return the table with all samples deleted except `rows`, which must be live. Else like `delete_samples`."""
     flags = {shard: np.ones(count, np.bool_) for shard, count in enumerate(table.stored_per_shard.tolist())}
     kept_labels: Counter[int] = Counter()
     for shard, kept_rows in rows.items():

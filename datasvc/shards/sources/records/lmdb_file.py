@@ -19,7 +19,7 @@ from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.source import BATCH_BYTES
 
 _MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
-_MAGIC_OFFSETS: Final = (16, 24)  # size of the page header in LMDB 0.9 and in LMDB 1.0
+_MAGIC_OFFSETS: Final = (16, 24)  # after the page header: 16 bytes in LMDB 0.9, 24 bytes in LMDB 1.0
 # Held while a database is open, because py-lmdb refuses to open a file twice in one process.
 _open_lock = threading.Lock()
 

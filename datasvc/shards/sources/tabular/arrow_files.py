@@ -37,7 +37,7 @@ from datasvc.shards.sources.tabular.features import features_of_files, image_col
 EXTENSIONS: Final = frozenset({".arrow", ".arrows", ".feather", ".ipc"})
 _MAGIC: Final = b"ARROW1"
 _FEATHER_1: Final = b"FEA1"
-# Pages of a mapped file count as memory of the process, so release them each time after this many bytes.
+# Pages of a mapped file count as memory of the process, so release them whenever this many bytes were read.
 _RELEASE_BYTES: Final = 16 << 20
 # Image columns are detected in the first samples, up to this number.
 _FIRST_SAMPLES: Final = 32

@@ -19,7 +19,7 @@ class Blocks:
 
     Attributes:
         tokens: `uint16` or `uint32[blocks, block_tokens]`.
-        lengths: `int32[blocks]`, number of tokens without padding: only the last block of a part has padding.
+        lengths: `int32[blocks]`, number of tokens without padding: only the last block of a part may have padding.
         starts: `int32[documents]`, for each document that starts in one of the blocks, its position in that block.
         start_offsets: `int32[blocks + 1]`; the entries of block i in `starts` begin at `start_offsets[i]`, and end
             before `start_offsets[i + 1]`.
