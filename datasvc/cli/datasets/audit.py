@@ -45,7 +45,7 @@ def audit(
     """
     result = _read_ledgers(ledgers, epoch)
     if as_json:
-        print_json(_facts(result, show, repo))
+        print_json(_json_fields(result, show, repo))
     else:
         _print_audit(result, show, repo)
     if result.damage:
@@ -87,7 +87,7 @@ def _sample_facts(uneven: Uneven, epoch: int, show: int, names: SampleNames | No
     ]
 
 
-def _facts(result: Audit, show: int, repo: str | None) -> dict[str, Any]:
+def _json_fields(result: Audit, show: int, repo: str | None) -> dict[str, Any]:
     names = _open_names(result, repo)
     epochs = []
     for epoch in result.epochs:

@@ -15,7 +15,7 @@ from datasvc.models.search.rows import TREES, VALUES, Field
 
 _TYPES: Final = {"number": pa.float64(), "boolean": pa.bool_(), "text": pa.string()}
 # These columns always exist, so that `not code.dirty` is valid in a repository where no version has the field.
-_CODE: Final = (Field(("code", "revision"), "text", False), Field(("code", "dirty"), "boolean", False))
+_CODE_FIELDS: Final = (Field(("code", "revision"), "text", False), Field(("code", "dirty"), "boolean", False))
 # Regular expression of SQL that names one field of a struct: metrics.top1, metrics['top1'].
 _NAME_IN_STRUCT: Final = r"""\b{}"?\s*(?:\.|\[\s*'(?:[^']|'')*'\s*\])"""
 # SQL with one of these words may read a column without naming it.
@@ -62,7 +62,7 @@ def build_table(index: VersionIndex, *, sql: str | None = None) -> pa.Table:
 
     table = index.table.drop_columns([VALUES])
     for tree in TREES:
-        arrays = {field: nulls[field.kind] for field in _CODE if tree == "code"}
+        arrays = {field: nulls[field.kind] for field in _CODE_FIELDS if tree == "code"}
         tree_fields = ((number, field) for number, field in enumerate(index.fields) if field.path[0] == tree)
         arrays |= {field: build_column(number, field) for number, field in tree_fields}
         # A struct needs at least one name, so a tree without fields becomes a column of null maps.
