@@ -173,7 +173,7 @@ def test_several_versions_are_a_table_with_a_column_each(cnn, run, run_json):
             {"name": "metrics.acc", "values": {"cnn@1": 0.5, "cnn@2": 0.75}},
         ],
     }
-    assert "code.dirty\tFalse\tFalse\tFalse\n" in run("compare", *versions, "--all")
+    assert "code.dirty\tfalse\tfalse\tfalse\n" in run("compare", *versions, "--all")
     with pytest.raises(ConfigError, match="--csv and --json"):
         run("compare", *versions, "--csv", "--json")
 

@@ -36,7 +36,7 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
     if as_json:
         print_json([*rows, *unreadable_facts()])
         return
-    if not rows:
+    if not rows and not unreadable_facts():
         print_line(
             f"no data sets in {redact_url(repository.url)}; `datasvc ingest SOURCE NAME` creates one", err=True
         )

@@ -32,7 +32,7 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
 
     repository = Repository.open(repo)
     versions = list_models(repository)
-    if not versions and not as_json:
+    if not versions and not unreadable_facts() and not as_json:
         print_line(f"no models in {redact_url(repository.url)}", err=True)
     print_versions(versions, as_json=as_json)
 
