@@ -2,59 +2,83 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
+from typing import Any, Final
 
 import typer
 
-from datasvc.cli import models, train
-from datasvc.cli.datasets import audit, export, ingest, listing, maintain, remove, show, tags, versions
-from datasvc.cli.nodes import cache, serve
 from datasvc.cli.terminal.output import print_line
 from datasvc.cli.terminal.unreadable import report_unreadable
 from datasvc.errors import DatasvcError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Versioned training data and model checkpoints. Exit status: 1 failed, 2 wrong usage, 3 corrupt data, "
-    "4 conflict with another writer, 5 store unavailable, 6 committed without the bad samples, 130 interrupted.",
-)
-app.command()(ingest.ingest)
-app.command()(listing.ls)
-app.command()(show.show)
-app.command()(show.head)
-app.command()(show.sql)
-app.command()(listing.log)
-app.command()(tags.tag)
-app.command()(versions.delete)
-app.command()(versions.classes)
-app.command()(versions.diff)
-app.command()(versions.merge)
-app.command()(versions.revert)
-app.command()(remove.rename)
-app.command()(remove.rm)
-app.command()(export.export)
-app.command()(maintain.verify)
-app.command()(maintain.gc)
-app.command()(maintain.mark_lost)
-app.command()(audit.audit)
-app.command()(cache.stage)
-app.command()(serve.serve)
-app.command()(serve.top)
+# Module and function of each command, below `datasvc.cli`, in the order of the help.
+_COMMANDS: Final = {
+    "ingest": ("datasets.ingest", "ingest"),
+    "ls": ("datasets.listing", "ls"),
+    "show": ("datasets.show", "show"),
+    "head": ("datasets.show", "head"),
+    "sql": ("datasets.show", "sql"),
+    "log": ("datasets.listing", "log"),
+    "tag": ("datasets.tags", "tag"),
+    "delete": ("datasets.versions", "delete"),
+    "classes": ("datasets.versions", "classes"),
+    "diff": ("datasets.versions", "diff"),
+    "merge": ("datasets.versions", "merge"),
+    "revert": ("datasets.versions", "revert"),
+    "rename": ("datasets.remove", "rename"),
+    "rm": ("datasets.remove", "rm"),
+    "export": ("datasets.export", "export"),
+    "verify": ("datasets.maintain", "verify"),
+    "gc": ("datasets.maintain", "gc"),
+    "mark-lost": ("datasets.maintain", "mark_lost"),
+    "audit": ("datasets.audit", "audit"),
+    "stage": ("nodes.cache", "stage"),
+    "serve": ("nodes.serve", "serve"),
+    "top": ("nodes.serve", "top"),
+    "train": ("train", "train"),
+}
+# Module of each group of commands; the group is its `app`.
+_GROUPS: Final = {"cache": "nodes.cache", "models": "models"}
 # The training program parses all options itself, including `--help`.
-app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-)(train.train)
-app.add_typer(cache.app, name="cache")
-app.add_typer(models.app, name="models")
+_TRAIN_SETTINGS: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def make_app(command: str | None = None) -> typer.Typer:
+    """Return the command line.
+
+    Args:
+        command: name of a command or group; the result then has only this one, and no other module is imported, which
+            would take longer than many commands. Any other name, or None: all of them.
+    """
+    app = typer.Typer(
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help="Versioned training data and model checkpoints. Exit status: 1 failed, 2 wrong usage, 3 corrupt data, "
+        "4 conflict with another writer, 5 store unavailable, 6 committed without the bad samples, 130 interrupted.",
+    )
+    # Without a callback, Typer makes a single command the whole program.
+    app.callback()(lambda: None)
+    names = [command] if command in {*_COMMANDS, *_GROUPS} else [*_COMMANDS, *_GROUPS]
+    for name in names:
+        if name in _GROUPS:
+            app.add_typer(_load(_GROUPS[name], "app"), name=name)
+        else:
+            settings = _TRAIN_SETTINGS if name == "train" else None
+            app.command(name, context_settings=settings)(_load(*_COMMANDS[name]))
+    return app
+
+
+def _load(module: str, attribute: str) -> Any:
+    return getattr(importlib.import_module(f"datasvc.cli.{module}"), attribute)
 
 
 def main() -> None:
     """Run the command line. Print an expected error without a traceback, and exit with its status."""
     try:
         with report_unreadable():
-            app()
+            make_app(sys.argv[1] if len(sys.argv) > 1 else None)()
     except (DatasvcError, OSError) as error:
         # Print the lines of a message one by one: `print_line` escapes control characters, which names in the
         # message may contain, and it would escape the line breaks too.

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from datasvc.cache import Cache, process_handle
 from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.staged_files import stage_files
-from datasvc.cli.main import app
+from datasvc.cli.main import make_app
 from datasvc.errors import CacheFullError, ConfigError, NotFoundError, SourceChangedError
 
 
@@ -260,7 +260,7 @@ def test_the_command_prints_paths_in_the_order_of_the_urls(site, tmp_path):
     for name in ("one", "two"):
         (folder / name).write_text(name)
     words = ["stage", f"{url}/two", f"{url}/one", "--cache", str(tmp_path / "cache"), "--budget", "1MB"]
-    result = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(make_app(), words)
     assert result.exit_code == 0, result.output
     assert [Path(line).read_text() for line in result.stdout.split()] == ["two", "one"]
 

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from datasvc.cli.datasets.tags import parse_time
-from datasvc.cli.main import app
+from datasvc.cli.main import make_app
 from datasvc.errors import ConfigError, ConflictError, DatasvcError, NotFoundError
 from datasvc.models import CodeRevision, DataUse, save
 from tests.models.entries import commit_entry
@@ -20,7 +20,7 @@ def run(repository, capsys, monkeypatch):
 
     def run_command(*arguments):
         capsys.readouterr()
-        app(["models", *map(str, arguments), "--repo", repository.url], standalone_mode=False)
+        make_app()(["models", *map(str, arguments), "--repo", repository.url], standalone_mode=False)
         return capsys.readouterr().out
 
     return run_command
@@ -44,7 +44,7 @@ def cnn(repository):
 
 @pytest.mark.parametrize("command", ["diff", "compare", "tag", "find", "sql", "rm", "retain", "gc"])
 def test_help_of_every_command_has_an_example_and_json(command):
-    shown = CliRunner().invoke(app, ["models", command, "--help"], env={"COLUMNS": "200"}).stdout
+    shown = CliRunner().invoke(make_app(), ["models", command, "--help"], env={"COLUMNS": "200"}).stdout
     assert f"Example: datasvc models {command}" in shown
     assert "--json" in shown
 

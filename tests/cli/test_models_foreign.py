@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from datasvc.cli.main import app
+from datasvc.cli.main import make_app
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models import DataUse, restore, save
 from datasvc.models.versions.signing_keys import make_key
@@ -22,7 +22,7 @@ def run(capsys, monkeypatch):
 
     def run_command(repository, *arguments):
         capsys.readouterr()
-        app(["models", *map(str, arguments), "--repo", repository.url], standalone_mode=False)
+        make_app()(["models", *map(str, arguments), "--repo", repository.url], standalone_mode=False)
         return capsys.readouterr().out
 
     return run_command

@@ -5,14 +5,14 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from datasvc.cli.main import app
+from datasvc.cli.main import make_app
 from datasvc.errors import CorruptDataError
 from datasvc.models import describe_model
 from tests.models.every_kind import copy_of, flip, links_of, save_every_kind
 
 
 def run(*words):
-    return CliRunner().invoke(app, list(map(str, words)))
+    return CliRunner().invoke(make_app(), list(map(str, words)))
 
 
 def said(done):

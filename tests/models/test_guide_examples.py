@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 import datasvc
-from datasvc.cli.main import app
+from datasvc.cli.main import make_app
 
 GUIDE = Path(__file__).parents[2] / "docs/models.md"
 SECTION = re.search(r"^## Checkpoints alone\n(.+?)^## ", GUIDE.read_text(), re.DOTALL | re.MULTILINE)[1]
@@ -22,7 +22,7 @@ def run(tmp_path, monkeypatch):
 
 
 def said_of(ref):
-    return CliRunner().invoke(app, ["models", "show", ref, "--repo", "repo"], env={"COLUMNS": "200"}).stdout
+    return CliRunner().invoke(make_app(), ["models", "show", ref, "--repo", "repo"], env={"COLUMNS": "200"}).stdout
 
 
 def test_a_plain_torch_loop_with_any_loader_saves_versions_and_goes_on_from_them(run):

@@ -10,7 +10,7 @@ import pytest
 import typer
 import yaml
 
-from datasvc.cli.main import app
+from datasvc.cli.main import make_app
 from datasvc.node.http.auth import load_token
 from datasvc.shards import ingest
 from tests.node.conftest import RunningNode
@@ -24,7 +24,7 @@ TOKEN = "0123456789abcdef0123456789abcdef"
 
 def parse(words):
     """Parse a command line as `datasvc` would, without running it; returns its values."""
-    command = typer.main.get_command(app)
+    command = typer.main.get_command(make_app())
     while words and words[0] in getattr(command, "commands", {}):
         command, words = command.commands[words[0]], words[1:]
     return command.make_context("datasvc", list(words)).params
