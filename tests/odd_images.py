@@ -143,7 +143,7 @@ def bad_images():
     png, webp = encode(image, "PNG"), encode(image, "WEBP", quality=95)
     integers = Image.fromarray(np.asarray(image.convert("L")).astype(np.int32) << 16)
     return {
-        "empty.jpg": (b"", "not an image"),
+        "empty.jpg": (b"", "empty file"),
         "page.jpg": (b"<!DOCTYPE html>\n<html><body>404 Not Found</body></html>\n", "not an image"),
         "cut.jpg": (jpeg[: len(jpeg) * 6 // 10], "does not decode"),
         "cut-progressive.jpg": (progressive[: len(progressive) * 6 // 10], "does not decode"),

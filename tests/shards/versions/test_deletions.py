@@ -64,7 +64,7 @@ def test_rows_that_are_kept_in_memory_are_bounded(monkeypatch):
     deletions = Deletions.build(dict.fromkeys(range(4), deleted))
     for shard in (0, 1, 2, 3, 0, 0, 2):
         assert deletions.kept_rows(shard).tolist() == [0, 1, 2, 3, 4, 6, 7]
-        assert sum(map(len, deletions._kept.values())) == deletions._kept_rows <= 10
+        assert sum(map(len, deletions._cached.values())) == deletions._num_cached_rows <= 10
 
 
 def test_rows_asked_for_again_are_not_computed_again():
