@@ -69,6 +69,11 @@ def test_small_samples_memory_and_huge_versions_are_measured(tmp_path):
 
 
 @pytest.mark.slow
+def test_both_evaluations_are_measured():
+    check(run_json("evaluation.py", "--repeats", 2, "--images", 130), repeats=2)
+
+
+@pytest.mark.slow
 def test_the_loader_is_measured(tmp_path):
     arguments = ["--repeats", 2, "--images", 61, "--batch", 8, "--size", 32, "--folder", tmp_path]
     check(run_json("loader.py", *arguments), repeats=2)
