@@ -121,7 +121,7 @@ class Loader(ABC, Generic[B]):
         check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=self.tail)
         # A step that starts before this position is a full global batch.
         self._full_until = len(split) - self._global_batch + 1
-        # Lanes and block of such an order are derived below; `load_state_dict` may replace them.
+        # The lanes and block of such an order are derived below; `load_state_dict` may replace them.
         self._is_derived = order is None and shuffle == "windowed"
         self.order = choose_order(
             order,
@@ -142,8 +142,8 @@ class Loader(ABC, Generic[B]):
         self._thread_guard = SingleThreadGuard()
         self._ledger_folder = ledger
         self._ledger: Ledger | None = None
-        # A derived order is not final: `load_state_dict` may replace it by the order of the state, which an existing
-        # ledger has too. So the ledger of a derived order is opened in the first loop.
+        # `load_state_dict` may replace a derived order by that of the state, which an existing ledger has too. So the
+        # ledger of a derived order is opened in the first loop.
         if not self._is_derived:
             self._open_ledger()
 
@@ -157,10 +157,10 @@ class Loader(ABC, Generic[B]):
 
     @property
     def epoch(self) -> int:
-        """The current epoch, counted from 0. A new `for` serves its remaining batches.
+        """The current epoch, counted from 0. A new `for` loop serves its remaining batches.
 
-        It changes to the next epoch when the loop over an epoch ends, not at the last batch inside the loop. If a
-        state from the end of an epoch is loaded, it is the next epoch too.
+        It changes when the loop over an epoch ends, not at the last batch inside the loop. After a state from the end
+        of an epoch is loaded, it is the next epoch.
         """
         return self._reported_cursor.epoch
 
@@ -183,14 +183,14 @@ class Loader(ABC, Generic[B]):
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: the cache or the repository fails.
         """
         self._open_ledger()
-        # No step is left if the previous loop was left by `break` at the last batch of the epoch, or if a state from
-        # the end of an epoch was loaded.
+        # No step is left after a `break` at the last batch of the epoch, or if a state from the end of an epoch was
+        # loaded.
         if not self._count_steps_left(self._cursor):
             self._end_epoch()
         epoch = self._cursor.epoch
         loop = object()
         try:
-            # `_full_until` makes this cheap: steps are counted only after the last full batch of an epoch.
+            # The first test is cheap; steps are counted only after the last full batch of the epoch.
             while self._cursor.epoch == epoch and (
                 self._cursor.position < self._full_until or self._count_steps_left(self._cursor)
             ):
@@ -199,7 +199,7 @@ class Loader(ABC, Generic[B]):
                 yield batch
         finally:
             self.profiler.pause()
-            if self._loop is loop:  # otherwise another iterator has begun since, and this one is closed late
+            if self._loop is loop:  # otherwise a later iterator is already in use
                 self._loop = None
         if self._cursor.epoch == epoch:  # no state of another epoch was loaded inside the loop
             self._end_epoch()
@@ -297,7 +297,7 @@ class Loader(ABC, Generic[B]):
         return ()
 
     def _open(self, order: OrderConfig) -> tuple[list[PrefetchingShardStore], SampleBatches]:
-        """Return the shard stores that use the cache ([] without a cache), and the batches in an order."""
+        """Return the shard stores that use the cache ([] without a cache), and the batches in the given order."""
         cached = (
             []
             if self._cache is None

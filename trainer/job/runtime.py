@@ -59,9 +59,9 @@ class JobContext:
 
 _lock = threading.Lock()
 _job: JobContext | None = None
-# The store through which the ranks of a static job connect; opened by the first `init`, and kept for later ones.
+# The store through which the ranks of a non-elastic job connect. The first `init` opens it, and later ones reuse it.
 _store: Store | None = None
-# How often this process has joined a job, including the present call of `init`.
+# How often this process has joined a job, including a call of `init` in progress.
 _num_inits = 0
 
 
@@ -101,17 +101,17 @@ def init(
         _num_inits += 1
         os.environ.update(choose_gloo_interface(os.environ))
         try:
-            elastic = open_rendezvous(os.environ)
-            if elastic is None:
+            elastic_rendezvous = open_rendezvous(os.environ)
+            if elastic_rendezvous is None:
                 transport, owns_default_group = _connect(placement, settings)
             else:
-                placement, transport = join_round(elastic, settings)
+                placement, transport = join_round(elastic_rendezvous, settings)
                 # Programs choose devices, log folders and seeds by these variables. The launcher set them before the
                 # ranks were assigned, so they may differ from the actual placement.
                 os.environ.update(placement_variables(placement))
                 owns_default_group = True
         except BaseException:
-            # Other ranks may still be in this `init`, so a retry on this rank must use the same number.
+            # Other ranks may still be in this `init`, so a retry on this rank must use the keys of the same number.
             _num_inits -= 1
             raise
         # With several ranks, the settings of rank 0 apply to all of them.
@@ -193,7 +193,7 @@ def local_rank() -> int:
 
 
 def cross_size() -> int:
-    """Return the number of nodes; under our launcher, the number of nodes that have a rank with this local rank."""
+    """Return the number of nodes; with `datasvc-run`, only of those that have a rank with this local rank."""
     return current_job().placement.cross_size
 
 
@@ -247,7 +247,7 @@ def _check_comm(comm: Sequence[int] | None, placement: RankPlacement) -> None:
 
 
 def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transport, bool]:
-    """Connect this rank of a static job. Return its transport, and whether the default group was created here.
+    """Connect this rank of a non-elastic job. Return its transport, and whether the default group was created here.
 
     Raises:
         ValueError: the existing default process group has another rank or size than the environment.
@@ -267,7 +267,7 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
             _create_default_group(placement, settings, has_gpu=bool(gpu))
         transport = GroupTransport(settings, gpu=gpu, local_size=placement.local_size)
     except RuntimeError as error:
-        # Destroy our group, because a retry would treat it as one that the user created.
+        # Destroy the new group: a retry would treat it as one that the user created.
         if owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
         # This subclass of RuntimeError already names the ranks that are missing.
@@ -280,8 +280,8 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
 def _create_default_group(placement: RankPlacement, settings: EngineSettings, *, has_gpu: bool) -> None:
     global _store
     timeout = dt.timedelta(seconds=settings.timeout_s)
-    # Open the store only once in each process, and use new keys for each `init`. If a process opened a second server,
-    # or used the keys of an earlier `init`, the ranks would hang.
+    # Open the store only once in each process, and use new keys for each `init`: with a second store server, or with
+    # the keys of an earlier `init`, the ranks would hang.
     if _store is None:
         # torch reads the variables of torchrun, so set them from those of mpirun or Slurm.
         os.environ.update(translate(os.environ))

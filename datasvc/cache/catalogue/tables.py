@@ -6,7 +6,7 @@ and value; the keys of `reserved` and `pins` have no value.
 objects     digest -> `ObjectRecord`
 order       job, next use, digest -> disk space, tenant: index of the objects that may be evicted, sorted by next use
 reserved    digest: index of the objects that are being fetched
-owners      job, see `lease` -> sequence number, clock, note
+owners      id of a job -> sequence number, clock, note; `Tables.jobs` in the code
 pins        digest, name of the pin
 meta        name -> value: "u:TENANT" bytes that a tenant uses, "n:NAME" a counter, and settings such as "limit"
 
@@ -53,7 +53,7 @@ class JobRow(NamedTuple):
     Attributes:
         sequence: registration number, ascending.
         job_id: lease of the process, or id of one of its access orders.
-        clock_bytes: clock value that the job last reported; None: the job has ended, although its process may run.
+        clock_bytes: last reported clock, in bytes served; None: the job has ended, although its process may run.
         note: description of the job, such as the split that it reads; may be empty.
     """
 
@@ -141,7 +141,7 @@ class CatalogueTables:
         """Yield next use, digest, bytes and tenant of each evictable object of a job, the furthest next use first."""
         prefix = job_id.encode() + b"\0"
         cursor = self._txn.cursor(db=self._tables.order)
-        # `_LAST` sorts after every key of the job, so the row before that place has the furthest next use.
+        # Go to the first row after those of the job, or to the end. The row before has the furthest next use.
         has_row = cursor.prev() if cursor.set_range(prefix + _LAST) else cursor.last()
         while has_row and bytes(cursor.key()).startswith(prefix):
             _, next_use, digest = parse_eviction_key(bytes(cursor.key()))
@@ -186,7 +186,7 @@ class CatalogueTables:
             self._txn.delete(prefix, db=self._tables.jobs)
 
     def next_use(self, job_id: str, reuse: NextUse | None) -> int:
-        """Return the next use to store for `reuse`, and set the job's clock; for None, return an unknown next use."""
+        """Return the next use to store, and set the job's clock. If `reuse` is None, the next use is unknown."""
         if reuse is None:
             return UNKNOWN + self.next_sequence()
         self.set_clock(job_id, reuse.now)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 EXIT_LEFT_OUT = 6  # committed without the bad samples
 _EVENT_INTERVAL_S = 1.0
-_MAX_SHOWN = 20
+_MAX_SHOWN = 20  # bad samples, and duplicates, that are printed
 _MAX_OVERLAPS_IN_JSON = 1000
 
 
@@ -144,12 +144,12 @@ def ingest(
         text=text,
         key_prefix=key_prefix,
     )
-    opened = open_source(source, options)
+    opened_source = open_source(source, options)
     if dry_run:
         plan = dry_run_ingest(
             # Without --append, the repository need not exist yet.
             Repository.open(repo) if append else None,
-            opened,
+            opened_source,
             name,
             shard_bytes=shard_bytes,
             decode_check=decode_check,
@@ -164,10 +164,10 @@ def ingest(
         )
         _print_dry_run(plan, as_json=as_json)
         return
-    with resumable(), _show_progress(name, opened, as_json=as_json) as progress:
-        result = run_ingest(
+    with resumable(), _show_progress(name, opened_source, as_json=as_json) as progress:
+        report = run_ingest(
             Repository.create(repo),
-            opened,
+            opened_source,
             name,
             source_options=options,
             classes=None if classes is None else read_lines(classes, "class names"),
@@ -190,10 +190,10 @@ def ingest(
             progress=progress,
         )
     if as_json:
-        print_json_line({"event": "committed", **_facts(result)})
+        print_json_line({"event": "committed", **_facts(report)})
     else:
-        _print_report(result)
-    if result.bad:
+        _print_report(report)
+    if report.bad:
         sys.exit(EXIT_LEFT_OUT)
 
 

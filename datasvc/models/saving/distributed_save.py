@@ -1,8 +1,8 @@
 """The steps of a save by all ranks: each rank stores its part, rank 0 commits, and all ranks get the same outcome.
 
 `writer.VersionWriter` calls the steps in the order `agree_on_tensors`, `store_part`, `gather_parts`, `join_parts`,
-`share_outcome`. The part of a rank is the chunks that it stores. The shared state is that of rank 0, never a mix of
-several ranks: another rank stores chunks of a shared tensor only if the tensor has the same bytes on all ranks. Each
+`share_outcome`. The part of a rank is the chunks that it stores; `RankWrites` describes it. The shared state is saved
+as rank 0 has it. So another rank stores chunks of a shared tensor only if its bytes are the same on all ranks. Each
 rank also stores the state that it alone has, such as its random state.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A fingerprint is the first bits of a digest. It and its negative must fit into an int64, see `_find_differing`.
+# A fingerprint is the first bits of a digest. `_find_differing` needs it and its negative as int64.
 _FINGERPRINT_BITS: Final = 62
 
 
@@ -70,11 +70,11 @@ class RankWrites:
 
 
 def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: Exception | None) -> frozenset[str]:
-    """Check that all ranks are ready to store the same step; return the tensors that rank 0 stores alone.
+    """Check that all ranks can store the same step; return the shared tensors whose bytes differ between ranks.
 
-    Every rank calls this before it stores anything. Rank 0 stores a shared tensor alone if its bytes differ between
-    ranks. The shared tensors of `state` must have the same names, dtypes and shapes on all ranks;
-    `CheckpointManager.save` has checked this. If this rank cannot store the state, `error` is the reason.
+    Every rank calls this before it stores anything. Rank 0 alone stores the returned tensors. The shared tensors of
+    `state` must have the same names, dtypes and shapes on all ranks; `CheckpointManager.save` has checked this. If
+    this rank cannot store the state, `error` is the reason; all ranks then raise it.
 
     Raises:
         ConfigError: the ranks are at different steps.
@@ -99,8 +99,8 @@ def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: E
 def gather_parts(channel: RankChannel, part: RankWrites | None, error: Exception | None) -> list[RankWrites]:
     """Return the parts that all ranks have stored, in the order of ranks, on rank 0; return [] on other ranks.
 
-    Every rank calls this after `store_part`. If this rank could not store its part, `part` is None and `error` is the
-    reason.
+    Every rank calls this after `store_part`. If this rank could not store its part, `part` is None, and `error` is
+    the reason, which all ranks then raise.
 
     Raises:
         DatasvcError: a rank could not store its part.
@@ -118,8 +118,8 @@ def share_outcome(channel: RankChannel, version: Resolved | None, error: BaseExc
     Rank 0 passes the `version` or the `error` of its commit; other ranks pass None for both.
 
     Raises:
-        DatasvcError: rank 0 has an error; nothing was committed.
-        UnknownOutcomeError: rank 0 was lost during the commit.
+        DatasvcError: rank 0 has an error, so nothing was committed; except for UnknownOutcomeError.
+        UnknownOutcomeError: the version may be committed; a rank or the store was lost during the commit.
     """
     outcome = {
         "error": describe_error(error),
@@ -175,16 +175,17 @@ def store_part(
     base_tensors: Mapping[str, torch.Tensor],
     codec: Codec,
 ) -> RankWrites:
-    """Store this rank's part of the shared tensors, and all tensors that only this rank has.
+    """Store this rank's part: its chunks of the shared tensors, and all tensors that only this rank has.
 
-    `rank0_only` is the result of `agree_on_tensors`. For the other arguments and the errors see `store_chunks`.
+    `rank0_only` is the result of `agree_on_tensors`. Differences are stored to the tensors `base` of an earlier
+    version; `base_tensors` in memory may equal them. For `codec` and the errors see `store_chunks`.
     """
     if rank0_only and channel.rank == 0:
         logger.info(
             "%d tensors differ between the ranks, such as %r: rank 0's are saved", len(rank0_only), min(rank0_only)
         )
     shared, rank_tensors = _describe(state.tensors), _describe(state.rank_tensors)
-    # Each rank computes the same plan from the same arguments, and stores its own part.
+    # All ranks compute the same plan. A box is the start and the shape of a chunk.
     assigned = partition_writes(shared, channel.size, rank0_only=rank0_only)[channel.rank]
     blocks = [TensorBlock(name, box[0], state.tensors[name][slices(box)]) for name, box in assigned]
     blocks += whole_blocks(state.rank_tensors)
@@ -204,23 +205,23 @@ def join_parts(state: FlatState, parts: Sequence[RankWrites]) -> StoredState:
     same name.
     """
     described = _describe(state.tensors)
-    for rank_writes in parts:
-        for name, dtype_and_shape in rank_writes.rank_tensors.items():
+    for part in parts:
+        for name, dtype_and_shape in part.rank_tensors.items():
             if name in described:
                 raise ConfigError(f"two tensors of the state are called {name!r}; rename one of the keys")
             described[name] = dtype_and_shape
     chunks: dict[str, list[Chunk]] = {name: [] for name in described}
     num_nonfinite: Counter[str] = Counter()
-    for rank_writes in parts:
-        for name, chunk in rank_writes.chunks:
+    for part in parts:
+        for name, chunk in part.chunks:
             chunks[name].append(chunk)
-        num_nonfinite.update(rank_writes.num_nonfinite)
+        num_nonfinite.update(part.num_nonfinite)
     skeleton = dict(state.skeleton)
-    if any(rank_writes.rank_skeleton is not None for rank_writes in parts):
-        skeleton[RANK_STATE] = [rank_writes.rank_skeleton for rank_writes in parts]
+    if any(part.rank_skeleton is not None for part in parts):
+        skeleton[RANK_STATE] = [part.rank_skeleton for part in parts]
     return StoredState(
         [join_chunks(name, *described[name], stored) for name, stored in sorted(chunks.items())],
         skeleton,
-        sum(rank_writes.new_bytes for rank_writes in parts),
+        sum(part.new_bytes for part in parts),
         num_nonfinite,
     )

@@ -40,8 +40,8 @@ class TargetLogs:
         self._target = target
         self._names = names
         self._contents: dict[Resolved, Mapping[str, Any]] = {}
-        self._logs: dict[tuple[Kind, str], _TargetVersions] = {}
-        self._entries = EntryReader(source)
+        self._logs: dict[tuple[Kind, str], _TargetLog] = {}
+        self._entry_reader = EntryReader(source)
         self._source_commits: dict[str, frozenset[str]] = {}
 
     def content(self, version: Resolved) -> Mapping[str, Any]:
@@ -62,8 +62,7 @@ class TargetLogs:
     def check_related(self, version: Resolved) -> None:
         """Check that committing a data-set version does not append it to the log of an unrelated data set.
 
-        Two logs are related if one is empty, or if they have a version in common, identified by the commit that
-        created it.
+        Two logs are related if one is empty, or if a version with the same identity is in both.
 
         Raises:
             ConfigError: the target has an unrelated data set of this name.
@@ -127,10 +126,10 @@ class TargetLogs:
             number, is_new = existing.number, False
         return Resolved(version.kind, log.name, number), is_new
 
-    def _log(self, version: Resolved) -> _TargetVersions:
-        """Return the versions of the target under the name that `version` has, or will get, there."""
+    def _log(self, version: Resolved) -> _TargetLog:
+        """Return the log at the target that has, or will get, the version."""
         name = self._names.get((version.kind, version.name), version.name)
-        return self._logs.setdefault((version.kind, name), _TargetVersions(self._target, version.kind, name))
+        return self._logs.setdefault((version.kind, name), _TargetLog(self._target, version.kind, name))
 
     def _rewrite(self, version: Resolved) -> dict[str, Any]:
         """Return the content that the version's entry gets at the target."""
@@ -152,7 +151,7 @@ class TargetLogs:
         if loses_parents and HISTORY not in rewritten:
             # The version also consumed the data of its ancestors, and some ancestors are not at the target. Record
             # the data that they consumed.
-            rewritten[HISTORY] = history_of(self.source, str(version), entries=self._entries)
+            rewritten[HISTORY] = history_of(self.source, str(version), entries=self._entry_reader)
         if isinstance(rewritten.get(HISTORY), list):
             rewritten[HISTORY] = [self._rewrite_use(use) for use in rewritten[HISTORY]]
         if isinstance(content.get("data"), list):
@@ -204,8 +203,8 @@ def _parents(content: Mapping[str, Any]) -> list[Any]:
     return list(filter(None, [content.get("parent"), *(merged if isinstance(merged, list) else ())]))
 
 
-class _TargetVersions:
-    """Versions of one name at the target, as far as this transfer has read their entries.
+class _TargetLog:
+    """Log of one name at the target, as far as this transfer has read it.
 
     Attributes:
         name: name at the target.
@@ -250,8 +249,8 @@ class _TargetVersions:
         # Skip entries that cannot be read: at worst, a version that is already here is copied again.
         for entry in self._target.readable_entries(self._kind, self.name, new):
             self.contents[entry.number] = entry.content
-            if commit := find_identity(entry.content):
-                self.numbers.setdefault(commit, []).append(entry.number)
+            if version_identity := find_identity(entry.content):
+                self.numbers.setdefault(version_identity, []).append(entry.number)
 
 
 class _AlreadyThere(Exception):  # noqa: N818 - not an error: the target already has the version

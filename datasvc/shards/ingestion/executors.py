@@ -1,7 +1,6 @@
 """Executors for the units of an ingest: this process, worker processes on this machine, or a Ray cluster.
 
-All executors call `build_unit`, so the version that the caller commits does not depend on the executor. Worker
-processes exit when their parent process exits.
+All of them call `build_unit`, so the committed version does not depend on the executor.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def build_unit(
     Raises:
         DatasvcError: `build_listed` or `build_streamed` failed.
     """
-    if unit.files:
+    if unit.files:  # a unit of a streamed source has parts instead
         return build_listed(work, unit, repository, progress)
     return build_streamed(work, unit, repository, progress, earlier)
 
@@ -70,12 +69,12 @@ def run_units(
         engine: "local" or "ray".
         workers: number of units to build at once.
         progress: counts the bytes, samples and shards that all workers have built.
-        cleanup: the worker processes exit in the background; when this stack is closed, it waits for their exit.
+        cleanup: stack that the caller closes at the end; closing it waits until all worker processes have exited.
 
     Raises:
         ConfigError: the engine is not installed.
         UnavailableError: a worker process died.
-        DatasvcError: the first error of a unit; units in progress may run until `cleanup` is closed.
+        DatasvcError: the first error of a unit. Units in progress continue; closing `cleanup` waits for them.
     """
     if engine == "ray":
         return _run_ray(work, units, earlier, workers, progress)
@@ -87,8 +86,8 @@ def run_units(
 
 def choose_start_method(*, is_local: bool) -> Literal["fork", "spawn"]:
     """Return the start method for worker processes. `is_local`: source and repository are local files."""
-    # A fork takes milliseconds. But it copies a process in which other threads, or libraries with threads or network
-    # clients, may be in the middle of an operation. So a process with such threads or libraries uses `spawn`.
+    # `fork` takes milliseconds, but it copies only the calling thread: a lock that another thread holds stays locked
+    # in the copy. So use `spawn` if there are other threads, or libraries that may have threads or network clients.
     is_plain = threading.active_count() == 1 and not any(name in sys.modules for name in _NOT_FORKABLE)
     return "fork" if is_local and is_plain and sys.platform == "linux" else "spawn"
 
@@ -113,13 +112,13 @@ def _run_processes(
     try:
         while True:
             for unit in islice(unsubmitted, _QUEUED_PER_WORKER * workers - len(pending)):
-                argument: IngestUnit | int = unit.number if inherited else unit
-                pending.add(executor.submit(_build_in_worker, argument, earlier.get(unit.number, {})))
+                unit_or_number: IngestUnit | int = unit.number if inherited else unit
+                pending.add(executor.submit(_build_in_worker, unit_or_number, earlier.get(unit.number, {})))
             if not pending:
                 return
             # The time-out ends the wait regularly, so that progress is also reported while no unit finishes.
             done, pending = wait(pending, timeout=_PROGRESS_INTERVAL_S, return_when=FIRST_COMPLETED)
-            counters.pass_on(progress)
+            counters.report_to(progress)
             for future in done:
                 yield future.result()
     except BrokenProcessPool as error:
@@ -129,7 +128,7 @@ def _run_processes(
             "with fewer --workers if memory ran out"
         ) from error
     finally:
-        # Wait in a thread, so that the caller can compare splits and commit while the workers exit.
+        # Wait in a thread, so that the caller can commit while the workers exit.
         shutdown = threading.Thread(
             target=executor.shutdown, kwargs={"cancel_futures": True}, name="datasvc-executor-shutdown"
         )
@@ -138,25 +137,25 @@ def _run_processes(
 
 
 class _Counters:
-    """Progress counters of worker processes in shared memory. Each worker has its own slot, so no lock is needed."""
+    """Progress of the worker processes, in shared memory. Each worker has its own slot, so no lock is needed."""
 
     def __init__(self, context: Any, workers: int) -> None:
         self._slots = context.SimpleQueue()
         for slot in range(workers):
             self._slots.put(slot)
         self._counts = context.RawArray("q", 3 * workers)  # each slot: bytes, samples, shards
-        self._passed_on = (0, 0, 0)
+        self._reported = (0, 0, 0)
 
     def take_slot(self) -> _WorkerProgress:
         """Assign a free slot to the calling worker; return the progress that counts in it. Call once per worker."""
         return _WorkerProgress(self._counts, 3 * int(self._slots.get()))
 
-    def pass_on(self, progress: Progress) -> None:
+    def report_to(self, progress: Progress) -> None:
         """Advance `progress` by the counts that the workers added since the last call."""
         counts = self._counts[:]
         totals = (sum(counts[0::3]), sum(counts[1::3]), sum(counts[2::3]))
-        size_bytes, num_samples, num_shards = map(sub, totals, self._passed_on)
-        self._passed_on = totals
+        size_bytes, num_samples, num_shards = map(sub, totals, self._reported)
+        self._reported = totals
         progress.advance(size_bytes, num_samples=num_samples, num_shards=num_shards)
 
 
@@ -176,15 +175,16 @@ _worker_state: tuple[IngestWork, Repository, Progress, Mapping[int, IngestUnit]]
 
 def _start_worker(work: IngestWork, counters: _Counters, inherited: Mapping[int, IngestUnit]) -> None:
     global _worker_state  # noqa: PLW0603 - the pool's initializer can pass state to tasks only through a global
-    end_with_parent()
-    keep_lean()
+    end_with_parent()  # exit when the parent process exits
+    keep_lean()  # return freed memory to the operating system at once
     _worker_state = (work, Repository.open(work.repository_url), counters.take_slot(), inherited)
 
 
-def _build_in_worker(unit: IngestUnit | int, earlier: EarlierShards) -> UnitResult:
+def _build_in_worker(unit_or_number: IngestUnit | int, earlier: EarlierShards) -> UnitResult:
     assert _worker_state is not None
     work, repository, progress, inherited = _worker_state
-    return build_unit(work, inherited[unit] if isinstance(unit, int) else unit, repository, earlier, progress)
+    unit = inherited[unit_or_number] if isinstance(unit_or_number, int) else unit_or_number
+    return build_unit(work, unit, repository, earlier, progress)
 
 
 def _run_ray(

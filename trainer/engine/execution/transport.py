@@ -125,7 +125,7 @@ class Transport:
 class ExchangeStep(NamedTuple):
     """One step of an exchange: a rank sends the first parts that it has, and appends the received parts.
 
-    A part is the slot with the data of one rank.
+    A part is the data of one rank, in its slot.
 
     Attributes:
         target: rank to send to.
@@ -183,7 +183,7 @@ class GroupTransport(Transport):
         # Use gloo also on GPUs, because requests are bytes in host memory.
         self._control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._timeout)
         local_facts = json.dumps([gpu, local_size, asdict(settings)]).encode()
-        facts = [json.loads(data) for data in self.exchange(local_facts)]
+        facts = [json.loads(data) for data in self.exchange(local_facts)]  # by rank
         self.settings = EngineSettings(**facts[0][2])
         if self.settings != settings:
             logger.warning(
@@ -191,7 +191,7 @@ class GroupTransport(Transport):
                 "variables on all ranks",
                 self.rank,
             )
-        # NCCL is used if each rank has a GPU of its own. All ranks have the same facts, so they make the same choice.
+        # All ranks have the same facts, so they make the same choice.
         self._uses_nccl = len({gpu_name for gpu_name, _, _ in facts if gpu_name}) == self.size
         self.is_homogeneous = all(num_local_ranks == local_size for _, num_local_ranks, _ in facts)
         self.local_size = local_size if self.is_homogeneous else 1
@@ -199,7 +199,7 @@ class GroupTransport(Transport):
         self.add_process_set(GLOBAL_SET, range(self.size))
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Exchange data in log2(ranks) steps. If the data of a rank do not fit into a slot, add one collective."""
+        """Exchange data in log2(ranks) steps. If the data of a rank do not fit into a slot, add a collective."""
         slots = self._slots
         slots[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
         beginning = data[: _SLOT_BYTES - _LENGTH_BYTES]
