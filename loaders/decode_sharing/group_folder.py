@@ -52,19 +52,20 @@ class PendingStep:
 class GroupFolder:
     """A job's view of its decode group. One thread calls `publish` and `abandon`, another one the other methods.
 
-    For arguments and errors see `Membership`; `num_kept` is the maximum number of mappings of other jobs' memory that
-    are kept for later batches. Methods raise OSError if no file descriptor or no memory is left.
+    A cursor identifies a step. `num_kept` is the maximum number of mappings of other jobs' memory to keep for later
+    batches; for the other arguments and errors see `Membership`. Methods raise OSError if no file descriptor or no
+    memory is left.
     """
 
     def __init__(self, name: str, ranks: DataRanks, settings: Mapping[str, Any], num_kept: int = 16) -> None:
         self._membership = Membership(name, ranks, settings)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._claims: dict[Cursor, tuple[int, int]] = {}  # the pipe of each step that this job decodes
+        self._claims: dict[Cursor, tuple[int, int]] = {}  # pipe (read end, write end) of each step in work
         self._published: dict[Cursor, SharedBuffer] = {}  # the batches that this job has decoded for the group
         self._spare: list[SharedBuffer] = []  # memory of retired batches, for the next ones
         self._mapped = MappedBatches(num_kept)
-        # Process ids of jobs that did not finish a step in time (`give_up`). This job does not wait for them.
+        # Process ids of jobs that did not finish a step in time, see `give_up`.
         self._silent: set[str] = set()
         _folders.add(self)
 
@@ -116,7 +117,7 @@ class GroupFolder:
 
     def find_or_claim(self, cursor: Cursor) -> Any | PendingStep | None:
         """Return the result of `find`. If it is None, claim the step; the caller decodes it and calls `publish`."""
-        # Repeat this, because another job may claim the step after `find`, and abandon it before the next `find`.
+        # Repeat: another job may claim the step after `find`, and abandon it before the next `find`.
         for _ in range(_TRIES):
             result = self.find(cursor)
             if result is not None or self._claim(cursor):
@@ -210,13 +211,13 @@ class GroupFolder:
         return True
 
     def _take_buffer(self, size_bytes: int) -> SharedBuffer:
-        """Return unused memory for a batch: locked spare memory, or new memory."""
+        """Return memory for a batch, locked so that no job reads it: spare memory, or new memory."""
         with self._lock:
             for buffer in self._spare:
                 if buffer.size_bytes >= size_bytes and buffer.try_lock():
                     self._spare.remove(buffer)
                     return buffer
-        return SharedBuffer(size_bytes)  # needs no lock: no link points to it yet
+        return SharedBuffer(size_bytes)  # needs no lock: no job can find it before a link points to it
 
     def _keep_spare(self, buffer: SharedBuffer) -> None:
         """Keep memory for a later batch. The caller holds the lock."""

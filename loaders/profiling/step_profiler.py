@@ -65,13 +65,13 @@ class StepProfiler:
         """End the current step before the next call. The time until that call belongs to no step."""
         now_ns = self.clock()
         with self._lock:
-            self._end_step(now_ns)
+            self._record_current(now_ns)
 
     def restart(self) -> None:
         """Reset `totals` and `steps`. Keep the spans, and the sums since the profiler's creation."""
         now_ns = self.clock()
         with self._lock:
-            self._end_step(now_ns)
+            self._record_current(now_ns)
             self._earlier, self._since_restart = self._earlier.plus(self._since_restart), Sums()
             self._steps.clear()
 
@@ -80,17 +80,17 @@ class StepProfiler:
         now_ns = self.clock()
         with self._lock:
             sums = (self._earlier if whole else Sums()).plus(self._since_restart)
-            pending = self._pending(now_ns)
-        if pending is not None:
-            sums.add(pending)
+            current_times = self._current_times(now_ns)
+        if current_times is not None:
+            sums.add(current_times)
         return sums.totals()
 
     def steps(self) -> list[StepTimes]:
         """Return the last steps since `restart`, up to 4,096, oldest first, including the current one."""
         now_ns = self.clock()
         with self._lock:
-            pending = self._pending(now_ns)
-            return [*self._steps, *([] if pending is None else [pending])][-_MAX_STEPS:]
+            current_times = self._current_times(now_ns)
+            return [*self._steps, *([] if current_times is None else [current_times])][-_MAX_STEPS:]
 
     def spans(self) -> list[TimeSpan]:
         """Return the last time spans, up to 32,768, in the order of their ends."""
@@ -114,7 +114,7 @@ class StepProfiler:
             timer.num_threads = self._active[timer.stage]
 
     def leave_beside(self, timer: StageTimer, exclusive_ns: int) -> None:
-        """End a stage outside of calls, or a stage nested in one. `StageTimer` calls this."""
+        """End a stage outside of calls, or a stage nested in such a stage. `StageTimer` calls this."""
         if timer.is_wait:
             return
         with self._lock:
@@ -124,12 +124,12 @@ class StepProfiler:
 
     def begin_step(self, timer: StepStageTimer) -> None:
         """Begin a call for a batch. `StepStageTimer` calls this."""
-        # Discard timers that an interrupt has left in the list: calls are never nested, so no other timer can run.
+        # Calls are never nested, so timers that are in the list were left there by an interrupt: discard them.
         self.this_thread.timers = [timer]
         timer.number = self.number + 1
         timer.start_ns = self.clock()
         with self._lock:
-            self._end_step(timer.start_ns)
+            self._record_current(timer.start_ns)
 
     def end_step(self, timer: StepStageTimer, *, failed: bool) -> None:
         """End a call for a batch. `StepStageTimer` calls this."""
@@ -142,9 +142,9 @@ class StepProfiler:
             self._current = timer
         self.keep_span("wait", timer.start_ns, timer.wait_ns, timer.number)
 
-    def _end_step(self, now_ns: int) -> None:
+    def _record_current(self, now_ns: int) -> None:
         """Add the current step, if there is one, to the sums. The caller has the lock."""
-        # Clear it first: the lock is reentrant, and a nested call of `pause` must not add the step a second time.
+        # Clear it first, so that a nested call of `pause` does not add the step a second time.
         current, self._current = self._current, None
         if current is None:
             return
@@ -153,7 +153,7 @@ class StepProfiler:
         self._since_restart.add(step)
         self.keep_span("consumer", now_ns - step.consumer_ns, step.consumer_ns, step.number)
 
-    def _pending(self, now_ns: int) -> StepTimes | None:
+    def _current_times(self, now_ns: int) -> StepTimes | None:
         """Return the times of the current step up to now; None without a current step. The caller has the lock."""
         return None if self._current is None else self._current.times(now_ns)
 

@@ -47,8 +47,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):  # noqa: SLF001 - the base
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
-        # The name of the allreduce must be equal on all ranks. It contains no count of calls, because ranks whose
-        # epochs differ in length would have different counts.
+        # The name of the allreduce must be equal on all ranks. It contains no count of calls, because ranks with
+        # epochs of different lengths have different counts.
         self._name = f"sync_batch_norm.{next_number('sync_batch_norm')}"
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
@@ -158,7 +158,7 @@ class _Normalize(torch.autograd.Function):
         process_set: ProcessSet,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         sums = allreduce_(_sums_of(input), op=Sum, name=name, process_set=process_set)
-        count, value_sums, square_sums = sums[-1], *sums[:-1].chunk(2)
+        count, value_sums, square_sums = sums[-1], *sums[:-1].chunk(2)  # the layout of `_sums_of`
         if float(count) <= 1:
             raise ValueError(
                 f"training needs more than 1 value per channel over all ranks, but the input is {tuple(input.shape)}"
@@ -190,8 +190,7 @@ class _Normalize(torch.autograd.Function):
         bias_gradient, products = output_gradient.sum(axes), (output_gradient * centred).sum(axes)
         sums = torch.cat([bias_gradient, products]).double()
         sums = allreduce_(sums, op=Sum, name=f"{ctx.name}.gradient", process_set=ctx.process_set)
-        # Mean and variance depend on all inputs, so two terms are subtracted from each gradient: the mean gradient,
-        # and a part that is proportional to the centred input. The input gradient, with means over all ranks, is
+        # Mean and variance depend on all inputs. So the input gradient, with means over all ranks, is
         # weight / std * (gradient - mean(gradient) - centred * mean(gradient * centred) / std^2).
         mean_gradient, mean_product = (sums / count).chunk(2)
         scale = inverse_std if weight is None else inverse_std * weight.double()
@@ -202,7 +201,6 @@ class _Normalize(torch.autograd.Function):
         input_gradient = ((output_gradient - mean_gradient) * scale).sub_(centred.mul_(centred_scale)).to(input.dtype)
         if weight is None:
             return (input_gradient, *[None] * 5)
-        # These gradients are of the local batch only; `DistributedOptimizer` combines them.
         weight_gradient = (products * inverse_std.to(dtype)).to(weight.dtype)
         return (input_gradient, weight_gradient, bias_gradient.to(weight.dtype), None, None, None)
 

@@ -60,8 +60,8 @@ class Segment:
     Attributes:
         order: order in which the samples were read.
         span: span of the run that contains the range; the first batch of the span starts at `span.start`.
-        own_start: epoch and position at which the range starts; an ancestor consumed the part of the span before
-            this position. The range ends at `span.stop`.
+        own_start: epoch and position at which the range starts. An ancestor consumed the span before it. The range
+            ends at `span.stop`.
         stop_step: number of optimizer steps at the end of the span; None if unknown.
     """
 
@@ -167,28 +167,28 @@ def own_segments(use: DataUse, earlier: DataUse | None, *, step: int | None) -> 
 
 
 def _new_segments(
-    order: ReadOrder, spans: Sequence[ReadSpan], earlier: Sequence[ReadSpan], step: int | None
+    order: ReadOrder, spans: Sequence[ReadSpan], ancestor_spans: Sequence[ReadSpan], step: int | None
 ) -> list[Segment]:
-    """Return segments for `spans`, without the `earlier` spans, which an ancestor of the same run recorded."""
+    """Return segments for `spans`, without `ancestor_spans`, which an ancestor of the same run recorded."""
     # Both record the run from its beginning, so the first spans are the same in both.
-    num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(spans, earlier, strict=False)))
-    new = spans[num_same:]
-    starts = [span.start for span in new]
-    if new and num_same < len(earlier) and new[0].start == earlier[num_same].start:
+    num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(spans, ancestor_spans, strict=False)))
+    new_spans = spans[num_same:]
+    starts = [span.start for span in new_spans]
+    if new_spans and num_same < len(ancestor_spans) and new_spans[0].start == ancestor_spans[num_same].start:
         # The first new span starts like a span of the ancestor, but ends elsewhere. If it is longer, only the added
         # part is new. If it is shorter, because the run was reset to a position within it, nothing is new.
-        starts[0] = min(earlier[num_same].stop, new[0].stop)
+        starts[0] = min(ancestor_spans[num_same].stop, new_spans[0].stop)
     # A span ends at the step at which the next one starts. The last span ends at the version's step.
     stop_steps = [*(span.step for span in spans[1:]), step][num_same:]
     return [
         Segment(order, span, start, stop_step)
-        for span, start, stop_step in zip(new, starts, stop_steps, strict=True)
+        for span, start, stop_step in zip(new_spans, starts, stop_steps, strict=True)
         if start < span.stop
     ]
 
 
 def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
-    """Yield the parts of a segment, one per epoch of `num_samples` samples.
+    """Yield the parts of a segment, one per epoch of `num_samples` samples. Cursors are pairs: (epoch, position).
 
     Raises:
         ConfigError: a position is outside the epoch, or the segment has more than `_MAX_EPOCHS` epochs.
@@ -202,7 +202,7 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
         raise ConfigError(
             f"the range from (epoch, position) {span.start} to {span.stop} has more than {_MAX_EPOCHS} epochs"
         )
-    # If a step did not always consume one batch, the step of a position is unknown.
+    # The step of a position is known only if every step consumed one batch.
     step = span.step if _has_batch_per_step(segment, num_samples) else None
     for epoch in range(span.start[0], span.stop[0] + 1):
         first = span.start[1] if epoch == span.start[0] else 0

@@ -58,16 +58,16 @@ def load_into(
     state = checkpoint if isinstance(checkpoint, Mapping) else checkpoint.state
     _, tensors = flatten(state)
     names = names_below(tensors, prefix, rename)
-    old_names = {new: old for old, new in names.items()}  # name in the checkpoint by name in the model
+    stored_names = {name: stored for stored, name in names.items()}  # name in the checkpoint by name in the model
     title = "the state" if isinstance(checkpoint, Mapping) else str(checkpoint.version)
-    specs = {new: spec_of(tensors[old]) for old, new in names.items()}
+    specs = {name: spec_of(tensors[stored]) for stored, name in names.items()}
 
     def are_equal(one: str, other: str) -> bool:
-        return _are_equal(tensors[old_names[one]], tensors[old_names[other]])
+        return _are_equal(tensors[stored_names[one]], tensors[stored_names[other]])
 
     report = checked_plan(model, specs, title, strict=strict, cast=cast, are_equal=are_equal)
-    # A name in `loaded` that the checkpoint does not have is tied to one that it has, so `fill` sets both.
-    fill(model, {name: tensors[old_names[name]] for name in report.loaded if name in old_names})
+    # If the checkpoint lacks a name in `loaded`, the name is tied to (has the memory of) one that `fill` sets.
+    fill(model, {name: tensors[stored_names[name]] for name in report.loaded if name in stored_names})
     return report
 
 
@@ -88,13 +88,14 @@ def load_version_into(
 ) -> LoadReport:
     """Fill a model's parameters and buffers from a version. Only the tensors that will be loaded are read.
 
-    All tensors are compared by the tensor table first. This comparison reads values only for tied names.
-    For arguments, result and errors see `load_into` and `restore.restore`.
+    The tensor table is compared with the model first; values are compared only for tied names. For arguments, result
+    and errors see `load_into` and `restore.restore`.
     """
     copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
     records = {record.name: record for record in stored.records}
-    renamed = {new: replace(records[old], name=new) for old, new in names_below(records, prefix, rename).items()}
+    names = names_below(records, prefix, rename)
+    renamed = {name: replace(records[stored_name], name=name) for stored_name, name in names.items()}
     specs = {name: TensorSpec(record.dtype, record.shape) for name, record in renamed.items()}
 
     def are_equal(one: str, other: str) -> bool:
@@ -103,10 +104,10 @@ def load_version_into(
         # Imported tensors may have other chunk boundaries: then `content` differs although the bytes are equal.
         return _are_equal(*copies.load([renamed[one], renamed[other]]).values())
 
-    plan = checked_plan(model, specs, str(stored.version), strict=strict, cast=cast, are_equal=are_equal)
-    needed = [renamed[name] for name in plan.loaded if name in renamed]  # the others are tied to these
+    report = checked_plan(model, specs, str(stored.version), strict=strict, cast=cast, are_equal=are_equal)
+    needed = [renamed[name] for name in report.loaded if name in renamed]  # the others are tied to these
     fill(model, copies.load(needed, progress=progress))
-    return plan
+    return report
 
 
 def names_below(names: Iterable[str], prefix: str, rename: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -117,14 +118,16 @@ def names_below(names: Iterable[str], prefix: str, rename: Mapping[str, str] | N
     all_names = list(names)
     stem = prefix.rstrip(".")
     prefix_length = len(f"{stem}.") if stem else 0
-    inner = {name: name[prefix_length:] for name in all_names if is_below(name, prefix) and len(name) > prefix_length}
-    if not inner and all_names:
+    unprefixed = {
+        name: name[prefix_length:] for name in all_names if is_below(name, prefix) and len(name) > prefix_length
+    }
+    if not unprefixed and all_names:
         tops = ", ".join(sorted({name.partition(".")[0] for name in all_names})[:10])
         raise ConfigError(
             f"no tensor is below {prefix!r}; the state has: {tops}. Set prefix= to one of these, or to '' for all"
         )
-    mapped = map_names(inner.values(), rename)
-    return {old: mapped[name] for old, name in inner.items()}
+    mapped = map_names(unprefixed.values(), rename)
+    return {stored: mapped[name] for stored, name in unprefixed.items()}
 
 
 def checked_plan(
@@ -159,7 +162,7 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
 
     current = model.state_dict(keep_vars=True)
     # `_metadata` of a state dict has the format version of each module, and torch converts tensors of old versions.
-    # These tensors fit the model, so pass the model's own `_metadata`: torch then converts nothing.
+    # These tensors fit the model, so pass its own `_metadata`: torch then converts nothing.
     state = OrderedDict(tensors)
     state._metadata = getattr(current, "_metadata", None)  # type: ignore[attr-defined] # noqa: SLF001 - torch reads it
     # Check all casts before the first tensor is changed.
@@ -167,12 +170,12 @@ def fill(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         if name in current:
             cast_tensor(name, tensor, current[name].dtype)  # raises if a finite number would become infinite
     # Copy the old values to the CPU, so that no further GPU memory is needed.
-    old = {name: current[name].detach().to("cpu", copy=True) for name in tensors if name in current}
+    old_values = {name: current[name].detach().to("cpu", copy=True) for name in tensors if name in current}
     try:
         model.load_state_dict(state, strict=False)
     except BaseException as error:
         with torch.no_grad():
-            for name, value in old.items():
+            for name, value in old_values.items():
                 current[name].copy_(value)
         # torch and hooks of the model raise these types. Other exceptions, such as an interrupt, keep their type.
         if isinstance(error, (RuntimeError, ValueError, TypeError, KeyError)):

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # Bytes. `Tensor.view(dtype)` requires an offset that is a multiple of the element size; 64 is one for every dtype.
 _ALIGNMENT: Final = 64
-_PAGE: Final = mmap.PAGESIZE
+_PAGE_BYTES: Final = mmap.PAGESIZE
 _MADV_WIPEONFORK: Final = 18  # linux/mman.h; Python does not name it
 
 
@@ -45,7 +45,7 @@ class HostCopies:
 
         longest_s = 0.0
         for device, began, ended in self._events:
-            # Without this, torch would create a context on the default GPU, cuda:0, which this process may not use.
+            # Without `device`, torch would create a context on the GPU cuda:0, which this process may not use.
             with torch.cuda.device(device):
                 ended.synchronize()
                 longest_s = max(longest_s, began.elapsed_time(ended) / 1000)
@@ -89,8 +89,7 @@ class HostBuffer:
                 self._grow(nbytes, pin_for=first_cuda)
             for name, tensor in tensors.items():
                 offset = offsets[name]
-                # An empty tensor takes no bytes, so the next tensor has the same offset: add only the next one to
-                # `copy_by_offset`.
+                # An empty tensor has the same offset as the next tensor, so it is not added to `copy_by_offset`.
                 if not tensor.numel():
                     copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
                     continue
@@ -174,11 +173,11 @@ def plan_offsets(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], i
 
 
 def _map_memory(nbytes: int) -> torch.Tensor:
-    """Return anonymous memory, uint8[at least nbytes]. Raises ConfigError: there is not enough memory."""
+    """Return anonymous memory as uint8, `nbytes` rounded up. Raises ConfigError: there is not enough memory."""
     import torch
 
     try:
-        mapped = mmap.mmap(-1, -(-nbytes // _PAGE) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapped = mmap.mmap(-1, -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise ConfigError(
             f"cannot allocate {nbytes} bytes for a copy of the state ({error}); background saves need two such "
@@ -208,7 +207,7 @@ def _pin(memory: torch.Tensor, device: torch.device) -> bool:
     import torch
 
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    # Without this, CUDA would create a context on the current device, which this process may not use.
+    # Without `device`, CUDA would create a context on the current device, which this process may not use.
     with torch.cuda.device(device):
         result = runtime.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
     if int(result) != 0:

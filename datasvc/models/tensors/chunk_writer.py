@@ -1,8 +1,8 @@
 """Writes the chunks of a save, for `write`: each in its smallest encoding, unless an equal chunk is stored already.
 
 An equal chunk may be stored in the base (the version to which a save stores differences), as a raw object, or as
-an encoded chunk in the deduplication index. Encoded chunks of `OWN_OBJECT_BYTES` or more become objects of their own.
-The smaller chunks of a save are packed into few objects.
+an encoded chunk, to which the deduplication index has a pointer. The chain of a chunk lists the stored bytes that
+restore it: a full encoding, then differences. Encoded chunks below `OWN_OBJECT_BYTES` are packed into few objects.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class ChunkWriter:
         # Chains of the base chunks by digest: a chunk may equal a base chunk of another tensor or at another place.
         self._base_chains = {chunk.digest: chunk.chain for chunk in self._base_chunks.values()}
         self._decoders, self._progress = Decoders(), progress
-        self._lock = threading.Lock()  # guards `_seen`, `_stored` and the attributes
-        # Digests of the chunks that a thread stores or has stored, and of those that get a pointer in the index.
+        self._lock = threading.Lock()  # guards `_seen`, `_stored` and the public attributes
+        # Digests of the chunks that a thread stores or has stored, and of those that `finish` writes pointers to.
         self._seen: set[Digest] = set()
         self._indexed: set[Digest] = set()
         # By the digest of the chunk: its chain, or its encoded bytes until `finish` packs them. These dicts need no
@@ -149,15 +149,15 @@ class ChunkWriter:
         `order` has the results of `store`; a digest may occur several times.
         """
         packs: list[list[Digest]] = []
-        size = _PACK_BYTES  # as if a pack were full, so that the first chunk begins a new one
+        pack_bytes = _PACK_BYTES  # as if a pack were full, so that the first chunk begins a new one
         for digest in dict.fromkeys(order):
             if digest in self._small:
                 length = len(self._small[digest].stored)
-                if size + length > _PACK_BYTES:
+                if pack_bytes + length > _PACK_BYTES:
                     packs.append([])
-                    size = 0
+                    pack_bytes = 0
                 packs[-1].append(digest)
-                size += length
+                pack_bytes += length
         for pack in packs:
             self._write_pack(pack)
         self._batch.finish()
@@ -167,7 +167,7 @@ class ChunkWriter:
         return self._chains
 
     def _find_stored(self, digest: Digest, size: int) -> tuple[ChainLink, ...] | None:
-        """Return the chain of an equal chunk that is stored in the base or for any model, None if there is none."""
+        """Return the chain of an equal chunk that is stored in the base or for any model; None if there is none."""
         chain = self._base_chains.get(digest)
         if chain is not None and self._is_reusable(chain):
             return chain
@@ -190,8 +190,8 @@ class ChunkWriter:
         if base:
             chunk, base_content = base
             encoding = min(("xor", "difference"), key=lambda name: trials[name].share)
-            # A difference must be smaller than the planes and the raw bytes by a margin, and must keep the chain
-            # cheap to restore.
+            # A share is encoded bytes per raw byte. A difference must be smaller than the planes and the raw bytes by
+            # a margin, and must keep the chain cheap to restore.
             max_worthwhile = min(trials["planes"].share, 1) - _MIN_SAVED_BY_DIFFERENCE
             max_restorable = _MAX_COST - _restore_cost(chunk, content.size) - _LINK_COST
             max_share = min(max_worthwhile, max_restorable)
@@ -213,8 +213,7 @@ class ChunkWriter:
         if chunk is None or len(chunk.chain) >= MAX_CHAIN_LENGTH:
             return None
         if _restore_cost(chunk, size) + _LINK_COST > _MAX_COST:
-            # The chain would be too costly to restore, however small the difference is.
-            return None
+            return None  # even an empty difference would make the chain too costly to restore
         base_block = self._base_tensors.get(key)
         if base_block is not None and self._is_reusable(chunk.chain):
             # Copy before hashing: during a background save, the next save may overwrite the buffer.
@@ -224,8 +223,7 @@ class ChunkWriter:
         try:
             base_chunk = load_chunk(self._objects, dtype, chunk, name=block.name, decoders=self._decoders)
         except (CorruptDataError, NotFoundError):
-            # Damage of the base must not spread: this chunk is stored without it.
-            return None
+            return None  # damage of the base must not spread: this chunk is stored without it
         return chunk, bytes_of(base_chunk)
 
     def _is_reusable(self, chain: Sequence[ChainLink]) -> bool:

@@ -31,7 +31,7 @@ class ReadSpan:
     Attributes:
         start: epoch and position at which the first batch starts.
         stop: epoch and position after the last batch.
-        step: number of optimizer steps of the weights at `start`; None: unknown.
+        step: number of optimizer steps done at `start`; None: unknown.
         global_batch: samples per step over all ranks; None: unknown.
         tail: treatment of samples that do not fill a global batch; None: unknown.
     """
@@ -71,8 +71,7 @@ class DataUse:
         state: state of the loader: order, epoch and position.
         purpose: "training", or "evaluation" for data that the weights were not trained on.
         run: random identifier of the run; None: unknown.
-        spans: positions that the run consumed since it started from the parent version's weights, in order; () if
-            they were not recorded.
+        spans: positions that the run consumed, in order; () if they were not recorded.
     """
 
     dataset: str
@@ -145,7 +144,7 @@ class ConsumptionTracker:
 
     Args:
         loader: loader of the training data; one batch of it, over all ranks, is one optimizer step.
-        step: number of optimizer steps of the current weights.
+        step: number of optimizer steps that the current weights have had.
 
     Raises:
         ConfigError: `loader` does not report its position; the loaders of datasvc do.

@@ -38,7 +38,7 @@ _MAX_UNEXPLAINED: Final = 3
 class _SubBatch:
     """Some images of a batch, and their indices in that batch. The images are referenced until the batch is taken.
 
-    `windows` and `read` are those of these images only.
+    `windows` and `read` (see `ImageBackend.feed`) are for these images only.
     """
 
     indices: Sequence[int]
@@ -55,7 +55,7 @@ class _SubBatch:
             indices,
             [images[index] for index in indices],
             windows.select(indices),
-            None if read is None else partial(_read_of_part, read, indices),
+            None if read is None else partial(_read_of_sub_batch, read, indices),
         )
 
 
@@ -89,7 +89,7 @@ class GpuBackend:
         self._pipeline = DaliPipeline(config, graph)
         self._cpu_backend: CpuBackend | None = None  # created for the first image that DALI cannot decode
         self._in_progress: deque[_DividedBatch] = deque()
-        self._num_unexplained = 0
+        self._num_unexplained = 0  # successive failures of DALI without a bad image
 
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
@@ -138,17 +138,19 @@ class GpuBackend:
         for batch in list(self._in_progress)[1:]:
             self._feed(batch.by_dali)
 
-    def _feed(self, part: _SubBatch) -> None:
-        if part.images:
+    def _feed(self, sub_batch: _SubBatch) -> None:
+        if sub_batch.images:
             with device_errors(self._name):
-                self._pipeline.feed(part.images, part.windows)
+                self._pipeline.feed(sub_batch.images, sub_batch.windows)
 
-    def _start_on_cpu(self, part: _SubBatch) -> CpuRun | None:
-        return self._cpu().start(part.images, part.windows, read=part.read) if part.images else None
+    def _start_on_cpu(self, sub_batch: _SubBatch) -> CpuRun | None:
+        return (
+            self._cpu().start(sub_batch.images, sub_batch.windows, read=sub_batch.read) if sub_batch.images else None
+        )
 
-    def _decode_after_failure(self, part: _SubBatch, error: RuntimeError) -> DecodedImages:
+    def _decode_after_failure(self, sub_batch: _SubBatch, error: RuntimeError) -> DecodedImages:
         """Decode on the CPU the images on which DALI failed, to find the bad ones."""
-        run = self._start_on_cpu(part)
+        run = self._start_on_cpu(sub_batch)
         assert run is not None
         decoded = self._cpu().finish(run)
         if decoded.bad:
@@ -167,16 +169,16 @@ class GpuBackend:
     def _join(
         self, batch: _DividedBatch, by_dali: DecodedImages | None, by_cpu: DecodedImages | None
     ) -> DecodedImages:
-        """Return the two parts of a batch as one batch on the device."""
+        """Return the two sub-batches of a batch as one batch on the device."""
         import torch
 
         count = len(batch.by_dali.images) + len(batch.by_cpu.images)
         parts = [
-            (part.indices, self._to_device(decoded.images), decoded.bad)
-            for part, decoded in ((batch.by_dali, by_dali), (batch.by_cpu, by_cpu))
+            (sub_batch.indices, self._to_device(decoded.images), decoded.bad)
+            for sub_batch, decoded in ((batch.by_dali, by_dali), (batch.by_cpu, by_cpu))
             if decoded is not None
         ]
-        bad: dict[int, str] = {}  # by index in the batch, not in the part
+        bad: dict[int, str] = {}  # by index in the batch, not in the sub-batch
         for indices, _, reasons in parts:
             bad |= {indices[index]: reason for index, reason in reasons.items()}
         if len(parts) == 1:
@@ -210,6 +212,6 @@ def _cpu_decoder() -> Backend:
     return "cpu"
 
 
-def _read_of_part(read: Read, indices: Sequence[int], index: int, buffer: Bytes) -> Bytes:
+def _read_of_sub_batch(read: Read, indices: Sequence[int], index: int, buffer: Bytes) -> Bytes:
     """Read an image of a sub-batch with the `Read` of its batch."""
     return read(indices[index], buffer)

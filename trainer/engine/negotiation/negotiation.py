@@ -89,7 +89,7 @@ class Negotiation:
             The outcomes in the order in which the operations become complete if ranks are processed in rank order.
         """
         assert len(submitted) == self._num_ranks
-        # The short path of most training steps. Joins and changes of process sets cannot occur in it.
+        # The short path of most training steps.
         if self._are_agreed(submitted):
             members = self._sets[GLOBAL_SET]
             return [Ready(dict.fromkeys(members, request), members) for request in submitted[0]]
@@ -120,7 +120,7 @@ class Negotiation:
         return missing
 
     def _are_agreed(self, submitted: Sequence[Sequence[Request]]) -> bool:
-        """Return whether all ranks submitted the same cached requests, as in most training steps.
+        """Return whether all ranks submitted the same cached requests, without joins and changes of process sets.
 
         Then every operation is complete at once, and needs no further check.
         """
@@ -128,7 +128,7 @@ class Negotiation:
         if self._pending or self._joined or self._num_ranks == 1:
             return False
         first = submitted[0]
-        # All ranks resolve a number of the cache to the same object here, so identity is enough.
+        # A cached request that several ranks submit is one object here, so identity is enough.
         are_identical = all(
             len(requests) == len(first) and all(a is b for a, b in zip(requests, first, strict=True))
             for requests in submitted
@@ -140,7 +140,7 @@ class Negotiation:
     def _missing(self, key: Key) -> list[int]:
         """Return the ranks for which a pending operation waits, in the order of the process set."""
         by_rank = self._pending[key]
-        return [r for r in self._sets[key.process_set] if r not in by_rank and r not in self._joined]
+        return [rank for rank in self._sets[key.process_set] if rank not in by_rank and rank not in self._joined]
 
     def _add(self, rank: int, request: Request) -> list[Outcome]:
         """Add a request to its operation, and return the outcomes if the operation is now complete."""

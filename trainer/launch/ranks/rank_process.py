@@ -26,8 +26,7 @@ from datasvc.trainer.launch.ranks.remote_guard import wait_for_end
 
 # How long to wait for the remaining output of a process that has ended. Its children may keep the streams open.
 DRAIN_TIMEOUT_S = 2.0
-# A message shows this many last lines of standard output. More would hide the traceback that follows, from standard
-# error.
+# Last lines of standard output in a message. More would hide the traceback, which follows from standard error.
 _NUM_OUTPUT_LINES = 5
 
 
@@ -45,12 +44,12 @@ class RankStart:
         environ: complete environment of a process on this machine; on another host, additions to the login
             environment.
         host: name of the host, for messages.
-        remote_command: command on this machine that runs the guard of a remote rank on the host; None for a process
-            on this machine.
+        remote_command: command, run here, that starts `remote_guard` on the other host; it then starts the rank. None
+            for a process on this machine.
         master_addresses: addresses of this machine; the first one at which a remote rank reaches MASTER_PORT becomes
             its MASTER_ADDR. Empty to keep MASTER_ADDR from `environ`.
-        num_neighbours: for a remote rank, number of ranks on its host, this one included; they share the processors
-            of the host equally unless `environ` sets the number of threads.
+        num_neighbours: for a remote rank, number of ranks on its host, with this one. Unless `environ` sets the
+            number of threads, they share the processors of the host equally.
         label: prefix of lines of output, printed as `[label]`; empty for no prefix.
         stamps_lines: whether lines of output begin with the time.
         output_folder: folder for the files `stdout` and `stderr`; None for no files.
@@ -72,8 +71,8 @@ class RankStart:
 class RankEnd:
     """The end of a process.
 
-    `returncode` is -N if signal N ended the process. `has_started` is False if the command never ran: its host was
-    unreachable (the return code is then that of ssh), or the program does not exist (127).
+    `returncode` is -N if signal N ended the process. `has_started` is False if the command never ran. The return code
+    is then that of ssh if the host was unreachable, and 127 if the program does not exist.
     """
 
     worker_id: str
@@ -106,7 +105,7 @@ class RankProcess:
         self._guard = guard
         self._ends = ends
         self._has_ended = threading.Event()
-        # Whether the process has been reaped, or will be next; from then on no signal is sent.
+        # Whether the process has been reaped or is being reaped; then no signal is sent any more.
         self._is_closed = False
         with contextlib.ExitStack() as files:
             # Opened first, so that a failure here leaves no process to terminate.

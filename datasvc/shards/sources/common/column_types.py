@@ -1,7 +1,7 @@
 """Map raw types (those of a column in its file) to types in samples, and join the schemas of several files.
 
-`ColumnMap` maps the types. The Parquet and Arrow sources join the schemas of their files: two types become one that
-holds the values of both.
+`ColumnMap` maps the types. The Parquet and Arrow sources join schemas: two types become one that holds all values of
+both.
 
 In samples, a column of bytes is `large_binary`, and text is `string`. Run-end encoding and list views are decoded at
 the top level, dictionaries at any depth. All other types are unchanged.
@@ -59,7 +59,7 @@ def is_file(data_type: pa.DataType) -> bool:
 def decode_column(column: pa.Array) -> pa.Array:
     """Return the values of a raw column without dictionary, run-end encoding, list views or file structs.
 
-    Only the outermost type is decoded. From a file struct, only its bytes are kept.
+    Only the outermost type is decoded; `cast_column` also converts the inner ones. A file struct becomes its bytes.
 
     Raises:
         ConfigError: a file struct holds a path without bytes.
@@ -153,8 +153,7 @@ def _join_two(first_name: str, joined: pa.Schema, name: str, schema: pa.Schema) 
     check_same_names(first_name, joined.names, name, schema.names)
     fields = []
     for field in joined:
-        # Columns are matched by name, because files may have them in different orders.
-        other = schema.field(field.name)
+        other = schema.field(field.name)  # by name, because files may have the columns in different orders
         data_type = _join_types(field.type, other.type)
         if data_type is None:
             raise ConfigError(
@@ -172,7 +171,7 @@ def _join_types(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
         return one
     if pa.types.is_null(one):
         return other
-    # Encodings at the top are decoded before the comparison; those of the values of a list in the recursion.
+    # Decode the outermost encoding here. The recursion below decodes those of the values of a list.
     one, other = _decoded(one), _decoded(other)
     # Integers are never joined with floats: an integer may lose precision as a float.
     for kind in (pa.types.is_integer, pa.types.is_floating):

@@ -37,8 +37,7 @@ _EXTENSIONS: Final = (".lmdb", ".mdb")
 _LOCK_FILE: Final = "lock.mdb"
 # LMDB stores each named database as one record of the unnamed database; this is the size of such a record.
 _NAMED_RECORD_BYTES: Final = 48
-# Number of first values that determine the columns.
-_FIRST_VALUES: Final = 8
+_FIRST_VALUES: Final = 8  # number of values that determine the columns
 # Limits of one part.
 _PART_BYTES: Final = 64 << 20
 _PART_SAMPLES: Final = 1 << 14
@@ -72,7 +71,7 @@ class LmdbSource(FileSource):
         parts: list[SourcePart] = []
         for name, path in paths.items():
             split = splits[name]
-            # Two databases of one split may hold the same keys, so the database's name becomes a prefix of the key.
+            # Databases of one split may hold equal keys, so the database's name becomes a prefix of the key.
             prefix = f"{name}/" if num_in_split[split] > 1 else ""
             first_values, database_parts = _list_parts(name, path, split, prefix)
             if not first_values:
@@ -112,15 +111,15 @@ def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]
     """Yield key and value of the samples of a part. Raise CorruptDataError if the database has fewer samples."""
     start = bytes.fromhex(part.where["start"])
     skip_first = False
-    num_missing = part.num_samples or 0
-    while num_missing:
+    num_left = part.num_samples or 0
+    while num_left:
         problem = "the database has fewer keys than when it was listed"
         try:
-            pairs = read_pairs(part.where["path"], start, min(num_missing, BATCH_SAMPLES), skip_first=skip_first)
+            pairs = read_pairs(part.where["path"], start, min(num_left, BATCH_SAMPLES), skip_first=skip_first)
         except CorruptDataError as error:
             pairs, problem = [], str(error)
         if not pairs:
-            raise CorruptDataError(f"{num_missing} samples cannot be read: {problem}")
+            raise CorruptDataError(f"{num_left} samples cannot be read: {problem}")
         for key, value in pairs:
             if part.where["hex_keys"]:
                 yield part.where["prefix"] + key.hex(), value
@@ -131,7 +130,7 @@ def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]
                 yield part.where["prefix"] + key.hex(), BadSampleError(reason)
         # The database is closed between two reads, so the next one starts at the last key and skips it.
         start, skip_first = pairs[-1][0], True
-        num_missing -= len(pairs)
+        num_left -= len(pairs)
 
 
 def _find_databases(root: str) -> dict[str, str]:
@@ -173,7 +172,7 @@ def _list_parts(name: str, path: str, split: str, prefix: str) -> tuple[list[byt
         samples_per_part = max(1, min(_PART_SAMPLES, _PART_BYTES // sample_bytes))
         starts = _scan_keys(env, txn, samples_per_part, num_samples, path)
         first_pairs = [(bytes(key), bytes(value)) for key, value in islice(txn.cursor(), _FIRST_VALUES)]
-        stamp = f"{os.stat(path).st_mtime_ns}-{env.info()['last_txnid']}"
+        stamp = f"{os.stat(path).st_mtime_ns}-{env.info()['last_txnid']}"  # changes when the database is written
     # The first key decides for all keys: if it is not UTF-8, they become hexadecimal text.
     where = {"path": path, "prefix": prefix, "hex_keys": not _is_utf8(first_pairs[0][0])}
     parts = []
@@ -218,8 +217,7 @@ def _is_named_database(env: lmdb.Environment, txn: lmdb.Transaction, key: bytes)
 def _schema_of(values: list[bytes]) -> pa.Schema:
     """Return the columns of a database from its first values.
 
-    If each of these values is a Datum, the columns are Caffe's. Otherwise the column is `image` if each is an image,
-    else `value`.
+    The columns are Caffe's if each value is a Datum, `image` if each is an image, else `value`.
     """
     key = pa.field(KEY, pa.string(), nullable=False)
     if all(map(is_datum, values)):

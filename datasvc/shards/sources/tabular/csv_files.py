@@ -54,7 +54,7 @@ class CsvSource(TableSource):
     """A source of CSV files. Without a key column, the key of a sample is `FILE#ROW`; row 0 follows the header.
 
     Attributes:
-        raw: names and types of the raw columns.
+        raw: names and types of the columns in the files, which `ColumnMap` maps to those of samples.
     """
 
     kind: ClassVar[str] = "csv"
@@ -125,7 +125,7 @@ class CsvSource(TableSource):
 
 
 def _convert_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, list[tuple[int, str]]]:
-    """Return `values` as `data_type`, and a list of the values that do not convert: the index and error of each.
+    """Return a column as `data_type`, and a list of the values that do not convert: the index and error of each.
 
     In the returned column, these values are null.
     """
@@ -149,16 +149,16 @@ def _convert_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array,
 
 def _convert_values(values: pa.Array, data_type: pa.DataType) -> pa.Array:
     """Return a column of bytes as `data_type`. Raise an error if one of the values does not convert."""
-    texts = values.cast(pa.string())
+    text = values.cast(pa.string())
     if pa.types.is_string(data_type):
-        return texts
-    texts = pc.ascii_trim_whitespace(texts)
-    texts = pc.if_else(pc.is_in(texts, value_set=_NULLS), pa.scalar(None, pa.string()), texts)
+        return text
+    text = pc.ascii_trim_whitespace(text)
+    text = pc.if_else(pc.is_in(text, value_set=_NULLS), pa.scalar(None, pa.string()), text)
     if pa.types.is_time(data_type):
         # Arrow casts text to a timestamp, but not to a time of day.
-        moments = pc.binary_join_element_wise(_EPOCH_DATE, texts, "").cast(pa.timestamp(data_type.unit))
-        return moments.cast(data_type)
-    return texts.cast(data_type)
+        timestamps = pc.binary_join_element_wise(_EPOCH_DATE, text, "").cast(pa.timestamp(data_type.unit))
+        return timestamps.cast(data_type)
+    return text.cast(data_type)
 
 
 def _delimiter(file: SourceFile) -> str:
@@ -213,11 +213,11 @@ def _infer_from_first_block(reader: FileReader, file: SourceFile) -> pa.Schema |
         skipped: Skipped = []
         try:
             with reader.open(file.path) as stream:
-                opened = open_csv(stream, _delimiter(file), block_bytes=block_bytes, skipped=skipped)
-                if opened is None:
+                blocks = open_csv(stream, _delimiter(file), block_bytes=block_bytes, skipped=skipped)
+                if blocks is None:
                     return None
-                if next((batch.num_rows for batch in opened), 0):
-                    return opened.schema
+                if next((block.num_rows for block in blocks), 0):  # the first block has a row
+                    return blocks.schema
         except pa.ArrowInvalid as error:
             # If a row is longer than the block, the next larger block is tried.
             if not is_too_long(error) or block_bytes == BLOCKS_BYTES[-1]:
