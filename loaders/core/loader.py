@@ -45,7 +45,7 @@ class BatchDecoder(Protocol[B_co]):
     """Converts sample batches to the loader's batches, several at a time, in the order in which `feed` gets them."""
 
     def feed(self, batch: SampleBatch) -> None:
-        """Start decoding a batch, which may be empty. Its views stay valid until `take` has returned the result."""
+        """Start decoding a batch, which may be empty. Its views of shards stay valid until `take` has returned it."""
 
     def take(self) -> B_co:
         """Wait for the oldest batch that was fed, and return it decoded.

@@ -61,11 +61,11 @@ class GroupFolder:
         self._membership = Membership(name, ranks, settings)
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._claims: dict[Cursor, tuple[int, int]] = {}  # pipe (read end, write end) of each step in work
+        self._claims: dict[Cursor, tuple[int, int]] = {}  # pipe (read end, write end) of each claimed step
         self._published: dict[Cursor, SharedBuffer] = {}  # the batches that this job has decoded for the group
         self._spare: list[SharedBuffer] = []  # memory of retired batches, for the next ones
         self._mapped = MappedBatches(num_kept)
-        # Process ids of jobs that did not finish a step in time, see `give_up`.
+        # Process ids of jobs that did not finish a step in time; their claims are ignored, see `give_up`.
         self._silent: set[str] = set()
         _folders.add(self)
 

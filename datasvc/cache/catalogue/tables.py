@@ -186,7 +186,7 @@ class CatalogueTables:
             self._txn.delete(prefix, db=self._tables.jobs)
 
     def next_use(self, job_id: str, reuse: NextUse | None) -> int:
-        """Return the next use to store, and set the job's clock. If `reuse` is None, the next use is unknown."""
+        """Return the next use to store, and set the job's clock. If `reuse` is None, only return an unknown one."""
         if reuse is None:
             return UNKNOWN + self.next_sequence()
         self.set_clock(job_id, reuse.now)

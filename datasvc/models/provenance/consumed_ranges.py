@@ -60,8 +60,8 @@ class Segment:
     Attributes:
         order: order in which the samples were read.
         span: span of the run that contains the range; the first batch of the span starts at `span.start`.
-        own_start: epoch and position at which the range starts. An ancestor consumed the span before it. The range
-            ends at `span.stop`.
+        own_start: epoch and position at which the range starts. An ancestor consumed the part of
+            the span before it. The range ends at `span.stop`.
         stop_step: number of optimizer steps at the end of the span; None if unknown.
     """
 

@@ -88,8 +88,8 @@ def load_version_into(
 ) -> LoadReport:
     """Fill a model's parameters and buffers from a version. Only the tensors that will be loaded are read.
 
-    The tensor table is compared with the model first; values are compared only for tied names. For arguments, result
-    and errors see `load_into` and `restore.restore`.
+    The tensor table is compared with the model first. This reads values only for tied names. For arguments, result
+    and errors see `load_into` and `restore`.
     """
     copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)

@@ -118,8 +118,8 @@ def share_outcome(channel: RankChannel, version: Resolved | None, error: BaseExc
     Rank 0 passes the `version` or the `error` of its commit; other ranks pass None for both.
 
     Raises:
-        DatasvcError: rank 0 has an error, so nothing was committed; except for UnknownOutcomeError.
-        UnknownOutcomeError: the version may be committed; a rank or the store was lost during the commit.
+        UnknownOutcomeError: a rank or the store was lost during the commit; the version may exist.
+        DatasvcError: any other error of rank 0; nothing was committed.
     """
     outcome = {
         "error": describe_error(error),
@@ -177,8 +177,9 @@ def store_part(
 ) -> RankWrites:
     """Store this rank's part: its chunks of the shared tensors, and all tensors that only this rank has.
 
-    `rank0_only` is the result of `agree_on_tensors`. Differences are stored to the tensors `base` of an earlier
-    version; `base_tensors` in memory may equal them. For `codec` and the errors see `store_chunks`.
+    `rank0_only` is the result of `agree_on_tensors`. `base` has the tensors of an earlier version, to which
+    differences are stored; `base_tensors` are in memory and may equal them. For `codec` and the errors see
+    `store_chunks`.
     """
     if rank0_only and channel.rank == 0:
         logger.info(

@@ -173,7 +173,7 @@ def plan_offsets(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], i
 
 
 def _map_memory(nbytes: int) -> torch.Tensor:
-    """Return anonymous memory as uint8, `nbytes` rounded up. Raises ConfigError: there is not enough memory."""
+    """Return memory of `nbytes`, rounded up to pages, as uint8. Raises ConfigError: there is not enough memory."""
     import torch
 
     try:

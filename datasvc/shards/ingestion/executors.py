@@ -74,7 +74,7 @@ def run_units(
     Raises:
         ConfigError: the engine is not installed.
         UnavailableError: a worker process died.
-        DatasvcError: the first error of a unit. Units in progress continue; closing `cleanup` waits for them.
+        DatasvcError: the first error of a unit. Units in progress may continue; closing `cleanup` waits for them.
     """
     if engine == "ray":
         return _run_ray(work, units, earlier, workers, progress)
@@ -105,14 +105,14 @@ def _run_processes(
     context = multiprocessing.get_context(method)
     counters = _Counters(context, workers)
     # A forked worker inherits all units in memory, so only their numbers are sent to it.
-    inherited = {unit.number: unit for unit in units} if method == "fork" else {}
-    executor = ProcessPoolExecutor(workers, context, _start_worker, (work, counters, inherited))
+    inherited_units = {unit.number: unit for unit in units} if method == "fork" else {}
+    executor = ProcessPoolExecutor(workers, context, _start_worker, (work, counters, inherited_units))
     unsubmitted = iter(units)
     pending: set[Future[UnitResult]] = set()
     try:
         while True:
             for unit in islice(unsubmitted, _QUEUED_PER_WORKER * workers - len(pending)):
-                unit_or_number: IngestUnit | int = unit.number if inherited else unit
+                unit_or_number: IngestUnit | int = unit.number if inherited_units else unit
                 pending.add(executor.submit(_build_in_worker, unit_or_number, earlier.get(unit.number, {})))
             if not pending:
                 return
@@ -160,7 +160,7 @@ class _Counters:
 
 
 class _WorkerProgress(Progress):
-    """Adds to three consecutive counts of an array, from index `start`: bytes, samples and shards."""
+    """Adds bytes, samples and shards to three elements of `counts`, from index `start`. Ignores other arguments."""
 
     def __init__(self, counts: Any, start: int) -> None:
         self.counts, self._start = counts, start
@@ -173,17 +173,17 @@ class _WorkerProgress(Progress):
 _worker_state: tuple[IngestWork, Repository, Progress, Mapping[int, IngestUnit]] | None = None
 
 
-def _start_worker(work: IngestWork, counters: _Counters, inherited: Mapping[int, IngestUnit]) -> None:
+def _start_worker(work: IngestWork, counters: _Counters, inherited_units: Mapping[int, IngestUnit]) -> None:
     global _worker_state  # noqa: PLW0603 - the pool's initializer can pass state to tasks only through a global
     end_with_parent()  # exit when the parent process exits
     keep_lean()  # return freed memory to the operating system at once
-    _worker_state = (work, Repository.open(work.repository_url), counters.take_slot(), inherited)
+    _worker_state = (work, Repository.open(work.repository_url), counters.take_slot(), inherited_units)
 
 
 def _build_in_worker(unit_or_number: IngestUnit | int, earlier: EarlierShards) -> UnitResult:
     assert _worker_state is not None
-    work, repository, progress, inherited = _worker_state
-    unit = inherited[unit_or_number] if isinstance(unit_or_number, int) else unit_or_number
+    work, repository, progress, inherited_units = _worker_state
+    unit = inherited_units[unit_or_number] if isinstance(unit_or_number, int) else unit_or_number
     return build_unit(work, unit, repository, earlier, progress)
 
 

@@ -105,7 +105,7 @@ class RankProcess:
         self._guard = guard
         self._ends = ends
         self._has_ended = threading.Event()
-        # Whether the process has been reaped or is being reaped; then no signal is sent any more.
+        # Whether the process has been reaped or is about to be; then no signal is sent any more.
         self._is_closed = False
         with contextlib.ExitStack() as files:
             # Opened first, so that a failure here leaves no process to terminate.

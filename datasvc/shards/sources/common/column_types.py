@@ -1,7 +1,6 @@
 """Map raw types (those of a column in its file) to types in samples, and join the schemas of several files.
 
-`ColumnMap` maps the types. The Parquet and Arrow sources join schemas: two types become one that holds all values of
-both.
+`ColumnMap` maps the types. The Parquet and Arrow sources join schemas into one whose types hold all values.
 
 In samples, a column of bytes is `large_binary`, and text is `string`. Run-end encoding and list views are decoded at
 the top level, dictionaries at any depth. All other types are unchanged.

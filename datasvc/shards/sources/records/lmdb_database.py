@@ -37,7 +37,7 @@ _EXTENSIONS: Final = (".lmdb", ".mdb")
 _LOCK_FILE: Final = "lock.mdb"
 # LMDB stores each named database as one record of the unnamed database; this is the size of such a record.
 _NAMED_RECORD_BYTES: Final = 48
-_FIRST_VALUES: Final = 8  # number of values that determine the columns
+_FIRST_VALUES: Final = 8  # number of first values, which determine the columns
 # Limits of one part.
 _PART_BYTES: Final = 64 << 20
 _PART_SAMPLES: Final = 1 << 14
