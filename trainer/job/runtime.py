@@ -111,7 +111,7 @@ def init(
                 os.environ.update(placement_variables(placement))
                 owns_default_group = True
         except BaseException:
-            # Other ranks may still be in this `init`, so a retry on this rank must use the keys of the same number.
+            # Other ranks may still be in this `init`, so a retry on this rank must use the same keys.
             _num_inits -= 1
             raise
         # With several ranks, the settings of rank 0 apply to all of them.

@@ -111,8 +111,8 @@ class CatalogueTables:
             self._txn.put(key, b"", db=self._tables.reserved)
         elif not self.is_pinned(digest):  # eviction reads only `order`, so it never visits a pinned object
             self._ensure_registered(record.job_id)
-            order = eviction_key(record.job_id, record.next_use, digest)
-            self._txn.put(order, eviction_value(record), db=self._tables.order)
+            order_key = eviction_key(record.job_id, record.next_use, digest)
+            self._txn.put(order_key, eviction_value(record), db=self._tables.order)
 
     def delete(self, digest: Digest, record: ObjectRecord) -> None:
         """Delete the record of an object, and its index entries."""

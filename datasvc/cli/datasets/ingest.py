@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 EXIT_LEFT_OUT = 6  # committed without the bad samples
 _EVENT_INTERVAL_S = 1.0
-_MAX_SHOWN = 20  # bad samples, and duplicates, that are printed
+_MAX_SHOWN = 20  # largest number of bad samples, and of duplicates, to print
 _MAX_OVERLAPS_IN_JSON = 1000
 
 

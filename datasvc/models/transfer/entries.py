@@ -168,6 +168,7 @@ class TargetLogs:
         }
 
     def _rewrite_use(self, use: Any) -> Any:
+        """Return a data use with the names at the target; an invalid one is not changed."""
         if not isinstance(use, Mapping) or not isinstance(use.get("dataset"), str):
             return use
         # A mixture lists the versions of all its splits here, separated by commas, and lists them again in its state.

@@ -50,7 +50,7 @@ class ReadSpan:
     def from_dict(cls, span: Mapping[str, Any]) -> ReadSpan:
         """Return the span of a `to_dict` result. Raises CorruptDataError: `span` has another form."""
         try:
-            start, stop = (_cursor(*span[name]) for name in ("start", "stop"))
+            start, stop = (_checked_cursor(*span[name]) for name in ("start", "stop"))
             step, global_batch, tail = (span.get(name) for name in ("step", "global_batch", "tail"))
             are_counts = _is_count_or_none(step, 0) and _is_count_or_none(global_batch, 1)
             if start > stop or not are_counts:
@@ -231,7 +231,7 @@ class ConsumptionTracker:
 def cursor_of(state: Mapping[str, Any]) -> Cursor:
     """Return the epoch and position in a loader's state. Raises ConfigError: it has none."""
     try:
-        return _cursor(state["epoch"], state["position"])
+        return _checked_cursor(state["epoch"], state["position"])
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"not a state of a loader: it has the keys {sorted(state)}, but no epoch and position; for a "
@@ -239,7 +239,7 @@ def cursor_of(state: Mapping[str, Any]) -> Cursor:
         ) from error
 
 
-def _cursor(epoch: object, position: object) -> Cursor:
+def _checked_cursor(epoch: object, position: object) -> Cursor:
     """Return the epoch and position. Raises ValueError: one of them is not an integer of at least 0."""
     are_valid = all(value is not None and _is_count_or_none(value, 0) for value in (epoch, position))
     if not are_valid:

@@ -108,18 +108,18 @@ class GpuBackend:
         has_failed = False
         try:
             with device_errors(self._name):
-                by_dali = DecodedImages(self._pipeline.take(), {}) if batch.by_dali.images else None
+                dali_images = DecodedImages(self._pipeline.take(), {}) if batch.by_dali.images else None
         except RuntimeError as error:
-            by_dali = self._decode_after_failure(batch.by_dali, error)
+            dali_images = self._decode_after_failure(batch.by_dali, error)
             has_failed = True
         else:
             self._num_unexplained = 0
         if has_failed:
             # Rebuild only after the handler has ended: the traceback of its error refers to the pipeline's memory.
             self._rebuild_pipeline()
-        by_cpu = None if batch.run is None else self._cpu().finish(batch.run)
+        cpu_images = None if batch.run is None else self._cpu().finish(batch.run)
         with device_errors(self._name):
-            decoded = self._join(batch, by_dali, by_cpu)
+            decoded = self._join(batch, dali_images, cpu_images)
         self._in_progress.popleft()
         return decoded
 
@@ -167,7 +167,7 @@ class GpuBackend:
         return decoded
 
     def _join(
-        self, batch: _DividedBatch, by_dali: DecodedImages | None, by_cpu: DecodedImages | None
+        self, batch: _DividedBatch, dali_images: DecodedImages | None, cpu_images: DecodedImages | None
     ) -> DecodedImages:
         """Return the two sub-batches of a batch as one batch on the device."""
         import torch
@@ -175,7 +175,7 @@ class GpuBackend:
         count = len(batch.by_dali.images) + len(batch.by_cpu.images)
         parts = [
             (sub_batch.indices, self._to_device(decoded.images), decoded.bad)
-            for sub_batch, decoded in ((batch.by_dali, by_dali), (batch.by_cpu, by_cpu))
+            for sub_batch, decoded in ((batch.by_dali, dali_images), (batch.by_cpu, cpu_images))
             if decoded is not None
         ]
         bad: dict[int, str] = {}  # by index in the batch, not in the sub-batch
