@@ -214,7 +214,7 @@ class AccessOrder:
         self.config = config
         self.epoch = epoch
         self._counts = np.asarray(samples_per_shard, np.int64)
-        self._bases = np.concatenate([[0], np.cumsum(self._counts)])  # number of each shard's first sample
+        self._bases = np.concatenate([[0], np.cumsum(self._counts)])  # index of each shard's first sample
         self.num_samples = int(self._bases[-1])
         self._lanes = config.lanes
         # The first `num_long` lanes have one sample more than the others.
@@ -225,8 +225,8 @@ class AccessOrder:
         self._block = config.block or (max(self.num_samples, 1) if config.shuffle else 1)
         keys = derive_keys(config.seed, epoch, _SAMPLES, KeyedPermutation.num_keys)
         # The last block of a lane may be smaller than the others. Lanes have two sizes, so blocks have up to three.
-        sizes = {self._block, *(size % self._block for size in (short, short + 1))}
-        self._permutations = {size: KeyedPermutation(size, keys) for size in sizes}
+        block_sizes = {self._block, *(size % self._block for size in (short, short + 1))}
+        self._permutations = {size: KeyedPermutation(size, keys) for size in block_sizes}
         self._compute_segments()
 
     def locate(self, positions: Integers | Sequence[int]) -> tuple[Integers, Integers]:
@@ -282,7 +282,7 @@ class AccessOrder:
 
     @cached_property
     def windows(self) -> ShardWindows:
-        """Positions that may need each shard: the basis of prefetch and eviction."""
+        """Positions that may need each shard; prefetch and eviction use them."""
         # Cut the segments at the boundaries of lanes. A sample may be anywhere in its block, so a segment is needed
         # from the start of its first block to the end of its last one.
         cuts = _merge(self._segment_starts, self._lane_starts[:-1][self._lane_sizes > 0])
@@ -330,6 +330,7 @@ class AccessOrder:
         segment = np.searchsorted(starts, cuts, side="right") - 1
         lane = np.searchsorted(self._lane_starts, cuts, side="right") - 1
         key = derive_keys(self.config.seed, self.epoch, _SHARDS, 1)[0]
+        # Sort by lane, then by a random number of the part.
         by_lane = np.lexsort((uniform(key, np.arange(len(cuts)), 0), lane))
         rows = cuts - starts[segment]
         return shards[segment][by_lane], rows[by_lane], lengths[by_lane]
@@ -353,16 +354,15 @@ class AccessOrder:
         """Permute, or permute back, each index of a lane inside its block."""
         if self.config.shuffle is None:
             return index
-        # With a single block, no mask of blocks is needed.
         if self._lanes == 1 and self._block >= self.num_samples:
-            only = self._permutations[min(self._block, max(self.num_samples, 1))]
-            return only.permute(index) if forward else only.invert(index)
+            single_block = self._permutations[min(self._block, max(self.num_samples, 1))]
+            return single_block.permute(index) if forward else single_block.invert(index)
         block, within = np.divmod(index, self._block)
-        sizes = np.minimum(self._lane_sizes[lane] - block * self._block, self._block)
+        block_sizes = np.minimum(self._lane_sizes[lane] - block * self._block, self._block)
         tweaks = block * self._lanes + lane  # a distinct number for each block of the epoch
         result = np.empty_like(index)
         for size, permutation in self._permutations.items():
-            chosen = sizes == size
+            chosen = block_sizes == size
             if chosen.all():
                 chosen = slice(None)  # a view, which is faster than a selection by mask
             elif not chosen.any():
@@ -373,7 +373,7 @@ class AccessOrder:
 
 
 def _merge(many: Integers, few: Integers) -> Integers:
-    """Return the union of two ascending arrays without duplicates; `np.union1d` would sort everything again."""
+    """Return the union of two ascending arrays. Unlike `np.union1d`, it does not sort everything again."""
     indices = np.searchsorted(many, few)
     is_duplicate = many[np.minimum(indices, len(many) - 1)] == few if len(many) else np.zeros(len(few), np.bool_)
     return np.insert(many, indices[~is_duplicate], few[~is_duplicate])
@@ -392,7 +392,7 @@ class Step:
 
     @property
     def next_position(self) -> int:
-        """Position of the run after this step."""
+        """Position in the epoch after this step."""
         return min(self.stop, self.num_samples)
 
 
@@ -445,7 +445,7 @@ def slice_step(step: Step, *, rank: int, world_size: int, lanes: int = 1) -> tup
     size = step.stop - step.start
     rank_lanes = lanes_of_rank(size, rank=rank, world_size=world_size, lanes=lanes)
     if rank_lanes is not None:
-        batch = np.arange(step.start, step.stop)
+        batch = np.arange(step.start, step.stop)  # position p is in lane p % lanes
         positions = batch[(batch % lanes >= rank_lanes.start) & (batch % lanes < rank_lanes.stop)]
     else:
         first, stop = size * rank // world_size, size * (rank + 1) // world_size

@@ -183,10 +183,7 @@ def _epochs_of(attempts: Iterable[Attempt]) -> Iterator[int]:
 
 
 class _History:
-    """Records of all attempts, by epoch, and the end of the history.
-
-    The limit of each attempt determines which of its positions count.
-    """
+    """Records of all attempts, by epoch. Only positions before the limit of an attempt count."""
 
     def __init__(self, attempts: Sequence[Attempt], num_samples: int) -> None:
         self._attempts = attempts
@@ -206,20 +203,18 @@ class _History:
     def audit(self, epoch: int) -> EpochAudit:
         """Audit one epoch."""
         counted: dict[RecordKind, list[StridedRange]] = {kind: [] for kind in RecordKind}
-        # Ranges [start, stop) of the epoch that a rank has passed, by attempt and rank. The key has the id of the
-        # attempt, because an attempt holds a dict and cannot be a key.
-        windows: dict[tuple[int, int], list[StridedRange]] = defaultdict(list)
+        # Ranges [start, stop) that a rank has passed, by rank and by id of the attempt, which is not hashable.
+        passed: dict[tuple[int, int], list[StridedRange]] = defaultdict(list)
         num_served = 0
         for attempt, rank, record in self._records[epoch]:
             strided = attempt.counted(record, self._num_samples)
             counted[record.kind].append(strided)
             if record.kind is RecordKind.SERVED:
                 num_served += record.count
-                windows[id(attempt), rank].append(contiguous(strided.start, strided.stop))
-        # In an unfinished epoch, only positions that every rank has passed can be missing: the others may still be
-        # served.
+                passed[id(attempt), rank].append(contiguous(strided.start, strided.stop))
+        # In an unfinished epoch, only positions that every rank has passed count as missing: the run may go on.
         is_finished = self._end >= (epoch, self._num_samples)
-        reached = self._num_samples if is_finished else self._reached(epoch, windows)
+        reached = self._num_samples if is_finished else self._reached(epoch, passed)
         dropped = _union(counted[RecordKind.DROPPED], self._num_samples)
         coverage = cover([*counted[RecordKind.SERVED], *dropped], 0, reached)
         num_dropped = _num_below(reached, dropped)
@@ -232,7 +227,7 @@ class _History:
             self._num_samples,
             reached,
             is_finished,
-            # The difference may be negative: repeated positions may be masked, but are not in `once`.
+            # The difference may be negative: masked positions may be repeated, and are then not in `once`.
             served=max(0, once - num_dropped - num_masked),
             masked=num_masked,
             dropped=num_dropped,
@@ -241,7 +236,7 @@ class _History:
             repeated=coverage.repeated,
             again=num_served - sum(strided.size for strided in counted[RecordKind.SERVED]),
             copies=self._copies[epoch],
-            reasons=list(self._reasons(epoch, reached, windows)) if is_uneven else [],
+            reasons=list(self._reasons(epoch, reached, passed)) if is_uneven else [],
             disagreements=list(self._disagreements(epoch)),
         )
 
@@ -253,7 +248,7 @@ class _History:
                 yield from _differences(attempt)
 
     def _ends(self) -> Iterator[Cursor]:
-        """Yield the cursor after each record that counts; the largest one is the end of the history."""
+        """Yield cursors (epoch, position) that the run reached; the largest one is the end of the history."""
         for attempt in self._attempts:
             if attempt.begin < attempt.limit:
                 yield attempt.begin
@@ -263,22 +258,22 @@ class _History:
                 if strided.start < strided.stop and record.kind in {RecordKind.SERVED, RecordKind.DROPPED}:
                     yield epoch, strided.stop
 
-    def _reached(self, epoch: int, windows: dict[tuple[int, int], list[StridedRange]]) -> int:
+    def _reached(self, epoch: int, passed: dict[tuple[int, int], list[StridedRange]]) -> int:
         """Return the position of an unfinished epoch up to which all ranks of the last attempt have served.
 
         The other attempts in the history have served the positions before the last attempt.
         """
         last = self._attempts[-1]
         start, _ = last.range_in(epoch, self._num_samples)
-        ends = [max((window.stop for window in windows[id(last), rank]), default=start) for rank in last.files]
+        ends = [max((span.stop for span in passed[id(last), rank]), default=start) for rank in last.files]
         return min(ends, default=0)
 
-    def _reasons(self, epoch: int, reached: int, windows: dict[tuple[int, int], list[StridedRange]]) -> Iterator[str]:
+    def _reasons(self, epoch: int, reached: int, passed: dict[tuple[int, int], list[StridedRange]]) -> Iterator[str]:
         """Yield descriptions of the ranks of each attempt with missing or repeated positions."""
         for attempt in self._attempts:
             start, stop = attempt.range_in(epoch, self._num_samples)
             # Do not report a rank for positions that no rank of the attempt has passed.
-            ends = [window.stop for rank in attempt.files for window in windows[id(attempt), rank]]
+            ends = [span.stop for rank in attempt.files for span in passed[id(attempt), rank]]
             stop = min(stop, reached, max(ends, default=start))
             if start >= stop:
                 continue
@@ -286,7 +281,7 @@ class _History:
             if attempt.missing_ranks:
                 yield f"{prefix} rank {_ranks_text(attempt.missing_ranks)} left no file"
             for rank, file in sorted(attempt.files.items()):
-                coverage = cover(windows[id(attempt), rank], start, stop)
+                coverage = cover(passed[id(attempt), rank], start, stop)
                 # The first gap and the first repetition are enough to identify the rank.
                 for gap in coverage.never.ranges[:1]:
                     yield f"{prefix} rank {rank} skipped positions {gap.start} to {gap.stop - 1}: {file.path.name}"

@@ -23,21 +23,23 @@ from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set, members_of
 
-# The end of the name of an operation that the program has not named. `_submit` appends numbers.
+# The end of the name of an unnamed operation, before its numbers; see `_Counts`.
 _UNNAMED = ".noname."
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Counts:
-    """The counters that number the unnamed operations of this process since its last `init`.
+    """Numbers for the names of unnamed operations: `allreduce.noname.JOINS.COUNT`, equal on all ranks.
+
+    Ranks that join early count fewer operations, so after a join all ranks count from 1 again.
 
     Attributes:
-        num_inits: number of this `init`, as from `runtime.num_inits`.
+        init_number: value of `runtime.num_inits` when this object was created; each `init` gets a new object.
         num_joins: how often all ranks have joined since this `init`.
-        counters: counter of each process set, by the number of the set; each starts again after a join.
+        counters: counter of each process set, by the number of the set.
     """
 
-    num_inits: int = 0
+    init_number: int = 0
     num_joins: int = 0
     counters: dict[int, Iterator[int]] = dataclasses.field(default_factory=dict)
 
@@ -67,10 +69,10 @@ def submit_allreduce(
         op: reduction, such as Sum or Average.
         prescale_factor: factor for each input before the reduction.
         postscale_factor: factor for the result of the reduction.
-        is_grouped: whether the tensors form one operation with a buffer of its own.
-        is_prescaled: whether the inputs are multiplied by `prescale_factor` already; only for grouped operations.
+        is_grouped: whether `inputs` are a group, which has a buffer of its own; single tensors share one.
+        is_prescaled: whether `inputs` are multiplied already; only for groups: a shared buffer is scaled as a whole.
         process_set: ranks that take part.
-        layout: checksum of the memory layout of the inputs, which must be equal on all ranks; 0 for no check.
+        layout: checksum of the inputs' memory layout, compared between the ranks; 0 for no check.
 
     Raises:
         ValueError: there is no tensor, a dtype that cannot be reduced, a sparse tensor, or tensors on different
@@ -199,7 +201,7 @@ def submit_broadcast(
 def submit_barrier(process_set: ProcessSet = global_process_set) -> Handle:
     """Submit a barrier; it finishes when every rank of the set has submitted it."""
     return _submit(
-        Request(name="barrier", kind=CollectiveKind.BARRIER, process_set=_number_of(process_set)), [], [], None
+        Request(name="barrier", kind=CollectiveKind.BARRIER, process_set=_checked_number(process_set)), [], [], None
     )
 
 
@@ -221,19 +223,19 @@ def submit_process_set(ranks: Sequence[int], *, is_new: bool) -> Handle:
 
 
 def new_output(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return an uninitialized, contiguous tensor with the dtype and device, and by default the shape, of `tensor`."""
+    """Return an uninitialized, contiguous tensor like `tensor`, with `shape` if it is given."""
     # The thread of the engine writes it outside inference mode, so it must not be an inference tensor.
     with torch.inference_mode(mode=False):
         return torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def choose_name(kind: CollectiveKind, name: str | None) -> str:
-    """Return the name of an operation; if `name` is None, a prefix to which the submission appends a number."""
+    """Return the name of an operation. If `name` is None, it is a prefix, and `_submit` appends the numbers."""
     return f"{kind.value}{_UNNAMED}" if name is None else f"{kind.value}.{name}"
 
 
 def restart_names() -> None:
-    """Restart the numbering of unnamed operations after a join, because ranks that joined early counted fewer."""
+    """Restart the numbering of unnamed operations after a join, see `_Counts`."""
     counts = _current_counts()
     counts.num_joins += 1
     counts.counters.clear()
@@ -246,7 +248,7 @@ def _describe_request(
     return Request(
         name=name,
         kind=kind,
-        process_set=_number_of(process_set),
+        process_set=_checked_number(process_set),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),
         device_type=_common_device(name, tensors).type,
@@ -262,12 +264,11 @@ def _submit(
     *,
     is_prescaled: bool = False,
 ) -> Handle:
-    """Number the operation if it has no name, and pass the submission to the engine of this rank."""
+    """Number an unnamed operation, and submit it. `result` is the handle's result; None: the engine creates it."""
     if request.name.endswith(_UNNAMED):
         # Count only here, after all checks: a call that fails on one rank must not shift its later names.
         counts = _current_counts()
         count = next(counts.counters.setdefault(request.process_set, itertools.count(1)))
-        # The name includes the number of joins, because an operation before the last join may have the same count.
         request = dataclasses.replace(request, name=f"{request.name}{counts.num_joins}.{count}")
     handle = Handle(request.name)
     # Detach the tensors, because autograd must not record the engine's writes. There is one detached tensor for each
@@ -290,13 +291,13 @@ def _current_counts() -> _Counts:
     """Return the counters since the last `init`."""
     # Both `_submit` and `restart_names` call this, because the first call after `init` may come from either.
     global _counts  # noqa: PLW0603 - of this process
-    if _counts.num_inits != runtime.num_inits():
-        _counts = _Counts(num_inits=runtime.num_inits())
+    if _counts.init_number != runtime.num_inits():
+        _counts = _Counts(init_number=runtime.num_inits())
     return _counts
 
 
-def _number_of(process_set: ProcessSet) -> int:
-    """Return the number of a process set, after a check that this rank is a member."""
+def _checked_number(process_set: ProcessSet) -> int:
+    """Check that this rank is a member of a process set, and return its number."""
     members = members_of(process_set)
     if runtime.rank() not in members:
         raise ValueError(f"rank {runtime.rank()} is not in {process_set}, and cannot take part in its operations")
@@ -341,7 +342,7 @@ def _check_adasum(name: str, tensors: Sequence[Tensor], process_set: ProcessSet)
 def _choose_splits(
     name: str, num_rows: int, splits: Tensor | Sequence[int] | None, num_ranks: int
 ) -> tuple[int, ...]:
-    """Check `splits`, and return the number of rows for each rank; None stands for equal parts."""
+    """Check `splits`, and return the number of rows for each rank; if `splits` is None, equal parts."""
     if splits is None:
         rows_per_rank, remainder = divmod(num_rows, num_ranks)
         if remainder:
@@ -363,7 +364,7 @@ def _choose_splits(
 
 
 def _common_device(name: str, tensors: Sequence[Tensor]) -> torch.device:
-    """Return the device of the tensors, after a check that they are dense and on the same device."""
+    """Check that the tensors are dense and on one device, and return this device."""
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise ValueError(f"'{name}': only dense tensors are supported, not {tensor.layout}")

@@ -74,7 +74,7 @@ class Rendezvous:
             RuntimeError: the driver cannot be reached.
         """
         self._num_requests += 1
-        # If the worker exits with status 0 while this key exists, the driver warns. `end_training` deletes it.
+        # The key means that training has not ended: the driver warns if a worker with this key exits with status 0.
         if self._num_requests == 1:
             self._store.set(messages.training_key(self._worker), "")
         self._send(messages.RankRequest(self._worker, self._num_requests, self.serial, self.wants_sync))
@@ -95,8 +95,7 @@ class Rendezvous:
 
     def round_store(self, assignment: messages.RankAssignment, *, timeout_s: float) -> Store:
         """Return the store through which the members of a round connect; `timeout_s` limits each wait in it."""
-        # The attribute keeps the Python object alive: torch refers to the C++ object only, but later groups of the
-        # round call methods of the Python object.
+        # Keep the Python object alive: torch refers only to the C++ object, but later groups of the round need both.
         self._round_store = RoundStore(
             self._store,
             prefix=f"trainer/{assignment.round_number}",
@@ -123,7 +122,7 @@ class Rendezvous:
     def repeat_notice(self) -> None:
         """Notify the listeners of the newest change of hosts, unless the current round includes this change."""
         with self._lock:
-            # A notice can arrive late. A round that includes the change already must not end because of the notice.
+            # A notice can arrive late: it must not end a round that includes the change already.
             if self.assignment is None or self._notice.number <= self.assignment.notice:
                 return
             notice, listeners = self._notice, tuple(self._listeners)
@@ -139,7 +138,7 @@ class Rendezvous:
         """Notify the listeners of changes of hosts until the queue or the driver ends.
 
         Args:
-            store: connection of its own, because a connection that waits blocks all other calls.
+            store: connection for this method alone, because its wait blocks all other calls on the connection.
         """
         # Do not report the loss of the driver here, because the next request for a rank raises an error.
         with contextlib.suppress(RuntimeError):
@@ -192,8 +191,7 @@ class Rendezvous:
 def report_uncaught_errors(rendezvous: Rendezvous) -> None:
     """Install an exception hook that reports errors of the main thread to the driver, then calls the previous hook.
 
-    The hook does not report a `HorovodInternalError`, whose cause is the loss of another rank, or which is already
-    reported.
+    A `HorovodInternalError` is not reported: its cause is the loss of another rank, or it has been reported already.
     """
     previous_hook, pid = sys.excepthook, os.getpid()
 
@@ -222,7 +220,7 @@ def open_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
     with _lock:
         if _rendezvous is None and messages.WORKER_VARIABLE in environ:
             store, notice_store = connect(environ), connect(environ)
-            # A wait that times out would end the thread that receives the notices, and hosts may not change for days.
+            # A timeout would end the thread that receives the notices, and hosts may not change for days.
             notice_store.set_timeout(dt.timedelta(days=1000))
             _rendezvous = Rendezvous(environ[messages.WORKER_VARIABLE], store)
             report_uncaught_errors(_rendezvous)

@@ -70,7 +70,7 @@ class SpaceAllocator:
         self.sweep()
         account = self._tables.account()
         victims = self._choose_victims(account, tenant, size_bytes, min_distance_bytes)
-        # All or nothing: an eviction that does not make enough space would only lose objects.
+        # `account` is without the victims now. If space is still missing, their eviction would only lose objects.
         if account.missing(tenant, size_bytes) > 0:
             return False
         self._evict(victims)
@@ -84,8 +84,8 @@ class SpaceAllocator:
             self._evict(self._choose_victims(self._tables.account(), tenant, 0))
 
     def enforce_budget(self) -> None:
-        """Evict unused objects above the budget, those within guarantees last; an unused guarantee does not count."""
-        # Maximums are enforced only from the next reservation on, because a scan may not find the tenants of objects.
+        """Evict unused objects above the budget, those within guarantees last. Unused guarantees are not reserved."""
+        # Ignore maximums until the next reservation, because a scan may not find the tenants of objects.
         guarantees = {
             name: replace(quota, maximum_bytes=None) for name, quota in self._tables.account().quotas.items()
         }
@@ -106,7 +106,7 @@ class SpaceAllocator:
         return self._is_running[lease_id]
 
     def find_incoming(self, tenant: str, size_bytes: int) -> Digest | None:
-        """Return an object that is being fetched and may be evicted for `tenant` afterwards; None if none may."""
+        """Return an object in transfer whose later eviction makes space for `tenant`; None if there is none."""
         account = self._tables.account()
         if size_bytes > account.available(tenant):
             return None  # no eviction can make this fit
@@ -169,7 +169,7 @@ class SpaceAllocator:
         if other is not None:
             new_bytes = distance_bytes(new_record.next_use, None if claimant is None else claimant.clock_bytes)
             old_bytes = distance_bytes(record.next_use, other.clock_bytes)
-            # The distances are compared first, because `is_alive` may open a file.
+            # These distances are compared first, because `is_alive` may open a file.
             if old_bytes <= new_bytes and self.is_alive(other):
                 return
         self._tables.put(digest, record, new_record)
@@ -269,9 +269,9 @@ class SpaceAllocator:
                 yield from self._queue(job.job_id, None)
         yield from by_distance(running)
 
-    def _queue(self, job_id: str, clock: int | None) -> Iterator[EvictionCandidate]:
+    def _queue(self, job_id: str, clock_bytes: int | None) -> Iterator[EvictionCandidate]:
         for next_use, digest, freed_bytes, tenant in self._tables.furthest(job_id):
-            yield EvictionCandidate(digest, freed_bytes, tenant, distance_bytes(next_use, clock))
+            yield EvictionCandidate(digest, freed_bytes, tenant, distance_bytes(next_use, clock_bytes))
 
     def _evict(self, victims: Mapping[Digest, int]) -> None:
         for digest in victims:

@@ -40,7 +40,7 @@ class Nodes:
 
 
 class NodeMembership(Protocol):
-    """A list of nodes that may change. Safe for threads; can be pickled."""
+    """A list of nodes that may change. Thread-safe; can be pickled."""
 
     def nodes(self) -> Nodes:
         """Return the current nodes."""
@@ -82,7 +82,7 @@ class FileMembership:
     def __init__(self, path: Path, *, local_url: str | None = None) -> None:
         self._path = path
         self._local_url = local_url
-        # File identity and nodes are one value, replaced as a whole, so that every thread sees a matching pair.
+        # File identity and nodes are one pair, replaced as a whole: every thread sees nodes that match the identity.
         self._current = self._read(_nodes_at_start)
 
     def nodes(self) -> Nodes:
@@ -124,7 +124,7 @@ class DnsMembership:
         port: port on which all nodes listen.
         scheme: "http" or "https".
         local_url: see `FixedMembership`; a node that is not listed yet reads from the others without serving.
-        interval_s: time for which an answer is used before the name is resolved again.
+        interval_s: minimum time between two requests to the name server.
         resolve: returns the addresses of a name; raises OSError.
         clock: monotonic clock in seconds.
 
@@ -233,7 +233,7 @@ def _nodes_at_start(urls: tuple[str, ...], local_url: str | None) -> Nodes:
     """Return the nodes. Raises ConfigError if `local_url` is not one of `urls`."""
     nodes = _nodes_while_running(urls, local_url)
     if local_url is not None and nodes.local_url is None:
-        # A node that is listed under another URL would request its own objects from itself, and deadlock.
+        # Under another URL in the list, this node would request objects from itself, and deadlock.
         raise ConfigError(
             f"this node is {local_url!r}, which is not in the list of nodes: {', '.join(urls)}; use the "
             "same URL in both"

@@ -1,4 +1,4 @@
-"""`datasvc verify | gc`: check the objects of a version, and remove unused objects."""
+"""`datasvc verify | gc | mark-lost`: check a version, remove unused objects, mark unreadable versions as lost."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def verify(
 
 
 def describe_repair(repair: Repair) -> str:
-    """Return the line that tells whether an object was repaired; for `verify` of data sets and of models."""
+    """Return the line about the repair of one object; for `verify` of data sets and of models."""
     if repair.failure is not None:
         return f"not repaired: {repair.digest}: {repair.failure}"
     quarantine = f"; the bad bytes are kept in {repair.kept_at}" if repair.kept_at else ""
@@ -152,7 +152,7 @@ def mark_lost(
 
 
 def give_up(kind: Kind, refs: list[str], repo: str, *, force: bool, message: str, as_json: bool) -> None:
-    """Declare versions lost, and print the result; for `mark-lost` of data sets and of models."""
+    """Mark versions as lost (`gc` deletes nothing before that) and print them; for data sets and for models."""
     from datasvc.repository import Repository
     from datasvc.repository.lost_versions import mark_lost as run_mark_lost
 

@@ -1,9 +1,9 @@
 """Computes the ranges of positions (segments) that each version added to those of its ancestors, and the gaps.
 
 An entry records the whole run up to its version. So that no sample counts twice, a version adds only the segments
-that its nearest ancestor with the same run and order does not have. A gap is a line of text about consumption that is
-unknown. A version may be copied to another repository without its ancestors. Therefore the entry of the copy has the
-segments of the ancestors in its field `history`, which `history_of` computes.
+that its nearest ancestor with the same run and order does not have. A gap is a line of text that says which
+consumption is unknown. A version may be copied to another repository without its ancestors: the field `history` of
+its entry there has the segments and gaps of the ancestors. `history_of` computes it.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def history_of(repository: Repository, ref: str, *, entries: EntryReader | None 
     version = str(repository.resolve("models", ref, removed=True))
     ancestry = read_ancestry(repository, [version], entries=entries)
     planned = plan_segments(ancestry)
-    copied = ancestry.versions[version]
+    copied_version = ancestry.versions[version]
     # Leave out the segments of the version's own training: the field `data` of its entry has them.
     inherited: list[Consumed] = [item for item in planned[version].consumed if item.version != version]
-    gaps = [(version, gap) for gap in copied.gaps]
+    gaps = [(version, gap) for gap in copied_version.gaps]
     for ancestor in reversed(list(ancestry.ancestors_of(version))):  # oldest first, so that `_join` can join spans
         inherited += planned[ancestor.name].consumed
         gaps += [(ancestor.name, gap) for gap in planned[ancestor.name].gaps]
-    gaps += [(str(item.get("version")), str(item["gap"])) for item in copied.history if "gap" in item]
+    gaps += [(str(item.get("version")), str(item["gap"])) for item in copied_version.history if "gap" in item]
     return [
         *map(_history_dict, _join(inherited)),
         *({"version": name, "gap": gap} for name, gap in dict.fromkeys(gaps)),
@@ -138,7 +138,7 @@ def _is_start_known(
         return True
     if HISTORY in version.entry or (version.gaps and not version.parents):
         return True  # the history or a gap describes the versions that the run continued
-    # If an ancestor is of the same run, this version's record continues that of the ancestor.
+    # If an ancestor is of the same run, this version's record continues the ancestor's record.
     if any(run == use.run for run, _ in ancestor_uses if run is not None):
         return True
     steps = {ancestry.versions[parent].step for parent in version.parents}
@@ -178,17 +178,17 @@ def _merged(parents: Sequence[Mapping[_RunOrder, DataUse]]) -> dict[_RunOrder, D
 
 def _history_uses(version: Version) -> list[DataUse]:
     """Return the data uses of ancestors that are only in another repository, one per run."""
-    # Build one data use with all spans for each run, as the entry of a version in this repository would have it.
-    runs: dict[str, list[Consumed]] = {}
+    # Build one data use with all spans for each run: the entry of a version in this repository has such uses.
+    consumed_by_run: dict[str, list[Consumed]] = {}
     for item in version.history:
         try:
             for consumed in _read_history(item):
-                runs.setdefault(consumed.use.run or "", []).append(consumed)
+                consumed_by_run.setdefault(consumed.use.run or "", []).append(consumed)
         except (ConfigError, CorruptDataError):
             continue  # `_plan` adds a gap for this item
     return [
-        replace(segments[-1].use, spans=tuple(consumed.segment.span for consumed in segments))
-        for run, segments in runs.items()
+        replace(items[-1].use, spans=tuple(item.segment.span for item in items))
+        for run, items in consumed_by_run.items()
         if run  # the spans of uses without a run may be of several runs
     ]
 

@@ -3,9 +3,9 @@
 The index is derived from the entries, so it may be lost or outdated at any time. For each model it records the newest
 version that it contains. A reader adds the entries after that version, and rewrites the file if it has added many. If
 the commits in the index differ from those in the logs, for example after a backup is restored, the index is rebuilt.
-Tags and removals are not indexed, because they change without a new version. Versions that cannot be read are listed
-as such: each query tries to read them again, and warns if it cannot. So are versions with fields of a wrong type; in
-their rows, such fields are null.
+Tags and removals are not indexed, because they change without a new version. The index also lists the versions that
+cannot be read, and those with fields of a wrong type, which are null in their rows. Each query reads these versions
+again: it warns if nothing has changed, and builds the index again if one is correct now.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Head(NamedTuple):
     commit: str
 
 
-_NONE: Final = Head(0, "")
+_NO_HEAD: Final = Head(0, "")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,6 @@ def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> V
     # An indexed model without a log means that the logs were replaced.
     if stored is not None and set(stored.heads) <= set(names):
         missing = _find_missing(repository, names, stored.heads)
-        # If one of these versions was restored from a copy, build the index again.
         if missing is not None and _is_restored(repository, stored):
             missing = None
     if stored is None or missing is None:
@@ -113,16 +112,16 @@ def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> V
             invalid.setdefault(name, []).append(entry.number)
     if not entries:
         return stored
-    fields = {name: position for position, name in enumerate(stored.fields)}
+    fields = {known: position for position, known in enumerate(stored.fields)}  # `build_rows` adds new fields
     table = pa.concat_tables([stored.table, build_rows(entries, fields)]).combine_chunks()
     # Versions of a model are in ascending order, so the head of the newest one overwrites the others.
     heads = {name: Head(entry.number, str(entry.content.get("commit"))) for name, entry in entries}
-    read = {(name, entry.number) for name, entry in entries}
+    found = {(name, entry.number) for name, entry in entries}
     unreadable = {name: list(numbers) for name, numbers in stored.unreadable.items()}
     for name, numbers in missing.items():
-        # Those after the head are read again as missing ones.
+        # Versions after the head are not listed: the next query finds them missing, and reads them again.
         skipped = [
-            number for number in numbers if (name, number) not in read and number < heads.get(name, _NONE).number
+            number for number in numbers if (name, number) not in found and number < heads.get(name, _NO_HEAD).number
         ]
         if skipped:
             unreadable.setdefault(name, []).extend(skipped)
@@ -181,7 +180,7 @@ def decode_index(raw: bytes) -> VersionIndex:
 
 
 def _check_rows(table: pa.Table, fields: Sequence[Field]) -> None:
-    """Raise ValueError if the rows of an index have no model, version or values, or refer to a field that is not."""
+    """Raise ValueError if the rows of an index have no model, version or values, or refer to an unknown field."""
     for indexed in fields:
         is_named = 1 < len(indexed.path) <= MAX_DEPTH and all(isinstance(name, str) for name in indexed.path)
         if not is_named or indexed.path[0] not in TREES or indexed.kind not in KINDS:
@@ -204,7 +203,8 @@ def _load(repository: Repository) -> VersionIndex | None:
 
 
 def _is_restored(repository: Repository, index: VersionIndex) -> bool:
-    """Return whether a version can be read or is valid that was not when it was indexed; warn about the others."""
+    """Return whether a version listed as unreadable or invalid is correct now; warn about those that are not."""
+    # Lists instead of generators, because every version must be checked.
     readable = [
         bool(repository.readable_entries("models", name, numbers)) for name, numbers in index.unreadable.items()
     ]
@@ -265,7 +265,7 @@ def _find_missing(
 def _read_entries(
     repository: Repository, missing: Mapping[str, Sequence[int]], progress: Progress
 ) -> list[tuple[str, Entry]]:
-    """Read the entries that the index lacks, model by model, oldest first; unreadable ones are left out."""
+    """Return the readable entries that the index lacks, model by model, oldest first."""
     if missing:
         progress.begin(sum(map(len, missing.values())))
     entries: list[tuple[str, Entry]] = []

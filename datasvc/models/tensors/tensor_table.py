@@ -22,9 +22,9 @@ from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of, parse_digest
 
 TENSOR_TABLE_FORMAT: Final = 2
-# Limits for a table that is read. Encoded chunks have a limit so that a few stored bytes cannot claim all memory.
+# Limits for a table that is read. This one is for compressed chunks: a few bytes could decompress to fill the memory.
 MAX_ENCODED_CHUNK_BYTES: Final = 64 << 20
-# Number of links of a chunk. A save writes fewer, see `chunk_writer.MAX_CHAIN_LENGTH`.
+# Maximum number of links of a chunk. A save writes fewer, see `chunk_writer.MAX_CHAIN_LENGTH`.
 MAX_CHAIN: Final = 64
 # Enough for ten million chunks in short chains: a mixture of experts with 140,000 tensors, moments included, each
 # partitioned over 64 ranks. Decoded records take some ten times as much memory.
@@ -34,7 +34,7 @@ _MAX_DIMENSIONS: Final = 64
 _MAX_TENSOR_BYTES: Final = 1 << 60
 _ROWS_AT_ONCE: Final = 256
 
-# Encodings of the first link of a chain, and of the links after it.
+# Encodings of the first link of a chain, and of the links after it; see `ChainLink`.
 STANDALONE: Final = ("raw", "planes")
 DIFFERENCES: Final = ("xor", "difference")
 
@@ -92,7 +92,7 @@ _COLUMNS_1 = pa.schema(
 
 @dataclass(frozen=True)
 class ChainLink:
-    """A range of stored bytes that encodes a chunk, or the chunk's difference to the decoded bytes of earlier links.
+    """A range of stored bytes: an encoded chunk, or its difference to the bytes that the earlier links decode to.
 
     Attributes:
         object: digest of the object that holds the bytes.
@@ -359,7 +359,7 @@ def _check_record(record: TensorRecord, location: str) -> None:
 
 
 def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
-    """Return a description of the first invalid value in the chain of a chunk, None if the chain is valid.
+    """Return a description of the first invalid value in a chain; None if the chain is valid.
 
     `chunk_bytes` is the size of the chunk in memory.
     """
@@ -368,8 +368,7 @@ def fault_of_chain(chain: Sequence[ChainLink], chunk_bytes: int) -> str | None:
     is_raw = len(chain) == 1 and chain[0].encoding == "raw"
     if not is_raw and chunk_bytes > MAX_ENCODED_CHUNK_BYTES:
         return f"a chunk in encoding {chain[-1].encoding!r} has at most {MAX_ENCODED_CHUNK_BYTES} bytes"
-    # The first link must encode a whole chunk, each further link a difference.
-    allowed = STANDALONE
+    allowed = STANDALONE  # for the first link
     for link in chain:
         if link.encoding not in allowed:
             encodings = [link.encoding for link in chain]

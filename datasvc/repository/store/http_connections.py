@@ -50,7 +50,7 @@ class Timeouts:
         silence_s: maximum time without a byte, and from the first byte of a response to the end of its headers. The
             default is that of botocore: a store may have to load cold data.
         min_bytes_s: minimum throughput in bytes per second, see `MinThroughput`.
-        window_s: time of waiting after which the throughput is checked, and measured anew.
+        window_s: time of waiting after which the throughput is checked, and a new measurement begins.
     """
 
     connect_s: float = 15
@@ -78,10 +78,10 @@ class Connection:
         self.was_kept = False
         self._timeouts = timeouts
         self._is_tls = server.scheme == "https"
-        make: Callable[..., http.client.HTTPConnection] = (
+        make_http: Callable[..., http.client.HTTPConnection] = (
             partial(http.client.HTTPSConnection, context=_tls()) if self._is_tls else http.client.HTTPConnection
         )
-        self._http = make(server.host, server.port, timeout=timeouts.connect_s)
+        self._http = make_http(server.host, server.port, timeout=timeouts.connect_s)
         with ExitStack() as connecting:
             # http.client connects by calling this attribute, which is `socket.create_connection` by default.
             cast("Any", self._http)._create_connection = partial(_connect, interrupt, connecting)  # noqa: SLF001
@@ -96,7 +96,7 @@ class Connection:
 
     def send_get(self, target: str, headers: dict[str, str]) -> http.client.HTTPResponse:
         """Send a GET and return the response with an unread body. Raise OSError or HTTPException on failure."""
-        # Python's timeout limits the read of the head. For the body, `_receive` turns it off: the kernel's applies.
+        # Python's timeout limits the read of the head. For the body, `_receive` turns it off: the kernel's remains.
         self._socket.settimeout(self._timeouts.silence_s)
         self._http.request("GET", target, headers=headers)
         self._response, self._num_buffered = read_head(self._http, silence_s=self._timeouts.silence_s), None
@@ -164,10 +164,10 @@ class Connections:
 
     def __init__(self, timeouts: Timeouts) -> None:
         self._timeouts = timeouts
-        # By server, oldest first: the time since which a connection is idle, and the connection.
+        # By server, oldest first: the time when a connection became idle, and the connection.
         self._idle: defaultdict[Endpoint, list[tuple[float, Connection]]] = defaultdict(list)
         self._lock = threading.Lock()
-        self._process = os.getpid()
+        self._pid = os.getpid()
         weakref.finalize(self, _close_all, self._idle)
 
     def acquire(self, server: Endpoint, interrupt: CancellationToken, *, fresh: bool = False) -> Connection:
@@ -202,8 +202,8 @@ class Connections:
 
     def _drop_after_fork(self) -> None:
         # Two processes that share a connection would read each other's responses.
-        if self._process != os.getpid():
-            self._process = os.getpid()
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
             _close_all(self._idle)
 
 
@@ -212,11 +212,11 @@ def _connect(
     connecting: ExitStack,
     address: tuple[str, int],
     timeout_s: float,
-    _source: object,
+    _source: object,  # passed by http.client; not used
 ) -> socket.socket:
     """Like socket.create_connection, but `interrupt` cancels the attempt until `connecting` is closed.
 
-    So `interrupt` also cancels the TLS handshake, which http.client does after this call.
+    The caller closes `connecting` after the TLS handshake, so `interrupt` cancels the handshake too.
     """
     error: OSError = ConnectionError(f"host name {address[0]} has no address")
     for family, kind, protocol, _, socket_address in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):

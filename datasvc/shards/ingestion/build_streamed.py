@@ -63,7 +63,7 @@ def build_streamed(
 
 
 def _take_turns(work: IngestWork, unit: IngestUnit, bad: list[BadSample], progress: Progress) -> Iterator[BatchRows]:
-    """Take samples from the unit's parts in turn; yield for each turn a checked batch and the rows taken from it."""
+    """Take samples from the unit's parts in turn; yield the `BatchRows` of each turn."""
     # A limit selects the first samples of the source, so its parts are read one after the other.
     in_order = work.options.keep_order or work.options.limit is not None
     turn_bytes = None if in_order else work.options.shard_bytes // _TURNS_PER_SHARD
@@ -165,9 +165,9 @@ class _ShardBuilder:
     split: str
     finisher: ShardFinisher
     earlier: EarlierShards
-    _ordinal: int = 0
+    _ordinal: int = 0  # number of the next shard of this split
     _collected: list[BatchRows] = field(default_factory=list)
-    _size_bytes: int = 0
+    _size_bytes: int = 0  # of the collected samples
 
     def add(self, batch: CheckedBatch, rows: Integers) -> None:
         """Add samples, and write every shard that they fill."""
@@ -190,7 +190,6 @@ class _ShardBuilder:
     def _flush(self) -> None:
         collected, self._collected, self._size_bytes = self._collected, [], 0
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
-        # The samples of an earlier shard were collected only to find where the next shard starts.
         if (self.split, ordinal) in self.earlier:
             self.finisher.keep(self.earlier[self.split, ordinal])
             return
@@ -232,7 +231,7 @@ class _OrderedSamples:
         gathered = {field.name: self._views(field.name) for field in schema if is_gathered(field.type)}
         others = [field.name for field in schema if field.name not in gathered]
         if not others:
-            # Made from empty structs, so that the record batch has a number of samples but no columns.
+            # Empty structs give a record batch that has a number of samples, but no columns.
             return gathered, pa.RecordBatch.from_struct_array(pa.array([{}] * len(self._order), pa.struct([])))
         batches = [batch.columns.select(others).take(pa.array(rows)) for batch, rows in self._collected]
         return gathered, pa.concat_batches(batches).take(pa.array(self._order))

@@ -56,11 +56,11 @@ def append_splits(
     differently: then each of them keeps its numbers.
 
     Raises:
-        ConfigError: a split that `head` lacks has labels but `head` has none, or the reverse; or see `append_table`.
+        ConfigError: only one of `head` and a split that it lacks has labels; or see `append_table`.
         ConflictError, CorruptDataError, NotFoundError, UnavailableError: see `append_table`.
     """
     _check_labelled(head, new)
-    # None if the splits of `head` number their classes differently: then each split keeps its own numbers.
+    # None if the splits of `head` number their classes differently.
     classes = longest_list([table.classes for table in head.values()])
     if classes is not None:
         classes = combine_classes(classes, [table.classes for table in new.values()])
@@ -78,10 +78,10 @@ def append_splits(
 
 
 def _check_labelled(head: Mapping[str, ShardTable], new: Mapping[str, ShardTable]) -> None:
-    """Raise ConfigError if a split that `head` lacks has labels but `head` has none, or the reverse."""
+    """Raise ConfigError if only one of `head` and a split that it lacks has labels."""
     is_labelled = any(LABEL in table.sample_schema.names for table in head.values())
     for split, table in new.items():
-        # An empty data set accepts any columns. `combine_schemas` compares those of a split that both sides have.
+        # An empty data set accepts any columns. For a split that both sides have, `combine_schemas` compares them.
         if split in head or not head or (LABEL in table.sample_schema.names) == is_labelled:
             continue
         if is_labelled:
@@ -114,10 +114,10 @@ def keep_splits(
         if not len(common):
             continue
         _check_common(common, on_common, f" (in {other!r} of the data set, in {split!r} of the added data)")
-        rows = common.b.by_shard()
+        rows = common.b.by_shard()  # in `find_common_keys`, `a` is the first table and `b` the second
         if on_common == "replace":
             moved = only_samples(objects, result[split], rows)
-            # If `new` has the key in split `other` too, that sample is kept instead of the moved one.
+            # If `new` has the key in `other` too, that sample is kept instead of the moved one.
             present = result.get(other)
             result[other] = moved if present is None else append_table(objects, present, moved, on_common="keep")
         result[split] = delete_samples(objects, result[split], rows)
@@ -151,17 +151,17 @@ def append_table(
     if on_common not in get_args(OnCommon):
         raise ConfigError(f"on_common is {on_common!r}; expected one of {', '.join(get_args(OnCommon))}")
     schema = combine_schemas(head.sample_schema, new.sample_schema)
-    names = combine_classes(head.classes, [new.classes]) if classes is None else tuple(classes)
+    class_names = combine_classes(head.classes, [new.classes]) if classes is None else tuple(classes)
     if not (head.classes or new.classes):
-        names = ()  # class names of other splits do not apply to labels that have no names
-    assert names[: len(head.classes)] == head.classes, (names, head.classes)
+        class_names = ()  # class names of other splits do not apply to labels that have no names
+    assert class_names[: len(head.classes)] == head.classes, (class_names, head.classes)
     for table, what in ((head, "the data set"), (new, "the added data")):
         if not table.classes:
-            check_unnamed(table.label_counts, names, what)
+            check_unnamed(table.label_counts, class_names, what)
     if new.classes:
-        new = relabel_shards(objects, new, plan_labels(new.classes, names))
+        new = relabel_shards(objects, new, plan_labels(new.classes, class_names))
     head, new = _resolve_common(objects, head, new, on_common)
-    return _concatenate(objects, replace(head, sample_schema=schema, classes=names), new)
+    return _concatenate(objects, replace(head, sample_schema=schema, classes=class_names), new)
 
 
 def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
@@ -243,7 +243,7 @@ def prefix_shards(objects: Objects, table: ShardTable, prefix: str) -> ShardTabl
 def _rewrite_shards(
     objects: Objects, table: ShardTable, change: Callable[[pa.RecordBatch], pa.RecordBatch]
 ) -> ShardTable:
-    """Return the split with `change` applied to its batches; a batch that it returns itself is not changed."""
+    """Return the split with `change` applied to its batches; `change` returns a batch itself if it stays the same."""
     written = [_rewrite_shard(objects, table, number, change) for number in range(table.num_shards)]
     changed = table.with_column("digest", [bytes.fromhex(info.digest) for info, _ in written])
     changed = changed.with_column("bytes", [info.size_bytes for info, _ in written])
@@ -253,20 +253,19 @@ def _rewrite_shards(
 def _rewrite_shard(
     objects: Objects, table: ShardTable, number: int, change: Callable[[pa.RecordBatch], pa.RecordBatch]
 ) -> tuple[ObjectInfo, Digest | None]:
-    """Return the changed shard, and its sample index if it has one; both as stored if no batch changes."""
+    """Return the shard and its sample index (None: it has none); if no batch changes, those that are stored."""
     info = table.shard(number)
     shard = table.check_shard(number, open_shard(objects, info))
     shard.check_texts()
     stored = list(shard.batches)
     batches = [change(batch) for batch in stored]
-    # If no batch of this shard changes, the stored shard is used.
     if all(new is old for new, old in zip(batches, stored, strict=True)):
         return info, table.index(number)
     return write_shard(objects, shard.schema, batches)
 
 
 def write_shard(objects: Objects, schema: pa.Schema, batches: Sequence[pa.RecordBatch]) -> tuple[ObjectInfo, Digest]:
-    """Store `batches` as a shard of the given schema, with a sample index; return its object and its index."""
+    """Store `batches` as a shard with a sample index; return the object of the shard and the digest of the index."""
     blobs = [field.name for field in schema if is_blob(field.type)]
     keys: list[str] = []
     sample_digests: list[bytes] = []
@@ -274,7 +273,7 @@ def write_shard(objects: Objects, schema: pa.Schema, batches: Sequence[pa.Record
     with objects.writing() as sink, ShardWriter(sink, schema) as writer:
         for batch in batches:
             views: dict[str, Any] = {name: blob_views(batch.column(name)) for name in blobs}
-            # As one batch, so that the shard keeps its division into batches.
+            # `as_one` keeps the division of the shard into batches.
             writer.append_columns(views, batch.drop_columns(blobs), as_one=True)
             digests = digest_batch(batch)
             keys += batch.column(KEY).to_pylist()
@@ -293,7 +292,7 @@ def _resolve_common(
         return head, new
     _check_common(common, on_common)
     if on_common == "replace":
-        # The side that loses the keys gets deletion bitmaps; no shard is stored again. `a` is `head`, `b` is `new`.
+        # The side that loses the keys gets deletion bitmaps; no shard is stored again.
         return delete_samples(objects, head, common.a.by_shard()), new
     return head, delete_samples(objects, new, common.b.by_shard())
 

@@ -66,10 +66,10 @@ class ImageNetSource(FileSource):
         for tar in tars:
             if _holds_images(reader, tar):  # the validation tar
                 synsets = read_synsets(folder, reader, options)
-                ids = read_ground_truth(folder, reader, options)
-                # A training tar comes first and defines the classes; `labels_of` checks that the synsets match them.
+                ground_truth = read_ground_truth(folder, reader, options)
+                # If there is a training tar, it has set `classes`, and `labels_of` checks them against the synsets.
                 classes = classes or tuple(sorted(synsets))
-                val_labels = tuple(labels_of(ids, synsets, classes))
+                val_labels = tuple(labels_of(ground_truth, synsets, classes))
                 parts.append(_val_part(tar, options.split or "val", val_labels))
             else:
                 class_tars = _class_tars(reader, tar, ignored)
@@ -210,13 +210,13 @@ def _walk(reader: FileReader, tar: SourceFile) -> TarReader:
 
 
 def _class_part(tar: SourceFile, split: str, member: TarMember, label: int) -> SourcePart:
-    # A class tar is a range of bytes of the training tar, so nothing is extracted or copied.
+    # `where` locates the class tar inside the training tar, so nothing is extracted or copied.
     where = {"path": tar.path, "offset": member.offset, "length": member.size_bytes, "label": label}
     return SourcePart(split, f"{tar.name}/{member.name}", member.size_bytes, stamp=tar.stamp, where=where)
 
 
 def _val_part(tar: SourceFile, split: str, labels: Sequence[int]) -> SourcePart:
-    # Another ground truth changes the samples, so the stamp includes the labels.
+    # The stamp shows whether samples may have changed. It includes the labels, which another ground truth changes.
     stamp = f"{tar.stamp} {digest_of(repr(labels).encode())}"
     return SourcePart(split, tar.name, tar.size_bytes, len(labels), stamp, {"path": tar.path})
 
@@ -230,7 +230,7 @@ def _open_part(reader: FileReader, part: SourcePart) -> BinaryIO:
 
 
 def _check_image(member: TarMember) -> None:
-    """Raise BadSampleError if a member cannot be a sample."""
+    """Raise BadSampleError if a member cannot be a sample; `problem` is what `TarReader` found wrong with it."""
     if member.problem is not None:
         raise BadSampleError(f"{member.name} {member.problem}")
     if _extension(member.name) not in EXTENSIONS:
