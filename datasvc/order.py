@@ -168,7 +168,7 @@ class OrderState:
 class ShardWindows:
     """Ranges of positions that may need each shard, in the order of first use.
 
-    A shard that lies in one lane has one range. A shard that is cut by boundaries of lanes has one range per part.
+    A shard inside one lane has one range. A shard that the boundaries of lanes cut has one range per part.
 
     Attributes:
         shards: `int64[n]`, shard numbers.
@@ -254,10 +254,10 @@ class AccessOrder:
     def _locate_chunk(self, positions: Integers) -> tuple[Integers, Integers]:
         """Return shards and rows, as `locate`, of at most `_CHUNK` positions."""
         lane, index = self._split_positions(positions)
-        # `line` is the index of each sample in the sequence before step 3 of the module's docstring.
-        line = self._lane_starts[lane] + self._permute_in_blocks(lane, index, forward=True)
-        segment = self._segment_search.find(line)
-        return self._segment_shards[segment], self._segment_rows[segment] + line - self._segment_starts[segment]
+        # `ordinal` is the index of each sample in the sequence before step 3 of the module's docstring.
+        ordinal = self._lane_starts[lane] + self._permute_in_blocks(lane, index, forward=True)
+        segment = self._segment_search.find(ordinal)
+        return self._segment_shards[segment], self._segment_rows[segment] + ordinal - self._segment_starts[segment]
 
     def positions_of(self, shards: Integers | Sequence[int], rows: Integers | Sequence[int]) -> Integers:
         """Return the position at which each sample is served: `int64[n]`; the inverse of `locate`.
@@ -274,9 +274,9 @@ class AccessOrder:
         # Invert the steps of `_locate_chunk`, in reverse order.
         segments, search = self._segments_by_sample
         segment = segments[search.find(sample_number)]
-        line = self._segment_starts[segment] + row_of - self._segment_rows[segment]
-        lane = np.searchsorted(self._lane_starts, line, side="right") - 1
-        index = self._permute_in_blocks(lane, line - self._lane_starts[lane], forward=False)
+        ordinal = self._segment_starts[segment] + row_of - self._segment_rows[segment]
+        lane = np.searchsorted(self._lane_starts, ordinal, side="right") - 1
+        index = self._permute_in_blocks(lane, ordinal - self._lane_starts[lane], forward=False)
         positions: Integers = index * self._lanes + lane
         return positions
 

@@ -171,8 +171,8 @@ __all__ = [
     "synchronize",
 ]
 
-# `__getattr__` searches these modules for a name, in this order. The first three do not import torch, so a process
-# that only calls `hvd.run` does not import it either.
+# `__getattr__` searches these modules for a name, in this order. The first three do not import torch, and a process
+# that only calls `hvd.run` needs no others.
 _MODULES = (
     "errors",
     "function",

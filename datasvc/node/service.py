@@ -85,7 +85,7 @@ class Service:
 
     def application(self) -> web.Application:
         """Return the application of all routes."""
-        # The first middleware is the outermost: access is checked before anything else.
+        # The first middleware runs first: access is checked before anything else.
         access = check_access(self._settings.token, own_hosts(self._settings), self._authorize)
         middlewares: list[Middleware] = [access, respond_to_errors, stop_after_failure(self._fail)]
         application = web.Application(middlewares=middlewares, client_max_size=_MAX_BODY_BYTES)
@@ -147,13 +147,13 @@ class Service:
         Returns:
             Whether all threads have ended. If not, the cache stays open for them until the process ends.
         """
-        # Stopped first, so that no new transfer starts while those in progress end.
+        # Stop first, so that no new transfer starts while those in progress end.
         self.stop()
         self._sender.close()
-        ended = [part.close(self._settings.grace_s) for part in (self._fetches, self._jobs)]
-        if all(ended):
+        have_ended = [part.close(self._settings.grace_s) for part in (self._fetches, self._jobs)]
+        if all(have_ended):
             self._closing.close()
-        return all(ended)
+        return all(have_ended)
 
     def _authorize(self, request: web.Request) -> None:
         if self._connections is not None:
@@ -195,7 +195,7 @@ def _peers(settings: NodeSettings) -> Peers | None:
 
 @contextmanager
 def _lock_for_serving(folder: Path) -> Iterator[None]:
-    """Lock a cache folder inside the block, so that only one process serves it. The lock ends if its process ends."""
+    """Lock a cache folder inside the block, so that only one process serves it. The lock ends with its process."""
     path = folder / _LOCK_NAME
     try:
         descriptor = open_lock_file(path)

@@ -42,7 +42,7 @@ class Exchange:
         compression: compression of the gradients.
         groups: groups of positions of parameters in the optimizer; the gradients of a group are sent together.
         sparse_as_dense: whether sparse gradients are sent as dense tensors and converted back.
-        memory: memory of the compression on this rank.
+        memory: what a compression with memory keeps between steps on this rank.
         sparse: positions of parameters that have had a sparse gradient, or always have one; extended during training.
     """
 
@@ -80,10 +80,10 @@ class GradientReducer:
         self._name = name
         self._exchange = exchange
         self._num_passes = dict.fromkeys(parameters, 0)
-        trainable = {i: parameter for i, parameter in parameters.items() if parameter.requires_grad}
+        trainable = {position: parameter for position, parameter in parameters.items() if parameter.requires_grad}
         # A parameter with sparse gradients gets a bucket of its own, unless its gradients are sent as dense tensors.
-        gathered = frozenset() if exchange.sparse_as_dense else exchange.sparse
-        self._buckets = self._make_buckets({i: p for i, p in trainable.items() if i not in gathered})
+        separate = frozenset() if exchange.sparse_as_dense else exchange.sparse
+        self._buckets = self._make_buckets({i: p for i, p in trainable.items() if i not in separate})
         self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
         for position in trainable.keys() - self._bucket_of.keys():
             self._add_sparse_bucket(position)
@@ -103,7 +103,7 @@ class GradientReducer:
         """
         try:
             self._launch_remaining()
-            # Send all second messages before waiting for the first result, so that they are in flight together.
+            # Some compressions need a second message. Send all of them before waiting, so that they travel together.
             for bucket in self._buckets:
                 bucket.send_second()
             for bucket in self._buckets:
@@ -114,7 +114,7 @@ class GradientReducer:
             self.reset()
 
     def reset(self) -> None:
-        """Wait for buckets in flight, discard results and added gradients, and set the counts of passes to 0."""
+        """Wait for the buckets that were sent, discard all results and added gradients, and count passes from 0."""
         for bucket in self._buckets:
             bucket.drop()
         self._num_passes = dict.fromkeys(self._parameters, 0)
@@ -144,7 +144,7 @@ class GradientReducer:
 
     def _hook(self, position: int) -> RemovableHandle:
         # A weak reference, because the parameters refer to the hook. After the user deletes this optimizer and wraps
-        # the parameters in a new one, the old hooks find no reducer and do nothing.
+        # the parameters in a new one, the old hooks do nothing.
         reducer = weakref.ref(self)
 
         def gradient_accumulated(_: Tensor) -> None:
@@ -213,7 +213,7 @@ class GradientReducer:
         plan = plan_groups(
             [parameter.numel() * parameter.element_size() for parameter in parameters.values()],
             [(parameter.dtype, parameter.device) for parameter in parameters.values()],
-            [[indices[i] for i in group if i in indices] for group in self._exchange.groups],
+            [[indices[position] for position in group if position in indices] for group in self._exchange.groups],
             # A user who limits or disables fusion expects the same limit for gradients.
             bucket_bytes=min(BUCKET_BYTES, runtime.current_job().engine.settings.fusion_bytes),
         )

@@ -118,14 +118,14 @@ def broadcast_optimizer_state(
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None and id(parameter) not in sparse_ids:
             parameter.grad = torch.zeros_like(parameter)
-    # First broadcast the values without the tensors, so that all ranks prepare tensors of the root's shapes. Then
-    # broadcast the tensors.
+    # First broadcast all values except the tensors, and prepare tensors of the root's shapes. Then broadcast these.
     # `local_values` has the state of each parameter, then the options of each group; the lists below have this order.
     local_values = [dict(optimizer.state.get(parameter, {})) for parameter in parameters]
     local_values += [{key: group[key] for key in group if key != "params"} for group in optimizer.param_groups]
-    described = [_describe(values) for values in local_values]
+    descriptions = [_describe(values) for values in local_values]
+    # The memory of a compression, without the residuals.
     shared_memory = optimizer.shared_memory() if isinstance(optimizer, HasMemory) else {}
-    root_values, shared_memory = broadcast_object((described, shared_memory), root_rank, "optimizer")
+    root_values, shared_memory = broadcast_object((descriptions, shared_memory), root_rank, "optimizer")
     if runtime.rank() != root_rank:
         devices = [parameter.device for parameter in parameters]
         devices += [group["params"][0].device for group in optimizer.param_groups]
@@ -188,7 +188,7 @@ def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], de
 
 def _adopt(optimizer: torch.optim.Optimizer, parameters: list[Tensor], values: list[dict[str, Any]]) -> None:
     """Replace the state and options: `values` has the state of each parameter, then the options of each group."""
-    # `zip` is not strict here, because the options of the groups follow the states.
+    # Not strict, because the options of the groups follow the states.
     for parameter, state in zip(parameters, values, strict=False):
         if state:
             optimizer.state[parameter] = state
@@ -209,7 +209,7 @@ def _named_values(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, 
     """Return pairs of name and value for the `params` of `broadcast_parameters`; number tensors without a name."""
     if isinstance(params, Mapping):
         return list(params.items())
-    # A tensor is iterable too, but is rejected below: its rows would be broadcast one by one.
+    # A tensor is iterable too, but is rejected below: otherwise its rows would be broadcast one by one.
     entries = [] if isinstance(params, Tensor) else list(params)
     pairs = [(None, entry) if isinstance(entry, Tensor) else entry for entry in entries]
     if isinstance(params, Tensor) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):

@@ -48,7 +48,7 @@ class Rendezvous:
         store: connection to the driver's store, used by this object alone.
 
     Attributes:
-        serial, wants_sync: fields of the next `RankRequest`, set by the run loop.
+        serial, wants_sync: for the next `RankRequest`, which describes them; set by the run loop.
         assignment: newest rank assignment; None before the first.
     """
 

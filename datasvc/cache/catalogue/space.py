@@ -35,7 +35,7 @@ _MAPPED: Final = ".mapped"  # name suffix of a quarantined file on which a job h
 
 
 class SpaceAllocator:
-    """The disk space of one cache, inside one write transaction; `Catalogue` creates one per transaction.
+    """Manages the disk space of a cache inside one write transaction; `Catalogue` creates one per transaction.
 
     Args:
         tables: the tables, in this transaction.

@@ -93,7 +93,7 @@ run_before_threads_end(_close_all)
 
 
 class RequestPool:
-    """The requests to origins that this process has in progress, over all objects.
+    """Limits the requests to origins that this process has in progress, over all objects, and runs them.
 
     Args:
         num_requests: maximum number of requests at once, at least 1. Each needs 512 KiB of memory if the store's
@@ -120,7 +120,7 @@ class RequestPool:
 
     @contextmanager
     def sharing(self, interrupt: CancellationToken) -> Iterator[None]:
-        """Count one more object in transfer inside the block; `close` ends its requests by `interrupt`."""
+        """Count an object as in transfer inside the block; `close` sets `interrupt`, which ends its requests."""
         with self._lock:
             self._interrupts.add(interrupt)
         try:
@@ -134,7 +134,7 @@ class RequestPool:
         """Wait for a free slot, and occupy it for one request inside the block.
 
         Yields:
-            Number of requests per object if all objects share the slots equally, at least 1.
+            Equal share of the slots for each object in transfer, at least 1.
 
         Raises:
             UnavailableError: the pool was closed.
@@ -163,7 +163,7 @@ class RequestPool:
 class OriginSource:
     """The origin as the source of one object, read by several ranged requests at once.
 
-    All objects that a process fetches share its `requests`.
+    All objects that a process fetches share one `RequestPool`.
     """
 
     kind: Kind = "origin"
@@ -177,8 +177,8 @@ class OriginSource:
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """Pass the bytes to the sink, by several requests at once. For errors see `ObjectSource.stream`."""
         assert info.digest == self._digest
-        # Read once, because `can_stream` may become False during the transfer: ranges whose length was chosen for
-        # streaming are too long to be collected in memory.
+        # Read once: if `can_stream` became False during the transfer, ranges whose length was chosen for streaming
+        # would be too long to be collected in memory.
         is_streamed = self._origin.can_stream
         gate = RequestGate(sink)
         ranges = RangeRequests(offset, offset + length, STREAMED_PARTS if is_streamed else GATHERED_PARTS)
@@ -191,7 +191,7 @@ class OriginSource:
                 for future in as_completed(futures):
                     future.result()
             finally:
-                # This does not wait for a request that cannot be cancelled: the closed gate drops its bytes.
+                # Do not wait for a request that cannot be cancelled: the closed gate drops its bytes.
                 for future in futures:
                     future.cancel()
                 gate.close()
@@ -200,7 +200,7 @@ class OriginSource:
         """Do nothing: there is one origin, which is used even after wrong bytes."""
 
     def _transfer(self, ranges: RangeRequests, gate: RequestGate, *, is_streamed: bool) -> None:
-        """Read one range after the other, until all are requested or the gate is closed."""
+        """Read one range after another, until all are requested or the gate is closed; runs in several threads."""
         while True:
             with self._requests.slot() as num_concurrent:
                 span = None if gate.interrupt.is_set else ranges.take(num_concurrent)
@@ -210,7 +210,7 @@ class OriginSource:
                     self._stream(*span, gate)
                     continue
                 content = self._read(*span)
-            # Delivered outside of the slot, so that the next request runs while these bytes are written.
+            # Deliver outside the slot, so that the next request runs while these bytes are written.
             gate.deliver(span[0], memoryview(content))
 
     def _stream(self, start: int, stop: int, gate: RequestGate) -> None:

@@ -64,6 +64,7 @@ def verify(
         facts = asdict(replace(result, overlaps=()))
         overlaps = [overlap_facts(overlap) for overlap in result.overlaps]
         repairs = [asdict(repair) for repair in outcome.repairs]
+        # `num_left` counts the problems that were not repaired.
         print_json({**facts, "overlaps": overlaps, "repairs": repairs, "num_left": len(outcome.remaining)})
     else:
         how = "read and compared" if deep else "checked by size and structure; --deep reads every byte"
@@ -76,7 +77,7 @@ def verify(
             print_line(str(problem))
         for repair in outcome.repairs:
             print_line(describe_repair(repair))
-        for kind, count in result.accepted.items():
+        for kind, count in result.accepted.items():  # overlaps that the commit of the version allowed
             print_line(f"{count} samples are in two splits, by {kind}: accepted when they were committed")
         for overlap in result.overlaps:
             print_line(

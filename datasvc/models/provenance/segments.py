@@ -129,9 +129,9 @@ def _plan(ancestry: Ancestry, version: Version, ancestor_uses: Mapping[_RunOrder
 def _is_start_known(
     ancestry: Ancestry, version: Version, use: DataUse, ancestor_uses: Mapping[_RunOrder, DataUse]
 ) -> bool:
-    """Return whether it is known which version has the step at which the run's record starts.
+    """Return whether it is known which version the run of `use` continued.
 
-    True if the record starts at step 0, or does not name its first step.
+    Also True if the run began at step 0, or if its first step is not recorded.
     """
     step = use.spans[0].step if use.spans else None
     if not step:

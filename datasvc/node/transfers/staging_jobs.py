@@ -1,4 +1,4 @@
-"""Staging jobs of a node: each brings a data set into the cache in the background, and can be watched and cancelled.
+"""Staging jobs of a node: each brings a data set into the cache in the background.
 
 The routes of `/stage` start, list and cancel them.
 """
@@ -33,7 +33,7 @@ class StageJob:
     Attributes:
         id: identifier in URLs.
         labels: data set and repository as text, for `describe`.
-        total_bytes: size of all shards of the job, equal ones counted once.
+        total_bytes: size of the different shards of the job.
         stop: event that cancels the job.
         state: current state; it changes under the lock of the job.
         future: done when `run` has ended in its thread; set by `StageJobs`.
@@ -50,7 +50,7 @@ class StageJob:
         self.future: Future[None]
         self.state: JobState = "waiting"
         self._error: DatasvcError | None = None
-        self._arrived = SourceCounter()
+        self._arrived = SourceCounter()  # bytes by source
         self._started = self._ended = 0.0
         self._lock = threading.Lock()
 
@@ -96,7 +96,7 @@ class StageJob:
         except DatasvcError as error:
             self._end("cancelled" if self.stop.is_set() else "failed", error)
         except BaseException as error:
-            # Stored too, so that the job does not stay in the state "running".
+            # Store it too, so that the job does not stay in the state "running".
             self._end("failed", DatasvcError(f"{type(error).__name__}: {error}"))
             raise
         else:
@@ -109,7 +109,7 @@ class StageJob:
             if self.state == "waiting":
                 self.state = "cancelled"
                 _logger.info("staging job %s was cancelled before its start: %s", self.id, self._title)
-                self.future.cancel()  # no effect if a thread has taken the job: then `_begin` sees the new state
+                self.future.cancel()  # if a thread has taken the job, this has no effect: `_begin` sees the state
 
     def _begin(self) -> bool:
         with self._lock:
@@ -124,7 +124,7 @@ class StageJob:
     def _end(self, state: JobState, error: DatasvcError | None) -> None:
         with self._lock:
             self.state = state
-            # A cancelled job reports no error, because the error may only be a consequence of the cancellation.
+            # A cancelled job reports no error: it may only be a consequence of the cancellation.
             self._error = error if state == "failed" else None
             self._ended = time.monotonic()
             seconds = self._ended - self._started
@@ -149,7 +149,7 @@ class StageJobs:
     Args:
         cache: cache that the jobs fill.
         stop_node: called in the thread of a job if the cache's catalogue cannot be used any more.
-        num_at_once: number of jobs that run at the same time; each uses several threads and connections.
+        num_at_once: maximum number of running jobs; each uses several threads and connections.
         max_unfinished: maximum number of waiting and running jobs; further ones are refused.
         max_ended: number of ended jobs that stay listed.
     """
@@ -184,7 +184,7 @@ class StageJobs:
             CorruptDataError: a table is damaged.
             NotFoundError: a table is missing.
         """
-        job = StageJob(splits, labels)  # outside of the lock: this may read shard tables from the origin
+        job = StageJob(splits, labels)  # before the lock, because this may read shard tables from the origin
         with self._lock:
             if self._is_closed:
                 raise UnavailableError("this node is stopping; try another node")

@@ -50,7 +50,7 @@ def build_listed(work: IngestWork, unit: IngestUnit, repository: Repository, pro
     with ShardFinisher(work, unit, repository) as finisher:
         output = finisher.open()
         appender = _ImageAppender(work, output)
-        size_bytes = num_samples = 0
+        size_bytes = num_samples = 0  # since the last report of progress
         allocate = partial(output.writer.blob_buffer, IMAGE)
         for file, content in _read_files(work.source.url, unit.files, allocate):
             try:
@@ -74,7 +74,7 @@ class _ImageAppender:
     """Checks images and appends them to a shard.
 
     All steps for an image run directly after each other, while the image is in the CPU cache. Other columns are
-    converted once per record batch, and the sample index once per shard.
+    written once per record batch, and the sample index once per shard.
     """
 
     def __init__(self, work: IngestWork, output: ShardOutput) -> None:
@@ -90,7 +90,7 @@ class _ImageAppender:
         self._files: list[ImageFile] = []
         self._headers: list[ImageHeader] = []
         self._digests: list[bytes] = []
-        self._num_written = 0
+        self._num_written = 0  # number of images in complete record batches
 
     @property
     def num_samples(self) -> int:
@@ -106,11 +106,11 @@ class _ImageAppender:
         content = encoded or content  # `encoded` is None if the image stays unchanged
         blobs = (content,) if self._blob_sources is None else self._blobs(file, content)
         digest = digest_blob(content)
-        is_full = self._writer.append_blobs(*blobs)
+        is_batch_full = self._writer.append_blobs(*blobs)
         self._files.append(file)
         self._headers.append(header)
         self._digests.append(digest)
-        if is_full:
+        if is_batch_full:
             self._end_batch()
 
     def close(self) -> None:
@@ -148,9 +148,9 @@ class _ImageAppender:
 
 
 def _blob_sources(schema: pa.Schema, value_positions: Mapping[str, int]) -> tuple[int | None, ...] | None:
-    """Return where each blob comes from, by column: a position in `ImageFile.values`, or None for the image itself.
+    """Return for each blob column its position in `ImageFile.values`, or None for the image itself.
 
-    Return None instead of a tuple if the image is the only blob column, which is the usual case.
+    In the usual case that the image is the only blob column, return None instead of a tuple.
     """
     columns = [field.name for field in schema if is_blob(field.type)]
     if columns == [IMAGE]:
@@ -183,7 +183,7 @@ def _read_files(
 
 def _wait_for_read(file: ImageFile, future: Future[bytes]) -> tuple[ImageFile, Content]:
     """Return a remote file and its content. Raise SourceChangedError if its size differs from the listing."""
-    # A file may also change and keep its size: a new listing at the end of the ingest finds this.
+    # A change that keeps the size is found by a new listing at the end of the ingest.
     content = future.result()
     if len(content) != file.size_bytes:
         raise _changed(file, f"it had {file.size_bytes} bytes and now has {len(content)}")
@@ -204,12 +204,12 @@ def _read_local(file: ImageFile, allocate: AllocateBuffer) -> memoryview:
                 )
             if file.stamp and str(status.st_mtime_ns) != file.stamp:
                 raise _changed(file, "its modification time changed after it was listed")
-            count = os.readv(descriptor, [target])
-            while count < file.size_bytes:
-                read = os.readv(descriptor, [target[count:]])
-                if not read:
-                    raise _changed(file, f"it ends after {count} of {file.size_bytes} bytes")
-                count += read
+            read_bytes = os.readv(descriptor, [target])
+            while read_bytes < file.size_bytes:
+                more_bytes = os.readv(descriptor, [target[read_bytes:]])
+                if not more_bytes:
+                    raise _changed(file, f"it ends after {read_bytes} of {file.size_bytes} bytes")
+                read_bytes += more_bytes
         finally:
             os.close(descriptor)
     except OSError:

@@ -1,8 +1,8 @@
 """Base of the sources of Parquet, Arrow, CSV and JSON lines: files with the same columns, read batch by batch.
 
-The reader of a format yields raw batches, with the columns as the file has them, and a key for each sample. These
-keys are used if no column holds keys. This module validates and converts the batches, and slices them to the limits
-of `StreamedSource.read` (source.py). If a sample of a batch does not convert, only this sample is left out.
+The reader of a format yields raw batches, with the columns as the file has them (`RawBatch`). This module validates
+and converts the batches, and slices them to the limits of `StreamedSource.read`. If a sample of a batch does not
+convert, only this sample is left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RawBatch:
 
     Attributes:
         batch: raw columns.
-        keys: `string[samples]`; they name bad samples, and they are the keys if no column holds the keys.
+        keys: `string[samples]`; they name bad samples, and are the keys if no column holds keys.
     """
 
     batch: pa.RecordBatch
@@ -85,7 +85,7 @@ class TableSource(FileSource):
 def _to_samples(columns: ColumnMap, raw: RawBatch, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
     """Yield raw samples as batches of samples within the limits of a source.
 
-    Raise ConfigError if a column is missing. Otherwise `_convert` would report each sample of the part as bad.
+    Raise ConfigError if a column is missing: `_convert` would report each sample of the part as bad instead.
     """
     missing = [name for name in columns.raw_names if name not in raw.batch.schema.names]
     if missing:
@@ -101,7 +101,7 @@ def split_by_size(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     """Yield slices of `batch` of at most `BATCH_SAMPLES` samples and about `BATCH_BYTES` when decoded."""
     if not batch.num_rows:
         return
-    # Dictionary columns are small, but may be much larger when decoded, so the decoded size is estimated first.
+    # Estimate the decoded size, because dictionary columns may be much larger when decoded.
     sample_bytes = sum(map(_decoded_bytes, batch.columns)) / batch.num_rows
     num_samples = max(1, min(BATCH_SAMPLES, int(BATCH_BYTES / max(sample_bytes, 1))))
     for start in range(0, batch.num_rows, num_samples):
@@ -152,10 +152,10 @@ def list_tables(
             f"{' or '.join(f'*{extension}' for extension in sorted(extensions))}"
         )
     _check_names(tables, compressed=compressed)
-    filled = [file for file in tables if file.size_bytes]
-    if not filled:
+    nonempty = [file for file in tables if file.size_bytes]
+    if not nonempty:
         raise no_samples_error(url, tables)
-    return filled, ignored + Counter({EMPTY: len(tables) - len(filled)})  # `+` drops a count of zero
+    return nonempty, ignored + Counter({EMPTY: len(tables) - len(nonempty)})  # `+` drops a count of zero
 
 
 def no_samples_error(url: str, files: Sequence[SourceFile]) -> NotFoundError:
@@ -194,10 +194,10 @@ def _decoded_bytes(column: pa.Array) -> int:
         return int(column.nbytes)
     values = column.dictionary
     # A value of fixed size has at most 8 bytes; a text or blob has at most as many bytes as the longest one.
-    longest = 8
+    max_bytes = 8
     if len(values) and (is_text(values.type) or is_binary(values.type)):
-        longest = pc.max(pc.binary_length(values)).as_py() or 0
-    return int(column.indices.nbytes) + longest * len(column)
+        max_bytes = pc.max(pc.binary_length(values)).as_py() or 0
+    return int(column.indices.nbytes) + max_bytes * len(column)
 
 
 def _convert(
@@ -210,6 +210,7 @@ def _convert(
         piece.validate(full=True)  # finds text that is not UTF-8, and offsets out of range
         return columns.convert(piece, keys.slice(start, stop - start))
 
+    # A batch that does not convert is halved again and again, until only the bad samples fail.
     for first, result in bisect_errors(batch.num_rows, convert, (ConfigError, pa.ArrowException)):
         if isinstance(result, Exception):
             yield BadSample(split, keys[first].as_py(), reason_of(result))
