@@ -203,7 +203,7 @@ class _History:
     def audit(self, epoch: int) -> EpochAudit:
         """Audit one epoch."""
         counted: dict[RecordKind, list[StridedRange]] = {kind: [] for kind in RecordKind}
-        # Ranges [start, stop) that a rank has passed, by rank and by id of the attempt, which is not hashable.
+        # Ranges [start, stop) that a rank has passed, by id of the attempt, which is not hashable, and by rank.
         passed: dict[tuple[int, int], list[StridedRange]] = defaultdict(list)
         num_served = 0
         for attempt, rank, record in self._records[epoch]:
