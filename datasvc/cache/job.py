@@ -122,8 +122,8 @@ class CacheJob:
             evict: whether to evict objects that a running job may need again; False: only those that no job needs.
 
         Returns:
-            "resident", "origin" or "peer", see `Acquired`; or "later": the fetch would evict objects needed sooner,
-            so nothing was done; or "busy": another thread or process fetches the object.
+            "resident", "origin" or "peer": see `Acquired`. "busy": another thread or process fetches the object.
+            "later": nothing was done, because the fetch would evict objects that are needed sooner.
 
         Raises:
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError, ConfigError: see `acquire`.
@@ -138,8 +138,7 @@ class CacheJob:
 
         Args:
             digest: the object.
-            reuse: next use by this job; None: unknown. Ignored if another running job needs the object at the same
-                distance or sooner.
+            reuse: next use by this job; None: unknown. It is recorded under the condition of `expect`.
 
         Raises:
             ConfigError: this process has no hold on the object.
@@ -156,13 +155,13 @@ class CacheJob:
     def expect(self, next_uses: Mapping[Digest, int], now: int, *, passed_only: bool = False) -> None:
         """Declare the next uses of objects by this job. Objects without a file are skipped.
 
-        The record of an object has one job and its next use. This job is recorded, unless another running job needs
-        the object at the same distance or sooner.
+        The catalogue records one job for each object, with its next use. This job is not recorded if another running
+        job needs the object equally soon, or sooner.
 
         Args:
-            next_uses: next use of each object, on the job's clock, see `NextUse`. Bytes.
-            now: current value of the job's clock. Bytes.
-            passed_only: do not change objects for which this job has already recorded a next use at `now` or later.
+            next_uses: next use of each object, in bytes on the job's clock, see `NextUse`.
+            now: current value of the job's clock, in bytes.
+            passed_only: skip objects for which this job has recorded a next use that has not passed at `now`.
         """
         catalogue, remaining = self._open().catalogue, iter(next_uses.items())
         # Several short transactions: a write transaction blocks the writes of all other processes.
@@ -243,8 +242,8 @@ class CacheJob:
             while True:
                 reservation = catalogue.reserve(info, self.id, self.tenant, prefetch=prefetch, evict=evict)
                 if isinstance(reservation, NoSpaceYet):
-                    # A fetch always ends, successful or not. The next reservation succeeds or names another fetch, or
-                    # raises CacheFullError if none is left.
+                    # Other fetches hold the space, and each of them ends. Then the next reservation succeeds, names
+                    # another fetch, or raises CacheFullError if none is left.
                     files.wait_for_incoming(reservation.digest)
                 elif reservation == "busy" and prefetch is None:
                     files.wait_for_incoming(info.digest)

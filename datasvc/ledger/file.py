@@ -3,7 +3,7 @@
 A file has a header, with the cursor (epoch, position) of the first batch, and records of 64 bytes:
 
     header: magic, format, CRC-32 and JSON, padded with spaces to a multiple of 64 bytes
-    record: CRC-32 of the other fields, kind, epoch, start, stop, period, offset, length, number of positions
+    record: CRC-32 of the rest, kind, epoch, start, stop, period, offset and length (`StridedRange`), count
 
 Integers are little-endian. A rank extends its last record in place. Because 64 divides the page size, a killed
 process leaves either the old record or the new one, so a file is correct up to the last batch. A power cut may lose
@@ -46,9 +46,11 @@ _MAX_POSITION = 1 << 62  # positions are computed as int64, so keep them far bel
 class RecordKind(IntEnum):
     """Outcome of the samples at some positions.
 
-    SERVED: in a batch. MASKED: also in a batch, but the sample did not decode and was masked; such a position is
-    recorded as SERVED too. PADDED: served again, masked, to fill a batch. DROPPED: left over at the end of an epoch,
-    too few for a batch.
+    Attributes:
+        SERVED: in a batch.
+        MASKED: in a batch, but masked, because the sample did not decode; the position is recorded as SERVED too.
+        PADDED: served again, masked, to fill a batch.
+        DROPPED: left over at the end of an epoch, too few for a batch.
     """
 
     SERVED = 1
@@ -262,18 +264,17 @@ def _read_bytes(path: Path, length: int = -1) -> bytes:
 
 
 def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
-    """Return the header and its length in bytes; raise CorruptDataError or ConfigError as `read_header`."""
-    # The header is the first line. In a damaged file, the first line feed may be anywhere or missing, so limit the
-    # search.
+    """Return the header and its length in bytes; for errors, see `read_header`."""
+    # The header is the first line. A damaged file may have no line feed, so limit the search.
     line = content[: content.find(b"\n", 0, _MAX_HEADER_BYTES) + 1]
     magic, _, fields = line.partition(b" ")
-    number, _, fields = fields.partition(b" ")
+    format_number, _, fields = fields.partition(b" ")
     checksum, _, body = fields.partition(b" ")
-    if magic != _MAGIC or not number.isdigit():
+    if magic != _MAGIC or not format_number.isdigit():
         raise CorruptDataError(f"{path} does not start with the header of a ledger; the file is ignored")
-    if int(number) != FORMAT:
+    if int(format_number) != FORMAT:
         raise ConfigError(
-            f"{path} has format {int(number)}; this datasvc reads format {FORMAT}: use a matching release"
+            f"{path} has format {int(format_number)}; this datasvc reads format {FORMAT}: use a matching release"
         )
     body = body.rstrip()
     if b"%08x" % zlib.crc32(body) != checksum or len(line) % RECORD_BYTES:
@@ -283,12 +284,12 @@ def _parse_header(path: Path, content: bytes) -> tuple[Header, int]:
 
 def _parse_file(path: Path, number: int, content: bytes) -> LedgerFile:
     """Return the content of a file, with a description of each damaged record; for errors, see `read_header`."""
-    header, offset = _parse_header(path, content)
-    num_records, num_torn_bytes = divmod(len(content) - offset, RECORD_BYTES)
+    header, header_bytes = _parse_header(path, content)
+    num_records, num_torn_bytes = divmod(len(content) - header_bytes, RECORD_BYTES)
     torn = bool(num_torn_bytes)
     records, damage = [], []
     for index in range(num_records):
-        start = offset + index * RECORD_BYTES
+        start = header_bytes + index * RECORD_BYTES
         try:
             records.append(LedgerRecord.decode(content[start : start + RECORD_BYTES]))
         except CorruptDataError as error:

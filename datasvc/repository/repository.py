@@ -33,7 +33,7 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import Storage
 
 REPOSITORY_FORMAT = 1
-MARKER = "datasvc.json"
+MARKER = "datasvc.json"  # file at the root of every repository
 _MARKER_BYTES = json.dumps({"format": REPOSITORY_FORMAT}).encode() + b"\n"
 
 Kind = Literal["datasets", "models"]
@@ -59,8 +59,7 @@ class NameState:
     Attributes:
         versions: numbers of all versions, ascending.
         tags: version that each tag points at; a tag that cannot be read is left out.
-        removed: numbers of the removed versions. A tagged version is not among them, even if its removal was not
-            reverted yet.
+        removed: numbers of the removed versions. The removal of a tagged version is not valid and does not count.
     """
 
     versions: Sequence[int]
@@ -116,7 +115,7 @@ class Repository:
         """Open the repository at `url`; create it if it does not exist.
 
         Raises:
-            ConfigError: the store has no create-only write, so commits could overwrite each other; or see `open`.
+            ConfigError: the store overwrites existing files, so commits could overwrite each other; or see `open`.
             UnavailableError: the store does not respond.
         """
         storage = Storage(url)
@@ -129,7 +128,7 @@ class Repository:
         return cls(storage)
 
     def journal(self, work: str, fingerprint: str, attempt: str | None = None) -> Journal:
-        """Return the journal of a piece of work, which may not have begun; for arguments, see `Journal`."""
+        """Return the journal of some work, which may not have begun; for the arguments, see `Journal`."""
         return Journal(self.storage, work, fingerprint, attempt)
 
     def names(self, kind: Kind) -> list[str]:
@@ -158,7 +157,7 @@ class Repository:
         """Return the tags of `name`, each with the version that it points at.
 
         A tag that cannot be read is left out with an `UnreadableVersionWarning`. With `strict`, its error is raised:
-        for callers that must not take a tagged version for one without a tag.
+        for callers that must not miss a tag.
 
         Raises:
             CorruptDataError, ConfigError: with `strict`, a tag cannot be read.
@@ -196,7 +195,7 @@ class Repository:
         Raises:
             NotFoundError: `ref` does not resolve.
             ConfigError: `tag` is not a valid tag.
-            CorruptDataError: the newest move of the tag is damaged, so it cannot be compared with `expect`.
+            CorruptDataError: `expect` is given, but the newest move of the tag is damaged.
             ConflictError: the tag does not point at `expect`, or the version was removed concurrently; or see
                 `Log.append`.
             UnknownOutcomeError, UnavailableError: see `Log.append`.
@@ -207,8 +206,8 @@ class Repository:
         removed = self._removed(kind, reference.name, logs)
         target = self._resolve(kind, reference, logs, removed)
         if target.version in removed:
-            # `_resolve` accepts a removed version only if a tag points at it. Then its removal is invalid, and the
-            # writer that removed it has not reverted the removal yet, or was killed: revert the removal here.
+            # `_resolve` accepts a removed version only if a tag points at it. Then its removal is invalid. The writer
+            # that removed it has not reverted the removal yet, or was killed: revert the removal here.
             self.removals(kind, target.name).restore([target.version], "tagged")
         tags = self._tags(kind, target.name)
         newest: Entry | None = None
@@ -218,7 +217,7 @@ class Repository:
         except CorruptDataError:
             if expect is not None:
                 raise
-            # A new move follows the damaged one. If the new move must be reverted below, the tag is removed.
+            # The new move follows the damaged one. A conflict below removes the tag: the previous version is unknown.
             previous = 0
         if previous == target.version and expect in {None, previous}:
             return target
@@ -233,7 +232,7 @@ class Repository:
         """Move a tag back from `target` to version `previous`, or remove the tag if `previous` is 0 or is removed.
 
         Returns:
-            Outcome for the error message, which follows the words "the tag".
+            What happened to the tag: the error message after the words "the tag".
         """
         kind, name = target.kind, target.name
         tags = self._tags(kind, name)
@@ -314,10 +313,10 @@ class Repository:
         Args:
             name: name of the model.
             metric: name of the metric.
-            mode: whether a high ("max") or a low ("min") value is better; None: the name of the metric tells.
+            mode: whether a high ("max") or a low ("min") value is better; None: chosen by the name of the metric.
 
         Raises:
-            ConfigError: the name of the metric is unclear and there is no mode, or `name` or `mode` is not valid.
+            ConfigError: no mode is given or known for this metric, or `name` or `mode` is not valid.
             NotFoundError: the model does not exist, or no version has a finite value of the metric.
             CorruptDataError, UnavailableError: the removals cannot be read, or the store does not respond.
         """
@@ -333,7 +332,7 @@ class Repository:
             raise CorruptDataError(describe_damage(resolved, error)) from error
 
     def readable_entries(self, kind: Kind, name: str, numbers: Iterable[int] | None = None) -> list[Entry]:
-        """Return the entries of versions that can be read, in the order of `numbers`; default: all, oldest first.
+        """Return the entries of versions `numbers`, in this order; default: all versions, oldest first.
 
         An entry that cannot be read is left out with an `UnreadableVersionWarning`, so that it does not hide the
         other versions. A version that was declared lost, see `lost_versions.mark_lost`, is left out silently.
@@ -345,7 +344,7 @@ class Repository:
         lost = self.removals(kind, name).lost() if errors else frozenset()
         for number in sorted(errors.keys() - lost):
             version, error = Resolved(kind, name, number), errors[number]
-            # Only for damage, add the advice to give the version up: a later format needs an upgrade instead.
+            # Advise to give the version up only if its entry is damaged: a later format needs an upgrade instead.
             is_damaged = isinstance(error, CorruptDataError)
             warn_unreadable(version, CorruptDataError(describe_damage(version, error)) if is_damaged else error)
         return entries
@@ -382,7 +381,7 @@ class Repository:
         *,
         accept_removed: bool = False,
     ) -> Resolved:
-        """Return the version that `reference` refers to; for `logs`, see `_list_logs`; for errors, `resolve`."""
+        """Return the version that `reference` refers to; for `logs`, see `_list_logs`; for errors, see `resolve`."""
         name, numbers = reference.name, logs["versions"]
         if not numbers:
             raise self._missing(kind, name)
@@ -416,19 +415,19 @@ class Repository:
         if kind != "models":
             raise ConfigError(f"{name}@{reference.tag}: data-set versions have no metrics; give a version or a tag")
         entries = self.readable_entries(kind, name, numbers)
-        scores = {entry.number: finite_metrics(entry.content.get("metrics")) for entry in entries}
-        metrics = sorted({known for score in scores.values() for known in score})
-        if metric not in metrics:
+        metrics_by_version = {entry.number: finite_metrics(entry.content.get("metrics")) for entry in entries}
+        known_metrics = sorted({known for metrics in metrics_by_version.values() for known in metrics})
+        if metric not in known_metrics:
             raise NotFoundError(
                 f"no version of {name} has a finite metric {metric!r}, so none is the best; there are: "
-                f"{', '.join(metrics) or 'none'}"
+                f"{', '.join(known_metrics) or 'none'}"
             )
         advice = (
             f"write {name}@best:{metric}:max or {name}@best:{metric}:min (mode='max' or mode='min' of "
             "`repo.models.best`)"
         )
         mode = choose_metric_mode(metric, reference.mode, advice=advice)
-        return rank_by_metric(scores, metric, mode)[0]
+        return rank_by_metric(metrics_by_version, metric, mode)[0]
 
     def _list_logs(self, kind: Kind, name: str) -> dict[str, list[int]]:
         """Return the entry numbers of all logs of `name`, by path such as "versions" or "tags/best"; one request."""

@@ -142,11 +142,11 @@ class StoredBlocks:
         """Bytes of each block, `int64[num_samples]`."""
 
     def copy(self, rows: Integers, out: Integers, indices: Integers) -> None:
-        """Write the blocks of `rows`, `int64[k]`, to `out[indices]`, `int64[n, block]`.
+        """Write the blocks of `rows`, `int64[k]`, to `out[indices]`, `int64[n, block_tokens]`.
 
-        Values after the end of a short block are arbitrary. `indices` are `int64[k]`, ascending.
+        Values after the end of a short block are arbitrary. `indices` are `int64[k]`, ascending and distinct.
         """
-        # The blocks fill all of `out`. `indices` ascend, so they are 0, 1, ... and need not be applied.
+        # The blocks fill all of `out`, so the ascending `indices` are 0, 1, ... and need not be applied.
         if len(rows) == len(out):
             np.copyto(out, self.gather(rows), casting="unsafe")
         # This loop is not for ragged blocks, whose window may end after the end of the area, see `_gather_from`.
@@ -158,7 +158,7 @@ class StoredBlocks:
             out[indices] = self.gather(rows)
 
     def gather(self, rows: Integers) -> npt.NDArray[Any]:
-        """Return a copy of the blocks of `rows`, `dtype[n, block]`. Values after the end of a block are arbitrary."""
+        """Return a copy of the blocks of `rows`, `dtype[k, block_tokens]`; for short blocks, see `copy`."""
         if len(self._areas) == 1:
             return self._gather_from(0, self._starts[rows], rows).view(self.format.dtype)
         blocks = np.empty((len(rows), self.format.block_bytes), np.uint8)
@@ -204,20 +204,20 @@ class StoredLists:
         """Return, for each value in the lists of `rows`, the index of its list in `rows`, and the value."""
         counts = self._counts[rows]
         ends = np.cumsum(counts)
-        # For each value, its position in `_values`: the start of its list, plus its position in the list.
+        # Positions in `_values`: a list begins there at `_starts[row]`, and in the result at `ends - counts`.
         positions = np.repeat(self._starts[rows] - (ends - counts), counts) + np.arange(counts.sum())
         return np.repeat(np.arange(len(rows)), counts), self._values[positions]
 
 
 def _find_rows(array: pa.Array, format_: BlockFormat) -> tuple[pa.Buffer, Integers, Integers]:
-    """Return the buffer of an array's tokens, and, in bytes, the start of each row in the buffer and its size."""
+    """Return the buffer with an array's tokens, and the start and the size of each row in it, in bytes."""
     item_bytes = format_.dtype.itemsize
     if is_blob(array.type):
         _, starts, stops = blob_part(array)
         return array.buffers()[2] or _NO_BUFFER, starts, stops - starts
     values = array.values
-    # `values` includes the elements of lists that are null themselves; `flatten` leaves these lists out. A null list
-    # is not an error here: the decoder reports it only if a batch needs it.
+    # A list that is null as a whole is not an error here: the decoder reports it only if a batch needs it. `values`
+    # includes the elements of such lists, `flatten` leaves them out.
     if values.null_count and array.flatten().null_count:
         raise ConfigError(
             f"column {format_.column!r} has lists with null in them; a token is a number; ingest data without null"

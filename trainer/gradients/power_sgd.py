@@ -131,19 +131,18 @@ class _PowerSGDBucket(Bucket):
 
     def _take(self, position: int) -> None:
         parameter, memory = self.parameters[position], self._memory.setdefault(position, {})
-        has_started = memory.get(_NUM_STEPS, 0) >= self._settings.start_iteration
-        if has_started and self._settings.shrinks(parameter):
+        is_past_start = memory.get(_NUM_STEPS, 0) >= self._settings.start_iteration
+        if is_past_start and self._settings.shrinks(parameter):
             self._factors[position] = self._factorize(position, with_residual(parameter, memory))
         else:
-            self._uncompressed[position] = with_residual(parameter, {}).mul_(self._scale())
+            self._uncompressed[position] = with_residual(parameter, {}).mul_(self._scale())  # no residual
 
     def _scale(self) -> float:
-        # Both factors are applied before the sum, as one: a split would not improve the rounding here.
+        # The scaling factors for before and after the sum, as one: a split would not improve the rounding here.
         return math.prod(self.reduction.factors())
 
     def _send(self) -> Handle:
-        # Put both dicts in the order of the bucket, because gradients may become complete in another order on each
-        # rank.
+        # Order both dicts as the bucket, because gradients become complete in another order on each rank.
         self._factors = {i: self._factors[i] for i in self.parameters if i in self._factors}
         self._uncompressed = {i: self._uncompressed[i] for i in self.parameters if i in self._uncompressed}
         lefts = [factors.left for factors in self._factors.values()]

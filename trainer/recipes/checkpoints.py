@@ -61,9 +61,8 @@ def commit(run: Run, *, due: bool = False) -> None:
     Args:
         run: run of this rank.
         due: whether this save is periodic. With `checkpoint_overlap="refuse"`, a periodic save is refused while an
-            earlier one is running; any other save waits for the earlier one.
+            earlier one is running. Any other save must not be refused, so it waits.
     """
-    # A save after an evaluation or a signal must not be refused, so it waits for the saves that are running.
     if not due and run.config.checkpoint_overlap == "refuse":
         for handle, _ in run.saves:
             handle.wait()
@@ -94,8 +93,7 @@ def commit(run: Run, *, due: bool = False) -> None:
             metrics=run.metrics,
         )
     except BusyError:
-        # Expected for a periodic save with `checkpoint_overlap="refuse"`. Nothing is lost: the next save has a newer
-        # state.
+        # Only a periodic save is refused. Nothing is lost: the next save has a newer state.
         if hvd.rank() == 0:
             run.events.report("refused", step=run.step, epoch=run.loader.epoch)
     else:
@@ -119,7 +117,7 @@ def report_commits(run: Run) -> None:
 def restore(run: Run, ref: str, *, only: Collection[str] = ()) -> Checkpoint:
     """Read a checkpoint, and report the time and bytes that this rank needed for it. Every rank must call this.
 
-    Rank 0 shows a progress bar on a terminal. See `CheckpointManager.restore` for `only` and the errors.
+    On a terminal, rank 0 shows a progress bar. For `only` and errors, see `CheckpointManager.restore`.
     """
     bar = byte_progress(f"restoring {ref}") if hvd.rank() == 0 else contextlib.nullcontext(NO_PROGRESS)
     with bar as progress:
@@ -219,7 +217,7 @@ def initialise(run: Run, repo: DataRepository, ref: str) -> None:
     run's first checkpoint.
 
     Raises:
-        ConfigError: the tensors that are not excluded are not those of the model; the message lists the differences.
+        ConfigError: the tensors, without excluded ones, are not those of the model; the message has the differences.
         NotFoundError, CorruptDataError, UnavailableError: see `models.restore`.
     """
     stored = call_on_first_rank(

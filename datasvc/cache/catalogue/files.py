@@ -35,9 +35,9 @@ from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
 
 DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-"""Errors of a disk without space, or without inodes for new files."""
+"""Error numbers of a disk without space, or without inodes for new files."""
 PARTS_SUFFIX = ".parts"
-_TENANT: Final = "user.datasvc.tenant"  # an extended attribute: it outlives the catalogue
+_TENANT: Final = "user.datasvc.tenant"  # extended attribute of an object's file; it outlives the catalogue
 
 
 class ScannedFile(NamedTuple):

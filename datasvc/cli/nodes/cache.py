@@ -110,7 +110,7 @@ def stage(
 
 
 def _refuse_local_options(context: typer.Context) -> None:
-    """Raise ConfigError for options that apply only without --node: the node has its own cache, budget and peers."""
+    """Raise ConfigError for options that the command line has, but that the node sets itself."""
     # Values from the environment are ignored: they may be meant for other commands.
     for name in ("cache", "budget", "tenant", "peers"):
         source = context.get_parameter_source(name)
@@ -127,7 +127,7 @@ def status(cache: CacheOption, as_json: JsonOption = False) -> None:
     with open_existing_cache(cache) as opened:
         state = opened.status()
     if as_json:
-        # `asdict` leaves the named tuples of the jobs as they are, and JSON would make them lists without names.
+        # `asdict` does not convert the jobs: they are named tuples, which JSON stores without the field names.
         print_json({**asdict(state), "jobs": [job._asdict() for job in state.jobs]})
         return
     disk_limit = ""
@@ -243,7 +243,7 @@ def quota(
     from datasvc.cache import Quota, parse_budget
 
     with open_existing_cache(cache) as opened:
-        # `parse_budget` rejects 0 because no cache has this size, but most tenants have a guarantee of 0.
+        # `parse_budget` rejects 0, which is not a size of a cache. For a guarantee, 0 is valid.
         guaranteed_bytes = 0 if guaranteed == "0" else parse_budget(guaranteed, opened.folder)
         maximum_bytes = None if maximum is None else parse_budget(maximum, opened.folder)
         opened.set_quota(tenant, Quota(guaranteed_bytes, maximum_bytes))
@@ -284,7 +284,7 @@ def open_existing_cache(cache: Path) -> Cache:
 
 
 def _open_splits(repo: str, ref: str, split: str | None) -> tuple[str, list[Split]]:
-    """Return the version that `ref` resolves to, and its split `split`; if this is None, all its splits."""
+    """Return the version that `ref` resolves to, and a list of one split, or of all if `split` is None."""
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
     from datasvc.shards.versions.dataset import choose_split
@@ -294,6 +294,7 @@ def _open_splits(repo: str, ref: str, split: str | None) -> tuple[str, list[Spli
 
 
 def _stage_splits(opened: Cache, splits: list[Split], name: str, *, pinned: bool = False) -> StageReport:
+    """Stage splits with a progress bar; with `pinned`, also pin them under `name`."""
     with byte_progress(f"staging {name}") as progress:
         return opened.pin(name, splits, progress) if pinned else opened.stage(splits, progress)
 
@@ -315,7 +316,7 @@ def _stage_files(urls: list[str], cache: Path, budget: str | None, tenant: str, 
 
 def _print_staged(name: str, report: StageReport, *, as_json: bool, verb: str = "staged") -> None:
     if as_json:
-        # `asdict` has only the fields, and these two are properties.
+        # `asdict` leaves out these two, because they are properties.
         fetched = {"num_fetched": report.num_fetched, "fetched_bytes": report.fetched_bytes}
         print_json({**asdict(report), **fetched})
         return

@@ -119,8 +119,8 @@ def decode_sharding(raw: bytes, records: Mapping[str, TensorRecord], skeleton: A
     """
     try:
         described = json.loads(raw)
-        # Compare the format first: a later format may have other fields. Raise the ConfigError for a later format
-        # after this block: it is a ValueError, which is reported as damage here.
+        # Compare the format first: a later format may have other fields. Its ConfigError is raised after this block,
+        # which would report it as damage, because it is a ValueError.
         is_later = int(described["format"]) > SHARDING_FORMAT
         sharding = None if is_later else _build_sharding(described, records, skeleton)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -195,25 +195,25 @@ def _encode_tensor(stored: TensorStorageMetadata) -> dict[str, Any]:
 
 
 def _decode_tensor(described: Mapping[str, Any], record: TensorRecord) -> TensorStorageMetadata:
-    boxes = [(_sizes(start), _sizes(shape)) for start, shape in described["chunks"]]
-    # If no chunk covered an element, the caller's tensor would keep its old value there, without an error. A chunk
+    blocks = [(_sizes(start), _sizes(shape)) for start, shape in described["chunks"]]
+    # If no block covered an element, the caller's tensor would keep its old value there, without an error. A block
     # without elements is valid, but `is_tiling` does not accept it.
-    if not is_tiling(record.shape, [box for box in boxes if math.prod(box[1])]):
+    if not is_tiling(record.shape, [block for block in blocks if math.prod(block[1])]):
         raise ValueError(f"the chunks of {record.name!r} do not cover each element exactly once")
     return _tensor_metadata(
         record,
-        boxes,
+        blocks,
         requires_grad=bool(described["requires_grad"]),
         memory_format=_MEMORY_FORMATS[described["memory_format"]],
         pin_memory=bool(described["pin_memory"]),
     )
 
 
-def _tensor_metadata(record: TensorRecord, boxes: Iterable[Box], **properties: Any) -> TensorStorageMetadata:
+def _tensor_metadata(record: TensorRecord, blocks: Iterable[Box], **properties: Any) -> TensorStorageMetadata:
     return TensorStorageMetadata(
         TensorProperties(dtype=getattr(torch, record.dtype), **properties),
         torch.Size(record.shape),
-        [ChunkStorageMetadata(torch.Size(start), torch.Size(shape)) for start, shape in boxes],
+        [ChunkStorageMetadata(torch.Size(start), torch.Size(shape)) for start, shape in blocks],
     )
 
 

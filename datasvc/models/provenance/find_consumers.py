@@ -98,7 +98,7 @@ class _ConsumerSearch:
     def run(self) -> ConsumerReport:
         by_order = self._positions_by_order()
         batches = self._find_uses(by_order)
-        # One bit per key, in whole bytes.
+        # For each version, the set of the keys that it consumed: one bit per key, in whole bytes.
         own = {name: np.zeros(-(-len(self._keys) // 8), np.uint8) for name in self._planned}
         for name, batch in batches:
             own[name] |= _bits(batch.served.keys, len(self._keys))
@@ -116,10 +116,7 @@ class _ConsumerSearch:
         )
 
     def _find_uses(self, by_order: Mapping[ReadOrder, KeyPositions]) -> list[tuple[str, UseBatch]]:
-        """Return the samples that each version consumed in its own training, with the name of the version.
-
-        Sorted by version, then in the order of its training.
-        """
+        """Return each version with what its own training consumed, by version, and then in training order."""
         # Group the parts by order and epoch, so that the positions of an epoch are computed once, even if many
         # versions consumed a part of it. The number of each part restores the order of versions and training.
         by_epoch: dict[tuple[ReadOrder, int], list[tuple[int, str, Consumed, EpochPart]]] = {}
@@ -134,16 +131,16 @@ class _ConsumerSearch:
                     number += 1
         numbered: list[tuple[int, str, UseBatch]] = []
         for (order, epoch), parts in by_epoch.items():
-            served = by_order[order].find(epoch)
+            in_epoch = by_order[order].find(epoch)
             for number, name, consumed, part in parts:
-                within = served[find_in(part, served.positions)]
-                if len(within.keys):
-                    numbered.append((number, name, UseBatch(consumed, part, within)))
+                in_part = in_epoch[find_in(part, in_epoch.positions)]
+                if len(in_part.keys):
+                    numbered.append((number, name, UseBatch(consumed, part, in_part)))
         return [(name, batch) for _, name, batch in sorted(numbered, key=lambda item: item[0])]
 
     def _positions_by_order(self) -> dict[ReadOrder, KeyPositions]:
         """Return key positions for each order that may contain the samples; add a gap for data that is missing."""
-        # Equal orders may have different names for a split. A query applies to the split if one of them matches.
+        # Versions that read in equal orders may name a split differently. A query applies if one name matches.
         names_of: dict[ReadOrder, list[set[str]]] = {}
         for version, planned in self._planned.items():
             for order in (consumed.segment.order for consumed in planned.consumed):
@@ -161,16 +158,16 @@ class _ConsumerSearch:
         tables = {digest: table for digest, table in self._tables.items() if table is not None}
         by_order = {}
         for order in usable:
-            by_source = {
-                source: KeyPlaces.join([places[lookup] for lookup in split_lookups])
-                for source, split_lookups in enumerate(lookups[order])
+            places_by_split = {
+                split_number: KeyPlaces.join([places[lookup] for lookup in split_lookups])
+                for split_number, split_lookups in enumerate(lookups[order])
             }
-            for source, split_places in by_source.items():
+            for split_number, split_places in places_by_split.items():
                 if split_places.lost:
-                    name = order.names[source]
+                    name = order.names[split_number]
                     gap = f"it read {name}, of which {len(split_places.lost)} shards are not in this repository"
                     self._add_gap(order, gap)
-            by_order[order] = KeyPositions(order, tables, by_source)
+            by_order[order] = KeyPositions(order, tables, places_by_split)
         return by_order
 
     def _may_have_samples(self, order: ReadOrder, names: Sequence[set[str]]) -> bool:
@@ -214,7 +211,7 @@ class _ConsumerSearch:
             table = self._tables[lookup.table]
             assert table is not None
             tables_of.setdefault((lookup.number, lookup.in_all), {})[lookup.table] = table
-        first_keys = np.cumsum([0, *(len(query.keys) for query in self._queries)]).tolist()
+        first_key_numbers = np.cumsum([0, *(len(query.keys) for query in self._queries)]).tolist()
         # Search all splits of a query together, so that a sample index that they share is read once.
         places: dict[_Lookup, KeyPlaces] = {}
         for (number, in_all), tables in tables_of.items():
@@ -222,7 +219,7 @@ class _ConsumerSearch:
             shards = None if in_all or query.deletion is None else query.deletion.shards
             for digest, found in find_places(self._objects, tables, query.keys, shards=shards).items():
                 # `find_places` returns indices in `query.keys`; convert them to indices in `_keys`.
-                renumbered = replace(found, keys=found.keys + first_keys[number])
+                renumbered = replace(found, keys=found.keys + first_key_numbers[number])
                 places[_Lookup(number, digest, in_all)] = renumbered
         return places
 

@@ -18,7 +18,7 @@ from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Repository
 from datasvc.repository.logs.references import parse_reference
 
-_DESCRIBED = ("message", "code", "environment", "origin")
+_DESCRIBED = ("message", "code", "environment", "origin")  # fields of an entry that describe the version
 
 HISTORY = "history"
 """Field of an entry: the segments that ancestors outside its repository consumed, see `segments.history_of`."""
@@ -104,13 +104,14 @@ def read_ancestry(
 
 
 class _AncestryReader:
-    """Reads versions and their parents from the logs; an entry that was read before comes from `entries`."""
+    """Reads versions and their parents from the logs; `entries` caches them."""
 
     def __init__(self, repository: Repository, entries: EntryReader) -> None:
         self._repository = repository
         self._entries = entries
 
     def names_of(self, ref: str) -> list[str]:
+        """Return the names of the versions that `ref` refers to, oldest first."""
         reference = parse_reference(ref, "model")
         if reference.version is None and reference.tag is None:
             self._repository.resolve("models", ref, removed=True)  # raises NotFoundError for an unknown model
@@ -141,10 +142,10 @@ class _AncestryReader:
             uses = tuple(map(DataUse.from_dict, entry.get("data", ())))
         except (CorruptDataError, TypeError) as error:
             uses, gaps = (), [*gaps, str(error)]
-        wrong = find_wrong_fields(entry)
+        wrong_fields = find_wrong_fields(entry)
         # About the other fields of the origin, such as parents and data, the gaps above are more precise.
-        gaps += [problem for field_name, problem in wrong.items() if field_name in {"created", *_DESCRIBED}]
-        checked = {field_name: value for field_name, value in entry.items() if field_name not in wrong}
+        gaps += [problem for field_name, problem in wrong_fields.items() if field_name in {"created", *_DESCRIBED}]
+        checked = {field_name: value for field_name, value in entry.items() if field_name not in wrong_fields}
         return Version(name, checked, uses, tuple(parents), tuple(gaps))
 
     def _parents(self, entry: Mapping[str, Any]) -> tuple[list[str], list[str]]:
@@ -162,9 +163,9 @@ class _AncestryReader:
             except (ConfigError, NotFoundError) as error:
                 gaps.append(f"it continues {ref!r}, which is not in this repository: {error}")
         origin = entry.get("origin")
-        foreign = origin.get("parents") if isinstance(origin, Mapping) else None
-        if isinstance(foreign, list) and len(foreign) > len(parents):
-            names = ", ".join(map(str, foreign))
+        foreign_parents = origin.get("parents") if isinstance(origin, Mapping) else None
+        if isinstance(foreign_parents, list) and len(foreign_parents) > len(parents):
+            names = ", ".join(map(str, foreign_parents))
             gaps.append(f"it continues {names} of another repository, and has no record of the samples they consumed")
         return list(dict.fromkeys(parents)), gaps
 

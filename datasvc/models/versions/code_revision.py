@@ -176,19 +176,19 @@ def _untracked(folder: str) -> tuple[tuple[str, ...], int]:
     try:
         with _running(folder, "status", "--porcelain=v1", "-z") as git:
             assert git.stdout is not None
-            remainder, is_source = b"", False
+            remainder, is_old_name = b"", False
             # Read to the end, but block by block: there may be millions of untracked files.
             while block := git.stdout.read(_MAX_NAME_BYTES):
                 *records, remainder = (remainder + block).split(b"\0")
                 for record in records:
-                    # The record after that of a renamed file is its previous name. That of an untracked file is "?? "
-                    # and its name.
-                    is_renamed = not is_source and (record[:1] in {b"R", b"C"} or record[1:2] in {b"R", b"C"})
-                    if not is_source and record.startswith(b"?? "):
+                    # A record is a state of two letters, a space and a name. After a renamed (R) or copied (C) file,
+                    # the next record is only its old name. The state of an untracked file is "??".
+                    has_old_name = not is_old_name and (record[:1] in {b"R", b"C"} or record[1:2] in {b"R", b"C"})
+                    if not is_old_name and record.startswith(b"?? "):
                         num_untracked += 1
                         if len(names) < _MAX_NAMES:
                             names.append(record[3:].decode(errors="replace"))
-                    is_source = is_renamed
+                    is_old_name = has_old_name
             return (tuple(names), num_untracked) if git.wait() == 0 else ((), 0)
     except OSError:
         return (), 0

@@ -29,7 +29,7 @@ Content = bytes | memoryview
 Run = tuple[int, int]
 """Samples of a record batch as a half-open range `start, stop`."""
 
-_OFFSET_BITS: Final = 32  # of the offset that each text, blob or list has
+_OFFSET_BITS: Final = 32  # size of the offset that each text, blob or list has
 _ADVICE: Final = "read it again; if it fails again, restore the shard from another copy"
 
 
@@ -85,7 +85,7 @@ class FramedBatch:
             ByteRange(buffer.address - start, buffer.size) if buffer is not None and buffer.size else ByteRange(0, 0)
             for buffer in buffers
         ]
-        # A writer keeps no frame for a batch without blob columns: its frame would be as large as the message.
+        # A column without bytes counts as (0, 0). A batch without blob columns has no frame: it would save nothing.
         if not spans or spans != [span if span.length else ByteRange(0, 0) for span in self._layout.blobs]:
             raise CorruptDataError(
                 f"{self._name}: its sample index lists blobs at other positions than its frame; restore the index "
@@ -94,7 +94,7 @@ class FramedBatch:
 
     def plan(self, rows: Integers, gap_bytes: int) -> list[tuple[Run, tuple[ByteRange, ...]]]:
         """Return the runs that cover `rows` (`plan_runs`), each with the byte range to read for each blob column."""
-        # Add the positions of all blob columns: a gap then counts the bytes between two samples in all of them.
+        # Sums over the blob columns: the difference of two is the number of bytes between samples in all columns.
         runs = plan_runs(self._starts.sum(axis=0), self._stops.sum(axis=0), rows, gap_bytes)
         return [(run, self._spans(*run)) for run in runs]
 

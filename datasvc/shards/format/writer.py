@@ -24,10 +24,9 @@ from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob, i
 BATCH_BYTES = 4 << 20
 # Upper bound on the samples of a record batch; tiny samples reach it first.
 BATCH_SAMPLES = 1 << 16
-# Initial buffer sizes. `_BLOB_BYTES` is for the blobs of a full record batch: with the last blob, they may exceed
-# `BATCH_BYTES`. `_TEXT_BYTES` is for keys and other texts.
+# Initial buffer size for the blobs of a record batch: with the last blob, they may exceed `BATCH_BYTES`.
 _BLOB_BYTES = BATCH_BYTES + (BATCH_BYTES >> 2)
-_TEXT_BYTES = 256 << 10
+_TEXT_BYTES = 256 << 10  # initial buffer size for keys and other texts
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class ShardWriter:
             raise ConfigError(f"the samples have the columns {sorted(names)}; expected {sorted(self._schema.names)}")
         self._flush()
         gathered = [((self._blobs | self._texts)[name], iter(views)) for name, views in blobs.items()]
-        # Average size of the other columns per sample. It counts too, because lists may be larger than any blob.
+        # Average size of the other columns per sample. It counts too, because a list may be larger than the blobs.
         other_bytes = values.nbytes // max(1, values.num_rows)
         start = size_bytes = 0
         for row in range(values.num_rows):

@@ -1,7 +1,7 @@
 """Samples that two splits of a version share, by key or by content, such as validation data among the training data.
 
 An ingest, append or merge applies a rule (`OnSplitOverlap`) before the commit; `verify` reports such samples. They
-are found by the keys and digests in the sample indexes; no image is read. `matching` states the memory needed.
+are found by the keys and digests in the sample indexes; no image is read. For the memory needed, see `matching`.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class SharedSamples:
 
     def take(self, chosen: Integers) -> SharedSamples:
         """Return the samples at the given positions of the arrays."""
-        numbers = pa.array(chosen)
-        return SharedSamples(self.keys.take(numbers), self.other_keys.take(numbers), self.places[chosen])
+        positions = pa.array(chosen)
+        return SharedSamples(self.keys.take(positions), self.other_keys.take(positions), self.places[chosen])
 
     def first(self, count: int) -> SharedSamples:
         """Return the first `count` samples, or all if there are fewer."""
@@ -135,17 +135,17 @@ def find_overlaps(
     Args:
         objects: objects of the repository.
         tables: shard tables by split.
-        checked: tables of splits that were compared before. Their samples are not compared with each other again.
+        checked: tables, by split, that were compared before. Their samples are not compared with each other again.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
     """
     # "drop" removes samples from the first split of a pair, so training data come first, then validation data.
-    order = sorted(tables, key=lambda name: (name != DEFAULT_SPLIT, name != HELD_OUT_SPLIT, name))
-    new_shards = {split: _new_shards(objects, tables[split], (checked or {}).get(split)) for split in order}
+    splits = sorted(tables, key=lambda name: (name != DEFAULT_SPLIT, name != HELD_OUT_SPLIT, name))
+    new_shards = {split: _new_shards(objects, tables[split], (checked or {}).get(split)) for split in splits}
     overlaps = []
     for kind in KINDS:
-        for split, other in combinations(order, 2):
+        for split, other in combinations(splits, 2):
             all_shards = np.arange(tables[split].num_shards)
             old_shards = np.setdiff1d(all_shards, new_shards[split])
             # Old shards of both splits were compared before. So new shards of `split` are compared with all of
@@ -175,13 +175,13 @@ def settle_overlaps(
         tables: shard tables by split.
         on_overlap: rule for samples that two splits share.
         accepted: overlaps that were accepted in the versions that these splits come from.
-        keys_are_places: whether keys are made of file and row. If so, equal keys are accepted, because the samples
-            may differ.
+        keys_are_places: whether a key is made of file and row. If so, equal keys are accepted: they do not show that
+            the samples are equal.
         checked: as in `find_overlaps`.
 
     Returns:
-        The splits; the number of samples that stay shared, by kind, for the log entry; and the overlaps to which
-        `on_overlap` was applied: those that were not accepted before.
+        The shard tables of the splits. The number of samples that stay shared, by kind, for the log entry. The
+        overlaps that were not accepted before; `on_overlap` was applied to them.
 
     Raises:
         ConflictError: splits share samples, and `on_overlap` is "fail".
@@ -251,7 +251,7 @@ def _find_shared(
     table: tuple[ShardTable, Integers | None],
     other: tuple[ShardTable, Integers | None],
 ) -> Iterator[SharedSamples]:
-    """Yield the samples of `table` that `other` has too, as one result; yield nothing if there are none.
+    """Yield one result, the samples of `table` that `other` has too; yield nothing if there are none.
 
     `table` and `other` are each a shard table and the numbers of the shards to compare; None stands for all shards.
     """
@@ -267,7 +267,7 @@ def _find_shared(
 
 
 def _key_side(objects: Objects, table: ShardTable, shards: Integers | None) -> Side:
-    """Return the samples of some shards, to be matched by key; the attached values are null, as none are needed."""
+    """Return the samples of some shards, to be matched by key. The attached values are null: none are needed."""
     keys = SplitKeys(objects, table, shards)
 
     def read() -> Iterator[ShardValues]:
@@ -313,7 +313,7 @@ def _join(parts: Sequence[SharedSamples]) -> SharedSamples:
 
 
 def _is_accepted(overlap: Overlap, accepted: Sequence[Overlap]) -> Flags:
-    """Return which samples of an overlap are in `accepted` with the same sample of the other split."""
+    """Return which samples of an overlap are in `accepted`, and share there the same sample of the other split."""
     flags = np.zeros(len(overlap.samples), np.bool_)
     for earlier in accepted:
         if (earlier.kind, earlier.split, earlier.other) == (overlap.kind, overlap.split, overlap.other):

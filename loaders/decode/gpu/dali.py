@@ -123,7 +123,7 @@ class DaliPipeline:
         self._pipe.feed_input("flips", windows.flips)
         if self.config.has_boxes:
             assert windows.boxes is not None
-            # DALI copies these, and wants the coordinates in the order of the dimensions.
+            # DALI copies these. It expects (top, left) and (bottom, right); a box is (left, top, right, bottom).
             self._pipe.feed_input("box_starts", np.ascontiguousarray(windows.boxes[:, 1::-1], np.float32))
             self._pipe.feed_input("box_stops", np.ascontiguousarray(windows.boxes[:, :1:-1], np.float32))
         self._pipe.schedule_run()
@@ -216,8 +216,8 @@ def _build(config: BackendConfig, graph: Graph) -> Any:
             decoded = fn.decoders.image_slice(images, **window, **options)
         else:
             decoded = fn.slice(fn.decoders.image(images, **options), **window)
-        # DALI scales, because torch has no GPU kernel for bytes. It differs from Pillow by 0.2 levels in the mean.
-        # With a box, the filter reads pixels around it too, as Pillow's does.
+        # DALI scales, because torch has no GPU kernel for bytes. Its pixels, 0 to 255, differ from Pillow's by 0.2 in
+        # the mean. A box is the part of a window that is scaled; the filter reads pixels around it, as Pillow's does.
         boxes = {
             argument: fn.external_source(name=name, dtype=types.FLOAT, ndim=1)
             for argument, name in (("roi_start", "box_starts"), ("roi_end", "box_stops"))

@@ -1,4 +1,4 @@
-"""Plans the start of a worker's process, with the variables and addresses that only an elastic job needs."""
+"""Plans the start of a worker, the process of a rank in an elastic job: its variables, addresses and names."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ def plan_worker_start(
         start: name, host and expected placement of the worker.
         job: job with the command and the settings of remote hosts.
         environ: environment of the launcher.
-        listener: listening socket of the job's store.
+        listener: listening socket of the `TCPStore` that the launcher serves to the ranks.
         num_neighbours: number of ranks that share the processors of the host, this one included.
-        other_hosts: names of the known hosts except this machine; None if the job uses this machine only.
+        other_hosts: known hosts other than this machine; None if the job uses this machine only.
 
     Raises:
         ValueError: a network interface does not exist.
     """
     inherited = {name: value for name, value in {**environ, **job.variables}.items() if name not in _NOT_INHERITED}
-    addresses: Sequence[str] = ()
+    own_addresses: Sequence[str] = ()  # of this machine
     if not is_local(start.host, environ):
-        addresses = list_addresses([start.host], job.remote.network_interfaces)
+        # The worker connects to the store of this machine at one of them.
+        own_addresses = list_addresses([start.host], job.remote.network_interfaces)
     elif other_hosts is not None:
-        # One other host is enough to find the network interface through which all hosts reach this machine.
-        addresses = list_addresses(other_hosts[:1], job.remote.network_interfaces)
-    # A worker's name is `host:slot:seniority`. Remove the host first, because it may contain colons (IPv6).
+        # A worker here uses the network interface towards the other hosts. One of them is enough to find it.
+        own_addresses = list_addresses(other_hosts[:1], job.remote.network_interfaces)
+    # A worker's name is `host:slot:seniority`, see `Worker`. Remove the host first: it may contain colons (IPv6).
     slot, _, seniority = start.worker.removeprefix(f"{start.host}:").partition(":")
     return plan_rank_start(
         job,
@@ -57,5 +58,5 @@ def plan_worker_start(
         folder_name=f"worker.{start.host}.{slot}.{seniority}",
         num_neighbours=num_neighbours,
         port=listener.getsockname()[1],
-        addresses=addresses,
+        addresses=own_addresses,
     )

@@ -1,4 +1,7 @@
-"""Builds the command that starts a guard on another host, and chooses the environment variables for its rank."""
+"""Builds the command that starts a rank on another host through a guard, and chooses the variables of the rank.
+
+A guard (`remote_guard`) is a process that runs the rank, and terminates it if the launcher is lost.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from datasvc.trainer.launch.ranks.job import RemoteSettings
 from datasvc.trainer.launch.ranks.remote_process import BOOTSTRAP
 
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-# The variables that every rank on another host gets from the launcher, by the prefixes of their names and by name.
+# Variables that every rank on another host gets from the launcher: prefixes of names, and whole names.
 _PASSED_PREFIXES = (
     "PYTHON",
     "HOROVOD_",
@@ -51,7 +54,7 @@ _PASSED_NAMES = frozenset(
 def is_local(name: str, environ: Mapping[str, str] | None = None) -> bool:
     """Return whether `name` is a host name of this machine, so that its ranks start without a remote shell.
 
-    With the launcher's environment, the name that Slurm has for this node counts too.
+    `environ` is the environment of the launcher. If it is given, this node's name in Slurm counts too.
     """
     hostname = socket.gethostname()
     names = _LOCAL_NAMES | {hostname, hostname.partition(".")[0]}
@@ -59,11 +62,11 @@ def is_local(name: str, environ: Mapping[str, str] | None = None) -> bool:
 
 
 def plan_remote_command(host: str, settings: RemoteSettings) -> list[str]:
-    """Return the command that runs the guard on `host`; its standard streams are those of the guard."""
+    """Return the command that runs a guard on `host`. The command's standard streams are connected to the guard's."""
     # -I -S: the guard needs the standard library only, so no site package can change or delay its start.
     bootstrap = [settings.python or sys.executable, "-I", "-S", "-c", BOOTSTRAP]
     if settings.shell == "srun":
-        # One additional task, which shares the resources of the job on the node with running tasks.
+        # Start one task. With --overlap it shares the node with other tasks of the job, and does not wait for them.
         one_task = ["--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", f"--nodelist={host}"]
         task_options = ["--cpu-bind=none", "--mem=0", "--mpi=none", "--export=ALL", "--quiet"]
         return ["srun", *one_task, *task_options, *bootstrap]
@@ -80,6 +83,6 @@ def plan_remote_command(host: str, settings: RemoteSettings) -> list[str]:
 
 
 def choose_passed(environ: Mapping[str, str], names: Iterable[str] = ()) -> dict[str, str]:
-    """Return the variables for a rank on another host: a fixed selection, and those that the user names."""
+    """Return the launcher's variables that a rank on another host gets: a fixed selection, and `names`."""
     chosen = _PASSED_NAMES | set(names)
     return {name: value for name, value in environ.items() if name in chosen or name.startswith(_PASSED_PREFIXES)}

@@ -1,6 +1,6 @@
-"""The settings of a training run, checked once. Every checkpoint of the run stores them.
+"""The settings of a training run. They are checked when they are created, and stored in every checkpoint.
 
-The check does not import torch, so that a mistake on the command line is reported at once.
+The check does not import torch, which takes seconds, so a mistake on the command line is reported at once.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class TrainConfig:
     profile: str | None = None
 
     def __post_init__(self) -> None:
-        # Check all that can be checked without the data now, before ranks wait for each other.
+        # Check here all that needs no data: an error on one rank must come before the ranks wait for each other.
         check_name(self.name, "model")
         self._check_ranges()
         self._check_together()
@@ -312,5 +312,5 @@ class TrainConfig:
         if self.patience is not None and self.evaluate_every is None:
             raise ConfigError("patience counts evaluations: set their period with --evaluate-every")
         if self.patience is not None:
-            # Called only for its error: without this, the first evaluation would raise it.
+            # Called only for its error, which otherwise the first evaluation would raise.
             choose_metric_mode(self.stop_metric, self.stop_mode, option="--stop-mode")

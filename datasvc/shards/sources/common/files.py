@@ -1,6 +1,6 @@
-"""List and read the files of a source on any fsspec URL.
+"""Lists and reads the files of a source on any fsspec URL.
 
-Source classes call `list_files` or `find_below` when they list, and read the files by a `FileReader`.
+Source classes list files with `list_files` or `find_below`, and read them with a `FileReader`.
 
 A link that leads out of the source is an error, so an ingest never reads a file outside the folder that its user
 named.
@@ -48,7 +48,7 @@ class SourceFile(NamedTuple):
         stamp: modification time or entity tag; another value means that the file may have changed.
     """
 
-    # A tuple and not a dataclass: a listing holds millions of them.
+    # A tuple and not a dataclass, to save memory: a listing may have millions of files.
 
     name: str
     path: str
@@ -84,7 +84,8 @@ def list_files(url: str) -> list[SourceFile]:
 
     Raises:
         NotFoundError: there is no file at `url`, or a file that brace notation names is missing.
-        ConfigError: a link leads out of the source; a path leaves its folder; or no driver for the URL is installed.
+        ConfigError: a link is not valid, see `find_files`; a range in braces is not valid; or no driver for the URL
+            is installed.
         UnavailableError: the store does not respond.
     """
     expanded = expand_braces(url)
@@ -113,8 +114,8 @@ def expand_braces(text: str) -> list[str]:
     texts = [f"{prefix}{text[stop:]}" for prefix in expanded]
     if not groups:
         return texts
-    # Braces around the expanded ones: they are complete now.
-    return [inner for outer in texts for inner in expand_braces(outer)]
+    # Only the innermost braces are expanded yet, so expand those around them.
+    return [complete for partly in texts for complete in expand_braces(partly)]
 
 
 class FileReader:
@@ -270,12 +271,11 @@ def _list_one(url: str) -> list[SourceFile]:
     file_system, root = resolve_url(url)
     # In each case, names are relative to a folder: `base` for files and patterns, `root` for a folder.
     with map_exceptions("list", redact_url(url)):
-        # The test for a file comes before that for a pattern, because a question mark may start the query of a web
-        # address.
+        # Test for a file before a pattern, because a question mark may start the query of a web address.
         if file_system.isfile(root):
             base, infos = root.rpartition("/")[0], {root: file_system.info(root)}
         elif any(sign in root for sign in "*?["):
-            # The last folder before the first sign of a pattern.
+            # The names begin after the last folder without a pattern.
             base = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
             infos = {
                 path: info for path, info in file_system.glob(root, detail=True).items() if info["type"] == "file"
@@ -361,9 +361,9 @@ def is_marker(name: str) -> bool:
 
 
 def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
-    """Return the files below the folder `url`, by their paths relative to the folder, and the folder's own path.
+    """Return all files below the folder `url`, by path relative to the folder, and the folder's own path.
 
-    A URL that is a file, a pattern or brace notation gives these files, with the names that `list_files` gives them.
+    If `url` is a file, a pattern or brace notation, return the result of `list_files` by name, and its folder.
 
     Raises:
         NotFoundError: there is no file or folder at `url`.
@@ -375,13 +375,13 @@ def find_below(url: str) -> tuple[dict[str, SourceFile], str]:
         if file_system.isdir(root):
             return {file.name: file for file in find_files(file_system, root)}, root
     files = list_files(url)
-    # What precedes the name of a file in its path is the same for all of them.
+    # The names of all files are relative to the same folder, so take it from the first file.
     folder = files[0].path.removesuffix(files[0].name).rstrip("/")
     return {file.name: file for file in files}, folder
 
 
 def _shown_name(path: str) -> str:
-    """Return the name of a file from its path, without the query of a web address, which may hold a signature."""
+    """Return the name of a file from its path; without the query of a web address, which may contain a secret."""
     return path.lstrip("/").partition("?")[0] or path.lstrip("/")
 
 

@@ -121,12 +121,12 @@ def choose_columns(
         renamed[name]: pa.array([column.value(name, example.get(name)) for example in examples], _arrow_type(column))
         for name, column in inferred.items()
     }
-    first = pa.table(arrays)
+    first_samples = pa.table(arrays)
     # `key` is the name of a feature or of its renamed column. If it is neither, `ColumnMap` raises an error.
     key_column = None if key is None else renamed.get(key, key)
-    columns = ColumnMap(first.schema, first, key=key_column)
+    columns = ColumnMap(first_samples.schema, first_samples, key=key_column)
     chosen = {}
-    final_names = iter(columns.schema.names[1:])  # in the order of the raw columns, without the key
+    final_names = iter(columns.schema.names[1:])  # without the key; in the order of the raw columns
     for name, column in inferred.items():
         final_name = None if renamed[name] == columns.key else next(final_names)
         chosen[name] = replace(column, column=final_name)

@@ -198,13 +198,13 @@ def _batches(reader: FileReader, part: SourcePart) -> Iterator[pa.RecordBatch]:
             raise ConfigError(f"{part.name} has changed since it was listed; list the source again")
         groups = [_row_group(metadata.row_group(number)) for number in group_numbers]
         sample_bytes = sum(group.decoded_bytes for group in groups) / max(1, part.num_samples or 0)
-        # Footers count a repeated value once, so decoded samples may be larger: measure a few of them.
+        # A footer may count repeated values once, so decoded samples may be larger: measure a few of them.
         num_probed = min(_PROBED_SAMPLES, _batch_samples(sample_bytes))
         probe = next(_open(opened, metadata).iter_batches(num_probed, group_numbers, use_threads=False))
         sample_bytes = max(sample_bytes, probe.nbytes / max(1, probe.num_rows))
         del probe  # frees its memory before the part is read
-        num_samples = _batch_samples(sample_bytes)
-        yield from _open(opened, metadata).iter_batches(num_samples, group_numbers, use_threads=False)
+        batch_samples = _batch_samples(sample_bytes)
+        yield from _open(opened, metadata).iter_batches(batch_samples, group_numbers, use_threads=False)
 
 
 def _batch_samples(sample_bytes: float) -> int:

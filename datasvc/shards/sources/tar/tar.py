@@ -23,9 +23,9 @@ MAX_MEMBER_BYTES: Final = 1 << 30
 
 _T = TypeVar("_T")
 _ZEROS: Final = bytes(BLOCK_BYTES)
-_PIECE_BYTES: Final = 4 << 20
-_MIN_SEEK_BYTES: Final = 1 << 16  # a shorter distance is read, not skipped by a seek
-_MAX_EXTENSION_BYTES: Final = 1 << 20  # of a pax header or a long name
+_PIECE_BYTES: Final = 4 << 20  # maximum size of a read that skips bytes
+_MIN_SEEK_BYTES: Final = 1 << 16  # minimum distance of a seek; a shorter distance is read
+_MAX_EXTENSION_BYTES: Final = 1 << 20  # maximum size of a pax header or a long name
 # Offsets of GNU tar's flag for a further block of the sparse map: in the header, and in a block of the map.
 _IS_CONTINUED_IN_HEADER, _IS_CONTINUED_IN_MAP = 482, 504
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
@@ -65,8 +65,8 @@ class TarReader:
     def __init__(self, stream: BinaryIO, location: str) -> None:
         self._stream = stream
         self._location = location
-        self._position = 0  # of the stream, in the decompressed tar
-        self._next_header = 0
+        self._position = 0  # offset of the stream in the decompressed tar
+        self._next_header = 0  # offset of the next header
         # Values of global pax headers, which hold for all members that follow.
         self._global_pax: dict[bytes, bytes] = {}
 
