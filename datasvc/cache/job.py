@@ -234,8 +234,8 @@ class CacheJob:
     ) -> Outcome:
         """Make an object resident in the catalogue.
 
-        With `prefetch`, the next use of the object, the call does not wait for other fetches. Without it, the caller
-        needs the object now, and the result is neither "busy" nor "later".
+        `prefetch` is the next use of the object; with it, the call does not wait for other fetches. Without it, the
+        caller needs the object now, and the result is neither "busy" nor "later".
         """
         catalogue, files = opened.catalogue, opened.files
         try:

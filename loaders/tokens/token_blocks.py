@@ -104,8 +104,8 @@ def choose_format(
             f"column {column!r} is {kind}, which has no fixed block size; give "
             f"tokens=TokenFormat({column!r}, block_tokens=N)"
         )
-    stored: Any = kind.value_type.to_pandas_dtype() if is_list else dtype
-    return BlockFormat(column, block_tokens, _integer_type(stored), is_ragged=not is_fixed)
+    token_dtype: Any = kind.value_type.to_pandas_dtype() if is_list else dtype
+    return BlockFormat(column, block_tokens, _integer_type(token_dtype), is_ragged=not is_fixed)
 
 
 class StoredBlocks:

@@ -99,7 +99,7 @@ class _PowerSGDBucket(Bucket):
         self._settings = settings
         self._factors: dict[int, _Factors] = {}
         self._uncompressed: dict[int, Tensor] = {}
-        self._flat = torch.empty(0)
+        self._flat = torch.empty(0)  # the values of one message
 
     def send_second(self) -> None:
         self._wait()

@@ -1,9 +1,9 @@
 """Finds the versions that consumed given samples, with epoch and step, from recorded read orders and positions.
 
-Training does not record samples. The read order determines the position of each sample in an epoch, and the entry of
-a version records the positions that its training has consumed. A version has also consumed the samples of the
-versions that it continues. Samples that a run served after its last checkpoint belong to no version. A sample that
-could not be decoded, and was masked, counts as consumed: only the ledger of the run records that it was masked.
+Training does not record samples. The read order (the splits and their access order) determines the position of each
+sample in an epoch, and the entry of a version records the positions that its training has consumed. A version has
+also consumed the samples of the versions that it continues. Samples that a run served after its last checkpoint
+belong to no version. A masked sample, which could not be decoded, counts as consumed: only a ledger records masking.
 
 A search has four stages: plan the segments of all versions (`segments`), find the keys in the shards of their orders
 (`key_lookup`), compute the positions of the samples in each epoch (`key_positions`), and compare these positions with
@@ -140,7 +140,7 @@ class _ConsumerSearch:
 
     def _positions_by_order(self) -> dict[ReadOrder, KeyPositions]:
         """Return key positions for each order that may contain the samples; add a gap for data that is missing."""
-        # Versions that read in equal orders may name a split differently. A query applies if one name matches.
+        # Equal orders may name a split differently, so collect its names. A query applies if one of them matches.
         names_of: dict[ReadOrder, list[set[str]]] = {}
         for version, planned in self._planned.items():
             for order in (consumed.segment.order for consumed in planned.consumed):

@@ -23,7 +23,7 @@ from datasvc.repository import Objects
 MAX_DIFF_BYTES: Final = 4 << 20
 # Listing the versions reads all their entries, so an entry records only some names of files and submodules.
 _MAX_NAMES: Final = 100
-_MAX_NAME_BYTES: Final = 64 << 10  # of git's output with names
+_MAX_NAME_BYTES: Final = 64 << 10  # maximum size of git's output with names, and of one read of it
 # A file system that does not answer must not delay a save for long.
 _TIMEOUT_S: Final = 60
 # A remote helper: git passes a URL such as codecommit::https://... to a separate program.
@@ -87,21 +87,21 @@ class CodeRevision:
 
 def describe_code(folder: Path | None = None) -> CodeRevision:
     """Return the code of the checkout that contains `folder`, by default the working folder. Stores nothing."""
-    where = str(folder or Path.cwd())
-    revision = _git(where, "rev-parse", "--verify", "HEAD")
+    checkout = str(folder or Path.cwd())
+    revision = _git(checkout, "rev-parse", "--verify", "HEAD")
     if revision is None:
         return CodeRevision(None, dirty=False)
-    untracked, num_untracked = _untracked(where)
+    untracked, num_untracked = _untracked(checkout)
     # A submodule at another commit is a local change; untracked files in a submodule are not.
     tracked_only = ("--untracked-files=no", "--ignore-submodules=untracked")
     return CodeRevision(
         revision,
         # Any output means a change, so one byte of it is enough.
-        dirty=bool(_git(where, "status", "--porcelain", *tracked_only, max_bytes=1)),
-        remote=_remote(where),
+        dirty=bool(_git(checkout, "status", "--porcelain", *tracked_only, max_bytes=1)),
+        remote=_remote(checkout),
         untracked=untracked,
         num_untracked=num_untracked,
-        submodules=_submodules(where),
+        submodules=_submodules(checkout),
     )
 
 

@@ -196,7 +196,7 @@ class ShardWriter:
         self.end_batch(values)
 
     def _write(self, columns: Sequence[pa.Array | None]) -> None:
-        """Write a record batch; None stands for a column of blobs or texts that were collected in its buffer."""
+        """Write a record batch; None stands for a column whose blobs or texts are in its buffer."""
         # Blob bytes of each sample: `int64[samples]`; the number 0 without blob columns.
         sample_bytes = sum(column.sizes for column in self._blobs.values())
         gathered = self._blobs | self._texts

@@ -157,22 +157,22 @@ class DaliPipeline:
         self._fed_inputs.popleft()
         return shared.to(self._dtype(shared))
 
-    def _take_on_gpu(self, copies: torch.cuda.Stream) -> torch.Tensor:
+    def _take_on_gpu(self, copy_stream: torch.cuda.Stream) -> torch.Tensor:
         from torch import cuda
 
         current = cuda.current_stream(self.config.device_id)
         # The caller may drop a batch while kernels on its stream still have to read it. torch's allocator tracks
         # these kernels, but DALI does not. So the output is copied to torch's memory, on a separate stream that does
         # not wait for the caller's kernels.
-        with cuda.stream(copies):
+        with cuda.stream(copy_stream):
             # DALI reuses the memory in the order of this stream, which is after the copy.
-            (output,) = self._pipe.share_outputs(cuda_stream=copies)
+            (output,) = self._pipe.share_outputs(cuda_stream=copy_stream)
             shared = _to_torch(output)
             owned = shared.to(self._dtype(shared), copy=True)
             self._pipe.release_outputs()
             # The host does not wait, so the device may not have read the inputs of this run yet.
-            self._taken_inputs.append((copies.record_event(), self._fed_inputs.popleft()))
-        current.wait_stream(copies)  # the device waits, not the host
+            self._taken_inputs.append((copy_stream.record_event(), self._fed_inputs.popleft()))
+        current.wait_stream(copy_stream)  # the device waits, not the host
         owned.record_stream(current)
         return owned
 
@@ -228,7 +228,7 @@ def _build(config: BackendConfig, graph: Graph) -> Any:
         )
         pipe.set_outputs(fn.crop_mirror_normalize(scaled, mirror=flips, **output_arguments(config.pixels)))
     pipe.build()
-    # The first call would schedule `prefetch` runs at once, but inputs may be missing: a batch without a JPEG feeds
-    # none. DALI has no public function to schedule a single run.
+    # The first `schedule_run` would start `prefetch` runs at once, but their inputs may be missing: a batch without a
+    # JPEG feeds none. DALI has no public function to start a single run.
     pipe._first_iter = False  # noqa: SLF001
     return pipe
