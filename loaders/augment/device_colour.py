@@ -1,10 +1,10 @@
 """Colour changes of a complete batch with torch, for images that are decoded or normalised on a GPU.
 
 The changes, their factors and their order are those of `colour.py`; results differ by at most one level of 255,
-because sums are rounded differently. A pass makes at most one change to each image of a batch. Brightness, contrast
-and saturation are all blends of the image, its grey and its mean grey, so one pass can make a different change to
-each image. A batch therefore needs only as many passes as the image with the most changes, although every image has
-its own order.
+because sums are rounded differently. Each image has its changes in its own order, so one pass must be able to make a
+different change to each image. Brightness, contrast and saturation therefore share one formula, the blend
+factor * image + (1 - factor) * X. X is black (0), the mean grey of the image, or the grey of each pixel. A batch
+needs as many passes as the image with the most changes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ColourPass:
     """One pass over a batch, with at most one change of each image.
 
     Attributes:
-        weights: `float32[3, n]`, weights of each image, of its grey and of its mean grey in the blend.
+        weights: `float32[3, n]`: weights in the blend of each image, its grey and its mean grey (black has none).
         needs_grey: whether any weight of a grey or mean grey is not 0.
         rotated: `int64[m]`, indices of the images whose hue is rotated.
         rotations: `float32[m]`, rotations as fractions of the circle.
@@ -51,13 +51,13 @@ class ColourPass:
 def plan_passes(factors: ColourFactors) -> list[ColourPass]:
     """Return the passes of a batch in order; none if all factors are neutral."""
     amounts = np.stack([factors.brightness, factors.contrast, factors.saturation, factors.hue], axis=1)
-    sequence = factors.sequence.astype(np.int64)
+    sequence = factors.sequence.astype(np.int64)  # [n, 4], the kinds of changes of each image, first to last
     is_neutral = np.take_along_axis(amounts == _NEUTRAL, sequence, axis=1)
-    # Move the non-neutral changes of each image to the front, in their order, so that fewer passes are needed.
-    order = np.argsort(is_neutral, axis=1, kind="stable")
+    # Move the neutral changes of each image to the end, so that fewer passes are needed; the others keep their order.
+    columns = np.argsort(is_neutral, axis=1, kind="stable")
     # Column p of `kinds` and `ordered_amounts`, both [n, 4], is the change of each image in pass p.
-    kinds = np.take_along_axis(np.where(is_neutral, _NONE, sequence), order, axis=1)
-    ordered_amounts = np.take_along_axis(np.take_along_axis(amounts, sequence, axis=1), order, axis=1)
+    kinds = np.take_along_axis(np.where(is_neutral, _NONE, sequence), columns, axis=1)
+    ordered_amounts = np.take_along_axis(np.take_along_axis(amounts, sequence, axis=1), columns, axis=1)
     num_passes = int((~is_neutral).sum(axis=1).max(initial=0))
     return [
         _plan_pass(kinds[:, number], ordered_amounts[:, number].astype(np.float32)) for number in range(num_passes)
@@ -89,8 +89,8 @@ def change_colours(images: Tensor, passes: Sequence[ColourPass], place: Place) -
         image_weight, grey_weight, mean_weight = place(colour_pass.weights)[:, :, None, None, None].unbind()
         if colour_pass.needs_grey:
             grey = _grey(images)  # the next line changes it in place, after computing its mean
-            blend = grey.mean(dim=(2, 3), keepdim=True).mul(mean_weight).add(grey.mul_(grey_weight))
-            images.mul_(image_weight).add_(blend)
+            grey_terms = grey.mean(dim=(2, 3), keepdim=True).mul(mean_weight).add(grey.mul_(grey_weight))
+            images.mul_(image_weight).add_(grey_terms)
         else:
             images.mul_(image_weight)
         images.clamp_(0, _WHITE)
@@ -112,17 +112,17 @@ def _rotate_hue(images: Tensor, rotations: Tensor) -> Tensor:
 
     red, green, blue = images.unbind(1)
     value, chroma = images.amax(1), images.amax(1) - images.amin(1)
-    hue = torch.where(
+    hue = torch.where(  # in sixths of the circle, here still multiplied by chroma
         red == value,
         green - blue,
         torch.where(green == value, blue - red + 2 * chroma, red - green + 4 * chroma),
     )
     hue = hue / chroma.clamp_min(_TINY)  # grey has no hue; it gets 0
     hue = (hue + 6 * rotations[:, None, None]).remainder(6)
-    # A channel is value - fraction * chroma. As a function of hue, fraction is a trapezoid: height + slope * distance
-    # from the middle, limited to 0..1.
+    # A channel is value - fraction * chroma. As a function of hue, fraction is a trapezoid around the hue `middle`:
+    # offset + slope * distance from it, limited to 0..1. The three triples are for red, green and blue.
     fractions = [
-        ((hue - middle).abs() * slope + height).clamp(0, 1)
-        for middle, height, slope in ((3, 2, -1), (2, -1, 1), (4, -1, 1))
+        ((hue - middle).abs() * slope + offset).clamp(0, 1)
+        for middle, offset, slope in ((3, 2, -1), (2, -1, 1), (4, -1, 1))
     ]
     return torch.stack([value - fraction * chroma for fraction in fractions], dim=1)

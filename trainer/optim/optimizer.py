@@ -65,8 +65,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
         groups: parameters whose gradients are sent as one operation: lists of parameters, or the number of groups of
             consecutive parameters. With a number, the call is a collective. None groups parameters by size.
         sparse_as_dense: whether sparse gradients are sent as dense tensors and converted back. Otherwise indices and
-            values are gathered; then a parameter with sparse gradients must have a gradient on every rank in its
-            first step, unless the optimizer is SparseAdam.
+            values are gathered. In the first step of a parameter with sparse gradients, every rank must then have a
+            gradient of it, unless the optimizer is SparseAdam.
         process_set: ranks whose gradients are combined. On other ranks the result behaves like the plain optimizer.
 
     Raises:
@@ -209,8 +209,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load a state, as the base class does, and discard accumulated gradients.
 
-        The residuals of a compression are restored on the rank that saved them, and also in the process that saved
-        them, whose rank may have changed. Other ranks ignore the residuals.
+        Residuals of a compression (what it has not sent yet) belong to one rank. They are restored on the rank that
+        saved them, and in the process that saved them even if its rank has changed. Other ranks ignore them.
         """
         if self._reducer is not None:
             self._reducer.reset()  # gradients from before the load must not enter the next step
@@ -229,7 +229,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         return copy_memory(self._exchange.memory, residuals=False)
 
     def adopt_shared_memory(self, memory: Memory) -> None:
-        """Replace the shared part of the compression's memory by another rank's; keep the local residuals."""
+        """Replace the shared part of the compression's memory by that of another rank; keep the local residuals."""
         local_memory = self._exchange.memory
         residuals = {
             position: {RESIDUAL: values[RESIDUAL]} for position, values in local_memory.items() if RESIDUAL in values
@@ -239,7 +239,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._remember(residuals)
 
     def _remember(self, memory: Memory) -> None:
-        """Add values to the compression's memory, on the devices of the parameters."""
+        """Add `memory` to the compression's memory, with tensors on the devices of their parameters."""
         for position, parameter in enumerate(parameters_of(self)):
             for key, value in memory.get(position, {}).items():
                 entry = self._exchange.memory.setdefault(position, {})
@@ -299,7 +299,7 @@ def _name_process() -> str:
 
 
 def _takes_part(process_set: ProcessSet) -> bool:
-    """Return whether this rank combines gradients; in an elastic job even a single rank, because others may join."""
+    """Return whether this rank combines gradients. In an elastic job a single rank does, because others may join."""
     if not process_set.included():
         return False
     return process_set.size() > 1 or runtime.is_elastic()

@@ -1,9 +1,9 @@
 """Save policy: decides when the next save is due, for `CheckpointManager.should_save`.
 
-The cost of a save is measured, as in CheckFreq (Mohan et al., FAST 2021). The cost is the stall (the time for which
-the save stops the training) plus the time by which steps are slower while the save is written. `max_stall` is the
-largest share of the training time that the cost may take: after a save, the next one is not due until enough training
-time has passed. This module does no I/O, and the clock is an argument.
+The cost of a save is measured, as in CheckFreq (Mohan et al., FAST 2021). It is the sum of two times: the stall, for
+which the save stops the training, and the slowdown, by which steps take longer while the save is written. `max_stall`
+is the largest share of the training time that the cost may take: no save is due until enough training time has passed
+since the last one. This module does no I/O, and the clock is an argument.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from datasvc.errors import ConfigError
 
 CHECK_EVERY_S: Final = 1.0
 """Approximate seconds between two checks of clock and signals; in a job of several ranks a check is a collective."""
-# A step is disturbed if a save is running during it, else undisturbed. The usual step time is the median of the
-# latest `_MEASURED_STEPS` undisturbed steps. With `max_stall` alone, at least `_MIN_MEASURED_STEPS` undisturbed steps
-# must pass before the next save.
+# A step is disturbed if a save is running at its start or end. The usual step time is the median of this many steps,
+# the latest undisturbed ones.
 _MEASURED_STEPS: Final = 64
+# If `max_stall` is the only setting, at least this many undisturbed steps must pass before the next save.
 _MIN_MEASURED_STEPS: Final = 8
 # The slowest of this many latest steps determines the number of steps to the next check.
 _LATEST_STEPS: Final = 4
-# A step of at least this factor times the usual step time, and at least this many seconds, is a break, such as an
-# evaluation. It does not count as slowed by a save.
+# A step that takes at least this factor times the usual step time, and at least this many seconds, includes a break,
+# such as an evaluation. Its extra time is not caused by a save.
 _BREAK_FACTOR: Final = 10.0
 _MIN_BREAK_S: Final = 2.0
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
@@ -71,8 +71,8 @@ class SaveCost:
 
     Attributes:
         stall_s: seconds for which the training was stopped.
-        slowed_s: seconds by which disturbed steps were slower than the usual step time.
-        training_s: training time in seconds, including both.
+        slowed_s: slowdown: seconds that disturbed steps took in addition to the usual step time.
+        training_s: training time in seconds, including stalls and slowdowns.
     """
 
     stall_s: float = 0.0
@@ -135,25 +135,25 @@ class SaveScheduler:
 
     Attributes:
         cost: training time that saving has taken so far.
-        overhead_s: cost of saving in seconds that is not yet offset by training time: each second of training offsets
-            `max_stall` seconds of cost. With `max_stall`, no save is due before `overhead_s` is 0.
+        overhead_s: seconds of cost for which too little training time has passed yet. Each second of training reduces
+            it by `max_stall` seconds. With `max_stall`, no save is due before it is 0.
     """
 
     def __init__(self, policy: SavePolicy, now: Callable[[], float] = time.perf_counter) -> None:
         self._policy = policy
         self._now = now
-        # Times at which the last step or stall ended, and at which the last stall ended.
+        # `_last_end`: time at which the last step or stall ended. `_last_save`: time at which the last stall ended.
         self._last_end = self._last_save = now()
         self._last_check: int | None = None  # step of the last call of `decide`
         self._undisturbed: deque[float] = deque(maxlen=_MEASURED_STEPS)  # seconds of the latest undisturbed steps
         self._latest: deque[float] = deque(maxlen=_LATEST_STEPS)  # seconds of the latest steps
         self._was_saving = False  # whether a save was running at the end of the last step
-        # Since the stall of the last save: number of undisturbed steps, seconds by which the disturbed steps were
-        # slower in total, and seconds of the device copies of this save.
-        self._num_undisturbed, self._slowed_s, self._copied_s = 0, 0.0, 0.0
+        # All since the last stall: number of undisturbed steps, seconds of slowdown of the disturbed steps (negative:
+        # they were faster than usual), and seconds of device copies.
+        self._num_undisturbed, self._slowdown_s, self._copying_s = 0, 0.0, 0.0
         self.overhead_s = 0.0
-        # Seconds of cost that a second of training offsets. Without `max_stall`, no decision depends on it.
-        self._offset_share = 1.0 if policy.max_stall is None else policy.max_stall
+        # Without `max_stall`, no decision depends on `overhead_s`, so any value will do.
+        self._max_stall = 1.0 if policy.max_stall is None else policy.max_stall
         self.cost = SaveCost()
 
     def end_step(self, *, is_saving: bool) -> None:
@@ -170,30 +170,30 @@ class SaveScheduler:
             self._num_undisturbed += 1
         elif self._undisturbed:
             usual_s = statistics.median(self._undisturbed)
-            slower_s = step_s - usual_s
+            slowdown_s = step_s - usual_s
             if step_s >= max(_BREAK_FACTOR * usual_s, _MIN_BREAK_S):
-                # The save did not cause the break: count at most its device copies that are not counted yet.
-                slower_s = min(slower_s, self._uncounted_copying_s)
-            self._record_slowdown(slower_s)
-        self.overhead_s = max(0.0, self.overhead_s - self._offset_share * step_s)
+                # The save did not cause the break. But device copies without a slowdown so far may be in this step.
+                slowdown_s = min(slowdown_s, self._uncounted_copying_s)
+            self._record_slowdown(slowdown_s)
+        self.overhead_s = max(0.0, self.overhead_s - self._max_stall * step_s)
 
     def record_stall(self, stall_s: float) -> None:
         """Record that a save stopped the training for `stall_s` seconds, outside of any step."""
         self._last_end = self._last_save = self._now()
         self._add_cost(stall_s=stall_s, training_s=stall_s)
         self.overhead_s += stall_s
-        self._num_undisturbed, self._slowed_s, self._copied_s = 0, 0.0, 0.0
+        self._num_undisturbed, self._slowdown_s, self._copying_s = 0, 0.0, 0.0
         # Count the next step as disturbed: the write may start and end within it.
         self._was_saving = True
 
     def record_device_copy(self, spent_s: float) -> None:
         """Record that a save occupied a device for `spent_s` seconds, within past or later steps.
 
-        Seconds that are counted already as slower steps are not counted again.
+        Seconds that are in the slowdown already are not counted again.
         """
-        disturbed_before_s = self._disturbed_s
-        self._copied_s += spent_s
-        self.overhead_s += self._disturbed_s - disturbed_before_s
+        cost_before_s = self._cost_after_stall_s
+        self._copying_s += spent_s
+        self.overhead_s += self._cost_after_stall_s - cost_before_s
 
     def decide(self, step: int, *, is_saving: bool) -> SaveDecision:
         """Decide whether to save after `step`, which has just ended, and at which step to check again."""
@@ -203,24 +203,24 @@ class SaveScheduler:
         return SaveDecision(is_due, step + self._steps_to_next_check(last_check, step))
 
     @property
-    def _disturbed_s(self) -> float:
-        """Seconds by which the last save has slowed the steps since its stall."""
-        # A negative `_slowed_s` means that steps were faster, by chance or for another reason; this must not reduce
-        # the cost. `_slowed_s` normally includes the device copies, because they make steps slower. Take the larger.
-        return max(0.0, self._slowed_s, self._copied_s)
+    def _cost_after_stall_s(self) -> float:
+        """Cost of the last save since its stall: the larger of its slowdown and its device copies, in seconds."""
+        # Do not add them: device copies make steps slower, so the slowdown normally includes them. Steps that were
+        # faster by chance (a negative slowdown) must not reduce the cost.
+        return max(0.0, self._slowdown_s, self._copying_s)
 
     @property
     def _uncounted_copying_s(self) -> float:
-        """Seconds of device copies that are not yet counted as slower steps."""
-        return max(0.0, self._copied_s - max(0.0, self._slowed_s))
+        """Seconds of device copies that are not yet in the slowdown."""
+        return max(0.0, self._copying_s - max(0.0, self._slowdown_s))
 
-    def _record_slowdown(self, slower_s: float) -> None:
-        """Record a disturbed step that took `slower_s` more seconds than usual; negative: it was faster."""
-        # `cost` counts slower steps only. `overhead_s` counts device copies too, so both differences are needed.
-        slowed_before_s, disturbed_before_s = max(0.0, self._slowed_s), self._disturbed_s
-        self._slowed_s += slower_s
-        self._add_cost(slowed_s=max(0.0, self._slowed_s) - slowed_before_s)
-        self.overhead_s += self._disturbed_s - disturbed_before_s
+    def _record_slowdown(self, slowdown_s: float) -> None:
+        """Record a disturbed step that took `slowdown_s` more seconds than usual; negative: it was faster."""
+        # `cost` has the slowdown only; `overhead_s` has the device copies too. Each grows by its own difference.
+        slowdown_before_s, cost_before_s = max(0.0, self._slowdown_s), self._cost_after_stall_s
+        self._slowdown_s += slowdown_s
+        self._add_cost(slowed_s=max(0.0, self._slowdown_s) - slowdown_before_s)
+        self.overhead_s += self._cost_after_stall_s - cost_before_s
 
     def _add_cost(self, *, stall_s: float = 0.0, slowed_s: float = 0.0, training_s: float = 0.0) -> None:
         so_far = self.cost
@@ -228,7 +228,7 @@ class SaveScheduler:
 
     def _is_due(self, last_check: int, step: int, *, is_saving: bool) -> bool:
         policy = self._policy
-        # No save is due before training time has offset the cost of the last one, nor while one is running.
+        # No save is due while one is running, nor before enough training time has passed for its cost.
         if policy.max_stall is not None and (self.overhead_s > 0 or is_saving):
             return False
         if policy.every_steps is not None:
@@ -244,7 +244,7 @@ class SaveScheduler:
         if not longest_s:
             return 1
         # A signal is noticed only at a check, so checks must not become rare by mistake: one slow step shortens the
-        # interval at once, but fast steps at most double it.
+        # interval at once, but after fast steps the new interval is at most twice the last one.
         steps = max(1, math.floor(CHECK_EVERY_S / longest_s))
         steps = min(steps, 2 * max(1, step - last_check))
         every = self._policy.every_steps

@@ -36,13 +36,13 @@ Digest = NewType("Digest", str)
 """64 lower-case hex digits: the BLAKE3-256 of an object's bytes."""
 
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
-# One request to an object store transfers some 35-90 MB/s, so parts are requested in parallel.
+# Size of the parts of an object. They are requested in parallel: one request to a store transfers only 35-90 MB/s.
 RANGE_BYTES = 8 << 20
 # `read` first requests this many bytes, before the size is known. Only a larger object needs a request for its size.
 _START_BYTES = 1 << 20
 _MAX_PARALLEL_RANGES = 8
-_WRITEBACK_BYTES = 8 << 20
-_HASH_BYTES = 1 << 20
+_WRITEBACK_BYTES = 8 << 20  # written bytes after which `ObjectWriter` starts their writeback to the disk
+_HASH_BYTES = 1 << 20  # bytes of a file that are read and hashed at once
 
 
 @dataclass(frozen=True)
@@ -161,11 +161,11 @@ class Objects:
     def reuse(self, info: ObjectInfo) -> bool:
         """Reset the age of an intact copy of the object, and return True; False: the caller must write the object.
 
-        The new age keeps `gc` from deleting the object before the caller commits the entry that references it. A
-        remote object older than a day must be written again to reset its age, so the result is False.
+        The new age keeps `gc` from deleting the object before the caller commits the entry that references it. The
+        age of a remote object older than a day can be reset only by writing it again, so the result is False.
 
-        The size is always compared. A local object that this process has not written is also hashed, once. If it is
-        damaged or unreadable, it is kept in the folder `quarantine`, a warning is logged, and the result is False.
+        The size is always compared. A local object that this process has not written is also hashed, once. A damaged
+        or unreadable object is kept in the folder `quarantine`, with a warning, and the result is False.
         Raises UnavailableError.
         """
         path = self.local_path(info.digest)
@@ -196,7 +196,7 @@ class Objects:
         return is_intact
 
     def refresh(self, info: ObjectInfo) -> bool:
-        """Like `reuse`, but compare only the size: for callers that could not write a damaged object again."""
+        """Like `reuse`, but compare only the size, for callers that cannot replace a damaged object."""
         return self.storage.refresh(self.path(info.digest), info.size_bytes)
 
     def put(self, content: bytes | memoryview) -> ObjectInfo:
@@ -228,7 +228,7 @@ class Objects:
             mark_intact(path)
 
     def _sync_name(self, digest: Digest) -> None:
-        """Sync the folders of an existing object: another writer may have renamed it a moment ago."""
+        """Sync the folders of an existing object: another writer may have made its name without a sync yet."""
         path = self.local_path(digest)
         if path is not None:
             with map_exceptions("write", str(path)):
@@ -239,8 +239,8 @@ class Objects:
     def writing(self) -> Iterator[ObjectWriter]:
         """Open a new object of any size, which is published under its digest when the block ends without an error.
 
-        The bytes are written to a temporary file, which is renamed in a local repository, and uploaded in parts to a
-        remote one. After the block, `writer.info` is the object's digest and size. Raises UnavailableError.
+        The bytes are written to a temporary file. It is then renamed if the repository is local, else uploaded in
+        parts. After the block, `writer.info` is the object's digest and size. Raises UnavailableError.
         """
         writer = self.begin()
         try:
@@ -351,12 +351,12 @@ class Objects:
     ) -> None:
         """Pass exactly `length` unverified bytes of the object to `take` as they arrive, see `RangeReader.stream`.
 
-        Raises the errors of `read_range`, and UnavailableError if the read was cancelled.
+        Raises the errors of `read_range`, and UnavailableError if `interrupt` has cancelled the read.
         """
         try:
             self.storage.stream_range(self.path(digest), offset, length, take, interrupt)
         except UnavailableError:
-            # As in `read_range`, the object may be too short. But a cancelled read shows nothing about its size.
+            # As in `read_range`, the object may be too short. A cancelled read gives no reason to check that.
             if not interrupt.is_set:
                 self._check_reaches(digest, offset + length)
             raise
@@ -392,7 +392,7 @@ class Objects:
         path = self.path(digest)
         content = self.storage.read_start(path, _START_BYTES)
         is_whole = len(content) < _START_BYTES
-        # If the object has no size any more, it was deleted: 0 bytes will not match its digest.
+        # `or 0`: the object was deleted after the first request. `fetch` raises, as 0 bytes do not match the digest.
         size_bytes = len(content) if is_whole else self.storage.size(path) or 0
         if max_bytes is not None and size_bytes > max_bytes:
             raise too_large(self.location(digest), max_bytes)
@@ -424,11 +424,11 @@ class Objects:
 
     def _check_reaches(self, digest: Digest, size_bytes: int) -> None:
         """Raise CorruptDataError if the object is shorter than `size_bytes`."""
-        stored = self.storage.size(self.path(digest))
-        if stored is not None and stored < size_bytes:
+        actual_bytes = self.storage.size(self.path(digest))
+        if actual_bytes is not None and actual_bytes < size_bytes:
             raise CorruptDataError(
-                f"{self.location(digest)} is corrupt: {stored} bytes long, expected at least {size_bytes}; restore "
-                "it from another copy"
+                f"{self.location(digest)} is corrupt: {actual_bytes} bytes long, expected at least {size_bytes}; "
+                "restore it from another copy"
             )
 
     def _check_digest(self, digest: Digest, actual: Digest) -> None:

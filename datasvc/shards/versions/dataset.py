@@ -22,7 +22,7 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, load_deletions
 
 # Number of shards that random access keeps open. An open shard of a remote repository is held in memory.
-_OPEN_SHARDS = 4
+_MAX_OPEN_SHARDS = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,9 +145,9 @@ class Split:
     def __getitem__(self, number: slice) -> list[dict[str, Any]]: ...
 
     def __getitem__(self, number: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
-        """Return sample `number` in table order as Python values: blobs as bytes, None for a missing column.
+        """Return sample `number` as Python values: blobs as bytes, None for a missing column.
 
-        A slice, such as `split[0:2]`, returns a list of its samples, all in memory.
+        Live samples are numbered in the order of the shard table. A slice, such as `split[0:2]`, returns a list.
 
         Raises:
             IndexError: `number` is out of range; negative numbers count from the end.
@@ -155,7 +155,6 @@ class Split:
         """
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(len(self)))]
-        # Table order counts only live samples.
         live_number = number + len(self) if number < 0 else number
         if not 0 <= live_number < len(self):
             raise IndexError(f"sample {number} is outside 0..{len(self) - 1} of {self.dataset}/{self.name}")
@@ -201,7 +200,7 @@ class Split:
         return self.table.classes
 
     @cached_property
-    def _num_deleted(self) -> Integers:  # by shard; cached, because the table computes it at each call
+    def _num_deleted(self) -> Integers:  # per shard; cached, because the table computes it at each call
         return self.table.deleted_per_shard
 
     @cached_property
@@ -216,7 +215,7 @@ class Split:
             else:
                 self._open[number] = open_listed_shard(self.origin, self.table, number)
                 # The least recently used shard is dropped first.
-                while len(self._open) > _OPEN_SHARDS:
+                while len(self._open) > _MAX_OPEN_SHARDS:
                     self._open.popitem(last=False)
             return self._open[number]
 
@@ -241,9 +240,10 @@ class DatasetVersion(Mapping[str, Split]):
         self.repository = repository
         self.resolved = resolved
         self.entry = entry
-        described = check_splits(entry.content, resolved)
+        descriptions = check_splits(entry.content, resolved)
         self._splits = {
-            name: Split(name, str(resolved), repository, split["table"]) for name, split in sorted(described.items())
+            name: Split(name, str(resolved), repository, split["table"])
+            for name, split in sorted(descriptions.items())
         }
 
     def __getitem__(self, split: str) -> Split:
@@ -271,21 +271,21 @@ def check_splits(content: Mapping[str, Any], version: Resolved) -> Mapping[str, 
     Raises:
         CorruptDataError: a split is not described by the digest of a table and numbers of samples and bytes.
     """
-    what = f"the entry of {version} has no valid list of splits"
+    problem = f"the entry of {version} has no valid list of splits"
     splits = content.get("splits")
     if not isinstance(splits, Mapping):
-        raise CorruptDataError(f"{what}: expected an object, found {type(splits).__name__}; restore the entry")
+        raise CorruptDataError(f"{problem}: expected an object, found {type(splits).__name__}; restore the entry")
     for name, split in splits.items():
         if not isinstance(split, Mapping):
-            raise CorruptDataError(f"{what}: split {name!r} is {type(split).__name__}, expected an object")
+            raise CorruptDataError(f"{problem}: split {name!r} is {type(split).__name__}, expected an object")
         if not isinstance(split.get("table"), str):
-            raise CorruptDataError(f"{what}: split {name!r} has no digest of a table")
+            raise CorruptDataError(f"{problem}: split {name!r} has no digest of a table")
         parse_digest(split["table"])
         for field in ("samples", "bytes", "shards"):
             # A Boolean is an integer in Python.
             if type(split.get(field)) is not int or split[field] < 0:
                 raise CorruptDataError(
-                    f"{what}: {field!r} of split {name!r} is {split.get(field)!r}, expected a number"
+                    f"{problem}: {field!r} of split {name!r} is {split.get(field)!r}, expected a number"
                 )
     return splits
 
@@ -301,10 +301,10 @@ def open_dataset(repository: Repository, ref: str) -> DatasetVersion:
 
 
 def read_version(repository: Repository, resolved: Resolved) -> DatasetVersion:
-    """Return a resolved version, which may be removed.
+    """Return a resolved version, even a removed one.
 
     Raises:
-        NotFoundError: the entry ends this name, because the data set was renamed.
+        NotFoundError: the entry records that the data set was renamed.
         CorruptDataError, UnavailableError: see `Repository.entry`.
     """
     entry = repository.entry(resolved)
@@ -314,7 +314,7 @@ def read_version(repository: Repository, resolved: Resolved) -> DatasetVersion:
 
 
 def renamed_to(entry: Entry) -> str | None:
-    """Return the new name if `entry` ends the log of a renamed data set, otherwise None."""
+    """Return the new name if `entry` records that the data set was renamed, otherwise None."""
     change = entry.content.get("change")
     if not isinstance(change, Mapping) or change.get("kind") != "rename":
         return None
@@ -336,7 +336,7 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
         for entry in repository.readable_entries("datasets", name, [newest.version]) if newest else ():
             resolved = Resolved("datasets", name, entry.number)
             if renamed_to(entry):
-                continue  # its removal follows
+                continue  # the rename removes this version next
             try:
                 datasets.append(DatasetVersion(repository, resolved, entry))
             except CorruptDataError as error:
@@ -371,11 +371,11 @@ def continued_version(repository: Repository, name: str, head: int) -> Resolved 
         ConflictError: the data set was renamed, and has no version of this name since then.
         CorruptDataError, UnavailableError: see `Log.read`.
     """
-    # Do not use `Repository.living`: a listing may lack the head, which must then not be passed over.
+    # Do not use `Repository.living`: its listing may lack the head, and then an older version would be continued.
     removed = repository.removals("datasets", name).removed(range(1, head + 1))
     number = next((number for number in range(head, 0, -1) if number not in removed), None)
     if number is None and head:
-        # What continues a version must not begin a new data set, because the old one has another name now.
+        # Do not begin a new data set: the caller means the old one, which has another name now.
         newest, _ = repository.versions("datasets", name).try_entries([head])
         if newest and (new_name := renamed_to(newest[0])):
             raise ConflictError(f"{name} was renamed to {new_name}; use the new name")

@@ -39,7 +39,7 @@ from datasvc.threads import map_in_threads
 
 # Number of threads that check shards. Each holds one shard at a time, in memory if the repository is remote.
 _SHARDS_AT_ONCE = 4
-# Without `deep`, a shard of a remote repository takes small requests only.
+# The same without `deep`. There are more, because a shard of a remote repository then takes small requests only.
 _STRUCTURES_AT_ONCE = 16
 _MAX_LISTED_KEYS: Final = 10
 
@@ -92,8 +92,8 @@ class VerifyReport:
         problems: in the order of splits and shards; empty for an intact version.
         overlaps: samples that two splits share, without the kinds in `accepted`.
         num_unchecked: number of samples without a sample index; their blobs were not compared with other splits.
-        accepted: number of shared samples by kind ("key", "payload"), only for kinds with at most as many shared
-            samples as the commit accepted.
+        accepted: number of shared samples by kind: "key" or "payload" (an image or other blobs). It has only the
+            kinds with no more shared samples than the commit accepted.
     """
 
     version: str
@@ -151,10 +151,10 @@ def verify(
     overlaps: list[Overlap] = []
     tables = {split.name: table for split, table in readable}
     accepted = accepted_counts(dataset.entry.content) or {}
-    # An index or shard that cannot be read stops the comparison of splits, and is in `problems` already. If there are
-    # no problems, such an error is not reported yet, and is raised.
-    reported: tuple[type[Exception], ...] = (NotFoundError, CorruptDataError) if problems else ()
-    with suppress(*reported):
+    # The comparison of splits ends at an index or shard that cannot be read. If there are `problems`, they include
+    # this object, so the error is suppressed. Otherwise it is new, and is raised.
+    suppressed: tuple[type[Exception], ...] = (NotFoundError, CorruptDataError) if problems else ()
+    with suppress(*suppressed):
         overlaps = find_overlaps(repository.objects, tables)
     counts = count_overlaps(overlaps)
     # Later deletions do not lower the accepted number in the log entry, so a lower count is accepted too.
@@ -178,10 +178,10 @@ class _SplitCheck:
     def __init__(self, split: Split, *, deep: bool) -> None:
         self._split = split
         self._table = split.table
-        self._stored = split.table.stored_per_shard
+        self._stored = split.table.stored_per_shard  # samples in each shard's file, including deleted ones
         self._objects: Objects = split.repository.objects
         self._deep = deep
-        self._deletions = Deletions.build({})
+        self._deletions = Deletions.build({})  # none, until `_check_deletions` has read them
 
     def run(self, progress: Progress) -> list[DatasetProblem]:
         problems = self._check_deletions()
@@ -268,7 +268,7 @@ class _SplitCheck:
 
     def _check_content(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
         problem = self._check_size(number, shard, index)
-        # A shard of the wrong size is read anyway, to find which of its samples are intact.
+        # Read even a shard of the wrong size, to find which of its samples are intact.
         if problem is not None and problem.kind == "missing":
             return problem
         try:
@@ -307,14 +307,14 @@ class _SplitCheck:
         """Describe a bad shard. `rows` are the affected rows in its file; None stands for all rows."""
         if rows is None and number not in self._deletions.shards:
             # Do not make an array of all rows: a wrong table may list more rows than fit in memory.
-            count, first = int(self._stored[number]), np.arange(min(self._stored[number], _MAX_LISTED_KEYS))
+            count, first_rows = int(self._stored[number]), np.arange(min(self._stored[number], _MAX_LISTED_KEYS))
         else:
             affected = np.zeros(self._stored[number], np.bool_)
             affected[slice(None) if rows is None else rows] = True
             if number in self._deletions.shards:
                 affected &= ~self._deletions.flags(number)
-            count, first = int(np.count_nonzero(affected)), np.flatnonzero(affected)[:_MAX_LISTED_KEYS]
-        keys = index.table.column("key").take(pa.array(first)).to_pylist() if index is not None else []
+            count, first_rows = int(np.count_nonzero(affected)), np.flatnonzero(affected)[:_MAX_LISTED_KEYS]
+        keys = index.table.column("key").take(pa.array(first_rows)).to_pylist() if index is not None else []
         digest = self._table.shard(number).digest
         return DatasetProblem(kind, "shard", self._split.name, digest, detail, number, count, tuple(keys))
 
@@ -326,7 +326,7 @@ def read_unverified(objects: Objects, shard: ObjectInfo) -> pa.Buffer:
         with map_exceptions("read", str(path)), pa.memory_map(str(path)) as mapped:
             return mapped.read_buffer()
     sink = io.BytesIO()
-    # `fetch` writes the bytes before it checks their digest. The caller finds what is wrong with them.
+    # `fetch` writes all bytes before it raises an error about their digest.
     with suppress(CorruptDataError):
         objects.fetch(shard.digest, objects.size(shard.digest) or 0, sink)
     return pa.py_buffer(sink.getbuffer())
