@@ -72,7 +72,7 @@ class Cache(CacheJob):
 
     def available_bytes(self, digests: Collection[Digest]) -> int:
         """Return the bytes available for `digests`: `budget_bytes` minus the disk space of other pinned objects."""
-        # By digest, because an object that several pins name occupies its space once.
+        # By digest, so that an object of several pins counts once.
         pinned = {
             digest: size
             for pin in read_pins(self._open().files.pins).values()
@@ -91,7 +91,7 @@ class Cache(CacheJob):
     def shards(self, repository: Repository) -> CachedShards:
         """Return a `ShardStore` of `repository` that reads through this cache; it can be used after `Cache.close`."""
         self._open()  # raises ConfigError if this cache is closed
-        # A handle of its own, which stays open after this one is closed.
+        # `CachedShards` gets its own handle, which stays open after this one is closed.
         return CachedShards(CacheJob(self.folder, self.tenant, self.peers), repository)
 
     def new_job(self, note: str = "") -> CacheJob:
@@ -115,8 +115,8 @@ class Cache(CacheJob):
         Args:
             splits: splits of any data sets.
             progress: counts the bytes that are resident, by source.
-            num_threads: shards to fetch at once; None: enough to use all request slots of this process.
-            stop: no fetch starts after this event is set.
+            num_threads: shards to fetch at once; None: enough to use all parallel requests of this process.
+            stop: event after which no fetch starts; None: all shards are fetched.
 
         Raises:
             CacheFullError: the shards exceed the budget, and nothing was fetched; or objects in use left too little
@@ -147,8 +147,8 @@ class Cache(CacheJob):
         old_pin = read_pins(folder).get(name)
         old_objects = {} if old_pin is None else dict(old_pin.objects)
         added = {digest: size for digest, size in objects.items() if digest not in old_objects}
-        # The file is written before the catalogue, and lists every object that the catalogue pins. So `unpin` finds
-        # all of them after a crash.
+        # First the file, with the old objects too: it must list every object that the catalogue pins, so that `unpin`
+        # finds all of them after a crash.
         write_pin(folder, Pin(name, {**old_objects, **objects}))
         try:
             # Pinned before the fetch, so that no shard of the pin is evicted while the others are fetched.
@@ -171,7 +171,7 @@ class Cache(CacheJob):
         opened = self._open()
         with changing_pin(opened.files.pins, name):
             pin = find_pin(opened.files.pins, name)
-            # The catalogue comes before the file, so that the file lists every object that the catalogue pins.
+            # First the catalogue: the file must list every object that the catalogue pins, as in `_pin`.
             opened.catalogue.unpin(name, pin.objects)
             remove_pin(opened.files.pins, name)
         return pin
@@ -191,7 +191,7 @@ class Cache(CacheJob):
     def status(self) -> CacheStatus:
         """Return the disk space in use, and the jobs and tenants that use it."""
         opened = self._open()
-        opened.count_hits()  # the latest hits of this process are only in memory until this call
+        opened.count_hits()  # write the latest hits of this process, which are in memory only, to the catalogue
         return read_status(opened)
 
     def counters(self) -> Mapping[str, int]:

@@ -3,8 +3,8 @@
 Widths and heights are columns of the data set, so windows are drawn before images are decoded. A resumed run draws
 the same values as an uninterrupted one.
 
-Source of the random window: Szegedy et al. 2015 (random area and aspect ratio, with a uniform logarithm of the
-ratio), with ten tries and a centre crop as fallback, as in common implementations.
+Source of the random window: Szegedy et al. 2015. Its area and the logarithm of its aspect ratio are uniform. If ten
+tries do not fit into the image, a centre crop is taken, as in common implementations.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class AugmentConfig:
             `size` * 256 / 224.
         evaluation: how evaluation scales and crops. "torchvision": as torchvision's `Resize(resize)`, bilinear and
             anti-aliased, and `CenterCrop(size)`, with which accuracies are usually measured. "window": a window of
-            whole source pixels is scaled, which is faster and less exact; a state without this field means it.
-        transform: function for training and evaluation, called for each image from any thread with the cropped and
-            flipped `uint8[size, size, 3]` and a random generator that depends on (seed, epoch, position). It returns
-            an array of the same shape and dtype, which may be its argument.
+            whole source pixels is scaled; faster, less exact, and the value for saved states without this field.
+        transform: function for training and evaluation. Any thread may call it, once per image. Its arguments are the
+            cropped and flipped `uint8[size, size, 3]`, and a random generator, see `generators`. It returns an array
+            of the same shape and dtype, which may be its argument.
 
     Raises:
         ConfigError: a value is out of range.
@@ -102,7 +102,7 @@ class Windows:
         shapes: `int32[batch, 2]`, height and width.
         flips: `int32[batch]`, 1 where the window is mirrored.
         boxes: `float64[batch, 4]`, left, top, right and bottom of the part of each window that is scaled to the
-            output, relative to the window. The filter also reads the pixels of the window around the box. None: each
+            output, relative to the window. The filter also reads pixels of the window outside of the box. None: each
             window is scaled as a whole.
     """
 
@@ -166,8 +166,8 @@ def plan_random_windows(
         widths: widths of the images in pixels, `int[batch]`.
         heights: heights of the images in pixels, `int[batch]`.
         positions: positions of the samples in the epoch, `int64[batch]`.
-        seed: seed of the order.
-        epoch: epoch of the order.
+        seed: seed of the access order.
+        epoch: epoch of the access order.
         config: distribution of the windows.
     """
     key = derive_keys(seed, epoch, _AUGMENTATION, 1)[0]
@@ -243,14 +243,14 @@ def plan_centre_boxes(widths: npt.NDArray[Any], heights: npt.NDArray[Any], *, si
     A window has all pixels that the anti-aliased bilinear filter of the resize reads for the crop, so the image need
     not be decoded or scaled as a whole. For the arguments see `plan_centre_windows`.
     """
-    # A stored width or height of 0, which is wrong, gives a window that the decoder refuses.
+    # A stored width or height of 0 is wrong. Count it as 1, which gives a window that the decoder refuses.
     source = np.maximum(np.stack([widths, heights], axis=1).astype(np.float64), 1)
-    # torchvision rounds the longer side down, and the start of the crop half to even.
+    # As torchvision, round the longer side down, and the start of the crop to the nearest number (half to even).
     scaled = np.floor(resize * source / source.min(axis=1, keepdims=True))
     first = np.rint((scaled - size) / 2)
     factor = source / scaled  # source pixels of one scaled pixel
     start, stop = first * source / scaled, (first + size) * source / scaled
-    # The filter of a scaled pixel reaches this far from the pixel's centre; one pixel more, against rounding.
+    # The filter of the first or last scaled pixel reads this far beyond `start` or `stop`. The 1 is for rounding.
     reach = np.maximum(factor, 1) - factor / 2 + 1
     low, high = np.maximum(np.floor(start - reach), 0), np.minimum(np.ceil(stop + reach), source)
     window = np.stack([low[:, 1], low[:, 0], high[:, 1] - low[:, 1], high[:, 0] - low[:, 0]])
@@ -274,5 +274,5 @@ def _make_windows(window: npt.NDArray[np.float64], flips: npt.NDArray[np.int32])
     return Windows(np.ascontiguousarray(pixels[:, :2]), np.ascontiguousarray(pixels[:, 2:]), flips)
 
 
-def _between(draw: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.float64]:
-    return low + draw * (high - low)
+def _between(fraction: npt.NDArray[np.float64], low: float, high: float) -> npt.NDArray[np.float64]:
+    return low + fraction * (high - low)

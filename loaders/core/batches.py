@@ -1,7 +1,7 @@
 """Reads one rank's samples in the access order, as batches of zero-copy views of shards, for the loaders to decode.
 
 A shard is opened for the first batch that needs it, and released after the last batch that needs it is handed
-over. So a loader never holds more shards of a cache than its order needs at the same time.
+over to the caller. So a loader holds no more shards of a cache than its access order needs at the same time.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class SampleBatch(NamedTuple):
 
     Attributes:
         epoch: epoch of the batch.
-        step: positions of the global batch.
+        step: range of positions of the global batch.
         positions: `int64[n]`, positions of this rank's samples.
         mask: `bool[n]`, False for padding samples.
         shards: `int64[n]`, index of each sample's shard in the shard table of its split.
         rows: `int64[n]`, row of each sample in its shard's file; deleted samples still have rows in that file.
-        blobs: views of the encoded images, `uint8[size]` each; a view keeps the memory map of its shard alive. Empty
+        blobs: views of the encoded images, `uint8[size]` each; a view keeps the memory map of its shard open. Empty
             if no blob column was requested.
         columns: the other requested columns of fixed width, by name: `dtype[n]`.
         parts: the same samples grouped by shard, for decoders that read columns of variable width.
@@ -132,7 +132,7 @@ class SampleBatches:
         self._needs_values = blob is not None or bool(columns)
 
     def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
-        """Yield batches from `cursor` on without end. An epoch must have at least one step."""
+        """Yield batches from `cursor` on, without end. An epoch must have at least one step."""
         for number, split_cursor in self._locator.cursors(cursor).items():
             self._readers[number].advance(split_cursor)
         while True:
@@ -189,8 +189,8 @@ class SampleBatches:
         for number, reader in self._readers.items():
             before, after = cursors_before[number], cursors_after[number]
             reader.reference_range(before, after)
-            # `reference_range` skips padding samples. It also skips epochs that begin and end inside this batch,
-            # which a small split of a mixture may have. The shards of these samples get references here.
+            # `reference_range` skips padding samples. It also skips epochs of a split that begin and end inside this
+            # batch, which happens in a mixture with a small split. The shards of these samples get references here.
             if has_padding or after.epoch > before.epoch + 1:
                 is_inside = (locations.epochs > before.epoch) & (locations.epochs < after.epoch)
                 is_skipped = (locations.sources == number) & (is_inside | ~located.mask)
@@ -216,7 +216,7 @@ class _SplitLocator:
 class _MixtureLocator:
     """A `SampleLocator` of a mixture: it assigns positions to splits, and each split has its own order and epochs."""
 
-    # Always 1, even if the splits' orders have lanes: the mixture's positions have no fixed relation to these lanes.
+    # Not the lanes of the splits' orders: a position of the mixture belongs to no fixed lane.
     lanes = 1
 
     def __init__(self, order: MixOrder, readers: Mapping[int, SplitReader]) -> None:
@@ -228,7 +228,7 @@ class _MixtureLocator:
     def cursors(self, cursor: Cursor) -> Mapping[int, Cursor]:
         """Return the cursor of each split's order at a cursor of the mixture."""
         # Cached, because each cursor is needed three times: at the end of a batch, at the start of the next, and when
-        # the batch is retired. Older cursors are not needed again, so a full cache is emptied.
+        # the batch is retired. Most cursors in a full cache are not needed again, so it is emptied.
         if cursor not in self._cached_cursors:
             if len(self._cached_cursors) >= _MAX_CACHED_CURSORS:
                 self._cached_cursors.clear()

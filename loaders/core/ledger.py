@@ -1,12 +1,12 @@
 """Writer of the ledger: a record of the samples that a rank handed over, one file per start or restart of the loader.
 
 A new file begins with the first batch after the loader's creation or after `load_state_dict`; its header has the
-cursor at which it begins. Invariant: a batch is in the file before the loader's cursor moves past it. So the ledger
-has every sample that a state counts as served, even if the process is killed or only one rank saves its state.
+cursor (epoch, position) at which it begins. Invariant: a batch is in the file before the loader's cursor moves past
+it. So the ledger has every sample that a state counts as served, even if the process is killed.
 
-Usually the positions that a rank serves form one strided range. So writing a batch is one `pwrite` of 64 bytes, which
-extends the range in the last record. `datasvc.ledger.file` defines the format; `datasvc.ledger.history` merges the
-files of ranks and restarts.
+Usually the positions that a rank serves form one range with a constant stride. So writing a batch is one `pwrite` of
+64 bytes, which extends the range in the last record. `datasvc.ledger.file` defines the format;
+`datasvc.ledger.history` merges the files of ranks and restarts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _FileEnd:
     Attributes:
         num_records: number of records in the file.
         growing: last record of served samples, which the next batch may extend; None if there is none.
-        growing_index: index of this record in the file.
+        growing_index: index of this record in the file; -1 if there is none.
     """
 
     num_records: int = 0
@@ -86,7 +86,7 @@ class Ledger:
     ) -> None:
         self.folder = Path(folder)
         self._header_fields: dict[str, Any] = {
-            # A JSON round trip: `_check_folder` compares the order with one that was read from JSON.
+            # Convert to JSON and back: `_check_folder` compares the order with one that was read from JSON.
             "order": json.loads(json.dumps(order)),
             "source": source,
             "num_samples": num_samples,
@@ -94,7 +94,7 @@ class Ledger:
             "tail": tail,
         }
         self._ranks = ranks
-        self._begin_cursor = (0, 0)
+        self._begin_cursor = (0, 0)  # epoch and position
         self._path: Path | None = None
         self._file: int | None = None
         self._header_bytes = 0
@@ -128,8 +128,8 @@ class Ledger:
         self._open()
         is_full = bool(batch.mask.all())
         if bad or not is_full:
-            # Write these records before those of the served samples. If the process is killed in between, the audit
-            # ignores them, because the record of their batch is missing.
+            # Write the records of padding and bad samples before those of served ones. If the process is killed in
+            # between, the audit ignores them, because the served samples of their batch are missing.
             self._append(_masked_records(batch, bad))
         samples = batch.positions if is_full else batch.positions[batch.mask]
         for strided in describe_positions(step.start, step.next_position, samples):
@@ -162,9 +162,9 @@ class Ledger:
             self._end = _FileEnd(index + 1, record, index)
             return
         strided = dataclasses.replace(growing.strided, stop=record.strided.stop)
-        longer = LedgerRecord(record.kind, record.epoch, strided, growing.count + record.count)
-        self._put(self._end.growing_index, longer.encode())
-        self._end = _FileEnd(self._end.num_records, longer, self._end.growing_index)
+        extended = LedgerRecord(record.kind, record.epoch, strided, growing.count + record.count)
+        self._put(self._end.growing_index, extended.encode())
+        self._end = _FileEnd(self._end.num_records, extended, self._end.growing_index)
 
     def _append(self, records: Sequence[LedgerRecord]) -> None:
         """Write records after the last one. Later batches do not extend them."""
@@ -174,7 +174,7 @@ class Ledger:
             self._end = dataclasses.replace(self._end, num_records=num_records + len(records))
 
     def _put(self, index: int, content: bytes) -> None:
-        """Write encoded records to the file; the first one becomes the record number `index`."""
+        """Write encoded records to the file, from record number `index` on."""
         assert self._file is not None
         try:
             written = os.pwrite(self._file, content, self._header_bytes + index * RECORD_BYTES)

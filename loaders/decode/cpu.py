@@ -42,7 +42,7 @@ _BATCHES_OF_CALLER = 2
 
 @dataclass(frozen=True)
 class _DecodeJob:
-    """A batch to decode, and its output memory.
+    """A batch to decode, and its output memory `out`.
 
     `starts`, `shapes`, `flips` and `boxes` are those of the images' `Windows`; for the rest see `ImageBackend.feed`.
     """
@@ -63,7 +63,7 @@ class CpuRun:
 
     Attributes:
         images: its output memory.
-        parts: the results of its tasks: index in the batch -> reason, for the images that cannot be decoded.
+        parts: its tasks. The result of each has the images that cannot be decoded: index in the batch -> reason.
     """
 
     images: npt.NDArray[Any] | torch.Tensor
@@ -83,7 +83,7 @@ def _stop_all() -> None:
         stop_flag.set()
 
 
-# At exit, for example after Ctrl-C, the threads skip prefetched images; otherwise they decode all of them first.
+# At exit, for example after Ctrl-C, the threads stop. Otherwise they would decode all prefetched images first.
 run_before_threads_end(_stop_all)
 
 
@@ -93,7 +93,7 @@ class CpuBackend:
     Args:
         config: settings of the backend.
         backend: "cpu" or "pillow", see `ImageWorker`.
-        framework: selects the resizer, see `make_resizer`.
+        framework, profiler: selects the resizer, see `make_resizer`; measures the decode time.
 
     Raises:
         ConfigError: the decoder is not installed.
@@ -105,7 +105,7 @@ class CpuBackend:
         if backend == "cpu":
             import_codec()
         if framework == "torch":
-            import torch  # noqa: F401 - before the threads start: parallel imports may get a module that is not complete
+            import torch  # noqa: F401 - before the threads start: parallel imports may get an incomplete module
         self._config, self._backend, self._framework = config, backend, framework
         self._profiler = profiler
         self._ring = BufferRing(config.shape, config.pixels.dtype, keep=config.prefetch + _BATCHES_OF_CALLER)
@@ -136,10 +136,10 @@ class CpuBackend:
         *,
         out: npt.NDArray[Any] | None = None,
     ) -> CpuRun:
-        """Start decoding a batch outside of the queue of `feed` and `take`; for the arguments see `feed`.
+        """Start to decode a batch that `finish`, not `take`, returns; for the other arguments see `feed`.
 
-        `out` is output memory for a full batch, which only this batch uses until `finish`; None: memory of the
-        backend.
+        `out`: memory for the images of a full batch, which the caller does not use until `finish`; None: memory of
+        the backend.
         """
         count = len(images)
         memory: npt.NDArray[Any] | torch.Tensor = self._take_memory() if out is None else out
@@ -205,7 +205,7 @@ class CpuBackend:
         return empty_pinned(self._config.shape, self._config.pixels.dtype)
 
     def _deliver(self, images: npt.NDArray[Any] | torch.Tensor) -> npt.NDArray[Any] | torch.Tensor:
-        """Return the images; those of bfloat16 as a tensor, because NumPy does not have this dtype."""
+        """Return the images as they are, or as a tensor if they are bfloat16, which NumPy does not have."""
         if self._config.pixels.output != "bfloat16":
             return images
         import torch

@@ -1,4 +1,4 @@
-"""`TokenLoader`: batches of packed token blocks in the access order. A resumed run serves each block once."""
+"""`TokenLoader`: batches of token blocks in the access order. A resumed run serves each block once."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class TokenFormat:
         column: name of the column of blocks.
         block_tokens: number of tokens of a block, at least 1. It is needed for blobs and for lists of variable size.
         dtype: dtype of a token in blobs, such as "uint16"; the bytes are little-endian.
-        pad: token to write into padding, at least 0. None keeps the stored values; a block that is stored with fewer
-            tokens is filled with 0.
-        end: token that ends a document, at least 0. It is needed for `documents` and for labels "within" documents if
-            there is no column `document_starts`.
+        pad: token to write into padding, at least 0. With None, stored padding stays as it is, and a block that is
+            stored with fewer tokens is filled with 0.
+        end: token that ends a document, at least 0. Without a column `document_starts`, the loader needs it for
+            `documents=True` and for `labels="within"`.
 
     Raises:
         ConfigError: a value is out of range.
@@ -75,7 +75,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         tokens: how the data set stores blocks, or only the name of the column of blocks.
         labels: "across": the label of a token is the next token, also across the end of a document; "within": only if
             the next token is of the same document; None: no labels.
-        documents: whether batches have `document_ids`, `position_ids`, `cu_seqlens` and `max_seqlen`.
+        documents: whether batches have the fields `document_ids`, `position_ids`, `cu_seqlens` and `max_seqlen`.
 
     Raises:
         ConfigError: an argument is out of range; the column of tokens is missing; a batch is larger than the epoch
@@ -102,19 +102,19 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         prefetch: int = 2,
         ledger: Path | str | None = None,
     ) -> None:
-        stored = TokenFormat(tokens) if isinstance(tokens, str) else tokens
+        token_format = TokenFormat(tokens) if isinstance(tokens, str) else tokens
         splits = weighted_splits(split)
         self._config = TokenConfig(
-            column=stored.column,
-            block_tokens=_common_block(splits, stored),
-            dtype=stored.dtype,
+            column=token_format.column,
+            block_tokens=_common_block(splits, token_format),
+            dtype=token_format.dtype,
             tokenizer=_common_tokenizer(splits),
-            # One value for all shards: they must have the column only if every split has it.
+            # One setting serves all splits, so the column is used only if every split has it.
             lengths_are_needed=all(LENGTH in part.table.sample_schema.names for part in splits),
-            pad=stored.pad,
+            pad=token_format.pad,
             labels=labels,
             documents=documents,
-            end=stored.end,
+            end=token_format.end,
         )
         _check_config(self._config, splits)
         self._convert: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]] = to_torch
@@ -160,8 +160,8 @@ class TokenLoader(Loader[TokenBatch[Any]]):
     def _serve(self, convert: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]]) -> Iterator[TokenBatch[Any]]:
         batches = super().__iter__()
         while True:
-            # `_deliver` uses `self._convert`, which all iterators of this loader share. Set it for this batch only:
-            # the caller may alternate between `numpy()` and `pin()`.
+            # Set `self._convert`, which `_deliver` calls, for this batch only: all iterators of this loader share it,
+            # and the caller may alternate between `numpy()` and `pin()`.
             self._convert = convert
             try:
                 batch = next(batches, None)

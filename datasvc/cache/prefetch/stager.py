@@ -32,12 +32,12 @@ from datasvc.errors import DatasvcError
 from datasvc.order import NextUse, OrderConfig
 from datasvc.shards import Split
 
-# The fetch of a large shard sends many ranged requests at once; the fetch of a small shard sends few. So the bytes in
-# transfer are limited, not the number of shards.
-_MIN_SHARDS_AT_ONCE = 4
+# A large shard is fetched by many ranged requests at once, a small one by few. So the bytes in transfer are limited,
+# not the number of shards: to this size, and to 1/16 of the cache's budget, because they take space of the cache too.
 _MAX_BYTES_AT_ONCE = 256 << 20
-# Shards in transfer take space of the cache too: at most 1/16 of the budget, or 4 shards if that is more.
 _BUDGET_DIVISOR = 16
+# At least this many shards are fetched at once, even if they exceed the limits.
+_MIN_SHARDS_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StagerJob:
     """The input of a stager: the split that a job reads, the job's access order, and its position at the start.
 
     Attributes:
-        cache: the job's handle on the cache. Unpickling it in the stager's process opens the cache there.
+        cache: the job's handle on the cache. When the stager's process unpickles it, it opens the cache there.
         config: parameters of the access order.
         lanes: lanes that the job reads; None: all.
         step_bytes: see `UseTimeline`.
@@ -83,14 +83,14 @@ class JobPrefetcher:
     """
 
     def __init__(self, job: StagerJob) -> None:
-        self._job = job.cache
+        self._cache_job = job.cache
         self._split = job.split
         self._timeline = UseTimeline(job.split.table, job.config, job.lanes, step_bytes=job.step_bytes)
         self._cursor = job.epoch, job.position  # all samples before it were served
-        self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, self._job.budget_bytes)
-        self.num_at_once = _choose_shards_at_once(job.split, self._job.budget_bytes)
+        self._ahead_bytes = choose_ahead_bytes(job.split.table.bytes_per_shard, self._cache_job.budget_bytes)
+        self.num_at_once = _choose_shards_at_once(job.split, self._cache_job.budget_bytes)
         self._waiting: deque[NeededShard] = deque()
-        self._deferred: list[tuple[int, NeededShard]] = []  # each with the clock (bytes served) at which to try again
+        self._deferred: list[tuple[int, NeededShard]] = []  # each with the time (bytes served) at which to try again
         self._in_progress: set[int] = set()  # numbers of the shards that are being fetched
         self._is_blocked = False  # True after a fetch found no space, until the job advances
         self._lock = threading.Lock()
@@ -101,15 +101,15 @@ class JobPrefetcher:
         self._waiting = deque(self._timeline.needed_shards(*self._cursor))
 
     def advance(self, epoch: int, position: int) -> None:
-        """Continue from a new position of the job."""
+        """Record a new position of the job, which may be an earlier one."""
         with self._lock:
             previous, self._cursor = self._cursor, (epoch, position)
             self._is_blocked = False
             now = self._timeline.clock(epoch, position)
             if epoch != previous[0] or self._cursor < previous:
-                # A new epoch has begun, or an earlier state was restored: declare the next uses again. In a new
-                # epoch, replace only passed uses: a shard that the job has skipped would seem to be needed now.
-                # After a restore, replace all uses: a shard may be needed sooner than declared.
+                # A new epoch has begun, or an earlier state was restored: declare the next uses again. After a
+                # restore, replace all uses: a shard may be needed sooner than declared. In a new epoch, replace only
+                # passed uses: otherwise a shard that the job has skipped would seem to be needed now.
                 self._expect(passed_only=self._cursor > previous)
                 self._waiting = deque(self._timeline.needed_shards(epoch, position))
                 self._deferred.clear()
@@ -138,7 +138,7 @@ class JobPrefetcher:
         except DatasvcError:
             # Not raised: if the error persists until the shard is needed, the job's own fetch reports it.
             with suppress(DatasvcError):
-                self._job.count("prefetch_failures", 1)
+                self._cache_job.count("prefetch_failures", 1)
         finally:
             with self._lock:
                 self._in_progress.discard(needed.shard)
@@ -155,17 +155,17 @@ class JobPrefetcher:
 
     def _fetch(self, needed: NeededShard, now: int) -> Outcome:
         info = self._split.table.shard(needed.shard)
-        # A shard that is needed only after more than `_ahead_bytes` must not replace a shard that a running job may
-        # need again: keeping the old one is worth more than having the new one early.
+        # If the shard is needed only after more than `_ahead_bytes`, it must not replace another one. That one may be
+        # needed again by a running job, which is worth more than an early fetch.
         evict = needed.first - now <= self._ahead_bytes
         # A shard at the border of two lanes has several uses, and one of these may come before `needed`.
         next_use = self._timeline.next_use(needed.shard, *self._cursor)
         # A use that began before `now` is still in progress: the shard is needed now.
         reuse = NextUse(now, max(now, next_use))
-        outcome = self._job.prefetch(info, self._split.repository, reuse, evict=evict)
+        outcome = self._cache_job.prefetch(info, self._split.repository, reuse, evict=evict)
         if outcome == "resident":
             # `prefetch` has fetched nothing, so it has not declared the next use.
-            self._job.expect({info.digest: next_use}, now)
+            self._cache_job.expect({info.digest: next_use}, now)
         return outcome
 
     def _expect(self, *, passed_only: bool) -> None:
@@ -173,7 +173,7 @@ class JobPrefetcher:
         next_uses, infos = self._timeline.next_uses(*self._cursor), self._split.table.shards()
         expected = {infos[shard].digest: next_use for shard, next_use in next_uses.items()}
         now = self._timeline.clock(*self._cursor)
-        self._job.expect(expected, now, passed_only=passed_only)
+        self._cache_job.expect(expected, now, passed_only=passed_only)
 
 
 def _choose_shards_at_once(split: Split, budget_bytes: int) -> int:
@@ -212,7 +212,7 @@ def _listen(pipe: BinaryIO, events: queue.SimpleQueue[tuple[int, int] | None]) -
     with suppress(EOFError, pickle.UnpicklingError):
         while True:
             events.put(pickle.load(pipe))  # noqa: S301 - from our own parent process
-    os._exit(0)  # the kernel releases locks and leases; the next fetch of an object resumes the interrupted one
+    os._exit(0)  # the kernel releases locks and leases; the next fetch of a shard resumes the interrupted one
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ from datasvc.sizes import format_size
 if TYPE_CHECKING:
     from datasvc.shards.versions.diff import SplitDifference
 
-_MAX_KEYS = 10
+_MAX_KEYS = 10  # keys of each kind that are listed
 
 
 def delete(
@@ -250,7 +250,7 @@ def revert(
         print_line(f"nothing to revert: {report.version} has the samples of {report.equal_to} already")
 
 
-def _facts(split: SplitDifference, max_keys: int | None) -> dict[str, Any]:
+def _facts(split: SplitDifference, max_keys: int | None) -> dict[str, Any]:  # as `--json` prints them
     kinds = {"added": split.added, "deleted": split.deleted, "changed": split.changed}
     return {
         **{kind: len(keys) for kind, keys in kinds.items()},
@@ -265,7 +265,7 @@ def _facts(split: SplitDifference, max_keys: int | None) -> dict[str, Any]:
 
 
 def _lines(split: SplitDifference, max_keys: int | None) -> dict[str, object]:
-    """Return changes as printable text: counts, some keys, and changes of columns and classes if there are any."""
+    """Return the differences as lines to print: counts with at most `max_keys` keys, then columns and classes."""
     facts = _facts(split, max_keys)
     keys = facts.pop("keys")
     lines: dict[str, object] = {}
@@ -286,5 +286,5 @@ def _change_text(value: Mapping[str, Any] | Sequence[str]) -> str:
 
 
 def _list_keys(keys: Sequence[str], count: int) -> str:
-    """Return keys as text, with an ellipsis if there are more: `count` is the number of all keys."""
+    """Return `keys` as text, with "..." if they are fewer than `count`, the number of all keys."""
     return ", ".join([*keys, *(["..."] if len(keys) < count else [])])

@@ -2,8 +2,8 @@
 
 A chunk is stored as a chain of links. A link is a range of an object. The first link encodes a whole chunk, and each
 further link a difference to the result so far. Links that are close together in an object are read in one request.
-Objects are not verified at first, because the digest of the chunk covers the decoded bytes. If this digest does not
-match, the links are read again, from copies of the objects that are verified as a whole.
+Objects are not verified at first: the digest of the chunk shows whether its decoded bytes are right. If they are not,
+the links are read again, from copies of the objects that are verified as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datasvc.repository import Digest
 from datasvc.repository.objects.objects import digest_of
 
 _MAX_BYTES_AT_ONCE: Final = 8 << 20  # largest range of a request
-# Reading over a gap of this size costs less than another request.
+# Largest gap between two links of one request. To read the gap costs less than another request.
 _GAP_BYTES: Final = 64 << 10
 
 
@@ -66,9 +66,9 @@ class NearSource(ChunkSource, Protocol):
 
 @dataclass
 class _SharedRange:
-    """A range of an object that contains one or several links, and is read in one request.
+    """The range `offset` to `stop` of an object, which contains one or several links, and is read in one request.
 
-    `content` stays in memory from the first read of a link to the last. `num_left`: number of reads still to come.
+    `content` stays in memory from the first read of a link to the last. `num_left`: reads of links still to come.
     """
 
     object: Digest
@@ -100,7 +100,7 @@ class ChunkReader:
         Args:
             name: name of the tensor, for messages.
             chunk: one of the reader's chunks.
-            out: C-contiguous memory of the chunk's size, aligned to its elements; invalid after an error.
+            out: C-contiguous memory of the chunk's size, aligned to its elements; after an error it is invalid.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: see `read.load_tensors`.
@@ -140,7 +140,7 @@ class ChunkReader:
                 decoder.decode(links_read, out)
 
     def _fill_raw(self, link: ChainLink, out: Bytes) -> None:
-        """Fill `out` with the bytes of a raw link, in parts, so that little further memory is needed."""
+        """Fill `out` with the bytes of a raw link: directly, or by requests of parts, which need little memory."""
         if self._near is not None:
             self._near.read_into(link.object, link.offset, out.data)
             return
@@ -154,7 +154,7 @@ class ChunkReader:
         if shared is None:
             return self._source.read_range(link.object, link.offset, link.length)
         with shared.lock:
-            # The first link reads the range, and the last one frees it, so that only few ranges are in memory.
+            # Read the range for its first link, and free it after its last one, so that few ranges are in memory.
             if shared.content is None:
                 length = shared.stop - shared.offset
                 shared.content = memoryview(self._source.read_range(shared.object, shared.offset, length))
@@ -177,10 +177,10 @@ class ChunkReader:
         )
 
     def _good_copies(self, name: str, chunk: Chunk) -> Iterator[list[tuple[str, bytes | memoryview]]]:
-        """Yield the links of a chunk, as pairs of encoding and bytes: first from the first good copy of each object.
+        """Yield all links of a chunk, as pairs of encoding and bytes, once from each good copy of their objects.
 
-        Then yield them from the second copies, and so on. If a link has fewer copies than another one, its last copy
-        is used again.
+        Begin with the first copy of every object. If an object has fewer copies than another one, its last copy is
+        used again.
         """
         copies = [iter(self._source.copies(link.object, link.offset, link.length)) for link in chunk.chain]
         contents: list[bytes | memoryview] = []
@@ -201,9 +201,9 @@ class ChunkReader:
 
 
 def plan_shared_ranges(chunks: Iterable[Chunk]) -> dict[tuple[Digest, int, int], _SharedRange]:
-    """Return the range to read for each link that is only a part of its object and not larger than a range may be.
+    """Return the range to read for each link, by object, offset and length of the link.
 
-    The keys are object, offset and length of the link. Links that are close together share one range.
+    Links that are close together share one range. Links that are whole objects, or too long for a request, have none.
     """
     # Several chunks may have the same link, such as equal chunks of two tensors.
     num_links: dict[tuple[Digest, int, int], int] = {}

@@ -1,8 +1,8 @@
 """Append-only logs of numbered JSON entries. The creation of the next entry is the only commit point of the system.
 
-An entry is created only if its number is free, so one of several concurrent writers succeeds. The others rebase: they
-build their entry again for the next number. Every entry has a random commit id. If the store's response is lost, a
-writer recognises its own entry by this id. Every entry also has a checksum, which detects a changed byte.
+An entry is created only if its number is free, so one of several concurrent writers succeeds. The others build their
+entry again for the next number. Every entry has a random commit id. If the store's response is lost, a writer
+recognises its own entry by this id. Every entry also has a checksum, which detects a changed byte.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_ENTRY_BYTES = 16 << 20
 
 _ENTRY_NAME = re.compile(r"(\d{8,})\.json")  # the same form as in `Log.path_of`
 _APPEND_ATTEMPTS = 32
-_READS_AT_ONCE = 16
+_READS_AT_ONCE = 16  # parallel reads of entries from a remote store
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(raw)
         checksum = content.pop("checksum", None)
-        # Report a later format even if the checksum does not match: the advice is then to upgrade, not to restore.
+        # Report a later format even if the checksum does not match: a later version may compute it in another way.
         is_later_format = int(content.get("format", 0)) > ENTRY_FORMAT
         is_intact = checksum == _checksum(content)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptDataError(f"{location} is corrupt: {error}; restore it from another copy") from error
     if is_later_format and not is_intact and checksum == _checksum({**content, "format": ENTRY_FORMAT}):
-        # The checksum matches with the present format number, so only that number is damaged. An upgrade cannot help.
+        # The checksum matches if the format number is replaced by ours, so only that number is damaged.
         raise CorruptDataError(f"{location} is corrupt: its format number was changed; restore it from another copy")
     if is_later_format:
         raise ConfigError(
@@ -175,7 +175,7 @@ class Log:
         The number of requests is logarithmic in the number of new entries, whatever the length of the log. Raises
         UnavailableError if the store fails.
         """
-        # Numbers have no gaps. Double the step while entries exist, then halve it to find the newest entry exactly.
+        # Numbers have no gaps. Double the step while entries exist, then halve it until the newest entry is found.
         newest, step = number, 1
         while self._has(newest + step):
             newest += step
@@ -191,7 +191,7 @@ class Log:
         Args:
             build: function that is called once per attempt with the number of the newest entry (0: empty log), and
                 returns the content. All objects that the content references must be stored already.
-            head: number of the newest entry, if the caller has listed the log. An outdated number costs an attempt.
+            head: number of the newest entry; an outdated number costs an attempt. None: list the log to find it.
 
         Raises:
             ConflictError: other writers committed first in every attempt; nothing was committed.
@@ -214,7 +214,7 @@ class Log:
                 # The commit point: before this line nothing is visible, after it everything is.
                 self._storage.create(self.path_of(head + 1), encoded)
             except ConflictError:
-                # Entry head + 1 exists, even if the listing of the store does not contain it yet.
+                # Entry head + 1 exists, even if the store does not list it yet.
                 head = max(self.head(), head + 1)
             else:
                 return Entry(head + 1, content)

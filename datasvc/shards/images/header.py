@@ -2,8 +2,8 @@
 
 An ingest checks each image with this module. The header of a plain JPEG (`is_plain_jpeg`) is parsed here, about
 twenty times faster than by Pillow, which reads all other files. Pillow accepts some files with a missing end, but GPU
-decoders do not, so the end of a file is checked. If the end does not show that the file is complete, the image is
-decoded.
+decoders do not. So the end of a file is checked, and the image is decoded if its end does not show that it is
+complete.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datasvc.shards.images.exif import parse_orientation, read_orientation, swap
 from datasvc.shards.images.jpeg_damage import decode_jpeg
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
-REENCODE_QUALITY: Final = 90
+REENCODE_QUALITY: Final = 90  # default of `Reencoding.quality`
 
 _END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
 _PLAIN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential, progressive
@@ -34,11 +34,11 @@ _IGNORED_MARKERS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {
     _MPO_SEGMENT,
     _ADOBE_SEGMENT,
 }
-_SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker (these two bytes too)
+_SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of the segment from this length field on
 _FRAME: Final = struct.Struct(">BHHB")  # bits per component, height, width, number of components
 # Formats that Pillow may try. Others are unsafe for untrusted bytes: the EPS reader, for example, starts a program.
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
-_ENCODERS: Final = {"JPEG", "PNG", "WEBP"}
+_ENCODERS: Final = {"JPEG", "PNG", "WEBP"}  # formats that `reencode` keeps
 
 
 class ImageHeader(NamedTuple):
@@ -61,7 +61,7 @@ class Reencoding:
 
     Attributes:
         max_side: larger images are scaled down to this many pixels on their longer side; None: no scaling.
-        quality: JPEG and WebP quality, 1 to 100. If only this is given, all JPEG and WebP images are re-encoded.
+        quality: JPEG and WebP quality, 1 to 100. Without `max_side`, all JPEG and WebP images are re-encoded with it.
 
     Raises:
         ConfigError: a value is out of range.
@@ -117,7 +117,7 @@ def reencode(content: bytes | memoryview, settings: Reencoding) -> bytes | None:
     with open_image(content) as image:
         kind = image.format or ""
         is_too_long = settings.max_side is not None and max(image.size) > settings.max_side
-        is_recompressed = settings.max_side is None and kind in {"JPEG", "WEBP"}
+        is_recompressed = settings.max_side is None and kind in {"JPEG", "WEBP"}  # only `quality` is given
         if not is_too_long and not is_recompressed:
             return None
         upright = ImageOps.exif_transpose(image)
@@ -173,7 +173,7 @@ def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
 
 def _encode(image: Image.Image, kind: str, quality: int) -> bytes:
     buffer = io.BytesIO()
-    # Of an MPO, only the first picture is kept. PNG stores any other format without loss.
+    # Keep only the first picture of an MPO (a JPEG with several). PNG stores any other format without loss.
     if kind == "MPO":
         kind = "JPEG"
     elif kind not in _ENCODERS:
@@ -189,10 +189,10 @@ def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
     if stop < 4 or raw[0] != 0xFF or raw[1] != 0xD8 or raw[stop - 2] != 0xFF or raw[stop - 1] != 0xD9:
         return None
     offset = 2  # after the start-of-image marker
-    size, is_swapped = None, False
+    size, has_swapped_sides = None, False
     components, has_rgb_mark = 0, False
     for _ in range(_MAX_SEGMENTS):
-        # Enough for every `unpack_from` below: a frame header ends 10 bytes after the start of its segment.
+        # 10 bytes are enough for every `unpack_from` below: the longest one, of a frame, ends there.
         if offset + 10 > stop:
             return None
         start, marker, length = _SEGMENT.unpack_from(raw, offset)
@@ -201,7 +201,7 @@ def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
         if marker == _START_OF_SCAN:
             if components == 3 and has_rgb_mark:
                 return None
-            return ImageHeader("JPEG", *(size[::-1] if is_swapped else size)) if size is not None else None
+            return ImageHeader("JPEG", *(size[::-1] if has_swapped_sides else size)) if size is not None else None
         if length < 2:
             return None
         if marker in _PLAIN_FRAMES:
@@ -216,7 +216,7 @@ def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
                 orientation = parse_orientation(raw[offset + 10 : offset + 2 + length])
                 if orientation is None:
                     return None
-                is_swapped = swaps_sides(orientation)
+                has_swapped_sides = swaps_sides(orientation)
         elif marker == _MPO_SEGMENT:
             if bytes(raw[offset + 4 : offset + 8]) == b"MPF\0":
                 return None  # MPO: several pictures in one file
@@ -240,8 +240,8 @@ def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHead
         kind, (width, height) = image.format or "?", image.size
         if swaps_sides(read_orientation(content, kind)):
             width, height = height, width
-        # A JPEG with several pictures has the kind MPO. Pillow decodes what `decode_jpeg` does not support. Pillow
-        # also decodes files whose end does not show that they are complete: it raises if bytes are missing.
+        # If `decode_jpeg` returns False, it does not support the file: Pillow decodes it. Pillow also decodes files
+        # whose end does not show that they are complete: it raises an error if bytes are missing.
         is_decoded = decode and kind in {"JPEG", "MPO"} and decode_jpeg(content)
         if not is_decoded and (decode or not _is_complete(kind, content)):
             image.load()

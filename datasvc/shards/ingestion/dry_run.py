@@ -30,7 +30,7 @@ from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, StreamedSource
 
-_READ_BYTES: Final = 32 << 20
+_READ_BYTES: Final = 32 << 20  # bytes of samples to read
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class DryRun:
 
 @dataclass
 class _SourceProbe:
-    """Measurements of the data that was read.
+    """Measurements of the data that was read. `read_bytes` counts its stored bytes, that is, after decompression.
 
-    The fields `complete_*` count only parts of a streamed source that were read to their end: the number of source
-    bytes that were read from any other part is unknown.
+    The fields `complete_*` count only parts of a streamed source that were read to their end: it is unknown how many
+    source bytes of another part were read.
     """
 
     read_bytes: int = 0
@@ -111,7 +111,7 @@ def dry_run_ingest(
     probe_s = time.perf_counter() - started
     size_bytes = sum(unit.size_bytes for unit in units)
     num_samples = _count_samples(units, probe)
-    # An ingest ends a streamed source after `limit` samples; of a listed one the units have no more files.
+    # An ingest reads only `limit` samples of a streamed source. Units of a listed source have no more files anyway.
     needed_bytes = size_bytes * _needed_share(num_samples, limit)
     # Stored bytes per source byte, above 1 for a compressed source; 1 if no part was read to its end.
     ratio = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
@@ -134,9 +134,9 @@ def dry_run_ingest(
 
 
 def _estimate_seconds(probe: _SourceProbe, probe_s: float, needed_bytes: float, ratio: float) -> float:
-    """Return the time in which one process reads and checks `needed_bytes` of the source.
+    """Return the seconds in which one process reads and checks `needed_bytes` of the source.
 
-    The probe counts stored bytes, of which a compressed source has more than bytes to read: `ratio` converts them.
+    `ratio`, stored bytes per source byte, converts them to stored bytes, which `probe.read_bytes` counts.
     """
     if probe.read_bytes:
         return probe_s * needed_bytes * ratio / probe.read_bytes
@@ -153,7 +153,7 @@ def _needed_share(num_samples: Mapping[str, int | None], limit: int | None) -> f
 
 
 def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe) -> dict[str, int | None]:
-    """Return the number of samples by split. Samples held out of a streamed source still count as "train"."""
+    """Return the number of samples by split. In a streamed source, held-out samples still count as "train"."""
     counts: dict[str, int | None] = {}
     for unit in units:
         part_counts = [part.num_samples for part in unit.parts]
@@ -164,9 +164,9 @@ def _count_samples(units: Sequence[IngestUnit], probe: _SourceProbe) -> dict[str
         else:
             counts[unit.split] = None  # the source does not give it, and no part was read to its end
             continue
-        previous_units = counts.get(unit.split, 0)
+        previous_count = counts.get(unit.split, 0)
         # One unit with an unknown number makes the number of the split unknown.
-        counts[unit.split] = None if previous_units is None else previous_units + count
+        counts[unit.split] = None if previous_count is None else previous_count + count
     return counts
 
 

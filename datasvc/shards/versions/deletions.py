@@ -36,7 +36,7 @@ _SCHEMA = pa.schema(
     ],
     metadata={_FORMAT_KEY: str(DELETIONS_FORMAT).encode()},
 )
-# Row numbers that `kept_rows` caches for a split; with 8 bytes each, they take 32 MiB.
+# Maximum number of row numbers that `kept_rows` caches for a split; with 8 bytes each, they take 32 MiB.
 _MAX_CACHED_ROWS = 4 << 20
 
 Flags = npt.NDArray[np.bool_]
@@ -87,7 +87,7 @@ class Deletions:
             content, name, what=what, format_key=_FORMAT_KEY, latest=DELETIONS_FORMAT, columns=_SCHEMA
         )
         samples = table.column("samples").to_numpy()
-        # Require one bit for each sample, so that flags take at most eight times the bytes that are stored.
+        # Check that bitmaps have one bit per sample, so that flags, of one byte each, take eight times their size.
         if ((samples < 1) | (pc.binary_length(table.column("bitmap")).to_numpy() != (samples - 1) // 8 + 1)).any():
             raise CorruptDataError(f"{name} is not a {what}: a bitmap does not have one bit for each sample")
         return cls(table)
@@ -97,7 +97,7 @@ class Deletions:
         """Number of deleted samples of each of `shards`: `int64[n]`."""
         if not self._bitmaps:
             return np.empty(0, np.int64)
-        # `starts` has the position of each bitmap among the bytes of all bitmaps.
+        # `starts`: index of the first byte of each bitmap in the concatenated bitmaps.
         starts = np.cumsum([0, *map(len, self._bitmaps[:-1])])
         bits = np.bitwise_count(np.concatenate(self._bitmaps)).astype(np.int64)
         return np.asarray(np.add.reduceat(bits, starts), np.int64)
@@ -120,7 +120,7 @@ class Deletions:
             if shard in self._cached:
                 self._cached.move_to_end(shard)
                 return self._cached[shard]
-        # Computed without the lock: two threads may compute the same rows, but none waits for another shard.
+        # Computed without the lock: two threads may compute the same rows, but no thread waits for another shard's.
         rows = np.flatnonzero(~self.flags(shard))
         with self._lock:
             if shard not in self._cached:
@@ -138,7 +138,7 @@ class Deletions:
 
 
 def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
-    """Return the deletions of a split; empty ones for a split without any.
+    """Return the deletions of a split, with no shards if the split has none.
 
     Raises:
         CorruptDataError: the object is corrupt, or does not match the shard table.
@@ -149,7 +149,7 @@ def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
         return Deletions.build({})
     name = objects.location(table.deletions)
     deletions = Deletions.decode(objects.read(table.deletions), name)
-    # The shard table counts the deleted samples too. The two objects must agree.
+    # The shard table has the number of deleted samples of each shard too. The two objects must agree.
     affected = np.flatnonzero(table.deleted_per_shard)
     if not (
         np.array_equal(deletions.shards, affected)
@@ -173,11 +173,11 @@ def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integ
     """
     present = load_deletions(objects, table)
     flags = {int(shard): present.flags(int(shard)) for shard in present.shards}
-    stored = table.stored_per_shard
+    num_stored = table.stored_per_shard
     deleted_labels: Counter[int] = Counter()
     num_new = 0
     for shard, shard_rows in sorted(rows.items()):
-        deleted = flags.setdefault(shard, np.zeros(int(stored[shard]), np.bool_))
+        deleted = flags.setdefault(shard, np.zeros(int(num_stored[shard]), np.bool_))
         new_rows = np.unique(shard_rows[~deleted[shard_rows]])
         # Labels are read from the shard only if the table has label counts to update.
         if len(new_rows) and table.label_counts:
@@ -187,12 +187,12 @@ def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integ
     if not num_new:
         return table
     live_counts = {label: count - deleted_labels[label] for label, count in table.label_counts.items()}
-    recounted = replace(table, label_counts={label: count for label, count in live_counts.items() if count})
-    return with_deletions(objects, recounted, flags)
+    with_counts = replace(table, label_counts={label: count for label, count in live_counts.items() if count})
+    return with_deletions(objects, with_counts, flags)
 
 
 def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
-    """Return the table with all samples deleted except `rows`, which must be live. Else like `delete_samples`."""
+    """Like `delete_samples`, but delete all samples except `rows`, which must be live."""
     flags = {shard: np.ones(count, np.bool_) for shard, count in enumerate(table.stored_per_shard.tolist())}
     kept_labels: Counter[int] = Counter()
     for shard, kept_rows in rows.items():
@@ -208,17 +208,17 @@ def with_deletions(objects: Objects, table: ShardTable, flags: Mapping[int, Flag
     `flags` has `bool[stored samples]` by shard, True where deleted. The label counts of `table` must already be
     those of the result.
     """
-    deleted = np.zeros(table.num_shards, np.int64)
+    num_deleted = np.zeros(table.num_shards, np.int64)  # by shard
     for shard, shard_flags in flags.items():
-        deleted[shard] = np.count_nonzero(shard_flags)
-    # Shards without live samples are dropped, so the others get new numbers, and their bitmaps too.
-    kept = np.flatnonzero(deleted < table.stored_per_shard)
+        num_deleted[shard] = np.count_nonzero(shard_flags)
+    # Shards without live samples are dropped. The others get new numbers, also in the deletions object.
+    kept = np.flatnonzero(num_deleted < table.stored_per_shard)
     deletions = Deletions.build(
         {new_number: flags[shard] for new_number, shard in enumerate(kept.tolist()) if shard in flags}
     )
     digest = objects.put(deletions.encode()).digest if len(deletions.shards) else None
-    with_counts = table.with_column("deleted", deleted)
-    return replace(with_counts, rows=with_counts.rows.take(kept), deletions=digest)
+    all_shards = table.with_column("deleted", num_deleted)
+    return replace(all_shards, rows=all_shards.rows.take(kept), deletions=digest)
 
 
 def _labels(objects: Objects, table: ShardTable, number: int, rows: Integers) -> list[int]:

@@ -1,9 +1,9 @@
 """Source of numpy arrays: `.npy` files and `.npz` archives with the samples along the first axis.
 
-The arrays of one folder, or of one archive, are the columns of a split and have the same length. If an array's name
-contains a split name, the array belongs to that split, and the rest of the name is the name of its column:
-`train_x.npy`, or `train_x` in an archive, is column `x` of split `train`. A sample with more than one value is a
-tensor (see `common.tensors`).
+The arrays of one split in one folder, or in one archive, are its columns, and have the same length. If an array's
+name contains a split name, the array belongs to that split, and the rest of the name is the name of its column:
+`train_x.npy`, or `train_x` in an archive, is column `x` of split `train`. A value that is itself an array is stored
+as a tensor (see `common.tensors`).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ from datasvc.shards.sources.common.tensors import tensor_array, tensor_field
 
 _LABELS: Final = frozenset({"y", "label", "labels", "target", "targets"})
 _UNNAMED: Final = "data"  # column of an array whose name is only a split name
-_PART_BYTES: Final = 64 << 20
-# Maximum bytes that a key `FILE#ROW` takes in an Arrow array in addition to FILE, including the key's offset.
+_PART_BYTES: Final = 64 << 20  # approximate size of a part
+# Maximum bytes of a key `FILE#ROW` in an Arrow array, apart from FILE: `#`, the row, and Arrow's offset of the key.
 _KEY_BYTES: Final = 32
 
 
 @dataclass(frozen=True)
 class _Table:
-    """The arrays of one split of one folder or archive.
+    """The arrays of one split in one folder or archive.
 
     Attributes:
         split: split of its samples.
-        name: name of its first file, the prefix of the keys that the source makes.
-        stamp: stamps of all its files.
+        name: name of its first file, FILE in the keys `FILE#ROW`.
+        stamp: stamps of all its files; a stamp changes with the content, see `SourcePart`.
         arrays: arrays by the name of their column.
     """
 
@@ -116,7 +116,7 @@ class NumpySource(FileSource):
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of a range; see `StreamedSource.read`."""
         reader = FileReader(self.url)
-        # In `where`, a shape may be a list, because JSON has no tuples.
+        # JSON has no tuples, so `where` may have a shape as a list.
         arrays = {
             name: NpyArray(**{**fields, "shape": tuple(fields["shape"])})
             for name, fields in part.where["arrays"].items()
@@ -148,13 +148,13 @@ class NumpySource(FileSource):
     ) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield samples as batches, and each sample that does not fit the columns as a bad sample.
 
-        `values` has the values of consecutive samples by array name; `first` is the row of the first sample.
+        `values` has the values of consecutive samples, by array name. `first` is the row number of the first sample.
         """
         num_samples = len(next(iter(values.values())))
-        made_keys = [f"{part.where['file']}#{row}" for row in range(first, first + num_samples)]
+        file_keys = [f"{part.where['file']}#{row}" for row in range(first, first + num_samples)]
 
         def convert(start: int, stop: int) -> pa.RecordBatch:
-            keys = made_keys if self.key is None else list(map(str, values[self.key].reshape(-1).tolist()))
+            keys = file_keys if self.key is None else list(map(str, values[self.key].reshape(-1).tolist()))
             columns = [pa.array(keys[start:stop], pa.string())]
             for name, column_field in zip(self.columns, list(self.schema)[1:], strict=True):
                 columns.append(_column(column_field, values[name][start:stop]))
@@ -162,7 +162,7 @@ class NumpySource(FileSource):
 
         for number, batch in bisect_errors(num_samples, convert, (ValueError, pa.ArrowException)):
             if isinstance(batch, Exception):
-                yield BadSample(part.split, made_keys[number], f"does not fit the columns: {batch}")
+                yield BadSample(part.split, file_keys[number], f"does not fit the columns: {batch}")
             else:
                 yield batch
 
@@ -256,8 +256,7 @@ def _choose_key(table: _Table, key: str | None) -> str | None:
 def _schema(table: _Table, columns: Sequence[str]) -> pa.Schema:
     """Return the schema of the samples: the key, then a field for each of `columns`, in the same order."""
     candidates = [name for name in columns if name.lower() in _LABELS and _holds_integers(table.arrays[name])]
-    # The first candidate is the label, and its field is called "label". If an array has this name already, no other
-    # array can be the label.
+    # The first candidate becomes the column "label". But an array of this name keeps it: no other is the label then.
     label = next((name for name in candidates if name == LABEL or LABEL not in columns), None)
     fields = [pa.field(KEY, pa.string(), nullable=False)]
     for name in columns:

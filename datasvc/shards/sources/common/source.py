@@ -2,8 +2,8 @@
 
 A source whose listing gives each sample (image folders, manifests) is a `ListedSource`: the ingest assigns its
 samples to shards one by one. Any other source is a `StreamedSource`: the ingest assigns its parts (such as files) to
-units of work, and one worker reads each part from start to end. Both are pickled to worker
-processes, so they hold no open file or client.
+units of work, and one worker reads each part from start to end. Sources are pickled for the worker processes, so they
+hold no open file or client.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.files import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 
-# Limits of a batch that a source yields; only a single sample may have more bytes. They are small, because many parts
-# are read at the same time.
+# Limits of a batch that a source yields; a batch of one sample may have more bytes. They are small, because many
+# parts are read at the same time.
 BATCH_BYTES: Final = 1 << 20
 BATCH_SAMPLES: Final = 4096
 
@@ -46,10 +46,10 @@ class SourcePart:
 
     Attributes:
         split: split of its samples.
-        name: unique in the source, for messages; in most sources the keys of its samples start with it.
+        name: unique name in the source, for messages; in most sources the keys of its samples start with it.
         size_bytes: approximate number of bytes that are read for this part.
         num_samples: number of samples; None: the listing does not give it.
-        stamp: modification time or entity tag of its file; another value means that the content may have changed.
+        stamp: modification time or entity tag of its file; if it differs, the content may have changed.
         where: JSON values by which `StreamedSource.read` locates the part.
     """
 
@@ -65,11 +65,11 @@ class ImageFile(NamedTuple):
     """One file of a listed source.
 
     Attributes:
-        key: path inside its split, unique there.
-        path: path on the source's file system.
-        size_bytes: size when it was listed.
+        key: path of the file inside its split, unique there.
+        path: path of the file on the source's file system.
+        size_bytes: size when the file was listed.
         label: index of its class; None: it has no class.
-        stamp: modification time or entity tag; another value means that the file may have changed.
+        stamp: modification time or entity tag; if it differs, the file may have changed.
         values: values of the source's extra columns, in their order.
     """
 
@@ -91,7 +91,7 @@ class Source(ABC):
         url: URL, which may hold credentials; it is redacted before it is stored or shown.
         schema: columns of the samples, `key` first; `shards.format.schema` defines which of them are images.
         classes: names of the classes by index; empty without labels.
-        ignored: number of files left out, by extension.
+        ignored: number of files that the format does not use, by extension.
         key_prefix: text put before the key of every sample; see `with_key_prefix`.
     """
 
@@ -156,9 +156,9 @@ class ListedSource(Source):
 
     def without_files(self) -> Self:
         """Return a copy without the listing, for workers: their units of work hold the files."""
-        slim = copy.copy(self)
-        object.__setattr__(slim, "splits", {})  # a source may be frozen; this copy is not shared yet
-        return slim
+        unlisted = copy.copy(self)
+        object.__setattr__(unlisted, "splits", {})  # as in `Source.with_key_prefix`
+        return unlisted
 
     def fingerprint(self) -> Digest:
         """Return a digest of the listing."""
@@ -201,7 +201,7 @@ class StreamedSource(Source):
         Yields:
             Batches of `schema` with at most `BATCH_SAMPLES` samples and `BATCH_BYTES` (only a single sample may be
             larger); and a `BadSample` for each sample that cannot be read. If the rest of a part cannot be read (a
-            truncated archive), a single last `BadSample` gives the reason.
+            truncated archive), one last `BadSample` stands for the rest.
 
         Raises:
             NotFoundError: the part's file no longer exists.
@@ -247,5 +247,5 @@ def prefix_keys(batch: pa.RecordBatch, prefix: str) -> pa.RecordBatch:
 
 
 def printable(text: str) -> str:
-    """Return a name or key as it is, but with any bytes that are not UTF-8 escaped."""
+    """Return a name or key in which bytes that are not UTF-8 are escaped."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -20,7 +20,7 @@ from PIL import Image
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.shards.sources.common.tensors import tensor_field
 
-# numpy types by type code. An array starts with this code if its encoding does not give the type.
+# numpy types by MDS type code. An array starts with this code if its encoding does not give the type.
 _ARRAY_TYPES: Final = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
@@ -29,14 +29,14 @@ _ARRAY_TYPES: Final = {
 _SCALARS: Final = {"int": "int64", **{name: name for name in _ARRAY_TYPES.values()}}
 # Bits per pixel of the modes of raw images that a PNG can hold.
 _MODE_BITS: Final = {"1": 1, "L": 8, "P": 8, "LA": 16, "I;16": 16, "RGB": 24, "RGBA": 32}
-# Low: a higher level saves little space, but slows down the encoding, which runs in one thread.
+# Of 0 to 9. A higher level saves little space, but slows down the encoding, which runs in one thread.
 _PNG_LEVEL: Final = 1
 SHAPE_SUFFIX: Final = ".shape"
 
 
 @dataclass(frozen=True)
 class MdsColumn:
-    """A column as an MDS index describes it.
+    """A column as an MDS index describes it. One or two sample columns hold its values, see `fields`.
 
     Attributes:
         name: name of the column.
@@ -80,8 +80,8 @@ class MdsColumn:
             BadSampleError: `content` does not have this encoding.
         """
         kind, _, settings = self.encoding.partition(":")
-        # The `except` below would catch ConfigError too. It is not raised here, because at the listing `fields`
-        # refuses invalid encodings.
+        # No ConfigError, which the `except` below would catch too, is raised here: `fields` has refused all invalid
+        # encodings when the source was listed.
         try:
             if kind == "ndarray":
                 return self._decode_array(content, *array_type(self.name, settings))
@@ -94,7 +94,7 @@ class MdsColumn:
             raise BadSampleError(f"column {self.name!r} is not a valid {self.encoding}: {error}") from error
 
     def _decode_array(self, content: memoryview, dtype: str | None, shape: tuple[int, ...] | None) -> dict[str, Any]:
-        """Return an array, and its shape if that varies. If `dtype` or `shape` is None, read it before the values."""
+        """Return an array, and its shape if it varies. A `dtype` or `shape` of None is stored before the values."""
         offset = 0
         if dtype is None:
             dtype, offset = _ARRAY_TYPES.get(_byte(content, 0), ""), 1
@@ -104,15 +104,15 @@ class MdsColumn:
             values = _numbers(content, offset, dtype)
             if len(values) != np.prod(shape):
                 raise ValueError(f"it has {len(values)} values; expected the shape {list(shape)}")
-            # `tensor_field` makes a scalar column for a single value.
+            # `fields` makes a column of numbers, not of tensors, for arrays of one value.
             return {self.name: values if len(values) > 1 else values[0]}
         # One byte packs the number of dimensions (upper 6 bits) and log2 of the bytes per dimension (lower 2 bits).
         packed = _byte(content, offset)
         num_dimensions, log2_bytes = packed >> 2, packed & 3
-        offset += 1
-        stop = offset + (num_dimensions << log2_bytes)
-        stored_shape = _numbers(content[:stop], offset, f"uint{8 << log2_bytes}").tolist()
-        values = _numbers(content, stop, dtype)
+        shape_start = offset + 1
+        shape_stop = shape_start + (num_dimensions << log2_bytes)
+        stored_shape = _numbers(content[:shape_stop], shape_start, f"uint{8 << log2_bytes}").tolist()
+        values = _numbers(content, shape_stop, dtype)
         # The product of damaged sizes may be too large for int64, so multiply Python integers (`object`).
         if len(stored_shape) != num_dimensions or len(values) != np.prod(stored_shape, dtype=object):
             raise ValueError(f"it has {len(values)} values, but the shape {stored_shape}")
@@ -188,7 +188,7 @@ def _raw_image(content: memoryview) -> bytes:
 
 
 def _pieces(content: memoryview, offset: int) -> list[memoryview]:
-    """Return the pieces of a list that is stored as a count, the sizes (uint32 each) and the pieces."""
+    """Return the pieces of a list, which is stored at `offset` as their count, their sizes (uint32 each) and them."""
     (count,) = np.frombuffer(content[offset : offset + 4], "<u4").tolist()
     start = offset + 4 + 4 * count
     if start > len(content):
@@ -201,7 +201,7 @@ def _pieces(content: memoryview, offset: int) -> list[memoryview]:
 
 
 def _images(content: memoryview, offset: int = 4) -> list[bytes]:
-    # MosaicML's "list" encodings have four bytes before the count: skip them. "jpeg_array" has no such bytes.
+    # MosaicML's "list[...]" encodings have four other bytes before the count: skip them. "jpeg_array" has none.
     return list(map(bytes, _pieces(content, offset)))
 
 
