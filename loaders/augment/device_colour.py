@@ -3,8 +3,8 @@
 The changes, their factors and their order are those of `colour.py`; results differ by at most one level of 255,
 because sums are rounded differently. Each image has its changes in its own order, so one pass must be able to make a
 different change to each image. Brightness, contrast and saturation therefore share one formula, the blend
-factor * image + (1 - factor) * X. X is black (0), the mean grey of the image, or the grey of each pixel. A batch
-needs as many passes as the image with the most changes.
+factor * image + (1 - factor) * X. X is black for brightness, the mean grey of the image for contrast, and the grey of
+each pixel for saturation. A batch needs as many passes as the image with the most changes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ColourPass:
 
 def plan_passes(factors: ColourFactors) -> list[ColourPass]:
     """Return the passes of a batch in order; none if all factors are neutral."""
-    amounts = np.stack([factors.brightness, factors.contrast, factors.saturation, factors.hue], axis=1)
+    amounts = np.stack([factors.brightness, factors.contrast, factors.saturation, factors.hue], axis=1)  # by kind
     sequence = factors.sequence.astype(np.int64)  # [n, 4], the kinds of changes of each image, first to last
     is_neutral = np.take_along_axis(amounts == _NEUTRAL, sequence, axis=1)
     # Move the neutral changes of each image to the end, so that fewer passes are needed; the others keep their order.

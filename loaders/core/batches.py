@@ -132,7 +132,7 @@ class SampleBatches:
         self._needs_values = blob is not None or bool(columns)
 
     def stream(self, cursor: Cursor) -> Iterator[SampleBatch]:
-        """Yield batches from `cursor` on, without end. An epoch must have at least one step."""
+        """Yield batches from `cursor` on, without end. An epoch must have a step, else this loops for ever."""
         for number, split_cursor in self._locator.cursors(cursor).items():
             self._readers[number].advance(split_cursor)
         while True:

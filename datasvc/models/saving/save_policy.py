@@ -135,8 +135,8 @@ class SaveScheduler:
 
     Attributes:
         cost: training time that saving has taken so far.
-        overhead_s: seconds of cost for which too little training time has passed yet. Each second of training reduces
-            it by `max_stall` seconds. With `max_stall`, no save is due before it is 0.
+        overhead_s: seconds that saves took, and for which too little training time has passed yet. Each second of
+            training reduces it by `max_stall` seconds. With `max_stall`, no save is due before it is 0.
     """
 
     def __init__(self, policy: SavePolicy, now: Callable[[], float] = time.perf_counter) -> None:
@@ -162,7 +162,6 @@ class SaveScheduler:
         step_s, self._last_end = ended - self._last_end, ended
         self._latest.append(step_s)
         self._add_cost(training_s=step_s)
-        # The step may have been slowed by a write that was running at its start or at its end.
         is_disturbed = is_saving or self._was_saving
         self._was_saving = is_saving
         if not is_disturbed:
@@ -191,9 +190,9 @@ class SaveScheduler:
 
         Seconds that are in the slowdown already are not counted again.
         """
-        cost_before_s = self._cost_after_stall_s
+        charged_before_s = self._charged_s
         self._copying_s += spent_s
-        self.overhead_s += self._cost_after_stall_s - cost_before_s
+        self.overhead_s += self._charged_s - charged_before_s
 
     def decide(self, step: int, *, is_saving: bool) -> SaveDecision:
         """Decide whether to save after `step`, which has just ended, and at which step to check again."""
@@ -203,10 +202,10 @@ class SaveScheduler:
         return SaveDecision(is_due, step + self._steps_to_next_check(last_check, step))
 
     @property
-    def _cost_after_stall_s(self) -> float:
-        """Cost of the last save since its stall: the larger of its slowdown and its device copies, in seconds."""
+    def _charged_s(self) -> float:
+        """Seconds added to `overhead_s` since the last stall: the larger of the slowdown and the device copies."""
         # Do not add them: device copies make steps slower, so the slowdown normally includes them. Steps that were
-        # faster by chance (a negative slowdown) must not reduce the cost.
+        # faster by chance (a negative slowdown) must not reduce `overhead_s`.
         return max(0.0, self._slowdown_s, self._copying_s)
 
     @property
@@ -217,10 +216,10 @@ class SaveScheduler:
     def _record_slowdown(self, slowdown_s: float) -> None:
         """Record a disturbed step that took `slowdown_s` more seconds than usual; negative: it was faster."""
         # `cost` has the slowdown only; `overhead_s` has the device copies too. Each grows by its own difference.
-        slowdown_before_s, cost_before_s = max(0.0, self._slowdown_s), self._cost_after_stall_s
+        slowdown_before_s, charged_before_s = max(0.0, self._slowdown_s), self._charged_s
         self._slowdown_s += slowdown_s
         self._add_cost(slowed_s=max(0.0, self._slowdown_s) - slowdown_before_s)
-        self.overhead_s += self._cost_after_stall_s - cost_before_s
+        self.overhead_s += self._charged_s - charged_before_s
 
     def _add_cost(self, *, stall_s: float = 0.0, slowed_s: float = 0.0, training_s: float = 0.0) -> None:
         so_far = self.cost

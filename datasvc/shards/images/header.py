@@ -192,7 +192,7 @@ def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
     size, has_swapped_sides = None, False
     components, has_rgb_mark = 0, False
     for _ in range(_MAX_SEGMENTS):
-        # 10 bytes are enough for every `unpack_from` below: the longest one, of a frame, ends there.
+        # A segment has a marker and a length (4 bytes), then its content. `unpack_from` below reads up to byte 10.
         if offset + 10 > stop:
             return None
         start, marker, length = _SEGMENT.unpack_from(raw, offset)

@@ -114,7 +114,7 @@ def dry_run_ingest(
     # An ingest reads only `limit` samples of a streamed source. Units of a listed source have no more files anyway.
     needed_bytes = size_bytes * _needed_share(num_samples, limit)
     # Stored bytes per source byte, above 1 for a compressed source; 1 if no part was read to its end.
-    ratio = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
+    expansion = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
     return DryRun(
         kind=opened.kind,
         num_samples={
@@ -124,22 +124,22 @@ def dry_run_ingest(
         is_estimate=not is_listed and any(part.num_samples is None for unit in units for part in unit.parts),
         size_bytes=size_bytes,
         # Each unit of a listed source is one shard.
-        num_shards=len(units) if is_listed else max(1, round(needed_bytes * ratio / shard_bytes)),
+        num_shards=len(units) if is_listed else max(1, round(needed_bytes * expansion / shard_bytes)),
         has_estimated_shards=not is_listed,
         schema=stored_schema(opened.schema),
         classes=opened.classes,
-        seconds=_estimate_seconds(probe, probe_s, needed_bytes, ratio) / max(1, min(num_workers, len(units))),
+        seconds=_estimate_seconds(probe, probe_s, needed_bytes, expansion) / max(1, min(num_workers, len(units))),
         bad=bad,
     )
 
 
-def _estimate_seconds(probe: _SourceProbe, probe_s: float, needed_bytes: float, ratio: float) -> float:
+def _estimate_seconds(probe: _SourceProbe, probe_s: float, needed_bytes: float, expansion: float) -> float:
     """Return the seconds in which one process reads and checks `needed_bytes` of the source.
 
-    `ratio`, stored bytes per source byte, converts them to stored bytes, which `probe.read_bytes` counts.
+    `expansion`, stored bytes per source byte, converts them to stored bytes, which `probe.read_bytes` counts.
     """
     if probe.read_bytes:
-        return probe_s * needed_bytes * ratio / probe.read_bytes
+        return probe_s * needed_bytes * expansion / probe.read_bytes
     # All samples that were read are bad.
     return probe_s * needed_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 0.0
 

@@ -104,15 +104,15 @@ class Deletions:
 
     def bitmap(self, shard: int) -> bytes:
         """Return the bitmap of one shard; b"" if the shard has no deletions."""
-        position = self._find(shard)
-        return b"" if position is None else self._bitmaps[position].tobytes()
+        index = self._find(shard)
+        return b"" if index is None else self._bitmaps[index].tobytes()
 
     def flags(self, shard: int) -> Flags:
         """Return the flags of a shard with deletions: `bool[stored samples]`, True where the sample is deleted."""
-        position = self._find(shard)
-        assert position is not None, shard
-        count = int(self.samples[position])
-        return np.unpackbits(self._bitmaps[position], count=count, bitorder="little").view(np.bool_)
+        index = self._find(shard)
+        assert index is not None, shard
+        count = int(self.samples[index])
+        return np.unpackbits(self._bitmaps[index], count=count, bitorder="little").view(np.bool_)
 
     def kept_rows(self, shard: int) -> Integers:
         """Return the live rows of a shard with deletions: `int64[live]`, ascending. Do not modify the array."""
@@ -132,9 +132,9 @@ class Deletions:
         return rows
 
     def _find(self, shard: int) -> int | None:
-        """Return the position of a shard in `shards`; None if the shard has no deletions."""
-        position = int(np.searchsorted(self.shards, shard))
-        return position if position < len(self.shards) and self.shards[position] == shard else None
+        """Return the index of a shard in `shards`; None if the shard has no deletions."""
+        index = int(np.searchsorted(self.shards, shard))
+        return index if index < len(self.shards) and self.shards[index] == shard else None
 
 
 def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
