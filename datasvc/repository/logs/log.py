@@ -81,7 +81,7 @@ def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
     try:
         content: dict[str, Any] = json.loads(raw)
         checksum = content.pop("checksum", None)
-        # Report a later format even if the checksum does not match: a later version may compute it in another way.
+        # Report a later format even if the checksum does not match: then advise an upgrade, not a restore.
         is_later_format = int(content.get("format", 0)) > ENTRY_FORMAT
         is_intact = checksum == _checksum(content)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
