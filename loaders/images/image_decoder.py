@@ -32,13 +32,13 @@ class ImageDecoder:
     Args:
         backend: decoder of the images, which this object closes.
         framework: array type of the batches.
-        plan: crop and edits of each image.
-        describe: function that returns the name of a sample from its batch and its index in the batch.
-        numbers: names of other columns, to deliver as arrays; they are in `SampleBatch.columns`.
-        lists: names of other columns, to deliver as lists; they are read from the shards.
+        plan: crop, colour changes and transform of each image.
+        describe: returns the name of a sample, given its batch and its index in the batch.
+        numbers: names of the numeric columns to deliver as arrays; `SampleBatch.columns` has their values.
+        lists: names of the columns to deliver as lists; their values are read from the shards.
         on_bad: "raise" an error for samples that do not decode, or "mask" them.
         is_mixture: whether samples come from a mixture; then batches have `sources`.
-        device: device of labels, mask and numbers, such as "cuda:1"; None: the CPU.
+        device: device of labels, mask and numeric columns, such as "cuda:1"; None: the CPU.
         profiler: profiler of the loader, which measures waits for the backend and the assembly of batches.
     """
 
@@ -60,7 +60,7 @@ class ImageDecoder:
         self._framework = framework
         self._plan = plan
         self._describe = describe
-        self._numbers, self._lists = numbers, lists
+        self._numeric_columns, self._list_columns = numbers, lists
         self._on_bad = on_bad
         self._is_mixture, self._device = is_mixture, device
         self._profiler = profiler
@@ -99,25 +99,25 @@ class ImageDecoder:
     def _collate(self, batch: SampleBatch, decoded: DecodedImages, bad: Mapping[int, str]) -> ImageBatch[Any]:
         mask = batch.mask
         if bad:
-            # Copy the mask, because the ledger still needs that of the sample batch: only padding is False in it.
+            # Change a copy: the ledger still needs `batch.mask`, in which only padding is False.
             mask = mask.copy()
             mask[list(bad)] = False
         labels = batch.columns[LABEL].astype(np.int64) if LABEL in batch.columns else None
-        columns: dict[str, Any] = {name: self._deliver(batch.columns[name]) for name in self._numbers}
+        columns: dict[str, Any] = {name: self._deliver(batch.columns[name]) for name in self._numeric_columns}
         return ImageBatch(
             images=self._deliver(decoded.images),
             labels=None if labels is None else self._deliver(labels),
             mask=self._deliver(mask),
             epoch=batch.epoch,
             positions=batch.positions,
-            columns=columns | read_lists(batch, self._lists),
+            columns=columns | read_lists(batch, self._list_columns),
             bad=bad,
             sources=self._deliver(batch.sources) if self._is_mixture else None,
         )
 
     def _deliver(self, values: Any) -> Any:
-        """Return an array in the caller's framework: a tensor of the same memory, or a copy on the device."""
-        # A value that is not a NumPy array is a tensor of the backend, which is on the device already.
+        """Return values in the caller's framework, on the device; a tensor on the CPU shares the array's memory."""
+        # Values that are not a NumPy array are a tensor of the backend, which is on the device already.
         if self._framework == "numpy" or not isinstance(values, np.ndarray):
             return values
         import torch
@@ -126,5 +126,5 @@ class ImageDecoder:
 
 
 def _read(blobs: Sequence[Bytes], shards: Sequence[Shard], index: int, buffer: Bytes) -> Bytes:
-    """Return the bytes of image `index` of a batch, read into `buffer` if its shard is a file."""
+    """Return the bytes of an image, without access to mapped pages; for the reason, see `Shard.read`."""
     return shards[index].read(blobs[index], buffer)

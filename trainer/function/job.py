@@ -1,6 +1,6 @@
 """`datasvc.trainer.run`: starts a job whose ranks call a function, and returns the results in rank order.
 
-The launcher of this process starts the ranks. A server in this process sends them the call and receives the results.
+The launcher, in this process, starts the ranks. A server, also here, sends them the call and receives the results.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def run(
         num_proc: number of ranks, by default 1.
         min_num_proc: minimum number of ranks; makes the job elastic.
         max_num_proc: maximum number of ranks; makes the job elastic.
-        slots: number of slots (ranks) of each host that is given without a number.
+        slots: number of slots (ranks) of each host whose number of slots is not given.
         reset_limit: number of changes of the ranks after which an elastic job ends.
         cooldown_range: minimum and maximum seconds for which a host gets no ranks after a failure.
         hosts: hosts of the form `a:2,b:2`; by default this machine.
         hostfile: path of a file with lines `a slots=2`.
         host_discovery_script: script that prints the hosts; makes the job elastic.
-        start_timeout: seconds in which all ranks must start, otherwise the job ends; an elastic job continues
+        start_timeout: seconds in which all ranks must start. Otherwise the job ends, but an elastic job continues
             without the ranks that have not started.
         ssh_port: port of the ssh servers of other hosts.
         ssh_identity_file: private key for other hosts.
@@ -90,7 +90,7 @@ def run(
         use_mpi: ignored with a warning, because there is no MPI.
         mpi_args: ignored with a warning.
         network_interface: older name of `network_interfaces`.
-        network_interfaces: names of the interfaces that connect the hosts, or one string with commas.
+        network_interfaces: names of the interfaces that connect the hosts, as a list or a text with commas.
         executable: Python interpreter for the ranks; it needs the same version and packages as this one.
         np: older name of `num_proc`.
         min_np: older name of `min_num_proc`.
@@ -98,12 +98,12 @@ def run(
         env: environment of the ranks; None for that of this process.
 
     Returns:
-        The return values in rank order; for an elastic job, those of the ranks that reached the end.
+        The results in rank order; for an elastic job, those of the ranks that reached the end.
 
     Raises:
-        HorovodInternalError: a rank ended without a result: it was killed, became unreachable, or called `os._exit`.
-            An elastic job continues without such a rank; it fails if no rank has a result, or if a rank calls
-            `sys.exit(0)`.
+        HorovodInternalError: a rank ended without a result: it was killed, became unreachable, or called `os._exit`
+            or `sys.exit(0)`. An elastic job continues without such a rank. But it fails if no rank has a result, or
+            a rank called `sys.exit(0)`.
         TypeError: the function, an argument, or a result cannot be pickled.
         ValueError: the arguments contradict each other, or are out of range.
         Exception: the exception of the function on the first rank that failed; its `__cause__` has the traceback of
@@ -157,9 +157,9 @@ def run(
 
 def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, str], call: bytes) -> list[Any]:
     """Run a job whose ranks make the pickled call; for results and errors, see `run`."""
-    # The ranks get the key through their environment; processes without it cannot fetch the call.
+    # Only processes that have the key can fetch the call. The ranks get it in their environment.
     key = secrets.token_bytes(32)
-    # A discovery script may return any host, so other hosts must be able to connect.
+    # A discovery script may return any host, so the server then accepts connections from other hosts.
     has_discovery = elastic is not None and elastic.discovery_script is not None
     for_other_hosts = has_discovery or not all(is_local(host.name, environ) for host in job.hosts)
     server = CallServer(call, key=key, for_other_hosts=for_other_hosts)
@@ -172,13 +172,13 @@ def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, s
     if failure is not None:
         raise _choose_error(failure, server) if elastic is None else _choose_elastic_error(failure, server)
     # The launcher counts status 0 as success, even if the function did not return but called sys.exit(0).
-    exited = sorted(answer.rank for answer in server.errors if answer.has_left)
+    exited_ranks = sorted(answer.rank for answer in server.errors if answer.has_left)
     results = server.results
-    missing = sorted(set(range(job.num_ranks)) - {answer.rank for answer in results})
+    missing_ranks = sorted(set(range(job.num_ranks)) - {answer.rank for answer in results})
     # An elastic job may end with fewer ranks than it started with, but not without any result.
-    is_incomplete = bool(missing) and (elastic is None or not results)
-    if exited or is_incomplete:
-        first_rank = [*exited, *missing][0]
+    is_incomplete = bool(missing_ranks) and (elastic is None or not results)
+    if exited_ranks or is_incomplete:
+        first_rank = [*exited_ranks, *missing_ranks][0]
         raise HorovodInternalError(f"rank {first_rank} ended with status 0 before the function returned")
     return [unpickle_result(answer) for answer in results]
 
@@ -188,7 +188,7 @@ def _choose_error(failure: JobFailure, server: CallServer) -> BaseException:
     errors = [unpickle_error(answer) for answer in server.errors]
     reporting_ranks = {answer.rank for answer in server.errors}
     is_cause_unreported = failure.rank is not None and failure.rank not in reporting_ranks
-    # A HorovodInternalError usually reports only the loss of another rank, so any other exception is the cause.
+    # A rank usually raises HorovodInternalError because it lost another rank, so any other exception is the cause.
     causes = [error for error in errors if not isinstance(error, HorovodInternalError)]
     if causes:
         return causes[0]

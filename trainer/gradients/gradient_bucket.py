@@ -27,7 +27,7 @@ class GradientReduction:
     Attributes:
         op: reduction over the ranks.
         predivide_factor: with Average, gradients are divided by this number before the sum, and the sum is divided by
-            `size / predivide_factor`. With 1, the whole division by `size` is done before the sum.
+            `size / predivide_factor`, where `size` is the number of ranks. But 1 means: divide only before the sum.
         process_set: ranks that take part.
     """
 
@@ -40,15 +40,15 @@ class GradientReduction:
         if self.op is not ReduceOp.AVERAGE:
             return 1.0, 1.0
         size = len(members_of(self.process_set))
-        # Gradients are divided before the sum, while they are copied into the bucket: a division after the sum would
-        # need another pass over memory.
+        # The division before the sum is part of the copy into the bucket. A division after it would need another pass
+        # over memory.
         if self.predivide_factor == 1.0:
             return 1.0 / size, 1.0
         return 1.0 / self.predivide_factor, self.predivide_factor / size
 
     @property
     def op_on_wire(self) -> ReduceOp:
-        """The reduction to submit: Sum instead of Average, because `factors` include the division."""
+        """The reduction to submit: Sum for Average, because `factors` include the division."""
         return ReduceOp.SUM if self.op is ReduceOp.AVERAGE else self.op
 
 
@@ -56,8 +56,8 @@ class Bucket(ABC):
     """A group of gradients that is sent as soon as all of them are complete, or on `launch`.
 
     Args:
-        name: name of the operation; the same on every rank, and unique in flight.
-        parameters: parameters by position; the same on every rank, in the same order.
+        name: name of the operation; the same on every rank, and unique among the operations in progress.
+        parameters: parameters by position, see `buckets`; the same on every rank, in the same order.
         reduction: reduction, the same on every rank.
     """
 
@@ -93,15 +93,15 @@ class Bucket(ABC):
         self.is_launched = True
         self._handle = self._send()
 
-    def send_second(self) -> None:  # noqa: B027 - most buckets have one message
+    def send_second(self) -> None:  # noqa: B027 - not abstract, because most buckets have one message
         """Send the second message, if this kind of bucket has two; called before `collect`."""
 
     @abstractmethod
     def collect(self) -> None:
-        """Wait for the operation, and store the combined gradients in `grad`."""
+        """Wait for the operation, and store the reduced gradients in `grad`."""
 
     def drop(self) -> None:
-        """Wait for the operation in flight, and discard its result and the added gradients."""
+        """Wait for the operation in progress, and discard its result and the added gradients."""
         if self._handle is not None:
             self._handle.settle()
         self._handle = None
@@ -122,7 +122,7 @@ class Bucket(ABC):
 
     def _assign(self, position: int, gradient: Tensor) -> None:
         parameter = self.parameters[position]
-        # Skip a parameter that was frozen after its bucket was planned; it was sent only for the other ranks.
+        # Skip a parameter that was frozen after its bucket was planned; only the other ranks needed it to be sent.
         if parameter.requires_grad:
             parameter.grad = gradient
 
@@ -168,7 +168,7 @@ class DenseBucket(Bucket):
                 self._assign(position, view if view.dtype == parameter.dtype else view.to(parameter.dtype))
             elif fits(gradient, view):
                 self._assign(position, view)
-            # Otherwise the gradient keeps its own memory, because its dtype or strides differ from those of the view.
+            # The view has another dtype or strides, so the gradient keeps its own memory.
             elif parameter.requires_grad and gradient.data_ptr() != view.data_ptr():
                 gradient.copy_(view)
 
@@ -188,8 +188,8 @@ class DenseBucket(Bucket):
         elif gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient.detach())
         if fits(gradient, view):
-            # Assign the view now, not in `collect`, so that the next gradient of the backward pass can use the memory
-            # of this gradient. Allocating new memory would take longer than the copy.
+            # Assign the view now, not in `collect`. This frees the gradient's memory for the next gradient of the
+            # backward pass; allocating new memory would take longer than the copy.
             parameter.grad = view
 
     def _send(self) -> Handle:
@@ -203,7 +203,7 @@ class DenseBucket(Bucket):
             prescale_factor=self._factors[0],
             postscale_factor=self._factors[1],
             is_prescaled=True,
-            # The engine does not fuse a grouped request with others, so equal runs give equal bits.
+            # The engine does not put a grouped request into one buffer with others, so equal runs give equal bits.
             is_grouped=True,
             process_set=self.reduction.process_set,
             layout=self._layout,
@@ -216,8 +216,8 @@ class DenseBucket(Bucket):
         self._flat = torch.zeros(sum(lengths), dtype=self._dtype, device=device)
         parts = torch.split(self._flat, lengths)
         self._views = {i: view_like(p, part) for (i, p), part in zip(self.parameters.items(), parts, strict=True)}
-        # If the memory order differed between ranks, unrelated elements would be added. The engine therefore refuses
-        # requests of ranks with different checksums.
+        # `_layout` is a checksum of the memory order. The engine refuses requests with different checksums, because
+        # unrelated elements would be added.
         layouts = [(tuple(view.shape), view.stride()) for view in self._views.values()]
         self._layout = zlib.crc32(repr(layouts).encode())
 
@@ -230,9 +230,9 @@ def view_like(parameter: Tensor, flat: Tensor) -> Tensor:
     if not parameter.numel():
         return flat.view(parameter.shape)
     strides = parameter.stride()
-    # From the slowest dimension in memory to the fastest.
+    # From the dimension with the largest stride to that with the smallest.
     order = sorted(range(parameter.ndim), key=lambda dimension: (-strides[dimension], dimension))
-    # Without gaps, the stride of a dimension is the product of the lengths of all faster dimensions.
+    # Without gaps, the stride of a dimension is the product of the lengths of all dimensions with smaller strides.
     expected_stride = 1
     for dimension in reversed(order):
         if parameter.shape[dimension] > 1 and strides[dimension] != expected_stride:

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "datasvc-run") -
         job, elastic = parse_arguments(arguments, os.environ, prog=prog)
         failure = run_job(job, elastic, os.environ)
     except KeyboardInterrupt:
-        # This Ctrl-C came before the ranks started, or during their termination. At other times, it is forwarded.
+        # While the ranks run, Ctrl-C is forwarded to them. This one came before that, or during their termination.
         print_message("ended by SIGINT")
         return 128 + signal.SIGINT
     except ValueError as error:
@@ -77,7 +77,7 @@ def parse_arguments(
 ) -> tuple[LaunchJob, ElasticOptions | None]:
     """Return the job that the command line describes, with the options of an elastic job or None.
 
-    Exit with status 2 if the command line is invalid, with status 0 after `--check-build`, `--version` and `--help`.
+    An invalid command line exits with status 2; `--check-build`, `--version` and `--help` exit with status 0.
 
     Args:
         arguments: command-line arguments; None for those of this process.
@@ -93,7 +93,7 @@ def parse_arguments(
         parser.exit(0)
     try:
         if options.config_file is not None:
-            # The command line is parsed after the file, so it takes precedence.
+            # Parse the command line after the file, so that it takes precedence.
             command_line = sys.argv[1:] if arguments is None else arguments
             switches = {  # flags without a value
                 flag
@@ -166,14 +166,14 @@ def _read_hosts(
     if options.remote_shell is None and hosts and shutil.which("srun", path=environ.get("PATH")):
         shell = "srun"
     if len(hosts) == 1 and options.num_proc is not None and is_local(hosts[0].name, environ):
-        # The only node is this machine, so -np alone decides on the number of ranks, not Slurm's number of tasks.
+        # The allocation is only this machine. Then -np may exceed Slurm's number of tasks, so ignore the allocation.
         hosts = ()
     return hosts, shell
 
 
 def _count_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
     num_ranks = options.num_proc
-    # Without -np, an elastic job starts with its minimum if it has one. Any other job fills all slots.
+    # Without -np, a job with --min-num-proc starts with this minimum, and any other job fills all slots.
     if num_ranks is None:
         num_ranks = options.min_num_proc or sum(host.num_slots for host in hosts)
     if num_ranks == 0:
@@ -194,7 +194,7 @@ def _read_elastic(options: argparse.Namespace) -> ElasticOptions | None:
         return None
     cooldown_range = options.blacklist_cooldown_range
     return ElasticOptions(
-        # Without --min-num-proc, the number of -np is also the minimum.
+        # Without --min-num-proc, -np is also the minimum.
         min_num_ranks=options.min_num_proc or options.num_proc or 1,
         max_num_ranks=options.max_num_proc,
         discovery_script=options.host_discovery_script,

@@ -1,16 +1,16 @@
 """The catalogue of a node's cache: an LMDB database of resident and reserved objects, with one writer at a time.
 
 `CacheJob`, through which programs use a cache, reads and changes the catalogue. The catalogue guards the budget:
-space is reserved here before a byte is fetched, and a reservation is refused if reserved and resident bytes together
-would exceed the budget. A file gets its final name inside the transaction that marks the object resident, and is
-removed inside the transaction that deletes its record.
+space is reserved here before a byte is fetched. A reservation is refused if reserved and resident bytes together
+would exceed the budget. The transaction that marks an object resident also gives its file the final name. The
+transaction that deletes the record also removes the file.
 
 A fetch writes to an incoming file and keeps this file locked. Its reservation is valid only while the lock is held.
 The lock is taken before the reservation becomes visible, and released after the reservation is completed or dropped.
-So the free lock of a reservation means that the fetching process has ended.
+So a reservation whose lock is free belongs to a process that has ended.
 
 A process that uses an object has a *hold* on it: a shared lock outside the catalogue (`object_locks`). An eviction
-takes the exclusive lock of its victim, and keeps it until the transaction is committed.
+takes the exclusive lock of its victim (the object to evict), and keeps it until the transaction is committed.
 
 LMDB runs without fsync. A crash of a process loses nothing; after a crash of the machine the catalogue is rebuilt
 from the files, and each file is verified before it is used (`recovery`).
@@ -109,8 +109,8 @@ class Catalogue:
     def configure(self, change: Callable[[Configuration], Configuration]) -> None:
         """Change budget and quotas for all processes of the node, and evict unused objects above the new limits.
 
-        An unchanged configuration evicts nothing. Changed or not, a limit that was lowered because the disk was full
-        is set to the budget again.
+        An unchanged configuration evicts nothing. In both cases the limit becomes the budget again, if `shrink` has
+        lowered it.
 
         Args:
             change: returns the new configuration, given the current one.
@@ -153,7 +153,7 @@ class Catalogue:
                 tables.retire(job_id)
 
     def is_ready(self, info: ObjectInfo) -> bool:
-        """Return whether an object is resident and verified. Unless the caller has a hold, this can change any time.
+        """Return whether an object is resident and verified; without a hold of the caller, this can change any time.
 
         A cache hit costs this read transaction and the look-up of the file; it writes nothing to the catalogue.
         """
@@ -175,7 +175,7 @@ class Catalogue:
             job_id: job of the caller.
             tenant: tenant whose quota is charged.
             prefetch: next use of an object to prefetch; None: the object is needed now.
-            evict: whether a prefetch may evict objects that a running job may need again.
+            evict: whether objects may be evicted that a running job may need again; False only for a prefetch.
 
         Returns:
             "resident": the file exists and was verified. "reserved": the caller has locked the incoming file and must
@@ -184,15 +184,15 @@ class Catalogue:
             space until another object has arrived; call again then.
 
         Raises:
-            CacheFullError: space or an inode would be missing even if every unused object were evicted, and no fetch
-                in progress will add an object that can be evicted.
+            CacheFullError: evicting every unused object would not free enough space or an inode. Waiting does not
+                help: no fetch in progress adds an object that can be evicted.
             CorruptDataError: the object is resident and verified, but its size is not the size in `info`.
             UnavailableError: the incoming file cannot be created.
         """
         with self._writing() as (tables, space):
             record = tables.get(info.digest)
-            # A locked incoming file means that the object is being fetched. Otherwise the process that reserved the
-            # object has ended, and this call takes over its reservation.
+            # If the incoming file is not locked, the process that reserved the object has ended, and this call takes
+            # over its reservation.
             if record is not None and record.state == RESERVED and self._files.is_incoming_locked(info.digest):
                 return "busy"
             if record is not None and record.size_bytes != info.size_bytes:
@@ -200,8 +200,8 @@ class Catalogue:
                 record = None
             if record is not None and record.state == RESIDENT and self._files.is_there(info.digest, info.size_bytes):
                 return "resident"
-            # Objects that are needed again within `min_distance_bytes` are not evicted. For an object that is needed
-            # now, any unused object may be evicted.
+            # Objects that a job needs again within `min_distance_bytes` are not evicted. For an object that is needed
+            # now, any unused object may be evicted (`SPARE_NOTHING`).
             lacks_space, min_distance_bytes = False, SPARE_NOTHING
             if record is not None:
                 # The object's space is already charged; the space of its quarantined copy may not be.
@@ -285,8 +285,7 @@ class Catalogue:
     ) -> None:
         """Record the next use of an object whose hold the caller is about to release.
 
-        The next use is not recorded if another running job needs the object at the same distance or sooner, see
-        `SpaceAllocator.claim`.
+        It is not recorded if another running job needs the object as soon or sooner, see `SpaceAllocator.claim`.
         """
         with self._writing() as (tables, space):
             record = tables.get(digest)
@@ -308,13 +307,13 @@ class Catalogue:
                     space.claim(digest, record._replace(job_id=job_id, next_use=next_use))
 
     def shrink(self, digest: Digest, allocated_bytes: int) -> None:
-        """Lower the limit to the bytes that fit on a full disk, and evict until the objects fit below the limit.
+        """Lower the cache's limit to the bytes that fit on a full disk, and evict until the limit is met.
 
         If the disk lacks inodes, not bytes, keep the limit and evict one object.
 
         Args:
             digest: object that the caller has reserved and could not write; it is not evicted.
-            allocated_bytes: bytes of this object that the disk accepted.
+            allocated_bytes: bytes of this object that were written.
 
         Raises:
             CacheFullError: nothing is left to evict.
@@ -327,8 +326,8 @@ class Catalogue:
                     return
                 refusal = self._no_inodes()
             else:
-                missing = max(record.used_bytes - allocated_bytes, _MIN_SHRINK_BYTES)
-                limit = tables.account().total_bytes - missing
+                missing_bytes = max(record.used_bytes - allocated_bytes, _MIN_SHRINK_BYTES)
+                limit = tables.account().total_bytes - missing_bytes
                 old_limit = tables.limit_bytes
                 tables.limit_bytes = min(limit, old_limit)
                 # 0 more bytes: the reservation of the caller's object is charged already.
@@ -369,12 +368,12 @@ class Catalogue:
 
         Args:
             digest: the object; the caller has released its own hold.
-            inode: inode of the file that the caller has read and still has open: the number of an open file is not
-                reused.
+            inode: inode number of the file that the caller has read. The caller still has the file open, so that no
+                other file gets this number.
 
         Returns:
             "unused": no process has a hold on the object. "held": a process has a hold, so the space is freed only
-            after its release. "superseded": another process has already invalidated or replaced that file.
+            when it releases the hold. "superseded": another process has already invalidated or replaced that file.
         """
         with self._writing() as (tables, space):
             record = tables.get(digest)
@@ -456,9 +455,9 @@ class Catalogue:
     @contextmanager
     def _writing(self) -> Iterator[tuple[CatalogueTables, SpaceAllocator]]:
         """Yield the tables and the space allocator of one write transaction; unlock the victims after the commit."""
-        # The contexts close in reverse order: commit, unlock the victims, release `_write_lock`. The locks of the
-        # victims do not exclude other threads of this process, because all its threads share the descriptors. So
-        # `_write_lock` must exclude them until the victims are unlocked.
+        # The contexts close in reverse order: commit, unlock the victims, release `_write_lock`. The victims' locks
+        # exclude other processes only, because the threads of a process share the descriptors. `_write_lock` excludes
+        # the threads, so it is released last.
         with self._write_lock, ExitStack() as ending, self._map_errors(), self.env.begin(write=True) as txn:
             tables = CatalogueTables(self._tables, txn)
             space = SpaceAllocator(tables, self._files, self._locks, self.env.reader_check)

@@ -1,7 +1,7 @@
 """A peer (another node) as the source of an object: sends the HTTP requests, and records their failures.
 
-Each stream opens its own connection. This costs little, because transfers are long. It also leaves no idle connection
-that a fork could copy.
+Each stream opens its own connection. This costs little, because transfers are long. And no connection stays open that
+a forked process would share.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class PeerSettings:
         ca_file: certificates that verify peers with "https"; None: those of the system.
         tls_name: name in the certificates of the peers; None: the host name of each peer.
         connect_timeout_s: time limit to establish a connection.
-        stall_timeout_s: time limit without a byte during an answer, and for the headers of an answer after its first
-            byte. Before the answer begins, it is the interval of health checks.
-        answer_timeout_s: time limit until an answer begins: the peer may have to fetch the object first.
+        stall_timeout_s: interval of health checks until an answer begins; then the time limit for its headers, and
+            for each pause between its bytes.
+        answer_timeout_s: time limit until an answer begins; the peer may have to fetch the object first.
         min_bytes_s: lowest accepted rate in bytes per second, measured over `rate_window_s`.
-        rate_window_s: time over which the rate is measured.
+        rate_window_s: seconds over which the rate is measured.
 
     Raises:
         ConfigError: the token has invalid characters, or a time is not above zero.
@@ -93,7 +93,7 @@ class PeerSource:
     Args:
         url: base URL of the peer.
         digest: the object.
-        origin_url: repository from which the peer fetches the object if needed; None: the peer does not fetch it.
+        origin_url: repository from which the peer fetches the object if it lacks it; None: it does not fetch.
         settings: connection settings.
         health: health of the peer.
         tls: TLS context; None for "http".
@@ -113,7 +113,7 @@ class PeerSource:
     ) -> None:
         self.name = url
         self._digest = digest
-        # Credentials are removed from the URL: the peer uses its own to read from the origin.
+        # The peer uses its own credentials for the origin, so none are sent to it.
         self._origin_query = {} if origin_url is None else {"origin": redact_url(origin_url)}
         self._settings = settings
         self._health = health
@@ -121,7 +121,7 @@ class PeerSource:
 
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """Pass the bytes to the sink in order, from the calling thread. For errors see `ObjectSource.stream`."""
-        # Without an origin, the peer is a fallback: `Peers` has not checked its health.
+        # Without an origin, the peer is a fallback, and `Peers` has not checked its health.
         if not self._origin_query and not self._health.may_request():
             raise UnavailableError(f"{self.name} is not requested again so soon after a failure")
         with closing(self._receive(info, offset, length)) as views:
@@ -134,14 +134,14 @@ class PeerSource:
     def record_integrity(self, *, intact: bool) -> None:
         """Record whether an object with bytes from the peer had the right digest.
 
-        If not, ask the peer to check its copy, and pause other requests to it.
+        If the digest was wrong, ask the peer to check its copy. `PeerHealth` then pauses other requests to it.
         """
         self._health.record_integrity(intact=intact)
         if not intact:
             self._request_check()
 
     def _request_check(self) -> None:
-        """Send the peer a request to verify its copy of the object; ignore the answer, which may be false."""
+        """Request the peer to verify its copy of the object; ignore the answer, which is not trusted."""
         with suppress(OSError, http.client.HTTPException), closing(self._connect()) as connection:
             connection.request("POST", f"/objects/{self._digest}/check", headers=self._headers())
             read_head(connection, silence_s=self._settings.stall_timeout_s).close()
@@ -172,10 +172,10 @@ class PeerSource:
         headers = self._headers()
         if length != info.size_bytes:
             stop = offset + length
-            last = "" if stop == info.size_bytes else str(stop - 1)  # without a last byte: to the end of the object
+            last = "" if stop == info.size_bytes else str(stop - 1)  # "": to the end of the object
             headers["Range"] = f"bytes={offset}-{last}"
         connection.request("GET", f"/objects/{info.digest}?{query}", headers=headers)
-        # Kept, because `getresponse` removes the socket from the connection if the peer closes it after the answer.
+        # Read now: `getresponse` removes the socket from the connection if the peer closes it after the answer.
         connected_socket = connection.sock
         silence_s = self._wait_for_answer(connected_socket)
         response = read_head(connection, silence_s=silence_s, head_s=self._settings.stall_timeout_s)
@@ -195,17 +195,17 @@ class PeerSource:
         if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
             raise ConnectionError(_REFUSALS.get(status, f"it answers with status {status} {response.reason}"))
         # Checked before the first byte is used: bytes of another range would be written to the wrong place.
-        expected = HTTPStatus.OK if length == info.size_bytes else HTTPStatus.PARTIAL_CONTENT
+        expected_status = HTTPStatus.OK if length == info.size_bytes else HTTPStatus.PARTIAL_CONTENT
         content_range = f"bytes {offset}-{offset + length - 1}/{info.size_bytes}"
-        if status != expected or response.length != length:
+        if status != expected_status or response.length != length:
             raise ConnectionError(
-                f"it sends {response.length} bytes (status {status}), expected {length} (status {expected:d})"
+                f"it sends {response.length} bytes (status {status}), expected {length} (status {expected_status:d})"
             )
         if status == HTTPStatus.PARTIAL_CONTENT and response.getheader("Content-Range") != content_range:
             raise ConnectionError(f"it sends {response.getheader('Content-Range')!r}, expected {content_range!r}")
 
     def _wait_for_answer(self, connected_socket: socket.socket) -> float:
-        """Wait until an answer begins, for as long as health checks succeed: the peer may be fetching the object.
+        """Wait until an answer begins, as long as health checks succeed. The peer may be fetching the object.
 
         Returns:
             Time limit for the first byte of the answer, in seconds.
@@ -224,8 +224,7 @@ class PeerSource:
                     f"it sent no answer for at least {self._settings.stall_timeout_s} s, and then did not answer a "
                     f"health check (limit {self._settings.connect_timeout_s} s)"
                 )
-        # With TLS, the received bytes may be a message before the answer; the answer may then take the rest of the
-        # time.
+        # With TLS, the received bytes may be a message of the protocol, and the answer may take the remaining time.
         remaining_s = 0.0 if self._tls is None else deadline - time.monotonic()
         return max(remaining_s, self._settings.stall_timeout_s)
 

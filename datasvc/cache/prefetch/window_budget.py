@@ -18,8 +18,8 @@ from datasvc.keyed_random import Integers
 from datasvc.order import OrderConfig, Tail
 from datasvc.sizes import format_size
 
-_MIN_SHARDS_AHEAD = 4
-_MAX_LANES: Final = 8  # 1, 2, 4 or 8 nodes can each read lanes of their own
+_MIN_SHARDS_AHEAD = 4  # enough for several requests in progress
+_MAX_LANES: Final = 8  # can be divided evenly among 1, 2, 4 or 8 nodes
 _MAX_SHARDS_PER_BLOCK: Final = 4
 _AHEAD_DIVISOR: Final = 4  # a derived order leaves a quarter of the budget free for shards that are fetched ahead
 _UNCACHED_DIVISOR: Final = 4  # without a budget, a derived order uses at most a quarter of the data at once
@@ -43,13 +43,13 @@ class BatchesAtOnce:
 
     @property
     def global_batch(self) -> int:
-        """Number of positions in one step of all ranks."""
+        """Number of positions in one step, of all ranks together."""
         return self.batch_size * self.num_ranks
 
     @property
     def num_batches(self) -> int:
-        """Number of global batches in progress at once: one in use, those prefetched, and one for a faster rank."""
-        # The ranks of a node share its cache, and one of them may be a step ahead of the others.
+        """Number of global batches in progress at once."""
+        # One in use, those prefetched, and one more because a rank may be a step ahead of the others on its node.
         return 1 + self.prefetch + (self.num_ranks > 1)
 
     @property
@@ -79,7 +79,7 @@ Need = Callable[[OrderConfig, BatchesAtOnce], int]
 def window_bytes(
     samples_per_shard: Integers, bytes_per_shard: Integers, config: OrderConfig, run: int, *, skipped: int = 0
 ) -> int:
-    """Return an upper bound, in bytes, of the disk space of the shards that `run` consecutive positions use.
+    """Return an upper bound of the bytes on disk of the shards that `run` consecutive positions use.
 
     The positions may be in two epochs: the last ones of an epoch, and the first ones of the next. The bound is exact
     without a shuffle. The shards of a windowed order depend on the epoch; its bound holds for all epochs.
@@ -88,7 +88,7 @@ def window_bytes(
         samples_per_shard: `int64[num_shards]`.
         bytes_per_shard: `int64[num_shards]`, sizes of the files.
         config: parameters of the order.
-        run: number of positions.
+        run: number of consecutive positions, see `BatchesAtOnce`.
         skipped: upper bound of the positions at the end of an epoch that are not served, see `BatchesAtOnce`.
     """
     has_samples = samples_per_shard > 0
@@ -100,17 +100,17 @@ def window_bytes(
         return min(total, _max_in_sequence(counts, sizes, run, skipped))
     lanes, block, num_samples = config.lanes, config.block or 1, int(counts.sum())
     lane_size = -(-num_samples // lanes)
-    # With sticky lanes, the parts of a shard that two lanes share may be anywhere in these lanes.
+    # Two neighbouring sticky lanes may share a shard, and its parts may be anywhere in them. So it may always be cut.
     num_shared = lanes - 1 if config.sticky else 0
+    # Samples of one lane that are in use.
     span = min(blocks_at_once(config, run) * block, lane_size)
-    # Each end of a lane's span may cut a shard. At least one sample of each cut shard is inside, so all other shards
-    # of the span together have at most `span - 2` samples.
+    # Each end of a span may cut a shard, which has at least one sample inside. So the shards that are completely
+    # inside have at most `span - 2` samples together.
     in_one_epoch = _max_of_spans(counts, sizes, span - 2, lanes, 2 * lanes + num_shared)
-    # At the end of an epoch, the last blocks of each lane and the first blocks of the next epoch are in use. Without
-    # sticky lanes, lanes also cut shards in two where they end and begin, except at the ends of the data.
+    # At the end of an epoch, each lane has two spans: its last blocks, and its first blocks of the next epoch. If
+    # lanes are not sticky, both ends of each span may cut a shard, except at the two ends of the data.
     num_cut = 2 * lanes + num_shared if config.sticky else 4 * lanes - 2
-    # The number of a lane's positions is rounded up in each of the two epochs. So it is at most one more than if the
-    # whole run were rounded up once.
+    # One is added because the positions of a lane are rounded up in each of the two epochs.
     run_of_lane = -(-(run + skipped) // lanes) + 1
     boundary_span = _max_boundary_samples(num_samples // lanes, lane_size, block, run_of_lane)
     at_boundary = _max_of_spans(counts, sizes, boundary_span - 2, lanes, num_cut)
@@ -132,7 +132,7 @@ def _max_in_sequence(counts: Integers, sizes: Integers, run: int, skipped: int) 
     last = stops + run - 2
     last += np.where(last >= num_samples - skipped, skipped, 0)
     ends = np.searchsorted(np.concatenate([stops, stops + num_samples]), last, side="right")
-    bytes_before = np.concatenate([[0], np.cumsum(np.concatenate([sizes, sizes]))])
+    bytes_before = np.concatenate([[0], np.cumsum(np.concatenate([sizes, sizes]))])  # by shard, of two epochs
     return int((bytes_before[np.minimum(ends + 1, 2 * len(sizes))] - bytes_before[np.arange(len(sizes))]).max())
 
 
@@ -161,40 +161,40 @@ def _max_of_spans(counts: Integers, sizes: Integers, span: int, lanes: int, num_
     Args:
         counts: `int64[n]`, samples of each shard, at least 1.
         sizes: `int64[n]`, bytes of each shard.
-        span: upper bound of the total samples of the shards completely inside the span of one lane; below 0: as 0.
+        span: upper bound of the samples of all shards completely inside the span of one lane; negative counts as 0.
         lanes: number of spans.
-        num_cut: upper bound of the number of shards, of all spans together, that are only partly inside.
+        num_cut: upper bound of the number of shards that are only partly inside, of all spans together.
     """
     span = max(span, 0)
     by_count = np.argsort(counts, kind="stable")
     # At index i: the bytes of the i shards with the fewest samples, and the bytes of the i largest shards.
     ascending, short_bytes = counts[by_count], np.concatenate([[0], np.cumsum(sizes[by_count])])
     largest_bytes = np.concatenate([[0], np.cumsum(np.sort(sizes)[::-1])])
-    # First bound: the number of shards inside is largest if they have the fewest samples. Assume that as many shards,
-    # and the cut ones, are those with the most bytes.
+    # First bound: count the shards that fit inside if they have the fewest samples. Assume that so many shards, and
+    # the cut ones, are those with the most bytes.
     num_inside = lanes * int(np.searchsorted(np.cumsum(ascending), span, side="right"))
     first_bound = int(largest_bytes[min(num_inside + num_cut, len(counts))])
-    # Second bound, for a few small shards among large ones, such as the last shard of an ingest: all shards with
-    # fewer samples than shard i, and as many of the others as would fit if they were not longer than shard i. This
-    # holds for every i, so the smallest of these sums is a bound.
+    # Second bound, for a few small shards among large ones, such as the last shard of an ingest. For any shard i: all
+    # shards with fewer samples than it, and as many of the largest shards as would fit if each had as many samples as
+    # shard i. This is a bound for every i, so take the smallest.
     num_large = np.minimum(lanes * (span // ascending) + num_cut, len(counts))
     second_bound = int((short_bytes[:-1] + largest_bytes[num_large]).min())
-    # Third bound, for long spans: assume that the samples inside are those with the most bytes per sample.
+    # Third bound, for long spans: assume that the samples inside are those with the most bytes each.
     by_density = np.argsort(-sizes / counts, kind="stable")
     dense_counts = np.concatenate([[0], np.cumsum(counts[by_density])])
-    dense = np.interp(lanes * span, dense_counts, np.concatenate([[0], np.cumsum(sizes[by_density])]))
-    third_bound = int(dense) + 1 + int(largest_bytes[min(num_cut, len(counts))])
+    dense_bytes = np.interp(lanes * span, dense_counts, np.concatenate([[0], np.cumsum(sizes[by_density])]))
+    third_bound = int(dense_bytes) + 1 + int(largest_bytes[min(num_cut, len(counts))])
     return min(first_bound, second_bound, third_bound)
 
 
 def choose_windowed(
     samples_per_shard: Integers, batches: BatchesAtOnce, *, seed: int, need: Need, budget_bytes: int | None
 ) -> OrderConfig:
-    """Return a windowed order for shards of these sizes: as many lanes and as large blocks as the budget holds.
+    """Return a windowed order for shards of these sizes, with as many lanes and as large blocks as fit the budget.
 
-    A quarter of the budget stays free for shards that are fetched ahead. There are at most 8 lanes, and at most about
-    4 shards in a block. If no order fits into three quarters of the budget, the result may use all of it; if no order
-    fits at all, the result is the smallest one.
+    A quarter of the budget stays free for shards that are fetched ahead. If no order fits the rest, the result may
+    use all of the budget. If no order fits at all, the result is the smallest one. There are at most 8 lanes, and at
+    most about 4 shards in a block.
 
     Args:
         samples_per_shard: `int64[num_shards]`, of all splits.
@@ -214,7 +214,7 @@ def choose_windowed(
         for block in dict.fromkeys([*block_sizes, 1])
         if lanes <= max(num_shards, 1)
     ]
-    # The order that shuffles most comes first: the most samples in a block of all lanes, then the most lanes.
+    # The order that shuffles most comes first: the one with most samples in one block of each lane, then most lanes.
     candidates.sort(key=lambda order: (order.lanes * (order.block or 1), order.lanes), reverse=True)
     all_shards_bytes = need(OrderConfig(seed), batches)
     if budget_bytes is None:
@@ -233,14 +233,14 @@ def choose_windowed(
 def choose_ahead_bytes(bytes_per_shard: Integers, budget_bytes: int) -> int:
     """Return the distance ahead of a job's clock, in bytes, up to which fetching a shard may evict other shards.
 
-    A shard fetched ahead may displace one that is kept for the next epoch, so the distance is 1/32 of the budget.
-    It is raised to four times the largest shard, to keep enough requests in progress, but at most to 1/16 of the
+    An evicted shard may be one that is kept for the next epoch, so the distance is only 1/32 of the budget. If the
+    shards are large, it is four times the largest one, to keep enough requests in progress, but at most 1/16 of the
     budget. It is never less than the largest shard.
     """
     largest = int(bytes_per_shard.max(initial=0))
-    # The clock counts bytes of shards, and the budget counts disk blocks.
-    shard_budget = budget_bytes * int(bytes_per_shard.sum()) // max(1, int(footprint(bytes_per_shard).sum()))
-    return max(largest, min(max(_MIN_SHARDS_AHEAD * largest, shard_budget // 32), shard_budget // 16))
+    # The clock counts bytes of shards, the budget counts disk blocks: convert the budget.
+    budget_on_clock = budget_bytes * int(bytes_per_shard.sum()) // max(1, int(footprint(bytes_per_shard).sum()))
+    return max(largest, min(max(_MIN_SHARDS_AHEAD * largest, budget_on_clock // 32), budget_on_clock // 16))
 
 
 def check_window(
@@ -248,7 +248,7 @@ def check_window(
 ) -> None:
     """Raise CacheFullError if the shards in use at the same time do not fit: the run would fail later.
 
-    The message names the parts of the space, and the largest lanes, block and batch that fit.
+    The message describes what needs the space, and names the largest lanes, block and batch that fit.
 
     Args:
         order: parameters of the access order.

@@ -1,7 +1,7 @@
 """Import models of other file formats as versions. A file's format is recognised by its content, not by its name.
 
 Tensors are read and stored block by block, so memory does not grow with the model. No code in the source is executed.
-A state or tensor that was read from another format, but is not stored yet, is called foreign.
+A foreign state or tensor is one that was read from another format and is not stored yet.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ImportReport:
         format: format of the source: "safetensors", "huggingface", "torch" or "dcp".
         bytes: size of the tensors in memory.
         new_bytes: number of bytes that were not in the repository before.
-        ignored: names of tensors that are in the source but not in its index, and were therefore not imported.
+        ignored: names of tensors that were not imported, because the index of the source does not list them.
         files: names of the small files that were stored unchanged with the version, such as `tokenizer.json`.
         left_out: names of the files and subfolders of the source that were not imported.
     """
@@ -83,8 +83,8 @@ def import_model(
 ) -> ImportReport:
     """Store a safetensors file, Hugging Face or DCP folder, or torch.save file as the next version of a model.
 
-    A plain dict of tensors becomes `{prefix: tensors}`. A whole checkpoint keeps its state tree, but with `only`,
-    `exclude` or `rename` it becomes a dict of tensors by name.
+    A plain dict of tensors becomes `{prefix: tensors}`. A whole checkpoint keeps its state tree. But with `only`,
+    `exclude` or `rename`, it becomes a dict of tensors by name.
 
     Args:
         repository: repository to import into.
@@ -93,13 +93,13 @@ def import_model(
         only: tensors to import, by their names in the source; see `name_filter.select_names`.
         exclude: tensors to leave out.
         rename: new names by names in the source; see `name_filter.map_names`.
-        prefix: key in the state under which a plain dict of tensors is stored; "" stores it as the state itself.
+        prefix: key under which the state holds a plain dict of tensors; "": the dict itself is the state.
         codec: codec of the chunks, see `write.store_tensors`; "delta" stores differences to the tensors of `parent`.
         step: number of optimizer steps that the model was trained for; 0 if unknown.
         parent: version that the new one continues.
         message: message of the commit.
-        reader_memory_bytes: maximum memory of the process that reads a torch.save file or a DCP folder, in
-            addition to its tensors.
+        reader_memory_bytes: memory limit of the process that reads a torch.save file or a DCP folder; the memory of
+            the tensors does not count.
         progress: counts the bytes of each chunk that was stored.
 
     Raises:
@@ -115,7 +115,7 @@ def import_model(
     # Resolve the parent before the source is read, so that a wrong reference fails at once.
     if parent is not None:
         parent = str(repository.resolve("models", parent))
-    # Only the codec "delta" stores differences to the parent's tensors. Other codecs do not need the parent's table.
+    # Only the codec "delta" needs the parent's tensors.
     base = base_records(repository, name, parent) if parent and codec == "delta" else ()
     foreign = read_foreign(path, reader_memory_bytes)
     tensors, skeleton = arrange(foreign, only, exclude, rename, prefix)
@@ -127,7 +127,7 @@ def import_model(
         raise UnavailableError(f"cannot read {path}: {error}") from error
     digests = {name: repository.objects.put(content).digest for name, content in foreign.files.items()}
     files = {"files": digests} if digests else {}
-    # The code in the working folder is not the code that trained the model, so no revision is recorded.
+    # No revision is recorded, because the code in the working folder is not the code that trained the model.
     unknown_code = CodeRevision(None, dirty=False)
     version = commit(
         repository,
@@ -212,11 +212,10 @@ def arrange(
     """Return the selected tensors with their new names, and the skeleton of their state tree, see `import_model`."""
     by_name = {tensor.name: tensor for tensor in foreign.tensors}
     new_names = map_names(select_names(list(by_name), only, exclude), rename)
-    # The state tree of the source needs all tensors under their names in the source. Selected or renamed tensors
-    # become a flat dict.
+    # The source's state tree refers to all its tensors by name, so it is kept only if none is left out or renamed.
     if foreign.skeleton is not None and not (only or exclude or rename):
         return list(foreign.tensors), foreign.skeleton
-    # Only a plain dict of tensors is stored below `prefix`.
+    # A plain dict of tensors has no skeleton; only it is stored below `prefix`.
     parent_key = prefix if foreign.skeleton is None else ""
     full_names = {name: f"{parent_key}.{name}" if parent_key else name for name in new_names.values()}
     tensors = [replace(by_name[old], name=full_names[new]) for old, new in new_names.items()]
@@ -242,7 +241,7 @@ def check_arranged(tensors: Sequence[ForeignTensor], skeleton: Any, location: st
 
 
 def _check_skeleton(skeleton: Any, names: Iterable[str], location: str) -> None:
-    """Check that a state can be stored and restored, and has every tensor exactly once, see `check_arranged`."""
+    """Check that a state can be stored and restored, and has every tensor exactly once. Raise as `check_arranged`."""
     from torch.utils import _pytree as pytree
 
     placeholders = {name: object() for name in names}

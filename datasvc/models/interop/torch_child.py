@@ -36,17 +36,17 @@ from datasvc.models.tensors.chunks import slices
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, flatten
 from datasvc.sizes import format_size
 
-# Limit of the JSON that describes DCP metadata. The parent needs up to 25 times its size in memory to parse it. The
-# limit is enough for about 200,000 tensors.
+# Limit of the JSON that describes DCP metadata: enough for about 200,000 tensors. To parse it, the parent needs up to
+# 25 times its size in memory.
 _MAX_METADATA_BYTES: Final = 32 << 20
-# Limit of the processor time of one read: `_MIN_CPU_S`, and one second for each `_MIN_BYTES_PER_CPU_S` bytes of the
-# extent. Without it, a hostile value, such as a nested tuple as a key of a dict, could take any time.
+# A read has `_MIN_CPU_S` seconds of processor time, and one more for each `_MIN_BYTES_PER_CPU_S` bytes of its extent
+# (a file or a part of it). Without a limit, a hostile value, such as a nested tuple as a dict key, takes any time.
 _MIN_CPU_S: Final = 120
 _MIN_BYTES_PER_CPU_S: Final = 16 << 20
 _MAX_MESSAGE_CHARS: Final = 2000
 
-# Messages of torch when it refuses to create a class. torch has no exception type for this, so match the text. The
-# group that matches is the name of the class.
+# torch has no exception type for its refusal to create a class, so match the text of the message. One of the groups
+# then has the name of the class.
 _REFUSED = re.compile(
     r"GLOBAL (\S+)|Trying to (?:call reduce|instantiate) \S* ?\S* ?(\S+)|module (\S+) is blocked|``(\S+)`` must be"
 )
@@ -55,7 +55,7 @@ _SCRIPT_MESSAGE: Final = "{} is a TorchScript program; save its tensors: torch.s
 
 
 class _PickleServer:
-    """Answers the requests of the parent. Keeps the state that was described last, to send blocks of its tensors.
+    """Answers the requests of the parent. Keeps the tensors of the last described state, to send blocks of them.
 
     Args:
         memory_bytes: memory that a read may use in addition to the tensors.
@@ -65,7 +65,7 @@ class _PickleServer:
     def __init__(self, memory_bytes: int, max_nodes: int) -> None:
         self._memory_bytes = memory_bytes
         self._max_nodes = max_nodes
-        # The kernel limits all mapped memory, and torch for GPUs has mapped many GB already. Add them to each limit.
+        # The kernel limits all mapped memory. torch for GPUs maps many GB at its import: add them to each limit.
         self._baseline_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         self._extent: Extent | None = None
         self._tensors: dict[str, torch.Tensor] = {}
@@ -87,11 +87,11 @@ class _PickleServer:
     def _set_limits(self, tensor_bytes: int, extent: Extent) -> None:
         """Limit the memory and the processor time of this process for the read of one extent."""
         memory_bytes = self._baseline_bytes + self._memory_bytes + tensor_bytes
-        # The kernel counts the processor time from the start of the process, so add the time that is used already.
+        # The kernel counts from the start of the process, so add the processor time that is used already.
         cpu_s = int(time.process_time()) + _MIN_CPU_S + extent.length // _MIN_BYTES_PER_CPU_S
-        for limited, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
-            _, hard = resource.getrlimit(limited)
-            resource.setrlimit(limited, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+        for resource_id, value in ((resource.RLIMIT_AS, memory_bytes), (resource.RLIMIT_CPU, cpu_s)):
+            _, hard = resource.getrlimit(resource_id)
+            resource.setrlimit(resource_id, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
     def _describe_state(self, extent: Extent) -> dict[str, Any]:
         """Read a state and keep its tensors; return the fields of `DescribedState` as JSON values."""
@@ -112,7 +112,7 @@ class _PickleServer:
 
     def _block(self, request: ReadRequest) -> Any:
         """Return the bytes of one block of a tensor."""
-        # Another state may have been read since the one of this request was described.
+        # Another state may have been described since that of this request; then read this one again.
         if self._extent != request.extent:
             self._describe_state(request.extent)
         assert request.box is not None
@@ -123,7 +123,7 @@ class _PickleServer:
 def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
     """Return the value that torch.save wrote to an extent, and the size in bytes of each storage, by its address.
 
-    A whole file is mapped into memory, unless its format is from before torch 1.6.
+    A whole file is mapped into memory, unless it has the old format, from before torch 1.6.
     """
     with extent.path.open("rb") as file:
         file.seek(extent.offset)
@@ -136,7 +136,7 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
         _check_archive(source, extent.location)
         if content is not None:
             content.seek(0)
-    elif head != LEGACY or not is_whole:  # a part is a value of a DCP folder, which never has the old format
+    elif head != LEGACY or not is_whole:  # a part is in a DCP folder, so it never has the old format
         raise CorruptDataError(
             f"{extent.location} is not a torch.save file, or is damaged: it begins with {head[:8].hex()}"
         )
@@ -144,7 +144,7 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
 
     def record_storage(storage: Any, _location: str) -> Any:
         if not is_zip:
-            # A damaged file may fill only a part of the storage. The rest must not show old memory of this process.
+            # A damaged file may fill only a part of the storage. The rest must not have old memory of this process.
             storage.fill_(0)
         stored[storage.data_ptr()] = storage.nbytes()
         return storage
@@ -168,8 +168,8 @@ def _check_archive(source: Any, location: str) -> None:
 def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int], extent: Extent) -> None:
     """Check that tensors are dense, and that all their values are in the file.
 
-    A small file can describe a huge tensor, because strides can repeat the same bytes. `stored` has the number of
-    bytes of each storage that was filled from the file, by its address.
+    A small file can describe a huge tensor, because strides can repeat the same bytes. `stored` has the size in bytes
+    of each storage that was filled from the file, by its address.
     """
     starts = sorted(stored)
     used: dict[int, int] = {}
@@ -183,8 +183,8 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int
             )
         storage = tensor.untyped_storage()
         start, length = storage.data_ptr(), storage.nbytes()
-        # The storage must be inside memory that was filled from the file. Find the last filled range that starts at
-        # or before the storage.
+        # The storage must be inside a range of memory that was filled from the file. Only the last range that starts
+        # at or before the storage can contain it.
         filled_start = starts[bisect.bisect_right(starts, start) - 1] if starts else 0
         filled_stop = filled_start + stored.get(filled_start, 0)
         if length and not filled_start <= start <= start + length <= filled_stop:
@@ -204,7 +204,7 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int
 
 
 def _encode(value: Any, max_bytes: int, extent: Extent) -> bytes:
-    """Return the reply with `value` as a line of JSON. Raises ConfigError: it has more than `max_bytes`."""
+    """Return the reply with `value` as a line of JSON. Raise ConfigError if `value` takes more than `max_bytes`."""
     line = json.dumps({"value": value}).encode()
     if len(line) > max_bytes + 20:  # 20 bytes are enough for `{"value": }`
         raise ConfigError(
@@ -215,7 +215,7 @@ def _encode(value: Any, max_bytes: int, extent: Extent) -> bytes:
 
 
 def _explain(error: Exception, location: str, memory_bytes: int) -> tuple[str, str]:
-    """Translate an exception: return the class name and the message of the error that the parent raises."""
+    """Return the class name and the message of the error that the parent raises for an exception of this process."""
     text = str(error)[:_MAX_MESSAGE_CHARS]
     refused = _REFUSED.search(text)
     refused_class = next(filter(None, refused.groups()), "") if refused else ""
@@ -235,7 +235,7 @@ def _explain(error: Exception, location: str, memory_bytes: int) -> tuple[str, s
             f"{location} holds {refused_class}, and to create one would execute code from the file, so it is "
             "refused. Save plain values, such as model.state_dict(), and import that"
         )
-    # torch adds advice, such as to load without `weights_only`. Use only the first line of its reason.
+    # Use only the first line of torch's reason: the others are advice, such as to load without `weights_only`.
     lines = text.partition("WeightsUnpickler error:")[2].strip().splitlines() or text.strip().splitlines()
     reason = lines[0][:200] if lines else type(error).__name__
     return "CorruptDataError", f"{location} is damaged, or has another format: {reason}"
@@ -251,8 +251,7 @@ def main() -> None:
     torch.set_num_threads(1)
     messages = sys.stdin.buffer
     server = _PickleServer(*pickle.load(messages))  # noqa: S301 - from our own parent process
-    # End without a traceback. EOFError: the parent has ended. OSError: the parent has ended, or the mapped file was
-    # truncated while its bytes were sent.
+    # If the parent has ended, or the mapped file was truncated while its bytes were sent, end without a traceback.
     with suppress(EOFError, OSError):
         while True:
             request: ReadRequest = pickle.load(messages)  # noqa: S301 - from our own parent process

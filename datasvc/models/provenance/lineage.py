@@ -1,7 +1,7 @@
 """Computes the lineage of a model version: the versions that it continues, code, environment, and data with shards.
 
-It is read from log entries and shard tables. Data that is not in this repository raises no error; it becomes a gap,
-which is one line of text in `gaps`.
+The lineage is read from log entries and shard tables. Data that is not in this repository is no error, but a gap: one
+line of text in `gaps`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ModelOrigin:
         parents: versions that it continues; each is also in the lineage.
         step: number of optimizer steps of its weights; None if unknown.
         origin: repository, version and commit that it was copied from; {} if it was saved in this repository.
-        consumed: ranges that its own training read, and that of ancestors which are only in another repository. One
-            mapping per segment and split: `version`, `data`, `table`, `start`, `stop`, `global_batch`, `tail`.
+        consumed: segments (ranges of positions) that its own training read, and ancestors only in another repository.
+            A mapping per segment and split: `version`, `data`, `table`, `start`, `stop`, `global_batch`, `tail`.
         evaluated: splits that it was evaluated on.
         gaps: unknown parts of its origin, one line each.
     """
@@ -55,7 +55,7 @@ class DataOrigin:
     Attributes:
         name: name with version, such as "digits@2".
         parents: versions that it was derived from.
-        source: source that was ingested: `kind`, `url`, `options`.
+        source: what was ingested: `kind`, `url`, `options`.
         change: how it was derived from its parents; {} if it was ingested.
         splits: `table`, `samples`, `shards` and `bytes` of each split, by name.
     """
@@ -77,7 +77,7 @@ class Lineage:
         version: name of the version, such as "digits-cnn@3".
         models: the version and all its ancestors, by name, newest first.
         datasets: all data-set versions that these models read, and the ancestors of these data sets, by name.
-        shards: for the digest of each shard table that was read, the digests of its shards in order.
+        shards: digests of the shards of each split that was read, in order, by the digest of its shard table.
         gaps: data that is not in this repository, one line each.
     """
 
@@ -90,7 +90,7 @@ class Lineage:
     def to_dict(self) -> dict[str, Any]:
         """Return the lineage as JSON values.
 
-        Versions are a flat list, because a nested chain of a thousand would exceed the depth limit of JSON parsers.
+        Versions are a flat list, because a nested history may exceed the depth limit of JSON parsers.
         """
         return {
             "version": self.version,
@@ -111,11 +111,11 @@ def read_lineage(repository: Repository, ref: str) -> Lineage:
     """
     resolved = repository.resolve("models", ref, removed=True)
     name, entries = str(resolved), EntryReader(repository)
-    entries.entry(resolved.name, resolved.version)  # an unreadable ancestor is a gap, but not the version itself
+    entries.entry(resolved.name, resolved.version)  # raises here, because below an unreadable entry is only a gap
     ancestry = read_ancestry(repository, [name], entries=entries)
     planned = plan_segments(ancestry)
     lineage = Lineage(name)
-    # `versions` has parents first; the lineage has the newest version first.
+    # `versions` has parents first; reverse it.
     for version in reversed(ancestry.versions.values()):
         lineage.models[version.name] = _describe(version, planned[version.name])
     for model in lineage.models.values():
@@ -170,7 +170,7 @@ def _add_data(repository: Repository, lineage: Lineage, split: str, table: Diges
             lineage.shards[table] = [shard.digest for shard in shards]
     if _add_dataset(repository, lineage, version):
         current = lineage.datasets[version].splits.get(name, {})
-        # A model version that was copied may have read other data, which has the same name in its own repository.
+        # If the model version was copied from another repository, data of the same name may be different there.
         if current.get("table") != table:
             _add_gap(
                 lineage,
@@ -180,7 +180,7 @@ def _add_data(repository: Repository, lineage: Lineage, split: str, table: Diges
 
 def _add_dataset(repository: Repository, lineage: Lineage, root: str) -> bool:
     """Add a data-set version and its ancestors; return whether that version is in this repository."""
-    pending = [root]  # a list and not recursion: a history may be longer than Python's recursion limit
+    pending = [root]  # not recursion, because a history may be longer than Python's recursion limit
     while pending:
         name = pending.pop()
         if name in lineage.datasets:
@@ -198,7 +198,7 @@ def _add_dataset(repository: Repository, lineage: Lineage, root: str) -> bool:
 def _read_dataset(repository: Repository, name: str) -> DataOrigin:
     reference = parse_reference(name)
     if reference.version is None:
-        # The entry does not record which version the name or the tag resolved to when the data was read.
+        # It is not recorded which version the name or the tag resolved to when the data was read.
         raise ConfigError("a data set without a version number is ambiguous")
     entry = repository.versions("datasets", reference.name).read(reference.version).content
     change = _mapping_or_empty(entry.get("change"))

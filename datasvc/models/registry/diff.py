@@ -24,8 +24,8 @@ from datasvc.threads import run_in_threads
 if TYPE_CHECKING:
     import torch
 
-_TENSORS_AT_ONCE: Final = 2
-_BLOCK_ELEMENTS: Final = 1 << 20
+_TENSORS_AT_ONCE: Final = 2  # read and measured in parallel
+_BLOCK_ELEMENTS: Final = 1 << 20  # of a chunk, converted to float64 together
 _PARTS: Final = ("data", "code", "config", "metrics", "environment")
 
 
@@ -54,7 +54,7 @@ class TensorChange:
     Attributes:
         name: name in the state.
         norm: Euclidean norm of (second - first), over the elements whose difference is finite.
-        relative: `norm` divided by the norm of the first tensor; None if the latter is 0.
+        relative: `norm` divided by the norm of the first tensor; None if that is 0.
         num_changed: number of elements that differ, of `num_elements`.
         num_nonfinite: number of elements whose difference is infinite or NaN.
     """
@@ -153,7 +153,7 @@ def compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> ValueChanges:
         {
             path: (leaves_a[path], value)
             for path, value in leaves_b.items()
-            # In Python 1 == 1.0 == True; in a configuration they are different values.
+            # Compare types too: in Python 1 == 1.0 == True, but in a configuration these are different values.
             if path in leaves_a and (leaves_a[path] != value or type(leaves_a[path]) is not type(value))
         },
     )
@@ -162,8 +162,8 @@ def compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> ValueChanges:
 def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> TensorsDifference:
     """Compare two tensor tables without reading any tensor.
 
-    A tensor that is divided into other chunks in `b` than in `a` counts as changed, because chunk digests of
-    different slices cannot be compared.
+    A tensor whose chunks have other boundaries in `b` than in `a` counts as changed, because digests of different
+    slices cannot be compared.
     """
     records_a, records_b = ({record.name: record for record in table} for table in (a, b))
     common = [(records_a[name], records_b[name]) for name in sorted(records_a.keys() & records_b.keys())]
@@ -180,21 +180,21 @@ def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> Tens
 
 def measure_change(source: ChunkSource, a: TensorRecord, b: TensorRecord, *, progress: Progress) -> TensorChange:
     """Measure the change from `a` to `b`, which have the same dtype and shape; for errors, see `load_chunk`."""
-    change_squared = base_squared = 0.0
+    change_squared = old_squared = 0.0
     num_changed = num_nonfinite = 0
     for chunk, before, after in _aligned(source, a, b):
         for old, new in _blocks(before, after):
             change = new - old
             # One infinite or NaN element would make the norm useless, so such elements are counted separately.
             finite = change.isfinite()
-            # NaN is not equal to itself; NaN in both tensors is not a change.
+            # In torch, NaN != NaN; but NaN in both tensors is not a change.
             num_changed += int(((new != old) & ~(new.isnan() & old.isnan())).sum())
             num_nonfinite += change.numel() - int(finite.sum())
             change_squared += float(change[finite].square().sum())
-            base_squared += float(old[old.isfinite()].square().sum())
+            old_squared += float(old[old.isfinite()].square().sum())
         progress.advance(b.chunk_bytes(chunk))
-    norm, base = math.sqrt(change_squared), math.sqrt(base_squared)
-    relative = norm / base if base else None
+    norm, old_norm = math.sqrt(change_squared), math.sqrt(old_squared)
+    relative = norm / old_norm if old_norm else None
     return TensorChange(a.name, norm, relative, num_changed, math.prod(a.shape), num_nonfinite)
 
 
@@ -205,21 +205,21 @@ def _aligned(
     chunks_of_a = {chunk.box: chunk for chunk in a.chunks}
     decoders = Decoders()
     for chunk in b.chunks:
-        same = chunks_of_a.get(chunk.box)
-        # If `a` has no chunk with this box, read the same slice from the chunks of `a` that overlap it.
-        if same is None:
+        old_chunk = chunks_of_a.get(chunk.box)
+        # If `a` has no chunk with these boundaries, read the same slice from the chunks of `a` that overlap it.
+        if old_chunk is None:
             before = load_window(source, a, chunk.start, chunk.shape)
         else:
-            before = load_chunk(source, a.dtype, same, name=a.name, decoders=decoders)
+            before = load_chunk(source, a.dtype, old_chunk, name=a.name, decoders=decoders)
         # Chunks with equal digests are equal, so the second one is not read.
-        if same is not None and same.digest == chunk.digest:
+        if old_chunk is not None and old_chunk.digest == chunk.digest:
             yield chunk, before, before
         else:
             yield chunk, before, load_chunk(source, b.dtype, chunk, name=b.name, decoders=decoders)
 
 
 def _blocks(before: torch.Tensor, after: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield both tensors as float64, block by block, because a whole chunk would take up to eight times its bytes."""
+    """Yield both tensors as float64 in blocks, because a whole chunk would take up to eight times its bytes."""
     import torch
 
     old, new = (
@@ -243,7 +243,7 @@ def _use_name(use: Mapping[str, Any]) -> str:
 
 def tree_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield the dotted path, below `path`, and the value of each leaf of a tree of JSON values."""
-    # An empty mapping below the root counts as a value, so that adding or removing it is a change.
+    # An empty mapping below the root is a leaf, so that adding or removing it is a change.
     if isinstance(value, Mapping) and (value or not path):
         for key, child in value.items():
             yield from tree_leaves(child, f"{path}.{key}" if path else str(key))

@@ -39,8 +39,8 @@ _COLUMNS = pa.schema(
     ]
 )
 _METADATA_KEY = b"datasvc.table"
-# With more different labels than this, a table has no label counts: the labels are arbitrary integers, and their
-# counts would take much space.
+# A table with more different labels has no label counts. Such labels are arbitrary integers, and their counts would
+# take much space.
 MAX_CLASSES = 1 << 16
 # Counts and sizes with a sum up to this limit are added exactly in int64.
 _MAX_TOTAL = 1 << 60
@@ -69,10 +69,10 @@ class ShardTable:
 
     Attributes:
         rows: Arrow table with the columns of docs/formats.md.
-        sample_schema: columns of the samples; a column that a shard does not have is null for its samples.
-        classes: class names; label i belongs to `classes[i]`. Empty without class names.
+        sample_schema: columns of the samples. Samples of a shard that lacks a column have null in it.
+        classes: class names: label i means `classes[i]`; empty if there are none.
         label_counts: number of live (not deleted) samples by label; empty if they were not counted, for instance
-            because there are more labels than `MAX_CLASSES`.
+            because there are more than `MAX_CLASSES` labels.
         image_kinds: number of images by format, deleted ones included.
         deletions: digest of the deletions object; None if no sample is deleted.
     """
@@ -146,8 +146,8 @@ class ShardTable:
                 "datasvc"
             )
         try:
-            # Tables of format 1 lack two columns, which `_upgraded` adds. They also lack the fields that `get` reads
-            # below.
+            # Tables of format 1 lack two columns, which `_upgraded` adds, and fields of the metadata, which are
+            # therefore read with `get`.
             rows = rows if format_number > 1 else _upgraded(rows)
             check_columns(rows, _COLUMNS, f"{name} is not a shard table")
             _check_rows(rows)
@@ -170,7 +170,7 @@ class ShardTable:
 
     @property
     def samples_per_shard(self) -> Integers:
-        """Number of live samples of each shard, as counted by the access order: `int64[num_shards]`."""
+        """Number of live samples of each shard; only these are in the access order: `int64[num_shards]`."""
         return self.stored_per_shard - self.deleted_per_shard
 
     @property
@@ -195,7 +195,7 @@ class ShardTable:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all shards."""
+        """Total size of the shards' files in bytes."""
         return int(self.bytes_per_shard.sum())
 
     def largest(self, statistic: str) -> int:
@@ -218,25 +218,25 @@ class ShardTable:
         Raises:
             CorruptDataError: one of them differs, so the access order or a loader would use wrong numbers.
         """
-        count = int(self.rows.column("samples")[number].as_py())
-        if shard.num_samples != count:
+        listed = int(self.rows.column("samples")[number].as_py())
+        if shard.num_samples != listed:
             raise CorruptDataError(
-                f"{shard.name} holds {shard.num_samples} samples, the shard table lists {count}: restore both from "
+                f"{shard.name} holds {shard.num_samples} samples, the shard table lists {listed}: restore both from "
                 "another copy"
             )
-        listed = {column.name: column.type for column in self.sample_schema}
+        listed_types = {column.name: column.type for column in self.sample_schema}
         for column in shard.schema:
-            if listed.get(column.name) != column.type:
+            if listed_types.get(column.name) != column.type:
                 raise CorruptDataError(
                     f"{shard.name} has a column {column.name!r} of type {column.type}, the shard table lists "
-                    f"{listed.get(column.name, 'no such column')}: restore both from another copy"
+                    f"{listed_types.get(column.name, 'no such column')}: restore both from another copy"
                 )
         for name, statistic in ((WIDTH, "max_width"), (HEIGHT, "max_height")):
-            # Measured sizes are int32. A column of this name and another type belongs to the source.
-            if name not in measured_columns(shard.schema) or listed.get(name) != pa.int32():
+            # Sizes that the ingest measured are int32. A column of this name with another type is the source's own.
+            if name not in measured_columns(shard.schema) or listed_types.get(name) != pa.int32():
                 continue
             sizes, largest = shard.values(name), int(self.rows.column(statistic)[number].as_py())
-            # Loaders allocate memory for these sizes. The size of an image that is null is 0.
+            # Checked, because loaders allocate memory for these sizes. An image that is null has size 0.
             if sizes.min(initial=0) < 0 or sizes.max(initial=0) > largest:
                 raise CorruptDataError(
                     f"{shard.name} has images with a {name} of {sizes.min(initial=0)} to {sizes.max(initial=0)} "
@@ -275,7 +275,7 @@ def _check_rows(rows: pa.Table) -> None:
     """Raise ValueError if a count or a size is out of range."""
     columns = {name: rows.column(name).to_numpy() for name in ("samples", "bytes", "deleted")}
     for name, values in columns.items():
-        # Add them as floats, because a sum of hostile integers may overflow.
+        # Sum them as floats, because the int64 sum of hostile values may overflow.
         if values.min(initial=0) < 0 or values.sum(dtype=np.float64) > _MAX_TOTAL:
             raise ValueError(f"column {name!r} has values that are negative or too large")
     if (columns["deleted"] > columns["samples"]).any():

@@ -1,9 +1,9 @@
 """Ingest a source as the next version of a data set.
 
-Only the source's listing and the options determine which shard contains a sample (`plan`). Worker processes build the
-units of the plan (`executors`). All objects are stored before the single commit (`ingest_commit`), so that a failure
-leaves no visible change. Finished shards are recorded in a journal: the same command, run again, continues an
-interrupted ingest.
+`plan` divides the source into units, and decides which shard contains each sample, from the source's listing and the
+options only. Worker processes build the shards of the units (`executors`). All objects are stored before the single
+commit (`ingest_commit`), so that a failure leaves no visible change. A journal records finished shards, so the
+same command continues an interrupted ingest.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ class IngestReport:
 
     Attributes:
         version: the committed version.
-        num_samples: number of samples by split of the version.
-        num_shards: number of shards by split of the version.
+        num_samples: number of samples of the version, by split.
+        num_shards: number of shards of the version, by split.
         size_bytes: bytes of all shards of the version.
-        num_added: number of samples from this source by split of the version.
-        num_left_out: number of samples of the previous version that an append leaves out, by split; only splits that
-            lose samples. New samples replace them, or on_split_overlap="drop" removes them.
-        bad: samples that were left out because they are damaged or repeat a key.
-        duplicates: samples with the same content as an earlier one of their split, by split; "drop" leaves them out.
-        overlaps: samples that two splits share, except those accepted before; "drop" leaves them out of one split.
+        num_added: number of samples from this source, by split.
+        num_left_out: number of samples that the previous version has and this one lacks, by split; splits without
+            such samples are absent. New samples replace them, or on_split_overlap="drop" removes them.
+        bad: samples of the source that are damaged or repeat a key; the version does not have them.
+        duplicates: samples with the same content as an earlier one of their split, by split.
+        overlaps: samples that two splits share, except those that an earlier version accepted.
         ignored: number of files of the source that are not ingested, by extension.
         num_resumed: number of shards that an earlier, interrupted run stored.
         has_source_changed: whether the source changed since an interrupted run, which was therefore not continued.
@@ -147,22 +147,22 @@ def ingest(
         classes: class names for a source whose labels are integers without names, label 0 first.
         shard_bytes: size of the samples in a full shard.
         on_bad: "fail" checks all samples and commits nothing if one is bad; "skip" leaves bad samples out.
-        decode_check: decode every image completely instead of checking its header and its end; damage of a JPEG that
-            decoders repair is an error.
-        duplicates: for samples with the same content as an earlier one of their split: "keep" and report them, "drop"
-            them, or "fail".
+        decode_check: decode every image completely instead of checking its header and its end. Damage of a JPEG is
+            then an error even if decoders can repair it.
+        duplicates: rule for samples with the same content as an earlier one of their split. "keep" stores and reports
+            them, "drop" leaves them out, "fail" raises an error.
         max_side: longest side in pixels; larger images are scaled down and encoded again.
-        quality: quality of images that are encoded again, 1 to 100; without `max_side`, all JPEG and
-            WebP images are encoded again.
+        quality: quality of images that are encoded again, 1 to 100. If only `quality` is given, and not `max_side`,
+            all JPEG and WebP images are encoded again.
         keep_order: keep the source's order instead of assigning samples to shards by a permutation.
         val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key, so that a sample keeps
             its split when data is added. None: for an append, the fraction of the data set; else 0.
         limit: read only this many samples of each split, the first ones of the source; bad ones count too. None: all.
         seed: seed of the permutation that assigns samples to shards.
         append: add the samples to those of the newest version.
-        on_common: with `append`, rule for keys that the newest version has in any split; see `combine.append_table`,
-            `combine.keep_splits`.
-        on_split_overlap: rule for samples that two splits of the version share, by key or by equal blobs.
+        on_common: with `append`, rule for keys that the newest version has in any split: "fail", "drop", "keep" or
+            "replace", see `OnCommon`.
+        on_split_overlap: rule for samples that two splits share, by key or by equal blobs; see `OnSplitOverlap`.
         engine: "local" for processes on this machine, "ray" for a Ray cluster.
         workers: number of processes that build shards; 1: only this process builds; None: one per core.
         message: text stored with the version.
@@ -193,12 +193,12 @@ def ingest(
             "--classes"
         )
     num_workers = count_workers(opened, workers, engine)
-    # Classes keep the labels that they have in the newest version. With other labels, an append would have to write
-    # the existing shards again.
+    # An append keeps the labels of the newest version. With other labels, it would have to write the existing shards
+    # again. `stored_classes[i]` is the class that is stored with label i.
     head_classes = _classes_of_head(repository, name) if append and opened.classes else ()
-    source_classes = combine_classes(head_classes, [opened.classes])
+    stored_classes = combine_classes(head_classes, [opened.classes])
     progress.begin(opened.size_bytes)
-    plan = _make_plan(repository, name, opened, options, source_classes)
+    plan = _make_plan(repository, name, opened, options, stored_classes)
     with ExitStack() as cleanup:
         results, num_resumed = _build(plan, engine, num_workers, progress, cleanup)
         # A source that the caller opened cannot be listed again, because its options are unknown here.
@@ -214,7 +214,7 @@ def ingest(
         bad = [sample for result in results for sample in result.bad]
         check_bad(bad, duplicate_samples.bad, tables, opened, fails=on_bad == "fail")
         bad += duplicate_samples.bad
-        dropped = [duplicate_samples.by_key]  # empty with `on_bad` "fail": `check_bad` raises otherwise
+        dropped = [duplicate_samples.by_key]  # with `on_bad` "fail", `check_bad` has raised unless this is empty
         if duplicates == "fail":
             check_duplicates(duplicate_samples.by_payload, opened)
         elif duplicates == "drop":
@@ -236,7 +236,7 @@ def ingest(
             append=append,
             on_common=on_common,
             on_overlap=on_split_overlap,
-            keys_are_places=opened.keys_are_places,
+            keys_are_places=opened.keys_are_places,  # then equal keys of two splits are no overlap
         )
         committed = commit.run()
         with suppress(UnavailableError):  # the version is committed; `gc` removes a journal that is left behind
@@ -287,10 +287,11 @@ def _make_plan(
     repository: Repository, name: str, source: Source, options: BuildOptions, classes: tuple[str, ...]
 ) -> _Plan:
     """Return the plan, and begin its journal or resume it. `classes` has the class names by stored label."""
-    stored_labels = plan_labels(source.classes, classes)  # empty if the labels of the source are stored unchanged
-    labels = tuple(stored_labels[label] for label in range(len(stored_labels))) if stored_labels else None
+    new_labels = plan_labels(source.classes, classes)  # empty if the labels of the source are stored unchanged
+    labels = tuple(new_labels[label] for label in range(len(new_labels))) if new_labels else None
     schema = stored_schema(source.schema)
-    # A run continues the shards of an earlier run only if all these values and the options are equal.
+    # A run continues an earlier run only if these values, the options and the fingerprint are equal. Then both have
+    # the same `attempt`.
     identity = [PLAN_FORMAT, name, source.kind, redact_url(source.url), list(classes), str(schema)]
     plan_id = digest_of(json.dumps([identity, dataclasses.asdict(options)], sort_keys=True).encode())
     fingerprint = source.fingerprint()
@@ -353,7 +354,7 @@ def _build(
 def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[str, int], BuiltShard]]]:
     """Return finished units; and stored shards of unfinished units, by unit number, then by split and ordinal.
 
-    A shard that the repository no longer has is left out, and a unit with such a shard is not finished.
+    The ordinal is the shard's position in its unit and split. A unit is unfinished if a shard of it is not stored.
     """
     done: list[UnitResult] = []
     earlier: dict[int, dict[tuple[str, int], BuiltShard]] = {}
@@ -374,13 +375,13 @@ def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[s
 
 
 def _is_stored(objects: Objects, shard: BuiltShard) -> bool:
-    """Return whether the repository still has a recorded shard and its index; protect both from a concurrent `gc`."""
-    index = shard.row.index
-    assert index is not None
-    index_bytes = objects.size(index)
+    """Return whether the repository still has a shard and its sample index; protect both from a concurrent `gc`."""
+    sample_index = shard.row.index
+    assert sample_index is not None
+    index_bytes = objects.size(sample_index)
     return (
         index_bytes is not None
-        and objects.refresh(ObjectInfo(index, index_bytes))
+        and objects.refresh(ObjectInfo(sample_index, index_bytes))
         and objects.refresh(shard.row.shard)
     )
 
@@ -399,14 +400,13 @@ def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]
 def choose_val_fractions(
     repository: Repository | None, name: str, source: Source, requested: float | None, *, append: bool
 ) -> tuple[float, float]:
-    """Return the fraction of "train" that a data set holds out as "val", and the fraction to hold out of `source`.
+    """Return two fractions of "train" to hold out as "val": one to record with the version, one for this source.
 
-    The first fraction is `requested`. If `requested` is None, it is the fraction of the data set for an append, and
-    otherwise 0. The second fraction equals the first, but it is 0 if `requested` is None and the source has "val" or
-    no "train".
+    The first is `requested`. If that is None, it is the recorded fraction for an append, and otherwise 0. The second
+    equals the first, but it is 0 if `requested` is None and the source has "val" or no "train".
 
     Raises:
-        ConfigError: `requested` differs from the fraction of the data set appended to.
+        ConfigError: `requested` differs from the recorded fraction of the data set appended to.
         CorruptDataError, UnavailableError: the entries of the data set cannot be read.
     """
     recorded = requested or 0.0
@@ -424,7 +424,7 @@ def choose_val_fractions(
         assert isinstance(source, StreamedSource)
         splits = {part.split for part in source.parts}
     can_hold_out = DEFAULT_SPLIT in splits and HELD_OUT_SPLIT not in splits
-    # `plan_units` refuses to hold out samples of such a source. It must do so only for a fraction that was requested.
+    # `plan_units` raises an error for such a source if the fraction is not 0. Only a requested fraction is an error.
     if requested is None and not can_hold_out:
         return recorded, 0.0
     return recorded, recorded
@@ -458,7 +458,7 @@ def count_workers(source: Source, workers: int | None, engine: EngineName = "loc
 
 def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dict[str, Any]:
     """Return the description of the source for the log entry, without credentials."""
-    # The entry has only source options that differ from the defaults, so that it shows what the user chose.
+    # Defaults are left out, so that the entry shows what the user chose.
     source_options = {
         name: redact_url(_absolute(value) if name in _PATH_OPTIONS else value) if isinstance(value, str) else value
         for name, value in dataclasses.asdict(options or SourceOptions()).items()
@@ -475,7 +475,7 @@ def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dic
 
 
 def _absolute(url: str) -> str:
-    """Return a local path as an absolute one; a URL as it is. A relative path means nothing in another folder."""
+    """Return a local path as an absolute one, because the entry is read in other folders; a URL as it is."""
     return url if "://" in url or "::" in url else os.path.abspath(url)
 
 

@@ -29,7 +29,7 @@ from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import Flags
 
 _MAX_SHARDS_AHEAD: Final = 4
-_MAX_BYTES_AHEAD: Final = 16 << 20  # per shard
+_MAX_BYTES_AHEAD: Final = 16 << 20  # of each of these shards
 
 ShardScan = Iterator[list[pa.RecordBatch]]
 """The live samples of one shard, as lists of record batches; for use by one thread at a time."""
@@ -85,9 +85,9 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
     def _batches(self, columns: list[str], condition: arrow_dataset.Expression | None) -> Iterator[pa.RecordBatch]:
         """Yield `columns` of the live samples that satisfy `condition`, in table order."""
-        used = [name for name in self.schema.names if name in columns or _uses(condition, name, self.schema)]
-        used = used or [KEY]  # a record batch without columns would have 0 samples
-        for batch in self._read_shards(pa.schema([self.schema.field(name) for name in used])):
+        needed = [name for name in self.schema.names if name in columns or _uses(condition, name, self.schema)]
+        needed = needed or [KEY]  # a record batch without columns would have 0 samples
+        for batch in self._read_shards(pa.schema([self.schema.field(name) for name in needed])):
             selected = [batch] if condition is None else _filtered(batch, condition)
             for part in selected:
                 yield part.select(columns)
@@ -99,15 +99,15 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         pool = ThreadPoolExecutor(_MAX_SHARDS_AHEAD, thread_name_prefix="datasvc-scan")
         try:
             while True:
-                # `next` reads the first or next batches of a shard in the background; None stands for its end.
+                # In the background, `next` reads a list of batches of a shard; it returns None at the shard's end.
                 for scan in islice(scans, _MAX_SHARDS_AHEAD - len(pending)):
                     pending.append((scan, pool.submit(next, scan, None)))
                 if not pending:
                     return
-                scan, reading = pending.popleft()
-                batches = reading.result()
+                scan, next_batches = pending.popleft()
+                batches = next_batches.result()
                 if batches is not None:
-                    # The shard stays first in the queue, because samples are returned in table order.
+                    # Its next batches stay first in the queue, because samples are returned in table order.
                     pending.appendleft((scan, pool.submit(next, scan, None)))
                     yield from batches
         finally:
@@ -139,15 +139,14 @@ def _read_live(
     num_samples: int,
     where: str,
 ) -> ShardScan:
-    """Yield the live samples of one shard, with the columns of `schema`, in parts of about `_MAX_BYTES_AHEAD`.
+    """Yield the live samples of one shard, with the columns of `schema`, in parts of about `_MAX_BYTES_AHEAD` bytes.
 
     `deleted` returns `bool[num_samples]`, True for deleted samples; it is None for a shard without deletions.
-    `num_samples` is the shard's number of samples according to the shard table. `where` is the version and the split,
-    for messages.
+    `num_samples` is the number that the shard table lists. `where` is the version and the split, for messages.
     """
     part: list[pa.RecordBatch] = []
     size_bytes = start = 0
-    # The flags take eight times the memory of the stored bitmap, so they exist only while the shard is read.
+    # Made only now: the flags take a byte per sample, eight times the memory of the stored bitmap.
     is_live = None if deleted is None else ~deleted()
     for stored in _read_stored(files, digest, schema, num_samples, where):
         batch = pa.record_batch([_column(stored, field) for field in schema], schema)
@@ -169,7 +168,7 @@ def _read_stored(
     """Yield a shard's record batches with its columns that are in `schema`. Raise what `ObjectFiles.open` raises."""
     with files.open(digest) as file:
         try:
-            # If the shard has none of the columns, read the keys, because the samples must be counted.
+            # If the shard has none of the columns, read the keys, in order to count the samples.
             reader = IpcReader(file, f"a shard of {where}", schema.names, otherwise=KEY)
             num_read = 0
             for batch in reader.batches():
@@ -206,7 +205,7 @@ class ScannerProbe(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
 def _filtered(batch: pa.RecordBatch, condition: arrow_dataset.Expression) -> list[pa.RecordBatch]:
     """Return the samples of a batch that satisfy `condition`."""
-    # `RecordBatch.filter` does the same, but in Arrow's threads.
+    # `RecordBatch.filter` is not used, because it runs in Arrow's threads.
     plan = acero.Declaration.from_sequence(
         [
             acero.Declaration("table_source", acero.TableSourceNodeOptions(pa.Table.from_batches([batch]))),
@@ -221,7 +220,7 @@ def _uses(expression: arrow_dataset.Expression | None, column: str, schema: pa.S
     """Return whether an expression refers to a column."""
     if expression is None:
         return False
-    # Arrow does not list the columns of an expression, but rejects an expression on a schema that lacks one of them.
+    # Arrow does not list the columns of an expression. But it rejects the expression if the schema lacks one of them.
     others = pa.schema([field for field in schema if field.name != column])
     try:
         arrow_dataset.dataset(others.empty_table()).scanner(filter=expression)

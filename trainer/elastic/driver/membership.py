@@ -1,15 +1,14 @@
 """Membership of an elastic job: decides which workers start, stop and form a round. Does no I/O and reads no clock.
 
 A worker is a process of the job. A round is a period with a fixed assignment of ranks to workers; these workers are
-its members. A worker joins the job when it requests a rank. `driver` passes each event and the time to this module,
-and executes the actions that the module returns. Invariants:
+its members. A slot is a place for one worker on a host. A worker joins the job when it requests a rank. `driver`
+passes each event and the time to this module, and executes the actions that the module returns. Invariants:
 
 - A round has each rank once, and its members are alive when it begins.
 - Rank 0 of a round has the newest state that any live worker has committed. If the job has a committed state and no
   live worker has it, the job ends; it never restarts silently from the beginning.
 - A host that `Blacklist` blocks gets no new worker.
-- A round has at least the minimum number of ranks. It may have fewer only after a worker has finished; then a message
-  is printed.
+- A round has at least the minimum number of ranks. Only after a worker has finished, it may have fewer.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class JobMembership:
         self._workers = Workers()
         self._round = 0  # number of the current round; 0 before the first one
         self._has_state = False  # whether a worker has committed a state
-        self._is_finishing = False  # whether a worker has finished; from then on no worker is started
+        self._is_finishing = False  # whether a worker has finished its training; then no worker is started any more
         self._deaths = Deaths()
         self._notice = Notice()  # the last notice sent
         self._announced: set[str] = set()  # workers whose join or lost slot was announced in this round
@@ -93,7 +92,7 @@ class JobMembership:
         return self._advance(now_s)
 
     def script_failed(self, error: ScriptError, now_s: float) -> list[Action]:
-        """Handle a worker's report that its program exits with an error. If it does not exit, terminate it later."""
+        """Handle a worker's report that its program exits with an error. Terminate it later if it still runs."""
         self._deaths.errors[error.worker] = error
         worker = self._workers.by_name.get(error.worker)
         if worker is not None:
@@ -126,8 +125,8 @@ class JobMembership:
             # Before the first round, status 0 is always a success. Later, a worker that was in no round has not
             # trained, so its end is a death.
             if returncode == 0 and (worker.may_have_state or not self._round):
-                # As in Horovod, status 0 means that the program has finished. Horovod stops the other ranks at their
-                # next round, and their remaining training is lost; here the other ranks train to their end.
+                # As in Horovod, status 0 means that the program has finished. But Horovod then stops the other ranks
+                # at their next round. Here they train to their end, so that none of their training is lost.
                 self._is_finishing = True
                 if is_training:
                     actions.append(self._warn_of_early_end(worker))
@@ -140,7 +139,7 @@ class JobMembership:
         return self._advance(now_s)
 
     def next_deadline_s(self, now_s: float) -> float | None:
-        """Return the time when `time_passed` must be called if no event comes first; None if there is no deadline."""
+        """Return when to call `time_passed` if no event comes first; None if there is no deadline."""
         times = [deadline.at_s for deadline in self._deadlines()]
         if self._too_few_since_s is not None and not self._has_waited_too_long(now_s):
             times.append(self._too_few_since_s + self._limits.elastic_timeout_s)
@@ -153,8 +152,8 @@ class JobMembership:
         )
 
     def _add_death(self, death: Death, now_s: float) -> list[Action]:
-        # A program that fails on one host may work on others. So the job ends at once only if the program reported an
-        # error that a new round cannot repair.
+        # A program that fails on one host may work on others. So a death ends the job at once only if the program
+        # reported an error that a new round cannot repair.
         worker = death.worker
         if self._deaths.ends_job(worker.name):
             return [self._deaths.finish(death)]
@@ -195,7 +194,7 @@ class JobMembership:
         return actions
 
     def _update_slots(self, now_s: float) -> list[Action]:
-        """Update which workers have lost their slots, and terminate those of them that have not joined yet.
+        """Record which workers have lost their slots. Terminate those of them that have not joined yet.
 
         If a host has fewer slots than workers, new workers lose their slots first, then those with the highest ranks.
         """
@@ -219,7 +218,7 @@ class JobMembership:
         if self._is_finishing or (is_last_round and len(self._workers.with_slot()) >= self._limits.min_num_ranks):
             return []
         free = self._list_free_slots(now_s)
-        # Wait for enough slots, to start the first workers together: their environment describes the whole job.
+        # The first workers start together when there are enough slots, because their environment describes the job.
         if not self._workers.num_started and len(free) < self._num_needed(now_s):
             return []
         started = [self._workers.start(host, now_s) for host in free]
@@ -254,7 +253,7 @@ class JobMembership:
                     PrintMessage(f"still waiting: {worker.describe()} did not {duty} within {NOTE_TIME_S:g} s")
                 )
                 continue
-            was_member = worker.phase is Phase.MEMBER  # `stop` changes the phase
+            was_member = worker.phase is Phase.MEMBER  # read before `stop` changes the phase
             trouble = f"did not {duty} in time and is terminated"
             if worker.phase is Phase.LEAVING:  # its end is expected, so it is no death
                 actions.append(PrintMessage(f"{worker.describe()} {trouble}"))
@@ -285,14 +284,14 @@ class JobMembership:
     def _form_round(self, now_s: float) -> list[Action]:
         """Begin the next round if all workers that it needs wait for it; otherwise wait, or end the job."""
         waiting = self._workers.in_phase(Phase.WAITING)
-        # A round begins only after every member has left the previous one. Until then, no time limit for slots runs.
+        # While the current round has members, no other round begins, and the time limit for slots does not run.
         if self._workers.in_phase(Phase.MEMBER):
             self._too_few_since_s = None
             return []
         chosen = [worker for worker in waiting if not worker.has_lost_slot]
         if self._has_state and not any(worker.serial for worker in chosen):
-            # All workers that have the state have lost their slots. They take part in one more round, in which the
-            # other workers copy the state from them.
+            # All workers that have the state have lost their slots. They take part in one more round, so that the
+            # other workers can copy the state from them.
             chosen = [worker for worker in waiting if not worker.has_lost_slot or worker.may_have_state]
         # New workers do not have the state of the job, so they wait until a worker that was in a round waits too.
         if self._round and chosen and not any(worker.may_have_state for worker in chosen):
@@ -316,7 +315,7 @@ class JobMembership:
 
     def _num_needed(self, now_s: float) -> int:
         """Return the number of ranks that the next round waits for."""
-        # The minimum is enough after the first round, after a long wait, or if a dead worker cannot be replaced.
+        # The minimum is enough for a later round, after a long wait, or if a dead worker cannot be replaced.
         if (
             self._round
             or self._has_waited_too_long(now_s)
@@ -337,8 +336,8 @@ class JobMembership:
         if not self._workers.num_started:  # the first workers start only when there are enough slots
             num_slots += len(self._list_free_slots(now_s))
         if num_slots >= needed:
-            # After failures the time limit keeps running, because it also limits repeated failures before the first
-            # round. After the limit, do not start it again, so that `_num_needed` remains the minimum.
+            # There are enough slots, so stop the time limit. Two exceptions: after a death it keeps running, because
+            # it also limits repeated failures before the first round; and once it is over, `_num_needed` needs it.
             if not self._deaths.since_round and not self._has_waited_too_long(now_s):
                 self._too_few_since_s = None
             return []
@@ -379,7 +378,7 @@ class JobMembership:
         """Begin a round with the chosen workers, and return the answers to their requests."""
         self._round += 1
         requests = {worker.name: worker.request for worker in chosen if worker.request is not None}
-        # Equal serials mean equal states; serial 0 means that the worker has no committed state.
+        # Members with unequal states, or without a state, must copy that of rank 0 (see `Worker.serial`).
         serials = {request.serial for request in requests.values()}
         needs_sync = len(serials) > 1 or 0 in serials or any(request.wants_sync for request in requests.values())
         actions: list[Action] = []

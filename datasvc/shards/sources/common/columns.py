@@ -1,10 +1,13 @@
 """Map the columns of a format to sample columns (names, types, images, keys), and build batches of samples.
 
 Raw columns are those that the reader of a format yields. In samples, blobs are `large_binary`. A blob column whose
-first value starts like an encoded image is an image column. A single image column is renamed to `image`, the name
-that image loaders read, and the column of class indices to `label`. If there is an `image`, raw columns called
-`width` and `height` get the prefix `source_`, because the ingest adds its own columns of these names. Other columns
-keep their names. Sources make the map when they list, and convert batches with it when they read.
+first value starts like an encoded image is an image column. Most columns keep their names, with these exceptions:
+
+- A single image column becomes `image`, the name that image loaders read.
+- The column of class indices becomes `label`.
+- `width` and `height` get the prefix `source_` if there is an `image`: the ingest adds columns of these names.
+
+Sources make the map when they list, and convert batches with it when they read.
 """
 
 from __future__ import annotations
@@ -31,10 +34,10 @@ from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, Bad
 
 # First bytes of JPEG, PNG and both byte orders of TIFF.
 _MAGIC: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"II*\0", b"MM\0*")
-# Names of an integer column that becomes `label` if no column has this name; the first one that exists is used.
+# If no column is called `label`, the first integer column of these names is renamed to it.
 _LABELS: Final = ("cls", "class", "target")
 _SOURCE_PREFIX: Final = "source_"
-# Errors of building an Arrow array from Python values that do not have its type.
+# Errors that Arrow raises for Python values that do not have the type of the array.
 _MISFITS: Final = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
 _Content = TypeVar("_Content")
@@ -56,10 +59,10 @@ class ColumnMap:
     Args:
         raw: schema of the batches that the format's reader yields.
         first: the first samples, with the columns of `raw`; image columns are detected in them.
-        key: raw column that holds the keys; default: a column called `key`; without it, the source makes the keys.
-        images: raw columns that hold encoded images according to the format.
-        label: raw column that holds the class index according to the format; default: an integer column called
-            `label`, or else `cls`, `class` or `target`.
+        key: raw column that holds the keys; None: a column called `key`. Without one, the source makes the keys.
+        images: raw columns that the format defines as encoded images.
+        label: raw column that the format defines as class index; None: the column `label`, or else an integer column
+            called `cls`, `class` or `target`.
 
     Attributes:
         schema: columns of the samples, `key` first.
@@ -85,7 +88,6 @@ class ColumnMap:
         value_names = [name for name in raw.names if name != self.key and name not in measured]
         fields = {name: _sample_field(raw.field(name), first, images) for name in value_names}
         image_names = [name for name, field in fields.items() if is_image(field)]
-        # Loaders read the column `image`: a single image column gets this name.
         if len(image_names) == 1 and IMAGE not in fields:
             fields[image_names[0]] = fields[image_names[0]].with_name(IMAGE)
         label = _choose_label(fields, label)
@@ -105,7 +107,7 @@ class ColumnMap:
 
     @property
     def required(self) -> list[str]:
-        """Raw columns that must have a value in each sample: the key, and images unless a first sample lacks them."""
+        """Raw columns that must have a value in each sample: the key, and each column that is not nullable."""
         key = [] if self.key is None else [self.key]
         return [*key, *(name for name, field in self._fields.items() if not field.nullable)]
 
@@ -122,7 +124,7 @@ class ColumnMap:
         columns = [self._keys(batch, keys)]
         for name, field in self._fields.items():
             column = _convert(batch, name, field.type)
-            # Arrow stores nulls in a column that is declared to have none, so they are refused here.
+            # Checked here, because Arrow accepts nulls even if the field is not nullable.
             if column.null_count and not field.nullable:
                 raise ConfigError(f"column {name!r} is null; expected a value in each sample")
             columns.append(column)
@@ -153,9 +155,9 @@ class SampleBatcher:
         self._size_bytes = 0
 
     def add(self, sample: Mapping[str, Any]) -> Iterator[pa.RecordBatch | BadSample]:
-        """Add a sample; absent columns are null. Yield the previous samples first, if they fill a batch.
+        """Add a sample; absent columns are null. Yield the previous samples if they fill a batch.
 
-        The sample is added only if the iterator is read to its end.
+        The caller must read the iterator to its end: the sample is added last.
         """
         unknown = sample.keys() - set(self._schema.names)
         if unknown:
@@ -201,8 +203,8 @@ def to_batches(
     Args:
         schema: columns of the samples.
         part: part that is read.
-        contents: pairs of a sample's name and its content, or of its name and the error of reading it. If the
-            iterator raises CorruptDataError, the part ends, with this error as its last `BadSample`.
+        contents: each sample's name, with its content or the error of reading it. If the iterator raises
+            CorruptDataError, this error is the last `BadSample` of the part.
         to_sample: function that makes a sample of a name and its content, or raises BadSampleError.
     """
     batcher = SampleBatcher(schema, part.split)
@@ -217,8 +219,7 @@ def to_batches(
             else:
                 yield from batcher.add(sample)
     except CorruptDataError as error:
-        # The samples before the damage are good.
-        yield from batcher.flush()
+        yield from batcher.flush()  # the samples before the damage are good
         yield BadSample(part.split, part.name, str(error))
     else:
         yield from batcher.flush()
@@ -227,7 +228,7 @@ def to_batches(
 def bisect_errors(
     num_samples: int, convert: Callable[[int, int], _Converted], errors: tuple[type[Exception], ...]
 ) -> Iterator[tuple[int, _Converted | Exception]]:
-    """Convert samples together; if this fails, convert each half alone, so that only the samples that fail are lost.
+    """Convert samples together; if this fails, convert each half alone, and so on. Only failing samples are lost.
 
     Args:
         num_samples: number of samples.
@@ -235,7 +236,7 @@ def bisect_errors(
         errors: exceptions that `convert` raises if one of the samples does not convert.
 
     Yields:
-        The number of the first sample, and the result of `convert` or the error of this single sample, in order.
+        In order: the number of a first sample, with the result of `convert` from there or the sample's own error.
     """
     pending = [(0, num_samples)] if num_samples else []
     while pending:
@@ -246,9 +247,9 @@ def bisect_errors(
             if stop - start == 1:
                 yield start, error
                 continue
-            # An error of Arrow does not name the sample. Bad samples are rare, so halving is faster than one by one.
+            # Arrow's error does not name the sample. Bad samples are rare, so halving is faster than one by one.
             middle = (start + stop) // 2
-            # The last range of `pending` is converted next, so the first half goes last.
+            # `pop` takes the last range, so append the first half last.
             pending += [(middle, stop), (start, middle)]
         else:
             yield start, converted
@@ -288,9 +289,9 @@ def _choose_key(raw: pa.Schema, key: str | None) -> str | None:
 
 
 def _choose_label(fields: Mapping[str, pa.Field], label: str | None) -> str | None:
-    """Return the column to rename to `label`: the given one, else an integer column of `_LABELS`.
+    """Return the column to rename to `label`: the given one, else an integer column of `_LABELS`; None: rename none.
 
-    Return None if there is no such column, or if no column is given and one is called `label` already.
+    A column called `label` needs no other one.
     """
     if label is not None or LABEL in fields:
         return label
@@ -298,7 +299,7 @@ def _choose_label(fields: Mapping[str, pa.Field], label: str | None) -> str | No
 
 
 def _sample_field(raw: pa.Field, first: pa.Table | pa.RecordBatch | None, images: Collection[str]) -> pa.Field:
-    """Return the sample field of a raw column; an image field is nullable only if a first sample lacks the image."""
+    """Return the sample field of a raw column. Images are required, unless one of the `first` samples has none."""
     field_type = sample_type(raw.type)
     column = None if first is None else first.column(raw.name)
     if is_blob(field_type) and (raw.name in images or (column is not None and _holds_images(column))):

@@ -1,9 +1,9 @@
 """Source of packed token blocks, made from text by a Hugging Face `tokenizer.json`.
 
-Documents are encoded without truncation, padding or the special tokens of the tokenizer's template. Each document is
-followed by the end-of-text token, if the tokenizer has one. Each part is packed into blocks on its own (see
-`token_blocks`), so only the last block of a part has padding. The digest of `tokenizer.json` is part of the schema,
-because the tokenizer defines the meaning of the tokens.
+A part is a list of text files, or of line ranges of JSON files. Documents are encoded without truncation, padding or
+the special tokens of the tokenizer's template. Each document is followed by the end-of-text token, if the tokenizer
+has one. The documents of a part are packed into blocks (`token_blocks`); only its last block has padding. The digest
+of `tokenizer.json` is part of the schema, because the tokenizer defines the meaning of the tokens.
 """
 
 from __future__ import annotations
@@ -41,23 +41,21 @@ if TYPE_CHECKING:
 
 TOKENIZER: Final = b"datasvc.tokenizer"
 TOKENS, LENGTH, DOCUMENT_STARTS = "tokens", "length", "document_starts"
-# Usual names of the end-of-text token, by priority.
+# Usual names of the end-of-text token; the first one that the tokenizer has is used.
 _ENDS_OF_TEXT: Final = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
 _PART_BYTES: Final = 64 << 20
-# The tokenizer encodes about this many characters, or this many documents, in one call.
+# One call of the tokenizer encodes about this many characters, or this many documents if that is less.
 _BATCH_CHARACTERS: Final = 1 << 20
 _BATCH_DOCUMENTS: Final = 256
-# Upper bounds that limit the size of a batch.
+# Upper bounds of the bytes beside the tokens, to compute how many blocks fit a batch.
 _START_BYTES: Final = 4  # per token, because a document may start at every token
-_KEY_BYTES: Final = 40  # per block, for the characters of its key after the name of the part
+_KEY_BYTES: Final = 40  # per block, for the part of its key after the name of the part
 _MAX_BLOCK_TOKENS: Final = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenSource(FileSource):
     """A source of text files, read as token blocks with the key `PART#BLOCK`.
-
-    A part is a list of files or of line ranges.
 
     Attributes:
         tokenizer_url: URL of `tokenizer.json`.
@@ -94,10 +92,10 @@ class TokenSource(FileSource):
             raise NotFoundError(
                 f"cannot ingest {redact_url(url)}: no text in its {len(listed)} files; expected .txt or .jsonl"
             )
-        first_lines = next((file for file in files if file.extension in LINES), None)
-        if first_lines is not None:
-            check_column(FileReader(url), DocumentRange(first_lines.name, first_lines.path), options.text)
-        # A part holds files of one split only, because documents of the same part share blocks.
+        first_json = next((file for file in files if file.extension in LINES), None)
+        if first_json is not None:
+            check_column(FileReader(url), DocumentRange(first_json.name, first_json.path), options.text)
+        # A part has files of one split only, because a block may have documents of several files of its part.
         splits: dict[str, list[SourceFile]] = {}
         for file in files:
             splits.setdefault(split_of_file(file.name, options), []).append(file)
@@ -129,25 +127,24 @@ class TokenSource(FileSource):
         tokenizer = _tokenizer(self.tokenizer_url, self.tokenizer_digest)
         end = end_of_text(tokenizer)
         token_type = self.schema.field(TOKENS).type.value_type
-        # Without an end-of-text token, the padding is token 0; the column `length` excludes the padding.
+        # Without an end-of-text token, token 0 is the padding. The column `length` tells the padding from tokens.
         packer = BlockPacker(self.block_tokens, token_type.to_pandas_dtype(), end or 0)
-        # The number of blocks in a batch follows from an upper bound of a block's size.
         block_bytes = self.block_tokens * (token_type.bit_width // 8 + _START_BYTES) + len(part.name) + _KEY_BYTES
-        step = max(1, min(BATCH_SAMPLES, BATCH_BYTES // block_bytes))
-        number = 0  # number of the next block, for its key
+        num_blocks = max(1, min(BATCH_SAMPLES, BATCH_BYTES // block_bytes))
+        number = 0  # of the next block, for its key
         for tokens in self._encoded(tokenizer, end, reader, part):
             if isinstance(tokens, BadSample):
                 yield tokens
                 continue
             packer.add(tokens)
-            while packer.num_full >= step:
-                yield self._batch(part, number, packer.take(step))
-                number += step
+            while packer.num_full >= num_blocks:
+                yield self._batch(part, number, packer.take(num_blocks))
+                number += num_blocks
         # The last full blocks, and then the tokens that do not fill a block.
         while packer.num_full:
-            step = min(step, packer.num_full)
-            yield self._batch(part, number, packer.take(step))
-            number += step
+            num_blocks = min(num_blocks, packer.num_full)
+            yield self._batch(part, number, packer.take(num_blocks))
+            number += num_blocks
         last = packer.finish()
         if last is not None:
             yield self._batch(part, number, last)
@@ -187,8 +184,7 @@ class TokenSource(FileSource):
 def load_tokenizer(content: bytes, location: str) -> Tokenizer:
     """Load a tokenizer from the content of a `tokenizer.json`, without its truncation and padding.
 
-    Raise ConfigError, with the `location` of the file, if it is not a tokenizer or the package `tokenizers` is
-    missing.
+    Raise ConfigError, with `location`, if the content is no tokenizer or the package `tokenizers` is missing.
     """
     # Worker processes already run in parallel, and the tokenizer's own threads can deadlock after a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -208,13 +204,13 @@ def load_tokenizer(content: bytes, location: str) -> Tokenizer:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """Return the end-of-text token: the first of the usual names among the added tokens; None if there is none."""
+    """Return the number of the end-of-text token: an added token with a usual name; None if there is none."""
     added = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
     return next((added[name] for name in _ENDS_OF_TEXT if name in added), None)
 
 
 def _part(split: str, pieces: list[DocumentRange], size_bytes: int, stamp: str) -> SourcePart:
-    """Return a part with the name of its first piece. Its number of blocks is None: unknown before it is encoded."""
+    """Return a part with the name of its first piece. Its number of blocks is None: it is not known yet."""
     first = pieces[0]
     name = f"{first.name}@{first.start}" if first.start else first.name
     return SourcePart(split, name, size_bytes, None, stamp, {"pieces": [asdict(piece) for piece in pieces]})
@@ -222,7 +218,7 @@ def _part(split: str, pieces: list[DocumentRange], size_bytes: int, stamp: str) 
 
 def _schema(tokenizer: Tokenizer, digest: Digest, block_tokens: int) -> pa.Schema:
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
-    # Use `uint16`, half the size, if every token fits.
+    # `uint16` takes half the space, if every token fits.
     token_type = pa.uint16() if largest <= np.iinfo(np.uint16).max else pa.uint32()
     fields = [
         pa.field(KEY, pa.string(), nullable=False),
@@ -237,11 +233,11 @@ def _encode(
     tokenizer: Tokenizer, end: int | None, documents: list[tuple[str, str]], split: str
 ) -> Iterator[np.ndarray[Any, Any] | BadSample]:
     """Yield the tokens of each document, or a `BadSample` if it has none. `documents` are pairs of name and text."""
-    tail = np.array([] if end is None else [end], np.uint32)
+    ending = np.array([] if end is None else [end], np.uint32)
     encodings = tokenizer.encode_batch_fast([text for _, text in documents], add_special_tokens=False)
     for (name, _), encoding in zip(documents, encodings, strict=True):
         if encoding.ids:
-            yield np.concatenate([np.array(encoding.ids, np.uint32), tail])
+            yield np.concatenate([np.array(encoding.ids, np.uint32), ending])
         else:
             yield BadSample(split, name, "is empty: it has no tokens")
 

@@ -1,9 +1,9 @@
 """Measures how long each layer takes forward and backward, and when each parameter's gradient is ready.
 
 A layer is a module without children. Hooks take a stamp of the time before and after its forward pass. In the
-backward pass, a hook takes a stamp when autograd reaches the node that created the module's output. The time until
-the next stamp counts for that module. It includes operations outside of modules, such as an addition. A module that
-returns its input, such as an identity, creates no node and has no backward time.
+backward pass, a hook takes a stamp when autograd reaches the node that created the layer's output. The time from this
+stamp to the next one counts for the layer, even if operations outside of layers, such as an addition, are part of it.
+A layer that returns its input, such as an identity, creates no node and has no backward time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostClock:
     """The clock of the CPU. On a CPU, a call of an operation returns only when its work has completed."""
 
     def stamp(self) -> Any:
-        """Return a stamp of the time at which all work launched so far has completed."""
+        """Return a stamp: the time at which all work launched so far has completed."""
         return time.perf_counter()
 
     def seconds(self, stamps: Sequence[Any]) -> list[float]:
@@ -57,7 +57,7 @@ def choose_clock(device: torch.device) -> HostClock:
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """A time span of the module `name`, `BETWEEN` or `LOSS`; `start_s` counts from the start of the forward pass."""
+    """A time span; `name` is a layer, `BETWEEN` or `LOSS`; `start_s` counts from the start of the forward pass."""
 
     name: str
     is_backward: bool
@@ -73,7 +73,7 @@ class LayerTimes:
         spans: time spans in the order of execution.
         forward_s: duration of the forward pass.
         backward_s: duration of the backward pass.
-        ready_s: for each parameter with a gradient: time from the start of the backward pass until it was ready.
+        ready_s: for each parameter, the time from the start of the backward pass until its gradient was ready.
     """
 
     spans: list[LayerSpan]
@@ -95,9 +95,8 @@ class _Stamps:
 
     Attributes:
         moments: stamps of the clock.
-        begins: for each stamp, the name and `is_backward` of the span that begins there; the span ends at the next
-            stamp.
-        ready: each parameter whose gradient is ready, with the index of its stamp.
+        begins: for each stamp, the name and `is_backward` of the span from it to the next stamp.
+        ready: each parameter whose gradient is ready, with the index of the stamp of that time.
     """
 
     moments: list[Any] = field(default_factory=list)
@@ -106,15 +105,15 @@ class _Stamps:
 
 
 class LayerTimer:
-    """Times a forward and a backward pass with hooks. The model has the hooks only inside this context.
+    """Context that times a forward and a backward pass. The model has hooks only inside it.
 
-    The caller runs the passes inside the context, and calls `begin_forward`, `begin_backward` and `end` around them.
+    Inside, the caller runs the passes, and calls `begin_forward`, `begin_backward` and `end` around them.
 
     Args:
         model: model to time.
         clock: clock of the model's device.
-        sees_layers: whether to time modules too, not only the gradients of parameters; must be False for a compiled
-            model, which does not call its modules one by one.
+        sees_layers: whether to time layers too, not only the gradients of parameters; must be False for a compiled
+            model, which does not call its layers one by one.
     """
 
     def __init__(self, model: nn.Module, clock: HostClock, *, sees_layers: bool = True) -> None:
@@ -157,7 +156,7 @@ class LayerTimer:
         moments_s = self._clock.seconds(stamps.moments)
         spans = [
             LayerSpan(name, is_backward, start_s, end_s - start_s)
-            # The last stamp begins no span, so the third sequence is shorter by one.
+            # The third sequence is shorter by one: the last stamp begins no span.
             for (name, is_backward), start_s, end_s in zip(stamps.begins, moments_s, moments_s[1:], strict=False)
             if name
         ]
@@ -178,19 +177,18 @@ class LayerTimer:
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             nonlocal input_nodes
             self._stamp(BETWEEN, is_backward=False)
-            # If an output is also an input, as in an identity, another module has created it.
+            # Leave out nodes of inputs: an identity returns its input, which another module has created.
             for node in set(_creators(output)).difference(input_nodes):
-                # Hook the node, because torch's backward hook of a module forbids in-place changes of the
-                # activations.
+                # torch's backward hook of a module would forbid in-place changes of its output, so hook the node.
                 node.register_prehook(lambda _: self._stamp(name, is_backward=True))
-            input_nodes = ()  # release the nodes, because a node keeps its whole graph alive
+            input_nodes = ()  # a node would keep its whole graph in memory
 
         self._removers.append(module.register_forward_pre_hook(before, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(after).remove)
 
     def _mark_ready(self, parameter: Tensor) -> None:
         """Record that the gradient of a parameter is ready."""
-        # The stamp divides the current span into two: its layer may still run after one of its gradients is ready.
+        # The current span ends at this stamp, but its layer may still run. So begin another span of this layer.
         name, is_backward = self._stamps.begins[-1]
         self._stamps.ready.append((parameter, len(self._stamps.moments)))
         self._stamp(name, is_backward=is_backward)
@@ -204,7 +202,7 @@ def gradient_bytes(model: nn.Module) -> dict[str, int]:
     """Return the gradient bytes of each module's own parameters, by module name.
 
     Modules without children are always listed, others only if they have parameters of their own. A shared parameter
-    counts for the first module that has it.
+    counts only for the first module that has it.
     """
     sizes_bytes: dict[str, int] = {}
     counted: set[nn.Parameter] = set()
@@ -232,6 +230,6 @@ def _creators(value: Any) -> Iterator[Any]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a device has completed all launched work. On a CPU, nothing is left to wait for."""
+    """Wait until a device has completed all launched work. On a CPU, it is complete already."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
