@@ -46,12 +46,11 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
     """
     repo = datasvc.open(config.repo)
-    # Resolve names on one rank only, because `latest` may move while the ranks start.
     data, version, init_version = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
     dataset = repo.dataset(data)
     train_split = dataset["train"]
     task = choose_task(config, train_split)
-    # The checkpoints store this name, so replace None by the default model of the task.
+    # Replace None by the default model of the task, because the checkpoints store the name of the model.
     config = dataclasses.replace(config, model=config.model or task.default_model)
     batches = plan_batches(config, hvd.size())
     schedule = build_schedule(config, batches.global_batch)
@@ -61,17 +60,18 @@ def start(config: TrainConfig, events: EventSink) -> Run:
             f"patience compares {config.stop_metric!r} of evaluations, and {data} has no split 'val' to evaluate; "
             "ingest the data with one (--val-fraction), or leave out --patience"
         )
-    # If a later step fails, the stack ends what the earlier ones have started.
+    # If a step below fails, the stack closes what the steps before it have opened.
     with contextlib.ExitStack() as stack:
         cache, nodes = open_cache(config)
         if nodes is not None:
             stack.callback(nodes.close)
         loader = task.open_loader(train_split, training=True, batch_size=batches.batch_size, cache=cache, place=place)
         stack.callback(loader.close)
-        # Open the validation loader now, so that its errors appear before the first step.
+        # The validation loader is opened before training, so that its errors appear at the start.
         val_loader = None
         if "val" in dataset:
-            # An evaluation runs one forward pass per batch, so its batches are as large as one pass of training.
+            # A training step may divide its batch into several passes. An evaluation runs one pass per batch, so its
+            # batches have the size of such a pass.
             val_loader = task.open_loader(
                 dataset["val"], training=False, batch_size=batches.micro_batch, cache=cache, place=place
             )
@@ -108,9 +108,9 @@ def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: Da
         torch.cuda.set_device(place.device)
     assert config.model is not None
     model = task.build_model(config.model, config.parse_model_options()).to(place.device)
-    # Broadcast the weights first: the average of the weights starts as a copy of them.
+    # Broadcast before `WeightAverage` copies the weights, so that the averages are equal on all ranks too.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # Seed after the initial weights are drawn. From here on each rank draws different random numbers, for dropout.
+    # Seed after the model is built, so that each rank draws its own random numbers from here on, for dropout.
     random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
     return Learner(
         config=config,
@@ -125,12 +125,13 @@ def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: Da
 
 
 def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str | None, str | None]:
-    """Return the versions that a run starts from.
+    """Resolve the names of versions that a run starts from.
 
-    These are the data version, the checkpoint to continue (None for a new run), and the version whose weights a new
-    run starts with (None for random weights).
+    Call this on one rank only: the ranks may resolve a name such as `digits@latest` to different versions.
 
-    Call this on one rank only: a name such as `digits@latest` must mean the same version on all ranks.
+    Returns:
+        The data version; the checkpoint to continue, None for a new run; and the version whose weights a new run
+        starts with, None for random weights.
     """
     data = str(repo.dataset(config.data).resolved)
     checkpoint = None
@@ -159,7 +160,7 @@ def choose_task(config: TrainConfig, split: Split) -> Task:
 
 
 def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:
-    """Return the learning-rate schedule. Its peak is scaled to the global batch."""
+    """Return the learning-rate schedule. Its peak depends on the global batch, see `scale_rate`."""
     return RateSchedule(
         peak=scale_rate(
             config.learning_rate,
@@ -179,7 +180,7 @@ def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:
 def choose_place(config: TrainConfig) -> DataPlacement:
     """Return this process's data rank and device, and its number of decoding threads.
 
-    The number of threads is the number of processors that this process may use, divided by the ranks on the node.
+    It gets one thread per processor that it may use, divided by the number of ranks on the node.
 
     Raises:
         ConfigError: the device is a GPU that torch does not find.
@@ -195,10 +196,9 @@ def choose_place(config: TrainConfig) -> DataPlacement:
 
 
 def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
-    """Return this node's cache with the configured peers, and the servers that were started for the peers.
+    """Return this node's cache with the configured peers, and the servers that let other nodes read from it.
 
-    The cache is None if none is configured. The servers are None without a cache, or if `config.peers`
-    is not "ranks".
+    The cache is None if none is configured. Servers are started only if `config.peers` is "ranks"; otherwise None.
     """
     if config.cache is None:
         return None, None

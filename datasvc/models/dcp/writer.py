@@ -49,10 +49,10 @@ def picklable_errors() -> Iterator[None]:
 class DcpWriter(CheckpointIdMixin, StorageWriter):
     """Save the checkpoints of torch.distributed.checkpoint as versions of a model. Create one on every rank.
 
-    The arguments from `step` on are those of `datasvc.models.save`; of these, the coordinator's values are stored.
+    The arguments from `step` on are those of `datasvc.models.save`. Only those given on the coordinator are stored.
 
     Args:
-        path: repository: local folder or fsspec URL; created if it does not exist.
+        path: local folder or fsspec URL of the repository; created if it does not exist.
         name: name of the model; created if it does not exist.
         codec: "none", "planes" or "delta", see `store_chunks`.
         step: number of optimizer steps that produced the state.
@@ -65,9 +65,9 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         environment: environment of the run.
 
     Attributes:
-        save_id: id of this save on this rank.
-        committed: version that the last save created; set on the coordinator only. Every rank finds it in the result
-            of `dcp.save`, as `metadata.storage_meta.reference`, which `dcp.load` accepts as `checkpoint_id`.
+        save_id: id of the current save on this rank.
+        committed: version that the last save created; set on the coordinator only. The result of `dcp.save` has it
+            on every rank, as `metadata.storage_meta.reference`, which `dcp.load` accepts as `checkpoint_id`.
 
     Raises:
         ConfigError: the name is not a valid model name, or the codec does not exist.
@@ -129,7 +129,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
 
     @picklable_errors()
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Open the repository and read the base version for differences. Torch calls this on every rank.
+        """Open the repository and, for the codec "delta", read the base version. Torch calls this on every rank.
 
         Raises:
             ConfigError: the save runs without collectives on several ranks.
@@ -142,8 +142,8 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         self.committed = None
         self._repository = Repository.create(self.url)
         self._is_coordinator = is_coordinator
-        # Ranks may read different base versions, if another save commits at this time. This is harmless: each chunk
-        # lists all stored objects from which it is decoded.
+        # Ranks may read different base versions if another save commits at this time. This is harmless, because each
+        # chunk lists all stored objects from which it is decoded.
         needs_base = self.codec == "delta"
         self._base = base_records(self._repository, self.name, self.version_metadata.parent) if needs_base else ()
 
@@ -163,8 +163,8 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that all ranks write to the same repository, and return the plans without their markers.
 
-        This happens before any tensor is stored. If a planner drops the marker of a rank, that rank is not checked
-        here. The commit still checks that all objects exist.
+        Torch calls this on the coordinator, before any tensor is stored. If a planner drops the marker of a rank,
+        that rank is not checked here. The commit still checks that all objects exist.
 
         Raises:
             ConfigError: some ranks write to another place; the message names them.
@@ -186,7 +186,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         assert self._repository is not None, "torch sets a writer up before it writes"
         share = store_share(self._repository, plan, planner, self._base, self.codec)
         sizes = sizes_by_name(share)
-        # The size of a tensor is reported once, with its first item.
+        # `pop` reports the size of a tensor once, with the first of its items.
         results = [WriteResult(item.index, sizes.pop(item.index.fqn, 0), share) for item in plan.items]
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -202,9 +202,9 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         """
         assert self._repository is not None, "torch sets a writer up before it finishes"
         # All results of a rank refer to the same `RankShare`, so take the first; a rank without items has no result.
-        shares = [part[0].storage_data for part in results if part]
-        opaque = frozenset().union(*(share.opaque for share in shares))
-        sharding = self._repository.objects.put(encode_sharding(metadata, opaque, self.save_id))
+        shares = [rank_results[0].storage_data for rank_results in results if rank_results]
+        opaque_keys = frozenset().union(*(share.opaque for share in shares))
+        sharding = self._repository.objects.put(encode_sharding(metadata, opaque_keys, self.save_id))
         self.committed = commit(
             self._repository,
             self.name,
@@ -213,11 +213,11 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
             extra={"sharding": sharding.digest},
             extra_objects=[sharding.digest],
         )
-        # Torch sends the metadata to every rank, so each rank learns the committed version from it.
+        # Torch sends the metadata to every rank, so add the committed version to it.
         reference = f"{self.url}#{self.committed}"
         metadata.storage_meta = VersionStorageMeta(self.checkpoint_id, self.save_id, reference=reference)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A background save in another process pickles the writer. There, `set_up_storage_writer` opens the repository
-        # and reads the base again.
+        # A background save pickles the writer for another process, where `set_up_storage_writer` opens the repository
+        # and reads the base version again.
         return {**vars(self), "_repository": None, "_base": ()}

@@ -1,8 +1,8 @@
 """Exact difference of two data-set versions, sample by sample.
 
-The cost grows with the difference: shards that both versions have are compared by their deletion bitmaps alone, and
-sample indexes are read only for the other shards. Labels are compared by class name: if the two versions number their
-classes differently, the labels of the second version are renumbered first.
+The cost grows with the difference: for shards that both versions have, only the deletion bitmaps are compared. Sample
+indexes are read for the other shards only. Labels are compared by class name: if the two versions have other labels
+for equal classes, those of the second version are renumbered first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from datasvc.shards.versions.version_entry import read_tables
 
 
 class Keys:
-    """Keys of one split: `len` counts them without reading; iteration reads them shard by shard, in table order.
+    """Keys of one split. `len` does not read them; an iteration reads them shard by shard, in table order.
 
     Args:
         split: the split.
@@ -48,7 +48,7 @@ class Keys:
         """Yield the keys. Raise CorruptDataError, NotFoundError, UnavailableError."""
         shards = self._split.shards.tolist() if self._only is None else list(self._only)
         for shard in shards:
-            # If `without` has every live sample of the shard, no key is left, and its index need not be read.
+            # If every live sample of the shard is left out, its sample index need not be read.
             if len(self._without.get(shard, ())) == len(self._split.live_rows(shard)):
                 continue
             shard_keys = self._split.read(shard)
@@ -93,7 +93,7 @@ class Difference:
     Attributes:
         a: the first version.
         b: the second version.
-        splits: changes by split name, sorted. If one version lacks a split, all samples count as added or deleted.
+        splits: changes by split name, sorted. All samples of a split that one version lacks are added or deleted.
         splits_added: splits that only `b` has.
         splits_removed: splits that only `a` has.
     """
@@ -135,10 +135,10 @@ def diff_versions(repository: Repository, first: Resolved, second: Resolved) -> 
 def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) -> SplitDifference:
     """Return the changes from split `a` to split `b`; None stands for an empty split. Raise what `diff` raises."""
     a, b = _or_empty(a, b), _or_empty(b, a)
-    # A class may have different numbers on the two sides: `labels` maps the labels of `b` to the numbers of `a`.
+    # Map the labels of `b` to those that their classes have in `a`.
     labels = plan_labels(b.classes, combine_classes(a.classes, [b.classes]))
     unshared_a, unshared_b, num_shared = _unshared(objects, a, b, labels)
-    # An unshared sample is in `common` if both sides have its key, and otherwise only one side has its key.
+    # Pairs of unshared samples with the same key. The key of any other unshared sample exists on one side only.
     common = match_keys(unshared_a, unshared_b)
     types_a, types_b = ({column.name: str(column.type) for column in table.sample_schema} for table in (a, b))
     return SplitDifference(
@@ -167,7 +167,7 @@ def _unshared(
     only the others are compared by key. `labels` maps the labels of `b` to those of `a`; {} if they are the same.
     """
     if labels and LABEL in b.sample_schema.names:
-        # Renumbered labels change the samples of `b`, so that equal shards no longer mean equal samples.
+        # Renumbered labels change the samples of `b`, so equal shards do not have equal samples.
         return SplitKeys(objects, a), SplitKeys(objects, b, labels=labels), 0
     sides = [SplitKeys(objects, table) for table in (a, b)]
     bitmaps = [load_deletions(objects, table).bitmap for table in (a, b)]
@@ -180,7 +180,7 @@ def _unshared(
         if bitmaps[0](shard_a) == bitmaps[1](shard_b):
             num_shared += int(num_live[shard_a])
             continue
-        # The same file with different deletions: the bitmaps show which samples differ, so no key is read.
+        # The same file with different deletions: a sample that is live on one side only is not shared.
         live = [side.live_rows(shard) for side, shard in zip(sides, (shard_a, shard_b), strict=True)]
         live_in_both = np.intersect1d(live[0], live[1], assume_unique=True)
         num_shared += len(live_in_both)
@@ -198,22 +198,22 @@ def _unshared(
 
 
 def find_partners(a: ShardTable, b: ShardTable) -> dict[int, int]:
-    """Return the numbers in `a` of the shards that `b` has too, mapped to their numbers in `b`; none occurs twice."""
+    """Match the shards that both tables have: return the number in `b` by the number in `a`."""
     numbers_in_b: dict[bytes, list[int]] = {}
     for number, digest in enumerate(b.rows.column("digest").to_pylist()):
         numbers_in_b.setdefault(digest, []).append(number)
     partners = {}
     for number, digest in enumerate(a.rows.column("digest").to_pylist()):
         if numbers_in_b.get(digest):
-            # A shard may occur several times in a table, so each occurrence is matched once.
+            # A shard may occur several times in a table; each occurrence is matched only once.
             partners[number] = numbers_in_b[digest].pop(0)
     return partners
 
 
 def _or_empty(table: ShardTable | None, other: ShardTable | None) -> ShardTable:
-    """Return `table`; if it is None, an empty table with the columns and classes of `other`.
+    """Return `table`; if it is None, an empty table.
 
-    Then a split that one version lacks differs in its samples only.
+    The empty table has the columns and classes of `other`, so that only the samples of the split differ.
     """
     if table is not None:
         return table

@@ -1,8 +1,8 @@
 """Source of TFRecord files of `tf.Example` messages, uncompressed, gzip or zlib; TensorFlow is not needed.
 
-A message is stored as its length, a checksum of the length, its bytes, and a checksum of the bytes. Both checksums
-(masked CRC32C) are verified. A message with a bad checksum is one bad sample. After a bad length the next message
-cannot be located, so the rest of the file is one bad sample.
+A file has, for each message: its length, a checksum of the length, its bytes, and a checksum of the bytes. Both
+checksums (masked CRC32C) are verified. If that of the bytes is wrong, the message is one bad sample. If that of the
+length is wrong, the next message cannot be located, so the rest of the file is one bad sample.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _NAME: Final = re.compile(
 # Length and its checksum; the message and its checksum follow.
 _HEADER: Final = struct.Struct("<QI")
 _CRC: Final = struct.Struct("<I")
-# The format adds this constant to each rotated checksum.
+# TFRecord rotates each CRC32C and adds this constant.
 _MASK: Final = 0xA282EAD8
-# Limits of the first samples of each split, which determine the columns.
+# The first samples of each split determine the columns: at most this many samples, and about this many bytes.
 _FIRST_SAMPLES: Final = 64
 _FIRST_BYTES: Final = 16 << 20
 
@@ -68,7 +68,7 @@ class TfRecordSource(FileSource):
         options = options or SourceOptions()
         reader = FileReader(url)
         listed = list_files(url)
-        # A single file that the URL names may have any name.
+        # If the URL is that of a file, any name is accepted.
         files = [file for file in listed if _NAME.fullmatch(file.name) or file.path == reader.root]
         if not files:
             raise NotFoundError(
@@ -114,7 +114,7 @@ def masked_crc(content: bytes) -> int:
 
 
 def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> list[dict[str, Feature]]:
-    """Return the first samples of each split, from the first of its files that has a readable sample.
+    """Return the first samples of each split. They come from its first file that has a readable sample.
 
     Raise NotFoundError if all files are empty, and ConfigError if no sample is readable or one is a SequenceExample.
     """
@@ -136,9 +136,9 @@ def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> li
 
 
 def _parse_first(reader: FileReader, part: SourcePart) -> tuple[list[dict[str, Feature]], str]:
-    """Return the first samples of a file, and the problem of the last unreadable one; "" if all are readable."""
+    """Return the first samples of a file, and the problem of the last unreadable one of them; "" without one."""
     examples, problem, size_bytes = [], "", 0
-    # The generator is closed here, because the loop may end before the last message.
+    # `closing`, because the loop may end before the last message, and the file must not stay open.
     with closing(_read_messages(reader, part)) as messages:
         for name, message in itertools.islice(messages, _FIRST_SAMPLES):
             try:
@@ -146,8 +146,8 @@ def _parse_first(reader: FileReader, part: SourcePart) -> tuple[list[dict[str, F
                     raise message
                 examples.append(parse_example(message))
                 size_bytes += len(message)
-            # Caught before BadSampleError, of which it is a subclass. The listing fails, because such messages
-            # cannot be converted to columns.
+            # Before BadSampleError, its base class. The listing fails, because no message of this kind can be
+            # converted to columns.
             except SequenceExampleError as error:
                 raise ConfigError(f"{name}: {error}") from error
             except BadSampleError as error:
@@ -169,7 +169,6 @@ def _read_messages(reader: FileReader, part: SourcePart) -> Generator[tuple[str,
                     return
                 length = _check_header(header)
                 yield name, _read_message(stream, length)
-            # Without a trustworthy length, the start of the next message is unknown.
             except (_FramingLostError, *DECOMPRESSION_ERRORS) as error:
                 yield name, BadSampleError(f"the rest of the file cannot be read: {error}")
                 return
@@ -180,7 +179,7 @@ class _FramingLostError(Exception):
 
 
 def _check_header(header: bytes) -> int:
-    """Return the length in a frame header. Raise _FramingLostError if it cannot be trusted."""
+    """Return the length of the message that follows a header. Raise _FramingLostError if the checksum is wrong."""
     if len(header) < _HEADER.size:
         raise _FramingLostError("it is truncated")
     length, crc = _HEADER.unpack(header)
@@ -190,9 +189,9 @@ def _check_header(header: bytes) -> int:
 
 
 def _read_message(stream: BinaryIO, length: int) -> bytes | BadSampleError:
-    """Return the next message, or an error if it is unreadable. Raise _FramingLostError if the file ends in it."""
+    """Return a message; an error if only this one is unreadable. Raise _FramingLostError if the file ends in it."""
     if length > MAX_SAMPLE_BYTES:
-        # The length has passed its checksum, so the next message is found after it.
+        # The length has the right checksum, so the next message can be located.
         if skip(stream, length + _CRC.size) < length + _CRC.size:
             raise _FramingLostError(f"it is truncated in a message of {length} bytes")
         return BadSampleError(f"it has {length} bytes; expected at most {MAX_SAMPLE_BYTES}")
@@ -209,9 +208,9 @@ def _open(reader: FileReader, path: str) -> BinaryIO:
     """Open a file, decompressed if its first bytes are those of gzip or zlib."""
     stream = reader.open(path)
     if path.lower().endswith(tuple(COMPRESSIONS)):
-        return stream  # the reader has decompressed it, by the extension of its name
-    # TensorFlow compresses with "GZIP" or "ZLIB" whatever the name of the file, so the first bytes decide.
-    # A plain file may start with the same bytes, but then the checksum of its first length matches.
+        return stream  # the reader has decompressed it, because of this extension
+    # TensorFlow gives compressed files any name, so the first bytes decide. A plain file may start with the same
+    # bytes, but then the checksum of its first length matches.
     head = cast("Any", stream).peek(_HEADER.size)[: _HEADER.size]
     is_plain = len(head) == _HEADER.size and masked_crc(head[:8]) == _HEADER.unpack(head)[1]
     return stream if is_plain or head[:1] not in (b"\x1f", b"\x78") else decompress(stream, "gzip")
