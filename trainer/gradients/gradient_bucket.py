@@ -27,7 +27,7 @@ class GradientReduction:
     Attributes:
         op: reduction over the ranks.
         predivide_factor: with Average, gradients are divided by this number before the sum, and the sum is divided by
-            `size / predivide_factor`, where `size` is the number of ranks. But 1 means: divide only before the sum.
+            `size / predivide_factor`, with `size` ranks. But 1 divides by `size` before the sum, and not after it.
         process_set: ranks that take part.
     """
 
@@ -203,7 +203,7 @@ class DenseBucket(Bucket):
             prescale_factor=self._factors[0],
             postscale_factor=self._factors[1],
             is_prescaled=True,
-            # The engine does not put a grouped request into one buffer with others, so equal runs give equal bits.
+            # The engine does not fuse a grouped request with others, so equal runs give equal bits.
             is_grouped=True,
             process_set=self.reduction.process_set,
             layout=self._layout,

@@ -68,9 +68,9 @@ class IngestReport:
         num_shards: number of shards of the version, by split.
         size_bytes: bytes of all shards of the version.
         num_added: number of samples from this source, by split.
-        num_left_out: number of samples that the previous version has and this one lacks, by split; splits without
-            such samples are absent. New samples replace them, or on_split_overlap="drop" removes them.
-        bad: samples of the source that are damaged or repeat a key; the version does not have them.
+        num_left_out: after an append, number of samples of the previous version that this one lacks, by split; only
+            splits that lose samples. New samples replace them, or on_split_overlap="drop" removes them.
+        bad: samples of the source that are damaged or repeat a key; they are not in the version.
         duplicates: samples with the same content as an earlier one of their split, by split.
         overlaps: samples that two splits share, except those that an earlier version accepted.
         ignored: number of files of the source that are not ingested, by extension.
@@ -207,7 +207,7 @@ def ingest(
         tables = _tables(plan, results)
         if classes is not None:
             tables |= name_tables(tables, classes)
-        # Keys of a listed source cannot repeat: they are paths, or were checked when the source was listed.
+        # Search for repeated keys, except in a listed source: its keys are paths, or were checked at the listing.
         duplicate_samples = SplitDuplicates.find(
             repository.objects, tables, by_key=not isinstance(opened, ListedSource)
         )
@@ -236,7 +236,7 @@ def ingest(
             append=append,
             on_common=on_common,
             on_overlap=on_split_overlap,
-            keys_are_places=opened.keys_are_places,  # then equal keys of two splits are no overlap
+            keys_are_places=opened.keys_are_places,  # keys of file and row: two splits may have equal ones
         )
         committed = commit.run()
         with suppress(UnavailableError):  # the version is committed; `gc` removes a journal that is left behind

@@ -122,8 +122,8 @@ class JobMembership:
             if worker.may_have_state:
                 # Members that wait to connect to this worker stop waiting.
                 actions.append(Break(self._round, f"{worker.describe()} has exited"))
-            # Before the first round, status 0 is always a success. Later, a worker that was in no round has not
-            # trained, so its end is a death.
+            # Before the first round, status 0 is always a success. Later it is a death if the worker was in no round,
+            # because it has not trained.
             if returncode == 0 and (worker.may_have_state or not self._round):
                 # As in Horovod, status 0 means that the program has finished. But Horovod then stops the other ranks
                 # at their next round. Here they train to their end, so that none of their training is lost.
@@ -282,7 +282,7 @@ class JobMembership:
         return [Announce(self._notice, tuple(worker.name for worker in members))]
 
     def _form_round(self, now_s: float) -> list[Action]:
-        """Begin the next round if all workers that it needs wait for it; otherwise wait, or end the job."""
+        """Begin the next round if enough workers wait for it; otherwise wait, or end the job."""
         waiting = self._workers.in_phase(Phase.WAITING)
         # While the current round has members, no other round begins, and the time limit for slots does not run.
         if self._workers.in_phase(Phase.MEMBER):
@@ -293,7 +293,7 @@ class JobMembership:
             # All workers that have the state have lost their slots. They take part in one more round, so that the
             # other workers can copy the state from them.
             chosen = [worker for worker in waiting if not worker.has_lost_slot or worker.may_have_state]
-        # New workers do not have the state of the job, so they wait until a worker that was in a round waits too.
+        # New workers do not have the job's state, so after the first round they wait for a worker that may have it.
         if self._round and chosen and not any(worker.may_have_state for worker in chosen):
             return []
         if not self._is_enough(chosen, now_s):
@@ -364,7 +364,7 @@ class JobMembership:
         )
 
     def _fail_job(self, reason: str) -> Finish:
-        """Return the `Finish` of a job that cannot continue. It names a dead worker as the cause, if there is one."""
+        """Return the `Finish` of a job that cannot continue. It names the dead worker that caused this, if any."""
         cause = self._deaths.choose_cause()
         return Finish(1, reason) if cause is None else self._deaths.finish(cause, f"; {reason}" if reason else "")
 
@@ -407,7 +407,7 @@ class JobMembership:
         # After the first round has begun, only a worker that was in a round can continue the job.
         if self._round and any(worker.may_have_state for worker in staying):
             return []
-        # Before that, the job waits for workers until all have finished, or until the program has failed everywhere.
+        # Before the first round, the job waits until all workers have finished, or the program has failed everywhere.
         have_all_finished = self._is_finishing and not staying
         if not self._round and not have_all_finished and not self._has_failed_everywhere(staying):
             return []
