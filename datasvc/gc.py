@@ -126,7 +126,7 @@ def gc(
             more than an hour; or an entry or table has a later format; or the store is read-only (not in a dry run).
         CorruptDataError, NotFoundError: entries or tables cannot be read, so their references are unknown; nothing
             was deleted. The message names all such versions. A version whose entry is damaged and has no copy can be
-            given up, see `lost_versions.mark_lost`; gc runs again when that is older than `grace_s`.
+            declared lost, see `lost_versions.mark_lost`; gc runs again once that was `grace_s` ago.
         UnavailableError: the store does not respond; a part of the garbage may be deleted.
     """
     if grace_s < 0 or (grace_s < MIN_GRACE_S and not no_writers):
@@ -162,7 +162,7 @@ def gc(
 
 
 def _time_s(storage: Storage, *, dry_run: bool) -> tuple[float, str | None]:
-    """Return the time of the store's clock, which dates the files, and None; or this machine's time and a warning.
+    """Return the present time, and a warning if it is not from the store's clock, which dates the files.
 
     Raises ConfigError or UnavailableError: see `gc`.
     """
@@ -219,8 +219,8 @@ def discard_referenced(garbage: Garbage, referenced: Iterable[Digest]) -> None:
 def referenced_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
     """Yield the digest of every object that a log entry or a young journal references; some more than once.
 
-    Also yield the digest of every chunk of a tensor, which names the chunk's pointer. Journals last changed before
-    `before_s` are ignored.
+    Also yield the digest of every chunk of a tensor, because pointers are named by chunks. A journal is young if it
+    was changed after `before_s`.
 
     Raises the errors of `gc`. UnavailableError is raised at once, because the store does not respond. The others are
     raised at the end, in one error that names all unreadable versions.
@@ -230,7 +230,8 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
     seen_tables: set[Digest] = set()
     problems: list[DatasvcError] = []
     for name in repository.names("datasets"):
-        # A removed version keeps its objects for the grace period, see below.
+        # A running save or ingest may reuse objects of a version that is then removed. So a removed version keeps its
+        # objects for the grace period, in which the save or ingest commits its own references.
         removed = swept_versions(repository, "datasets", name, before_s)
         for entry in _entries(repository, "datasets", name, before_s, problems):
             yield from _digests_in(entry.content)
@@ -243,8 +244,6 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
                 if not _is_swept(repository, Resolved("datasets", name, entry.number), error):
                     problems.append(error)
     for name in repository.names("models"):
-        # A running save may reuse objects of a version that is removed before the save commits. So a removed version
-        # keeps its objects for the grace period, in which the save commits its own references.
         removed = swept_versions(repository, "models", name, before_s)
         for entry in _entries(repository, "models", name, before_s, problems):
             if entry.number in removed:
@@ -264,8 +263,8 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
 def _is_swept(repository: Repository, version: Resolved, error: DatasvcError) -> bool:
     """Return whether `error` is about objects of a removed version that another gc has deleted.
 
-    A removed version whose grace period ends now is still kept by the gc that began first, and already swept by the
-    other one. No other version needs what is missing: a version that shares an object references it itself.
+    If two gcs run at once, a grace period may be over for one of them only: it deletes objects that the other one
+    still reads. No other version misses them: a version that shares an object references it itself.
     """
     if not isinstance(error, NotFoundError):
         return False
@@ -278,7 +277,7 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
     # Delete journals first: a journal must never reference deleted objects.
     newest = _journals(storage)
     for folder in garbage.journals:
-        # The default is for a journal that its writer has removed since.
+        # A journal that its writer has removed since is not in `newest`; the default skips it.
         if newest.get(folder, before_s) < before_s:
             storage.delete_folder(folder)
             swept.journals.append(folder)
@@ -299,16 +298,15 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
 def _entries(
     repository: Repository, kind: Kind, name: str, before_s: float, problems: list[DatasvcError]
 ) -> list[Entry]:
-    """Return the entries that can be read; add the others to `problems`, unless they were declared lost."""
+    """Return the readable entries; add an error to `problems` for each other one, unless it was declared lost."""
     entries, errors = repository.versions(kind, name).try_entries()
     if not errors:
         return entries
     removals = repository.removals(kind, name)
     lost = removals.lost()
-    # What a lost version references is unknown. It gets the same grace period as other removed versions, in which a
-    # running save that reuses its objects commits its own references.
-    given_up = lost & removals.removed_before(before_s)
-    for number in sorted(errors.keys() - given_up):
+    # What a lost version references is unknown. Within the grace period, running processes may still need it.
+    lost_before_grace = lost & removals.removed_before(before_s)
+    for number in sorted(errors.keys() - lost_before_grace):
         version, error = Resolved(kind, name, number), errors[number]
         if number in lost:
             problems.append(
@@ -338,7 +336,7 @@ def _referenced_by_dataset(
 
 
 def _kept_of_removed_dataset(objects: Objects, version: str, entry: Entry) -> Iterator[Digest]:
-    """Yield the objects of a removed version without its shards: they tell which keys a model was trained on."""
+    """Yield the objects of a removed version except its shards. They show on which keys a model was trained."""
     # They are small, and not needed to read other versions, so a missing or damaged one is no reason to stop.
     with suppress(CorruptDataError, NotFoundError, ConfigError):
         for digest in split_tables(entry.content, version).values():

@@ -60,17 +60,17 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     Args:
         split: a split of a data-set version that has images, or a mixture of several splits.
         batch_size, training, cache, seed, shuffle, order, ranks, tail, ledger: see `Loader`. `training=True` also
-            draws random windows and flips; False scales and crops the centre, see `AugmentConfig.evaluation`.
+            draws random windows (crops) and flips; False crops the centre, see `AugmentConfig.evaluation`.
         size: side of the output in pixels.
         pixels: format of the output, or its dtype alone, such as "uint8"; default: float32, normalised, NCHW.
         augment: windows, flips and colours of the images, and a transform of your own.
-        columns: further columns for `batch.columns`: numbers and booleans as tensors, in which null is an error;
-            everything else as lists of Python values with None for null.
-        device: device of images, labels, mask and numbers: "cpu", "cuda:1", or "cuda" for torch's current device at
-            the creation of the loader.
+        columns: further columns for `batch.columns`. Numbers and booleans become tensors; null is an error there.
+            Everything else becomes lists of Python values, with None for null.
+        device: device of all tensors of a batch: "cpu", "cuda:1", or "cuda" for torch's current device at the
+            creation of the loader.
         decode: how images are decoded, or the name of the backend alone, such as "cpu".
-        decode_group: a `DecodeGroup`, or its name alone: jobs on this node with otherwise equal arguments share
-            batches, and one job decodes each batch for all.
+        decode_group: a `DecodeGroup`, or its name alone. Jobs on this node with otherwise equal arguments share
+            batches: one of them decodes each batch for all.
 
     Raises:
         ConfigError: an argument is out of range; the split has no images; a batch is larger than the epoch with
@@ -110,12 +110,12 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         group = DecodeGroup(decode_group) if isinstance(decode_group, str) else decode_group
         augment = augment or AugmentConfig()
         check_column(split, IMAGE, "images")
-        self._numbers, self._lists = divide_columns(split, columns)
+        self._number_columns, self._list_columns = divide_columns(split, columns)
         labels = [LABEL] if LABEL in columns_of(split) else []
         super().__init__(
             split,
             blob=IMAGE,
-            columns=tuple(dict.fromkeys([WIDTH, HEIGHT, *labels, *self._numbers])),
+            columns=tuple(dict.fromkeys([WIDTH, HEIGHT, *labels, *self._number_columns])),
             batch_size=batch_size,
             training=training,
             cache=cache,
@@ -141,7 +141,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             has_boxes=self._plan.has_boxes,
         )
         self._on_bad = decode.on_bad
-        # The kind of batches that the present decoder makes: their framework, and whether they are in pinned memory.
+        # The kind of batches that the decoder makes now: their framework, and whether they are in page-locked memory.
         self._framework: Framework = "torch"
         self._is_pinned = False
         missing = find_missing()
@@ -219,7 +219,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         return self._serve("torch", is_pinned=True)
 
     def _serve(self, framework: Framework, *, is_pinned: bool = False) -> Iterator[ImageBatch[Any]]:
-        """Yield the remaining batches of the epoch, all of one kind: the framework, and whether they are pinned."""
+        """Yield the remaining batches of the epoch, for one framework, and in page-locked memory if `is_pinned`."""
         batches = super().__iter__()
         while True:
             # Checked before each batch, because the caller may use several iterators in turn. Prefetched batches of
@@ -243,8 +243,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     def _make_decoder(self) -> BatchDecoder[ImageBatch[Any]]:
         # The batches of a decode group are in shared memory, which is not page-locked; `_deliver` copies them.
         config = dataclasses.replace(self._config, is_pinned=self._is_pinned and self.sharing is None)
-        # The identity names the choice that all ranks make together, so it must be equal on all of them.
-        # `super()` leaves out the backend, which may differ until the ranks agree.
+        # All ranks choose the backend together, and find each other by the identity, so it must be equal on all of
+        # them. It is made from the state of `super()`, which lacks the backend: that may still differ.
         identity = super().state_dict() | {"batch_size": self.batch_size}
         backend = self._choice.settle(self._draw_trial, loader_identity=identity)
         decoder = ImageDecoder(
@@ -252,8 +252,8 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             framework=self._framework,
             plan=self._plan,
             describe=self._batches.describe,
-            numbers=self._numbers,
-            lists=self._lists,
+            numbers=self._number_columns,
+            lists=self._list_columns,
             on_bad=self._on_bad,
             is_mixture=isinstance(self.split, Mixture),
             device=None if self._config.device_id is None else f"cuda:{self._config.device_id}",
@@ -265,11 +265,11 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
 
     @property
     def decode(self) -> Backend:
-        """The backend: "cpu", "gpu-window", "gpu-whole" or "pillow"; with a GPU it may change at the first batch."""
+        """The backend: "cpu", "gpu-window", "gpu-whole" or "pillow". With a GPU it may change at the first batch."""
         return self._choice.backend
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as in `Loader`, with what the pixels depend on: the chosen backend, the evaluation."""
+        """Return the state of `Loader`, with two settings that pixels depend on: the backend and the evaluation."""
         settings = {DECODE: self._choice.state, EVALUATION: self._plan.evaluation}
         return super().state_dict() | {name: value for name, value in settings.items() if value is not None}
 
@@ -280,7 +280,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         """
         # Parsed before anything changes: after an error for an unknown backend, the loader must be as before.
         decode = parse_backend(state[DECODE]) if DECODE in state else None
-        # States of releases without the field are of windows.
+        # States of older releases lack the field; their loaders had the evaluation "window".
         evaluation = parse_evaluation(state.get(EVALUATION, "window"))
         super().load_state_dict(state)
         self._choice.restore(decode)
@@ -302,7 +302,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             self.sharing = Sharing(self, *self._sharing_arguments)  # jobs with another order do not share batches
 
     def _deliver(self, decoded: ImageBatch[Any]) -> ImageBatch[Any]:
-        # If the images were decoded to pinned memory, this copies only labels, mask and numbers.
+        # If the images were decoded to page-locked memory, this copies only the other tensors.
         return decoded.pin_memory() if self._is_pinned else decoded
 
     def _bad_samples(self, finished: ImageBatch[Any]) -> Collection[int]:

@@ -1,8 +1,8 @@
 """`CheckpointManager`: saves and restores the checkpoints of one model during a run.
 
 A training loop calls `should_save` after each step, and `save` if it returns True. The calling thread copies the
-state to host memory. The thread of a `SaveQueue`, the save thread, writes the copy while the training continues. All
-ranks save together, and get the same version or the same error.
+state to host memory. A second thread, the save thread of `SaveQueue`, writes the copy while the training continues.
+All ranks save together, and get the same version or the same error.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class CheckpointManager:
             often as `max_stall` allows; if `max_stall` is None too, no save becomes due.
         max_stall: largest share of the training time that saves may take, "3%" or 0.03; the next save is delayed
             until the earlier ones take no more than this share. None: no limit.
-        overlap: behaviour of a save while earlier saves are queued or running: "queue" waits if there are two of
-            them, "refuse" raises BusyError if there is one.
-        failures: treatment in `save` of an unreported error of an earlier save: "raise" raises it, "log" logs it and
+        overlap: what `save` does while earlier saves are unfinished: "queue" waits if there are two of them, "refuse"
+            raises BusyError if there is one.
+        failures: what `save` does with an unreported error of an earlier save: "raise" raises it, "log" logs it and
             continues. After a stop signal `save` always logs it. `wait` and `close` always raise it.
         grace: time that the run has to end after SIGTERM or Ctrl-C, such as "30s". The signal then does not end the
             process at once: the next `should_save` sets `stop_signal`. None: signal handlers are unchanged.
@@ -215,15 +215,14 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Copy a state to host memory and return; the write continues in the background. Every rank calls this.
 
-        Later changes of the state do not affect the saved version.
+        Later changes of the state do not affect the saved version. Of all arguments but `rank_state`, the values of
+        rank 0 are saved.
 
         Args:
-            state: state that all ranks share, a tree as for `models.save`. Rank 0's values are saved, even if a
-                tensor differs between the ranks.
+            state: state that all ranks share, a tree as for `models.save`.
             step: number of optimizer steps that produced this state.
             rank_state: state of this rank alone, such as its random state; restored as `state["rank_state"][rank]`.
-            data: data consumed so far. For `data`, `config`, `metrics`, `parent` and `message`, the values of rank 0
-                are stored.
+            data: data consumed so far.
             config: effective configuration of the run, JSON values.
             metrics: metric values by name.
             parent: version that this one continues; default: the newest that this manager committed or restored.
@@ -267,8 +266,8 @@ class CheckpointManager:
             if wait:
                 handle.result()
         finally:
-            # If this save is done, the call has waited for the save, or has run it in this thread. The time of the
-            # call, which is recorded below, then includes the device copies: do not count them twice.
+            # If this save is done already, its device copies ended during this call. The time of the call, which is
+            # recorded below, then includes them: do not count them twice.
             if self._copying and self._copying[-1].done():
                 self._copying.clear()
             self._scheduler.record_stall(time.perf_counter() - began_s)
@@ -314,8 +313,8 @@ class CheckpointManager:
 
         Args:
             ref: a version or tag of any model; None: the newest version of this model.
-            default: value to return on all ranks if the model has no version. If it has versions, but not the one of
-                `ref`, NotFoundError is raised even with a default.
+            default: value to return on all ranks if the model has no version at all. If only the version of `ref` is
+                missing, NotFoundError is raised even with a default.
             only: see `models.restore`.
             exclude: see `models.restore`.
             rename: see `models.restore`.
@@ -408,7 +407,7 @@ class CheckpointManager:
             return
         # The tensor signature is long, so send its digest; send the signature only if the digests differ.
         digest = None if flat_state is None else digest_of("\n".join(flat_state.signature).encode())
-        # A rank with an error also sends its message: otherwise the other ranks would wait for it.
+        # A rank with an error takes part too: otherwise the other ranks would wait for it.
         answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])
         # A save fails on all ranks. If one rank reports the error, the others must not report it again.
         self._queue.mark_reported({number for answer in answers for number in answer[3]})
@@ -420,13 +419,13 @@ class CheckpointManager:
             raise ConfigError(describe_mismatch(self._main_channel.exchange(flat_state.signature)))
 
     def _submit(self, metadata: VersionMetadata, flat_state: FlatState, began_s: float) -> SaveHandle:
-        """Copy the state and queue the write. If the copy fails or is interrupted, queue a save that fails."""
+        """Copy the state, and queue the write. If the copy fails or is interrupted, queue a save that fails."""
         handle = SaveHandle(metadata.step)
         buffer, next_buffer = self._buffers
         copies: HostCopies | Exception
         try:
-            # After this wait, fewer saves are queued or running than there are buffers. The buffers are used in turn,
-            # so no save uses `buffer`.
+            # After this wait, fewer saves are unfinished than there are buffers. The buffers are used in turn, so no
+            # save uses `buffer`.
             self._queue.wait_for_slot()
             self._buffers.rotate()
             try:
@@ -434,8 +433,8 @@ class CheckpointManager:
             except Exception as failure:  # noqa: BLE001 - the save thread raises it, on all ranks
                 copies = failure
         except BaseException as failure:
-            # For example Ctrl-C. The other ranks queue this save and would wait for this rank. Therefore `finally`
-            # queues a save that fails on all ranks. On this rank, this exception already reports the failure.
+            # For example Ctrl-C. The other ranks queue this save, and would wait for this rank. So `finally` queues
+            # it too, as a save that fails on all ranks. On this rank, this exception already reports the failure.
             copies = DatasvcError(f"the save of step {metadata.step} was interrupted: {failure!r}")
             handle.mark_reported()
             raise

@@ -106,8 +106,8 @@ class Storage:
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._ranges = RangeReader(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
-        # The option of `info` and `find` to ignore cached listings, if the driver has it. `_drop_listings` alone is
-        # not enough: another thread may cache a listing again before this thread reads it.
+        # Option of `info` and `find` to ignore cached listings; some drivers lack it. `_drop_listings` alone is not
+        # enough: another thread may cache a listing again before this thread reads it.
         self._refresh_option = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
         self._clock_offset_s: float | None = None  # the store's time minus `time.monotonic()`, once it is known
         self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
@@ -123,22 +123,23 @@ class Storage:
         self.__init__(state["url"])  # type: ignore[misc]
 
     def _url_to_pickle(self) -> str:
-        """Return the URL, without its user and password if fsspec's configuration has the same ones.
+        """Return the URL. Its user and password are left out if fsspec's configuration contains the same ones.
 
-        If it has not, the pickle contains them, because a worker process could not open the store without them.
+        Otherwise they must be in the pickle: a worker process could not open the store without them.
         """
-        bare = redact_url(self.url)
-        if bare == self.url or "::" in self.url:  # no password; or a chain of drivers, whose options are not compared
+        url_without_password = redact_url(self.url)
+        # Do not compare the options of several drivers in a chain, as in "zip://a::s3://b".
+        if url_without_password == self.url or "::" in self.url:
             return self.url
         driver = type(self._fs)
         # Compare the options that fsspec would use, without opening a store. FSSPEC_* variables and fsspec's
         # configuration files may set the user and password too.
-        options, bare_options = (
+        options, configured_options = (
             apply_config(driver, driver._get_kwargs_from_urls(url))  # noqa: SLF001 - a driver's documented interface
-            for url in (self.url, bare)
+            for url in (self.url, url_without_password)
         )
-        same_path = driver._strip_protocol(self.url) == driver._strip_protocol(bare)  # noqa: SLF001
-        return bare if same_path and options == bare_options else self.url
+        same_path = driver._strip_protocol(self.url) == driver._strip_protocol(url_without_password)  # noqa: SLF001
+        return url_without_password if same_path and options == configured_options else self.url
 
     def local_path(self, path: str) -> Path | None:
         """Return the local path of `path`, or None if the store is remote."""
@@ -181,7 +182,7 @@ class Storage:
         This takes one request; reading the size first would take two.
         """
         try:
-            # Do not call `read_range`: the subclass `RateLimitedStorage` would count the bytes in both methods.
+            # Not `read_range`: `RateLimitedStorage` overrides both methods, and would count the bytes twice.
             return self._read_range(path, 0, length)
         except UnavailableError:
             if self.size(path) == 0:  # stores report any range of an empty file as an error
@@ -288,10 +289,10 @@ class Storage:
         def read_tree() -> Sequence[str]:
             self._drop_listings(None)
             paths: Sequence[str] = self._fs.find(full, **self._refresh_option)
-            self._drop_listings(None)  # otherwise the listings of a whole repository stay in memory
+            self._drop_listings(None)  # release the memory: a repository may have large listings
             return paths
 
-        prefix = f"{self._fs._strip_protocol(full)}/"  # noqa: SLF001 - fsspec's name for its documented rule
+        prefix = f"{self._fs._strip_protocol(full)}/"  # noqa: SLF001 - a driver's documented interface
         paths = map(self._fs._strip_protocol, self._retry("list", folder, read_tree))  # noqa: SLF001
         return [path[len(prefix) :] for path in paths if path.startswith(prefix)]
 
@@ -300,8 +301,8 @@ class Storage:
 
         Args:
             path: path to create.
-            content: bytes that no other writer writes, such as an entry with a random id. `create` compares them with
-                the stored bytes if it must find out which writer has written the file.
+            content: bytes that differ from those of any other writer, for example by a random id. After a failure,
+                `create` reads the file and compares it with them, to find out which writer has written it.
 
         Raises:
             ConfigError: see `check_writable`.
@@ -357,11 +358,10 @@ class Storage:
                 self._fs.pipe_file(self._full(path), bytes(content))
 
     def refresh(self, path: str, size_bytes: int) -> bool:
-        """Make sure that `gc` keeps a file: reset its age, or see that a remote file is young enough. See `file_age`.
+        """Return whether `gc` will keep a file for now; if not, the caller must write it again. See `file_age`.
 
-        Returns:
-            False if the caller must write the file again: it does not exist, has another size, is remote and old, or
-            is locked.
+        The age of a local file is reset. This is False if the file does not exist, has another size, is local and
+        locked, or is remote and old: only a new write resets the age of a remote file.
 
         Raises:
             ConfigError, UnavailableError: see `now_s`.
@@ -371,7 +371,7 @@ class Storage:
         file = self._file(path)
         if file is None or file.size_bytes != size_bytes:
             return False
-        # `now_s` takes requests, so call it once; later times follow from this machine's monotonic clock.
+        # `now_s` takes requests, so call it once; then add the time that has passed on this machine.
         if self._clock_offset_s is None:
             self._clock_offset_s = self.now_s() - time.monotonic()
         store_now_s = self._clock_offset_s + time.monotonic()
@@ -380,8 +380,8 @@ class Storage:
     def now_s(self) -> float:
         """Return the time of the clock that dates the store's files, in seconds since 1970.
 
-        The result is the modification time of a new temporary file. The clock of this machine does not serve to
-        measure the age of files, because it may differ from the clock of the store.
+        The result is the modification time of a new temporary file. Do not compare modification times with the clock
+        of this machine: it may show another time.
 
         Raises:
             ConfigError: the store reports no modification times; or see `create_temporary`.
@@ -442,7 +442,7 @@ class Storage:
         def read_listing() -> Sequence[dict[str, Any]]:
             self._drop_listings(full)
             entries: Sequence[dict[str, Any]] = self._fs.ls(full, detail=True)
-            self._drop_listings(full)  # see `find`
+            self._drop_listings(full)  # release the memory
             return entries
 
         try:
@@ -450,7 +450,7 @@ class Storage:
         except NotFoundError:
             return []
         # Some stores list the folder itself among its entries.
-        itself = self._fs._strip_protocol(full)  # noqa: SLF001 - fsspec's name for its documented rule
+        itself = self._fs._strip_protocol(full)  # noqa: SLF001 - a driver's documented interface
         return [entry for entry in entries if self._fs._strip_protocol(entry["name"]) != itself]  # noqa: SLF001
 
     def _file(self, path: str) -> file_age.StoredFile | None:
@@ -559,11 +559,10 @@ class Storage:
             ) from error
 
     def _drop_listings(self, full: str | None) -> None:
-        """Drop the driver's cached listings: they lack the files that other processes have written since.
+        """Drop the driver's cached listings, which lack the files that other processes have written since.
 
-        Drop the listings of `full` and of all folders above it, because drivers take the details of a file or folder
-        from the listing of its parent. None: drop the listings of all folders, because `find` of some drivers reads
-        the listing of each folder from the cache.
+        The listings of `full` and of all folders above it are dropped, because drivers take the details of a file
+        from the listing of its parent. None: those of all folders, which `find` needs.
         """
         if self.is_local:
             return

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
     from datasvc.shards.format.mapped_file import Bytes
 
-# Number of slots besides those of the batches in progress: the caller's batch and the next one may still be copied.
+# Besides the `prefetch` batches that are decoded, two may still be copied: the caller's batch and the next one.
 _NUM_COPYING: Final = 2
 
 
 @dataclass(frozen=True)
 class _DecodingBatch:
-    """A batch that threads decode: its output slot, its run, and its colour factors for the device."""
+    """A batch that threads decode to `slot`; `colours` are the colour changes that the device makes afterwards."""
 
     slot: Pixels
     run: CpuRun
@@ -58,7 +58,7 @@ class PinnedRing:
 
     Args:
         allocate: function that returns a new slot.
-        keep: maximum number of slots. It is exceeded only if all slots are in use and none is released.
+        keep: number of slots from which `take` waits for a copy before it allocates another slot.
     """
 
     def __init__(self, allocate: Callable[[], Pixels], *, keep: int) -> None:
@@ -68,12 +68,12 @@ class PinnedRing:
         self._num_slots = 0
 
     def take(self) -> Pixels:
-        """Return an unused slot: a free or new one. If there are `keep` slots already, wait for the oldest copy."""
+        """Return a slot that no copy reads. If none is free, wait for the oldest copy, or allocate a slot."""
         while self._copying and self._copying[0][0].query():  # type: ignore[no-untyped-call]
             self._free.append(self._copying.popleft()[1])
         if self._free:
             return self._free.pop()
-        if self._num_slots >= self._keep and self._copying:
+        if self._num_slots >= self._keep and self._copying:  # without a copy there is nothing to wait for: allocate
             copy_end, slot = self._copying[0]
             copy_end.synchronize()
             self._copying.popleft()
@@ -97,13 +97,13 @@ class PinnedRing:
 class UploadBackend:
     """An `ImageBackend` that decodes on the CPU and normalises on a device.
 
-    Colours are changed on the device too. If the user has a transform, colours are changed on the CPU, because the
-    transform runs there after the colour changes.
+    The device also changes the colours. If the user has a transform, the CPU does, before the transform runs there.
 
     Args:
         config: settings of the backend.
         backend: "cpu" or "pillow".
         device: name of the device, such as "cuda:1".
+        profiler: records the time of the transfers.
         stream: stream for the copies; None: a new stream of `device`.
 
     Raises:
@@ -123,11 +123,11 @@ class UploadBackend:
         self._profiler, self._name = profiler, backend
         with device_errors(backend):
             self._stream = CudaStream(device) if stream is None else stream
-            self._finish = DeviceFinish(config.pixels, device)
-        levels_config = dataclasses.replace(config, pixels=PixelFormat("uint8", "NHWC"))
-        self._shape = levels_config.shape
+            self._device_finish = DeviceFinish(config.pixels, device)
+        decoder_config = dataclasses.replace(config, pixels=PixelFormat("uint8", "NHWC"))
+        self._shape = decoder_config.shape
         self._ring = PinnedRing(lambda: self._stream.allocate(self._shape), keep=config.prefetch + _NUM_COPYING)
-        self._decoder = CpuBackend(levels_config, backend=backend, framework="torch", profiler=profiler)
+        self._decoder = CpuBackend(decoder_config, backend=backend, framework="torch", profiler=profiler)
         self._fed: deque[_DecodingBatch] = deque()
         self._uploaded: deque[_UploadedBatch] = deque()
 
@@ -135,7 +135,7 @@ class UploadBackend:
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
         """See `ImageBackend`."""
-        if not self._uploaded:  # the last `take` could not start the next upload, because nothing was decoded yet
+        if not self._uploaded:  # when the last `take` called `_upload_ahead`, the next batch was not decoded yet
             self._upload_ahead()
         colours = None
         if edit is not None and edit.transform is None:
@@ -176,8 +176,8 @@ class UploadBackend:
         self._fed.popleft()
         with self._profiler.stage(Stage.TRANSFER), device_errors(self._name):
             with self._stream.active():
-                levels = self._stream.copy(fed.slot[: len(decoded.images)])
-                images = self._finish.finish(levels, fed.colours, decoded.bad)
+                pixels = self._stream.copy(fed.slot[: len(decoded.images)])
+                images = self._device_finish.finish(pixels, fed.colours, decoded.bad)
             end = self._stream.record()
             if len(images):  # an empty batch has no slot of the ring
                 self._ring.release(fed.slot, end)

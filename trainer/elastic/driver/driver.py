@@ -45,10 +45,10 @@ from datasvc.trainer.rendezvous import messages
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-# Maximum wait for the thread of the messages at the end of the job.
+# Maximum wait for the message thread at the end of the job.
 _JOIN_TIMEOUT_S = 30.0
 
-# Handles an event: updates `membership`, and returns the actions that follow. Called by the thread of the driver.
+# Handles an event: updates `membership`, and returns the actions that follow. Called by the driver's thread.
 Event = Callable[[], list[Action]]
 
 
@@ -125,7 +125,7 @@ class _Driver:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._store: Store | None = None
         self._ranks: dict[str, int] = {}  # last rank of each worker
-        self._slots: dict[str, int] = {}  # number of slots of each host
+        self._slots: dict[str, int] = {}  # number of slots of each host, which are places for one worker
         self._last_lines: dict[str, tuple[str, ...]] = {}  # end of the output of each worker that failed
         self._finish: Finish | None = None
         self._message_thread = threading.Thread(target=self._receive_messages, name="elastic-messages", daemon=True)
@@ -145,7 +145,8 @@ class _Driver:
 
     def interrupt(self, number: int) -> None:
         """End the job after a signal to the launcher, and forward the signal to the ranks; for signal handlers."""
-        # Queued before the signal is sent: ranks that the signal ends must not be counted as failures.
+        # Queued before the signal is sent: ranks that the signal ends must not count as failures. The status is that
+        # of a shell: 128 plus the number of the signal.
         self._events.put(lambda: [Finish(128 + number, f"ended by {signal.Signals(number).name}")])
         self._group.forward_signal(number)
 
@@ -195,7 +196,7 @@ class _Driver:
                 self._finish = self._finish or action  # the first one counts
 
     def _set(self, key: str, value: str) -> None:
-        # The store is open: answers follow requests, and requests arrive through it.
+        # The store is open: these values follow requests, and requests arrive through it.
         assert self._store is not None
         self._store.set(key, value)
 
@@ -203,7 +204,7 @@ class _Driver:
         other_hosts = [host for host in self._slots if not is_local(host, self._environ)]
         num_neighbours = self._slots.get(start.host, 1)
         if start.host not in other_hosts:
-            # Several names may stand for this machine, so the slots of all of them share its processors.
+            # Several host names may mean this machine. The workers in all their slots share its processors.
             num_neighbours = sum(slots for host, slots in self._slots.items() if host not in other_hosts)
         plan = plan_worker_start(
             start,
@@ -224,7 +225,7 @@ class _Driver:
         if process.startup_done.is_set():
             self._report_start(process)
         else:
-            # Another host may take long to start the process, and the thread of the driver must not wait for it.
+            # Another host may take long to start the process, and the driver's thread must not wait for it.
             threading.Thread(target=self._report_start, args=(process,), daemon=True).start()
 
     def _report_start(self, process: RankProcess) -> None:
@@ -237,7 +238,6 @@ class _Driver:
         if process is None:
             return
         process.begin_termination(self._job.grace_s)
-        # The thread of the timer only queues an event, like the other threads.
         timer = threading.Timer(self._job.grace_s, lambda: self._events.put(lambda: self._kill(worker)))
         timer.daemon = True
         timer.start()
@@ -266,7 +266,7 @@ class _Driver:
             has_started=end.has_started,
             trouble=trouble,
             last_line=next((line for line in reversed(last_lines) if line.strip()), ""),
-            # A key of the store and not a message, which might be handled only after this event.
+            # Read a key of the store: a message might be handled only after this event.
             is_training=self._store is not None and self._store.check([messages.training_key(end.worker_id)]),
         )
 
