@@ -1,7 +1,7 @@
 """The `BatchDecoder` of a job in a decode group: gets batches from the other jobs, or decodes them for all jobs.
 
-The folder of the group (`GroupFolder`) has one link for each step that a job decodes or has decoded. So it also shows
-how far the other jobs are. `Pace` compares their steps with this job's own steps.
+A step is the place of a batch in the run, a `Cursor`. The folder of the group (`GroupFolder`) has one link for each
+step that a job decodes or has decoded, so it shows how far each job is. `Pace` compares this with the job itself.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ class SharingCounts:
 class Pace:
     """Measures how far this job is from the others of its group, in steps, and decides when to wait for them.
 
-    The group's settings `lag` and `patience` limit the distance and the number of waits.
-
     Args:
-        group: settings of the group.
+        group: settings of the group; `lag` limits the distance, and `patience` the number of waits.
         folder: the job's view of the group.
         counts: counters that this object increments.
+        steps_per_epoch: number of steps in an epoch.
         global_batch: samples of a step over all ranks.
     """
 
@@ -75,7 +74,7 @@ class Pace:
         self._is_behind = False  # whether this job has recorded that it is too far behind
 
     def is_kept(self, cursor: Cursor, current: Cursor) -> bool:
-        """Return whether the batch at `cursor` is kept for other jobs when this job requests the one at `current`."""
+        """Return whether this job, now at the step `current`, keeps the batch at `cursor` for the other jobs."""
         return abs(self._ordinal(current) - self._ordinal(cursor)) <= self._group.lag
 
     def advance(self) -> None:
@@ -91,16 +90,16 @@ class Pace:
     def wait_for_others(self, cursor: Cursor) -> None:
         """Before this job decodes the step at `cursor`, wait for jobs that are behind it by more than the lag.
 
-        This job waits only for jobs that are decoding, not for jobs that train or are stopped. It does not wait if
-        the distance in steps is larger than the patience left. If another job is ahead by more than the lag, this job
-        records that it is behind, and does not wait.
+        This job waits only for jobs that are decoding, not for jobs that train or are stopped. Each wait lets the
+        other job complete one step. If the distance is larger than the number of waits left, there is no wait. If
+        another job is ahead by more than the lag, this job records that it is behind, and does not wait.
 
         Raises:
             LagError: this job is too far behind the others, and the group has `when_behind="raise"`.
             OSError: the group cannot be used.
         """
         while True:
-            # Steps of other jobs -> number of steps that they are ahead of `cursor`; negative if they are behind.
+            # For the step of each other job: by how many steps it is ahead of `cursor`; negative if it is behind.
             distances = {other: self._ordinal(other) - self._ordinal(cursor) for other in self._folder.others()}
             ahead = [
                 distance
@@ -111,7 +110,7 @@ class Pace:
                 self._record_lag(max(ahead))
                 return
             self._is_behind = False
-            # `any` stops after the first wait. The other jobs may have moved during this wait, so compare again.
+            # `any` stops after the first wait. The other jobs may be further after it, so compare again.
             if not any(self._wait_for(other, -distance) for other, distance in sorted(distances.items())):
                 return
 
@@ -135,8 +134,7 @@ class Pace:
     def _record_lag(self, ahead: int) -> None:
         """Record that the fastest job is `ahead` steps ahead of this one; warn or raise if that is too far."""
         if ahead <= self._patience_left:
-            # This job is not too far behind yet: the others have the same patience, so they wait for it. Count one of
-            # their waits here too.
+            # Not too far yet: the others wait for this job, because they have the same patience. Count that wait too.
             self._patience_left -= 1
             return
         was_behind, self._is_behind = self._is_behind, True
@@ -159,7 +157,7 @@ class SharedDecoder(Generic[B]):
 
     Args:
         inner: decoder of the batches that no other job decodes. One thread feeds it, and another one takes from it.
-        counts: counters that this object increments.
+        folder, pace, group, counts: see `Pace`.
         profiler: profiler of the loader; waits for other jobs count as waits for decoding.
     """
 
@@ -186,7 +184,7 @@ class SharedDecoder(Generic[B]):
         self._pace.advance()
         result = self._find_or_decode(batch)
         if isinstance(result, PendingStep):
-            # Close the pending step, so that not one pipe per batch stays open. `take` looks for the batch again.
+            # Close the pending step: its pipe must not stay open for each prefetched batch. `take` finds it again.
             with result:
                 result = None
         self._fed.append((batch, result))
@@ -194,7 +192,7 @@ class SharedDecoder(Generic[B]):
     def take(self) -> B:
         """See `BatchDecoder`."""
         batch, result = self._fed[0]
-        # Repeat this, because the other job may abandon the step, and then a third job may claim it.
+        # Repeat this: the other job may abandon the step, and then a third job may claim it.
         while result is None or isinstance(result, PendingStep):
             if result is not None:
                 self._wait(result)

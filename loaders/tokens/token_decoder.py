@@ -50,10 +50,10 @@ class TokenConfig:
     Attributes:
         column: name of the column of blocks.
         block_tokens: tokens of a block.
-        dtype: dtype of a token in blobs; None for lists.
+        dtype: dtype of a token if blocks are stored as blobs; None if they are stored as lists.
         tokenizer: digest of the tokenizer; None if the data set does not record it.
-        lengths_are_needed: whether a shard without the column `length` is an error. If it is not, every stored token
-            of such a shard is real.
+        lengths_are_needed: whether a shard without the column `length` is an error. Otherwise such a shard has no
+            padding: every stored token is real.
         pad: token to write into padding. None keeps the stored values, and writes 0 after short lists.
         labels: "across": the label of a token is the next token; "within": only if that is in the same document;
             None: no labels.
@@ -116,19 +116,20 @@ class TokenDecoder:
         # All work is done here and not in threads, because it takes less time than a switch of threads.
         batch = self._in_progress.popleft()
         tokens, length = self._gather(batch)
-        config, count, block = self._config, len(tokens), tokens.shape[1]
-        labels = documents = positions = bounds = longest = segments = None  # what is not requested stays None
+        config, count, block_tokens = self._config, len(tokens), tokens.shape[1]
+        # What is not requested stays None.
+        labels = documents = positions = segment_bounds = longest = segments = None
         if config.needs_segments:
-            segments = find_segments(*self._document_starts(batch, tokens), length, block)
+            segments = find_segments(*self._document_starts(batch, tokens), length, block_tokens)
         if config.labels is not None:
             labels = self._labels.take()[:count]
             write_labels(tokens, length, labels, segments=segments if config.labels == "within" else None)
         if config.documents:
             assert segments is not None
             documents, positions = self._documents.take()[:count], self._positions.take()[:count]
-            number_documents(segments, length, block, documents)
+            number_documents(segments, length, block_tokens, documents)
             number_positions(segments, positions)
-            bounds = np.append(segments, tokens.size).astype(np.int32)
+            segment_bounds = np.append(segments, tokens.size).astype(np.int32)
             longest = int(segment_sizes(segments, tokens.size).max(initial=0))
         return TokenBatch(
             tokens=tokens,
@@ -139,7 +140,7 @@ class TokenDecoder:
             labels=labels,
             document_ids=documents,
             position_ids=positions,
-            cu_seqlens=bounds,
+            cu_seqlens=segment_bounds,
             max_seqlen=longest,
             sources=batch.sources if self._is_mixture else None,
         )
@@ -154,15 +155,15 @@ class TokenDecoder:
         tokens = self._tokens.take()[: len(batch.positions)]
         length = np.empty(len(tokens), np.int64)
         length.fill(config.block_tokens)
-        stored_end: Integers | None = None  # number of stored tokens of each block; None: no block is ragged
+        num_stored: Integers | None = None  # number of stored tokens of each block; None: all blocks are complete
         for part in batch.parts:
             token_shard = self._open_shard(part)
             blocks = token_shard.blocks
             blocks.copy(part.rows, tokens, part.indices)
             if blocks.format.is_ragged:
-                if stored_end is None:
-                    stored_end = np.full(len(tokens), config.block_tokens, np.int64)
-                length[part.indices] = stored_end[part.indices] = self._stored_lengths(batch, part, blocks)
+                if num_stored is None:
+                    num_stored = np.full(len(tokens), config.block_tokens, np.int64)
+                length[part.indices] = num_stored[part.indices] = self._stored_lengths(batch, part, blocks)
             if token_shard.has_length or config.lengths_are_needed:
                 length[part.indices] = self._column_lengths(batch, part, length)
             if blocks.format.may_be_negative:
@@ -171,18 +172,17 @@ class TokenDecoder:
             length[~batch.mask] = 0
         if config.pad is not None:
             _write_padding(tokens, length, config.pad)
-        elif stored_end is not None:
-            # What follows the stored tokens of a short ragged block is arbitrary: write zeros there. Do not change
-            # stored tokens, not even those after `length`.
-            _write_padding(tokens, stored_end, 0)
+        elif num_stored is not None:
+            # Write zeros after the stored tokens of short blocks. Keep stored tokens, even those after `length`.
+            _write_padding(tokens, num_stored, 0)
         return tokens, length
 
     def _stored_lengths(self, batch: SampleBatch, part: ShardPart, blocks: StoredBlocks) -> Integers:
         """Return the number of stored tokens of each block of a part, from the size of the block in bytes."""
-        dtype, block = blocks.format.dtype, self._config.block_tokens
+        dtype, limit = blocks.format.dtype, self._config.block_tokens
         lengths, remainders = np.divmod(blocks.sizes[part.rows], dtype.itemsize)
-        problem = f"column {self._config.column!r} has more than {block} tokens of {dtype}, or an incomplete one"
-        self._raise_if_bad(batch, (remainders != 0) | (lengths > block), problem, part)
+        problem = f"column {self._config.column!r} has more than {limit} tokens of {dtype}, or an incomplete one"
+        self._raise_if_bad(batch, (remainders != 0) | (lengths > limit), problem, part)
         return lengths
 
     def _column_lengths(self, batch: SampleBatch, part: ShardPart, num_stored: Integers) -> Integers:
@@ -212,19 +212,19 @@ class TokenDecoder:
     def _document_starts(self, batch: SampleBatch, tokens: Integers) -> tuple[Integers, npt.NDArray[Any]]:
         """Return, for each start of a document, the index of its block and its position in the block, `[n]` each.
 
-        A start may be at the end of its block. Then the next document is not in this block.
+        A start may be at the end of its block: then the next document begins in another block.
         """
         if self._config.end is not None:
-            # Search in the flat array: a search by rows takes several times as long.
-            rows, ends = np.divmod(np.flatnonzero(tokens.reshape(-1) == self._config.end), tokens.shape[1])
-            return rows, ends + 1
-        rows_of, starts_of = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+            # Search in the flat array: a search by blocks takes several times as long.
+            blocks, ends = np.divmod(np.flatnonzero(tokens.reshape(-1) == self._config.end), tokens.shape[1])
+            return blocks, ends + 1
+        part_blocks, part_starts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for part in batch.parts:
             self._check_not_null(part, DOCUMENT_STARTS)
-            rows, starts = self._starts_of(part.shard).gather(part.rows)
-            rows_of.append(part.indices[rows])
-            starts_of.append(starts)
-        blocks, starts = np.concatenate(rows_of), np.concatenate(starts_of)
+            indices_in_part, starts = self._starts_of(part.shard).gather(part.rows)
+            part_blocks.append(part.indices[indices_in_part])
+            part_starts.append(starts)
+        blocks, starts = np.concatenate(part_blocks), np.concatenate(part_starts)
         if len(starts) and not 0 <= starts.min() <= starts.max() < tokens.shape[1]:
             is_bad = np.zeros(len(tokens), np.bool_)
             is_bad[blocks[(starts < 0) | (starts >= tokens.shape[1])]] = True

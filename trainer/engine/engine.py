@@ -35,10 +35,9 @@ from datasvc.trainer.errors import HorovodInternalError
 
 logger = logging.getLogger(__name__)
 
-# Maximum pauses of an idle rank between two exchanges, in cycles. `_MAX_UNNEEDED_CYCLES` applies while no operation
-# can run before this rank submits one.
+# Maximum pause of an idle rank between two exchanges, in cycles.
 _MAX_IDLE_CYCLES = 5.0
-_MAX_UNNEEDED_CYCLES = 50.0
+_MAX_UNNEEDED_CYCLES = 50.0  # the same, while no operation can run before this rank submits one
 
 
 class Engine:
@@ -88,7 +87,7 @@ class Engine:
             cuda_device=self._choose_cuda_device,
         )
         self._executor.set_fusion(settings.fusion_bytes)
-        # A daemon thread, because Python waits for other threads before the exit handler that closes the engine runs.
+        # A daemon thread: Python waits for all others before it runs the exit handler that closes the engine.
         self._thread = threading.Thread(target=self._run, name="trainer-engine", daemon=True)
         self._thread.start()
 
@@ -110,8 +109,8 @@ class Engine:
                 )
             self._in_flight[key] = submission
             self._queue.append(submission)
-            # Stored for the time after a join: a rank that has joined (it has no more data) submits nothing. The
-            # executor makes neutral tensors in place of its submissions, and these tensors need a device.
+            # A rank that has joined (it has no more data) submits nothing. The executor then makes neutral tensors in
+            # place of its submissions, on this device.
             if submission.inputs and submission.inputs[0].is_cuda:
                 self._cuda_device = submission.inputs[0].device
             self._changed.notify()
@@ -141,8 +140,8 @@ class Engine:
             # other ranks detect the failure only when these connections close.
             logger.debug("the engine of rank %d fails", self._transport.rank, exc_info=True)
             reason = f"rank {self._transport.rank} failed during {self._activity}: {cause}"
-        # `drain` always returns: all ranks have begun every collective in flight, and if a rank dies, its connections
-        # break and the collective fails. After `drain` no thread uses the tensors.
+        # After `drain` no thread uses the tensors. `drain` always returns: all ranks have begun the collectives in
+        # flight, so these complete, or fail when the connections of a dead rank break.
         self._completions.drain()
         self._completions.close()
         self._buffers.clear()
@@ -170,7 +169,7 @@ class Engine:
         with profiled("negotiate"):
             messages = [decode_message(data) for data in self._transport.exchange(encode_message(message))]
         self._raise_failure()
-        # By rank, the requests that are new in this cycle. A number stands for a cached request.
+        # The requests that are new in this cycle, by rank. An entry that is a number stands for a cached request.
         submitted = [
             [self._cache.resolve(entry) if isinstance(entry, int) else entry for entry in message.entries]
             for message in messages
@@ -216,7 +215,7 @@ class Engine:
             return None  # only a submission or `close` can end the pause
         awaits_others, is_awaited = self._negotiation.waiting(self._transport.rank)
         if awaits_others and not is_awaited:
-            # This rank must be in the exchange when the others submit: a pause would delay the operation.
+            # Only other ranks have yet to submit. When they do, a pause of this rank would delay the operation.
             return 0.0
         if not awaits_others and len(self.process_sets) == 1:
             # Every operation needs all ranks, so it cannot run before this rank submits it. That ends the pause.
@@ -229,15 +228,15 @@ class Engine:
         operations = []
         for outcome in outcomes:
             self._timeline.agreed(outcome.key)
-            # If this rank had joined, it has no submission for this operation. A submission of the same name in
-            # `_in_flight` is then newer, and belongs to a later operation.
+            # A rank that had joined has no submission for this operation. If `_in_flight` has one of the same name,
+            # that belongs to a later operation.
             submission = self._in_flight.get(outcome.key) if self._transport.rank in outcome.requests else None
             if isinstance(outcome, Refused):
                 if submission is not None:
                     self._fail(submission, outcome.reason)
                 continue
-            # Only a request that is equal on all ranks is cached, so that one number stands for the requests of all
-            # ranks. In an allgather, for example, the rows may differ.
+            # Cache a request only if it is equal on all ranks: one number then stands for the requests of all. In an
+            # allgather, for example, the rows may differ.
             if all(request == outcome.request for request in outcome.requests.values()):
                 self._cache.remember(outcome.request)
             if self._transport.rank in outcome.members:

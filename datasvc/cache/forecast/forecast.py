@@ -33,7 +33,7 @@ from datasvc.order import OrderConfig
 _EPOCHS: Final = 6
 _STEADY_EPOCHS: Final = 2  # the last simulated epochs; their mean stands for all later epochs
 _MAX_SHARDS: Final = 30_000  # to simulate; this takes some seconds
-_OWNERS: Final = 48  # purpose of the keys, see `derive_keys`
+_OWNERS: Final = 48  # purpose of the random keys that choose the owners, see `derive_keys`
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class EpochForecast:
 
     Attributes:
         used_bytes: bytes of the shards that the nodes read.
-        hit_bytes: bytes read from their own caches.
-        origin_bytes: bytes from the origin.
-        peer_bytes: bytes between nodes.
+        hit_bytes: bytes read from the nodes' own caches.
+        origin_bytes: bytes fetched from the origin.
+        peer_bytes: bytes fetched from other nodes.
         origin_rate: bytes per second that all nodes need from the origin; None without a sample rate.
         peer_rate: bytes per second that each node needs from the others; None without a sample rate.
         fed_samples_per_second: highest sample rate of a node that the given bandwidths allow; None: no limit.
@@ -148,18 +148,18 @@ def _replay_chosen(
     """Return the traffic of each of the first epochs, and the mean resident bytes of a node after them."""
     chosen = _choose_shards(samples_per_shard)
     uses = plan_uses(samples_per_shard, bytes_per_shard, workload.order, range(_EPOCHS), chosen=chosen)
-    nodes = _nodes_of(uses, workload)
+    uses_by_node = _uses_by_node(uses, workload)
     owners = _draw_owners(chosen, workload) if workload.has_peers and workload.nodes > 1 else None
     sizes = bytes_per_shard[samples_per_shard > 0]  # shards without samples are never read
     chosen_bytes = int(bytes_per_shard[chosen].sum())
-    # The share of the budget that the chosen shards get. The real budget counts whole disk blocks (`footprint`); the
-    # simulation counts exact sizes.
+    # Reduce the budget to the share of the chosen shards. The real budget counts whole disk blocks (`footprint`), but
+    # the simulation counts exact sizes.
     budget = int(budget_bytes * chosen_bytes / int(footprint(sizes).sum()))
-    # By chance, the few chosen shards of a window may need a larger share of the budget than the real window; without
-    # this minimum, the simulation would fail.
-    min_budget = max(_max_bytes_in_use(uses_of_node, bytes_per_shard) for uses_of_node in nodes)
+    # By chance, the few chosen shards of a window may need a larger share of the budget than the real window does.
+    # Without this minimum, the simulation would then fail.
+    min_budget = max(_max_bytes_in_use(uses_of_node, bytes_per_shard) for uses_of_node in uses_by_node)
     result = replay(
-        nodes,
+        uses_by_node,
         bytes_per_shard,
         max(budget, min_budget),
         ahead_bytes=choose_ahead_bytes(bytes_per_shard, budget_bytes),
@@ -167,7 +167,7 @@ def _replay_chosen(
     )
     epochs = result.epochs
     if not workload.splits_lanes:
-        # Only node 0 was simulated.
+        # All nodes read the same shards, so only node 0 was simulated.
         owned_share = 1.0 if owners is None else int(bytes_per_shard[chosen & (owners == 0)].sum()) / chosen_bytes
         epochs = [_of_all_nodes(epoch, workload.nodes, owned_share, has_peers=owners is not None) for epoch in epochs]
     scale = int(sizes.sum()) / chosen_bytes
@@ -175,14 +175,14 @@ def _replay_chosen(
 
 
 def _choose_shards(samples_per_shard: Integers) -> npt.NDArray[np.bool_]:
-    """Return the shards to simulate, `bool[num_shards]`: all, or every n-th of many."""
+    """Return the shards to simulate, `bool[num_shards]`: all that have samples, or every n-th of many."""
     occupied = np.flatnonzero(samples_per_shard)
     chosen = np.zeros(len(samples_per_shard), bool)
-    chosen[occupied[:: -(-len(occupied) // _MAX_SHARDS)]] = True
+    chosen[occupied[:: -(-len(occupied) // _MAX_SHARDS)]] = True  # the quotient is rounded up
     return chosen
 
 
-def _nodes_of(uses: Uses, workload: Workload) -> list[Uses]:
+def _uses_by_node(uses: Uses, workload: Workload) -> list[Uses]:
     """Return the uses of each node, or of one representative node if all nodes read the same shards."""
     if not workload.splits_lanes:
         return [uses]
@@ -199,22 +199,20 @@ def _of_all_nodes(traffic: EpochTraffic, nodes: int, owned_share: float, *, has_
         return _scaled(traffic, nodes)
     used = nodes * traffic.used_bytes
     origin = traffic.origin_bytes / owned_share
-    # What a node that owns no shards reads from its peers. If there are very few shards, the simulated node may own
-    # all of them; then each other node reads all of them from it.
+    # What a node that owns no shards reads from its peers. Of very few shards, the simulated node may own all; then
+    # each other node reads all of them from it.
     all_from_peers = traffic.peer_bytes / (1 - owned_share) if owned_share < 1 else origin
-    # The shares that the nodes do not own add up to `nodes - 1`.
+    # Each node reads from peers the share that it does not own. These shares add up to `nodes - 1`.
     peers = (nodes - 1) * all_from_peers
     return EpochTraffic(used, round(used - origin - peers), round(origin), round(peers))
 
 
 def _draw_owners(chosen: npt.NDArray[np.bool_], workload: Workload) -> Integers:
-    """Draw the owner of each shard to simulate, `int64[num_shards]`; each node owns the same number of them.
-
-    Shards that are not simulated have the value 0.
-    """
+    """Draw the owner of each shard to simulate, `int64[num_shards]`. Other shards have the value 0."""
     key = derive_keys(workload.order.seed, 0, _OWNERS, 1)[0]
     numbers = np.flatnonzero(chosen)
     owners = np.zeros(len(chosen), np.int64)
+    # In a random order, node 0 owns the first shards, node 1 the next ones, and so on, each the same number.
     owners[numbers[np.argsort(uniform(key, numbers, 0))]] = np.arange(len(numbers)) * workload.nodes // len(numbers)
     return owners
 
@@ -228,8 +226,8 @@ def _max_bytes_in_use(uses: Uses, bytes_per_shard: Integers) -> int:
 
 
 def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
-    # Bytes read while each node trains one sample: those that all nodes together read from the origin, and those that
-    # one node reads from its peers.
+    # Bytes in the time in which each node trains one sample: from the origin to all nodes together, and from peers to
+    # one node.
     per_sample = {"origin": traffic.origin_bytes / num_samples * nodes, "peers": traffic.peer_bytes / num_samples}
     limits = {"origin": rates.origin, "peers": rates.peers}
     given_limits = {name: limit for name, limit in limits.items() if limit is not None}

@@ -58,11 +58,11 @@ class ModelExport:
 
 @dataclass(frozen=True)
 class _ExportPart:
-    """Tensors to export, by their new names. Floating-point tensors are converted to `dtype`, unless it is None."""
+    """Tensors to export. Floating-point tensors are converted to `dtype`, unless it is None."""
 
     source: ChunkSource
     read: Callable[[Digest], bytes]  # reads a whole object of the version
-    records: Mapping[str, TensorRecord]
+    records: Mapping[str, TensorRecord]  # by new name
     dtype: str | None
     progress: Progress
 
@@ -101,8 +101,8 @@ def export_model(
 
     - "safetensors": `tensors.safetensors` with all tensors, `state.json` with all other values, and `entry.json`.
       An import of this folder gives the same state.
-    - "huggingface": the tensors below `model`, without this prefix, as `model.safetensors` or as shards with an
-      index, and the `config.json` and other small files of an earlier import.
+    - "huggingface": `model.safetensors`, or several such files with an index; `config.json` and the other small files
+      of an earlier import. Only the tensors below `model` are written, without this prefix.
     - "torch": `checkpoint.pt`, for `torch.load(weights_only=True)`.
     - "dcp": a folder of torch.distributed.checkpoint.
 
@@ -118,7 +118,7 @@ def export_model(
         exclude: tensors to leave out.
         rename: new names; see `name_filter.map_names`.
         dtype: dtype to convert floating-point tensors to, such as "bfloat16"; None keeps their dtypes.
-        max_shard_bytes: largest size of the tensors in one file of "huggingface"; a larger tensor gets its own file.
+        max_shard_bytes: maximum size of the tensors in one file of "huggingface"; a larger tensor gets its own file.
         source: source of the chunks, by default the repository.
         trusted_keys: see `stored_version.read_version`.
         progress: counts the bytes of each chunk that was read.
@@ -148,7 +148,7 @@ def export_model(
             chosen[new_name] = replace(record, name=new_name)
     part = _ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, progress)
     skeleton = None
-    # The stored state tree needs all tensors under their stored names. Selected or renamed ones become a flat dict.
+    # The state tree needs all tensors under their stored names. Otherwise the exported state is a flat dict.
     if not (only or exclude or rename):
         skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
     progress.begin(sum(record.nbytes for record in chosen.values()))
@@ -197,7 +197,7 @@ def select_weights(
     if not only and any(is_below(name, _MODEL) for name in names):
         only = [_MODEL]
     chosen = select_names(names, only, exclude)
-    # A tensor with the name `model` itself would have no name without this prefix.
+    # Keep the prefix if a tensor has the name `model` itself: its new name would be empty.
     if not rename and chosen and all(is_below(name, _MODEL) and name != _MODEL for name in chosen):
         rename = {_MODEL: ""}
     return only, rename
@@ -244,7 +244,7 @@ def _imported_files(entry: Mapping[str, Any]) -> dict[str, Digest]:
 def _config_content(part: _ExportPart, entry: Mapping[str, Any], digest: Digest | None) -> bytes | None:
     """Return the content of `config.json`, with the dtype of this export; None if the version has no configuration.
 
-    `digest` is that of the `config.json` of an earlier import. If it is None, the content comes from the value of
+    The content is the file `digest`, which an earlier import stored. Without such a file, it is the value of
     "huggingface" in the configuration of the entry.
     """
     raw: bytes | None = None

@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
 _MODULE: Final = "datasvc.loaders.decode.choice.trial"  # not `__name__`, which is "__main__" in the child
-# Deadline for one backend, including the start of the child; only a decoder that hangs takes longer.
+# Deadline for one backend, including the start of the child. Only a decoder that never returns takes longer.
 _DEADLINE_S: Final = 180.0
 _MEASURED_S: Final = 0.5  # approximate duration of a measurement
-_MIN_RUNS: Final = 3  # minimum number of batches in it
-# Maximum mean difference of two decoders, in levels of 255; above it, one of them returns wrong pixels.
+_MIN_BATCHES: Final = 3  # minimum number of batches in a measurement
+# Maximum mean difference of two decoders, for pixel values from 0 to 255; above it, one returns wrong pixels.
 _MAX_DIFFERENCE: Final = 16.0
 _NUM_COMPARED: Final = 8  # images whose pixels are compared
 
@@ -130,7 +130,7 @@ def _receive_answer(child: ChildProcess, deadline_s: float) -> dict[str, Any]:
         is_late.set()
         child.process.kill()
 
-    # A timer kills the child, because reading its output would never end while a decoder hangs.
+    # A timer kills the child, because `read_line` has no deadline.
     timer = threading.Timer(deadline_s, kill)
     timer.start()
     try:
@@ -161,8 +161,8 @@ def measure_rate(
     Args:
         backend: backend without batches in progress.
         batches: batches to decode, one after another, repeatedly.
-        prefetch: number of batches in progress.
-        duration_s: approximate duration; at least `_MIN_RUNS` batches are measured.
+        prefetch: number of batches in progress at the same time.
+        duration_s: approximate duration; at least `_MIN_BATCHES` batches are measured.
         clock: monotonic clock in seconds.
     """
     endless = itertools.cycle([(batch.arrays(), batch.windows) for batch in batches])
@@ -184,7 +184,7 @@ def measure_rate(
             started = now  # the first batch, for which threads are started, is not measured
         else:
             num_images += len(images)
-            if num_measured >= _MIN_RUNS and now - started >= duration_s:
+            if num_measured >= _MIN_BATCHES and now - started >= duration_s:
                 break
         feed()
     for _ in in_progress:  # leave the backend without batches in progress
@@ -201,7 +201,7 @@ def _wait_for(images: Any) -> None:
 
 
 def answer_trials(job: TrialJob, make: Callable[[BackendConfig, Backend], ImageBackend]) -> Iterator[dict[str, Any]]:
-    """Yield the answer for each candidate, up to the first refused one. Runs in the child."""
+    """Yield the answer for each candidate; stop after the first that is refused. Runs in the child."""
     batches = pickle.loads(job.batches.read_bytes())  # noqa: S301 - from our own parent process
     for candidate in job.candidates:
         try:
@@ -253,18 +253,18 @@ def compare_with_pillow(backend: ImageBackend, batch: TrialBatch, config: Backen
 
 
 def _to_levels(image: Any, config: BackendConfig) -> Any:
-    """Return an image of any format as levels of 255, `float64[...]`."""
+    """Return an image of any format as pixel values from 0 to 255, `float64[...]`."""
     import torch
 
     tensor = torch.as_tensor(image)
     if config.pixels.output == "bfloat16" and tensor.dtype != torch.bfloat16:
         tensor = tensor.view(torch.bfloat16)  # an array has the bits as uint16, see `PixelFormat.dtype`
-    levels = tensor.detach().cpu().double().numpy()
+    values = tensor.detach().cpu().double().numpy()
     if config.pixels.output == "uint8":
-        return levels
+        return values
     channels = (3, 1, 1) if config.pixels.layout == "NCHW" else (3,)
-    mean, std = (np.reshape(values, channels) for values in (config.pixels.mean, config.pixels.std))
-    return (levels * std + mean) * 255
+    mean, std = (np.reshape(numbers, channels) for numbers in (config.pixels.mean, config.pixels.std))
+    return (values * std + mean) * 255  # undo the normalisation
 
 
 def main() -> None:
