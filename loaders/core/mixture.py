@@ -24,12 +24,11 @@ class Mixture:
     A weight is a fraction of the samples served, independent of the splits' sizes. The positions of all epochs are
     divided into blocks of `block` positions. In the first n blocks, for any n, each split serves its fraction of the
     samples, with an error of less than one sample. Each split is read to its end in its own access order, and then
-    again in the order of its next epoch. So every pass over a split serves each of its samples once, wherever the
-    mixture's epochs end.
+    again in the order of its next epoch. Each such pass serves every sample of the split once.
 
     An epoch of the mixture has `epoch_samples` samples. Its end does not end a pass over a split: the next epoch
     continues the pass. With `tail="drop"`, the samples that a loader drops at the end of an epoch are missing in the
-    pass; none are dropped if `epoch_samples` is a multiple of the global batch.
+    pass. To drop none, let `epoch_samples` be a multiple of the global batch.
 
     Args:
         parts: splits and their weights, as pairs or a mapping. Only ratios matter: 7, 2, 1 equals 0.7, 0.2, 0.1. A
@@ -55,8 +54,8 @@ class Mixture:
         self.weights: tuple[int, ...] = _as_integers([_parse_weight(weight, split) for split, weight in pairs])
         self.block = block
         self._check()
-        num_weighted = sum(len(split) for split, weight in zip(self.splits, self.weights, strict=True) if weight)
-        self.epoch_samples = num_weighted if epoch_samples is None else epoch_samples
+        num_served = sum(len(split) for split, weight in zip(self.splits, self.weights, strict=True) if weight)
+        self.epoch_samples = num_served if epoch_samples is None else epoch_samples
         if self.epoch_samples < 1:
             raise ConfigError(f"epoch_samples is {epoch_samples}; expected at least 1")
 
@@ -136,7 +135,7 @@ def weighted_splits(samples: Split | Mixture) -> tuple[Split, ...]:
 
 
 def split_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderConfig]:
-    """Return the access order of each split: the loader's order, but with an own seed for each split of a mixture."""
+    """Return the access order of each split: the loader's. Each split of a mixture gets a seed of its own."""
     if not isinstance(samples, Mixture):
         return [config]
     return [own_order(config, split.digest) for split in samples.splits]
@@ -145,8 +144,8 @@ def split_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderCon
 def clock_steps(samples: Split | Mixture) -> list[int | None]:
     """Return, for each split, the mean bytes that a mixture reads per sample of this split.
 
-    Between two samples of a split, a mixture also reads other splits. The cache compares next uses of the shards of
-    all splits, so their clocks must count these bytes too. None: no mixture, or a weight of 0.
+    This includes the bytes of other splits that are read between two samples of this one. They count because the
+    cache compares the next uses of the shards of all splits. None: no mixture, or a weight of 0.
     """
     if not isinstance(samples, Mixture):
         return [None]
@@ -156,7 +155,7 @@ def clock_steps(samples: Split | Mixture) -> list[int | None]:
 
 
 def label_maps(samples: Split | Mixture) -> list[Integers | None]:
-    """Return, for each split, `int64[classes]`: the mixture's label for each label of the split; None: equal labels.
+    """Return, for each split, the mixture's label for each label of the split, `int64[classes]`; None: equal labels.
 
     Raises:
         ConfigError: some splits have class names and others have none, so their labels cannot be matched.
@@ -217,7 +216,7 @@ def _parse_weight(weight: float | Fraction, split: Split) -> Fraction:
 
 def _as_integers(weights: Sequence[Fraction]) -> tuple[int, ...]:
     """Return the smallest integers that have the same ratios as the weights."""
-    common = math.lcm(*(weight.denominator for weight in weights))
-    scaled = [int(weight * common) for weight in weights]
-    divisor = math.gcd(*scaled) or 1
+    denominator = math.lcm(*(weight.denominator for weight in weights))
+    scaled = [int(weight * denominator) for weight in weights]
+    divisor = math.gcd(*scaled) or 1  # 0 if all weights are 0, or there are none; `_check` refuses both
     return tuple(weight // divisor for weight in scaled)

@@ -35,7 +35,7 @@ BlockKey = tuple[str, Shape | None]
 
 
 def read_dcp_folder(folder: Path, memory_bytes: int) -> ForeignState:
-    """Return the state in a folder that `torch.distributed.checkpoint` wrote with any number of ranks.
+    """Return the state in a folder of `torch.distributed.checkpoint`. For `memory_bytes` see `TorchReader`.
 
     Raises:
         ConfigError: the metadata or a value refers to a class that is not allowed, or an extension of DCP has
@@ -46,8 +46,7 @@ def read_dcp_folder(folder: Path, memory_bytes: int) -> ForeignState:
     location = str(folder / METADATA_FILE)
     reader = TorchReader(memory_bytes)
     metadata = reader.read_dcp_metadata(folder / METADATA_FILE)
-    # The types of the elements of `metadata` were not checked. An invalid element raises one of the errors that are
-    # converted below, here or in a function that is called here.
+    # The elements of `metadata` were not checked. The errors that invalid elements cause are converted below.
     try:
         extents = _read_extents(folder, metadata["extents"])
         items: dict[str, Any] = {}
@@ -60,11 +59,11 @@ def read_dcp_folder(folder: Path, memory_bytes: int) -> ForeignState:
         tree = build_tree(items, {name: tuple(path) for name, path in metadata["paths"]}, location)
         skeleton, tensors = _flatten(tree)
     except ConfigError:
-        raise  # a ConfigError is a ValueError too, but does not mean that the metadata is invalid
+        raise  # not converted below, although it is a ValueError
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
         raise CorruptDataError(f"{location} is not valid DCP metadata: {type(error).__name__}: {error}") from error
     check_shared_bytes(tensors, sum(extent.length for extent in extents.values()), location)
-    # A flat dict of tensors is a plain state dict. It needs no skeleton, because the names describe the whole tree.
+    # A flat dict of tensors needs no skeleton: the names describe the whole tree.
     is_bare = tree == items and all(isinstance(item, ForeignTensor) for item in items.values())
     return ForeignState("dcp", tensors, None if is_bare else skeleton)
 
@@ -87,12 +86,12 @@ def write_dcp_folder(folder: Path, state: Mapping[str, Any]) -> None:
         try:
             save(dict(state), storage_writer=writer, no_dist=True)
         except CheckpointException as error:
-            raise _failure(error) from None
+            raise _error_of_save(error) from None
         except ValueError as error:
             raise ConfigError(f"this state cannot be written as DCP: {error}") from error
 
 
-def _failure(error: BaseException) -> BaseException:
+def _error_of_save(error: BaseException) -> BaseException:
     """Return the exception to raise for a failed save.
 
     torch wraps the cause in a `CheckpointException`, which does not derive from `Exception`.
@@ -100,7 +99,7 @@ def _failure(error: BaseException) -> BaseException:
     causes = [cause for cause, _ in getattr(error, "failures", {}).values()]
     for cause in causes:
         reason: BaseException | None = cause
-        # Find the error of the disk, or the interrupt, that led to this error.
+        # Find the disk error, or the interrupt such as Ctrl-C, that led to this error.
         while reason is not None:
             if isinstance(reason, OSError) or not isinstance(reason, Exception):
                 return reason
@@ -119,7 +118,7 @@ def _read_value(reader: TorchReader, extent: Extent) -> Any:
 
 
 def _flatten(tree: Any) -> tuple[Any, list[ForeignTensor]]:
-    """Return the skeleton of a tree of foreign tensors, and the tensors with their names in it."""
+    """Return the skeleton of a tree of foreign tensors, which are not loaded yet, and the tensors with new names."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -129,7 +128,7 @@ def _flatten(tree: Any) -> tuple[Any, list[ForeignTensor]]:
     def to_placeholder(value: Any) -> Any:
         if not isinstance(value, ForeignTensor):
             return value
-        placeholders.append(torch.empty(0))  # `flatten` needs a tensor here
+        placeholders.append(torch.empty(0))  # because `flatten` needs a loaded tensor
         foreign[id(placeholders[-1])] = value
         return placeholders[-1]
 
@@ -168,7 +167,7 @@ def _checked_extent(extent: Extent) -> Extent:
 
 
 def _check_no_overlap(extents: Iterable[Extent]) -> None:
-    """Raise CorruptDataError if two ranges overlap, because bytes with many names would be loaded once per name."""
+    """Raise CorruptDataError if two ranges overlap: the same bytes under many names could fill the memory."""
     ordered = sorted(extents, key=lambda extent: (extent.path, extent.offset, extent.length))
     for extent, following in itertools.pairwise(ordered):
         if extent.path == following.path and extent.offset + extent.length > following.offset:
@@ -227,7 +226,7 @@ def build_tree(items: Mapping[str, Any], paths: Mapping[str, Any], location: str
             raise CorruptDataError(f"{location}: {name!r} has no valid path in the state")
         node: Any = root
         for key in path[:-1]:
-            # A stored value may be a dict too, but no path leads into it: its tree is complete.
+            # A stored value may be a dict too, but no path may lead into it.
             node = node.setdefault(key, _Node()) if isinstance(node, _Node) else None
         if not isinstance(node, _Node) or path[-1] in node:
             raise CorruptDataError(f"{location}: two values have the same path in the state, {name!r} is one of them")

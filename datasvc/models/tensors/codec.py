@@ -2,11 +2,12 @@
 
 The codec is lossless for any bits. Trained weights have similar exponents and noise in their low bits. Between two
 checkpoints, even the upper bits of the mantissa change little. Thus the planes of a chunk, or of its difference to an
-earlier version of the chunk, compress better than the interleaved bytes (as in LightRW, ZipNN and Delta-DNN). There
-are two kinds of difference: XOR, and the difference of the bits as integers. The sign of an integer difference is
-moved to the lowest bit, so that the upper planes are zeros for small changes of either sign.
+earlier version of it, compress better than its bytes (as in LightRW, ZipNN and Delta-DNN). There are two kinds of
+difference: XOR, and the difference of the bits as integers. The sign of an integer difference is moved to the lowest
+bit, so that the upper planes are zeros for small changes of either sign.
 
-Functions take and return arrays `uint8[size]` of whole little-endian words, and release the interpreter lock.
+Functions take and return arrays `uint8[size]` of whole words (little-endian numbers). They release the interpreter
+lock.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["Bytes", "ChainDecoder", "Decoders", "encode", "is_worthwhile", "try_
 # Planes compress by the frequency of bytes, not by repeats: for those of a ResNet-50, levels 2 and 3 gave 1 % more
 # bytes than level 1. Searching for few and long repeats gives 0.7 % fewer bytes, and decodes faster.
 _ZSTD: Final = zstandard.ZstdCompressionParameters(compression_level=1, min_match=7, hash_log=8, window_log=19)
-# `try_encodings` encodes a sample of this size, from this number of places in the content.
+# `try_encodings` encodes a sample of this size, which consists of this number of runs of bytes.
 _SAMPLE_BYTES: Final = 128 << 10
 _SAMPLE_RUNS: Final = 4
 # `_compress` first compresses a sample of this size, from the middle of a plane.
@@ -105,7 +106,7 @@ def is_worthwhile(share: float) -> bool:
 
 def _compress(plane: Bytes, compressor: zstandard.ZstdCompressor) -> bytes:
     """Return a plane as a zstd frame, or raw if compression saves too little."""
-    # Try a sample from the middle first, to avoid the cost of compressing a whole plane that is then stored raw.
+    # Try a sample from the middle first: most planes that do not compress are found by it, at little cost.
     middle = plane[max(0, plane.size // 2 - _PLANE_SAMPLE_BYTES // 2) :][:_PLANE_SAMPLE_BYTES]
     if plane.size > 2 * middle.size and len(compressor.compress(middle.data)) >= _WORTHWHILE_PLANE * middle.size:
         return plane.tobytes()
@@ -122,21 +123,20 @@ def _thread_compressor() -> zstandard.ZstdCompressor:
 
 
 class ChainDecoder:
-    """Decodes chains; reuses its memory between calls. Not safe for several threads."""
+    """Decodes chains: a chunk, and differences that lead from it to a later one. Not safe for several threads."""
 
     def __init__(self) -> None:
-        # A complete frame needs no window, see `_decode_plane`. A truncated frame needs a window, and may claim one
-        # of any size, so limit the size.
+        # Limit zstd's window, its memory. A complete frame needs none, see `_decode_plane`, but a truncated frame may
+        # claim one of any size.
         self._zstd = zstandard.ZstdDecompressor(max_window_size=MAX_ENCODED_CHUNK_BYTES)
-        self._memory: dict[int, Bytes] = {}
+        self._memory: dict[int, Bytes] = {}  # reused between calls
 
     def decode(self, links: Iterable[tuple[str, bytes | memoryview]], out: Bytes) -> None:
         """Decode links, pairs of encoding and stored bytes, into `out`.
 
-        A link that encodes a whole chunk replaces the content of `out`; a difference is applied to the content.
-
-        Every link has its own word size, because an equal chunk of another dtype may have been stored first. Decoding
-        needs about four times the memory of `out`, whatever sizes the links claim.
+        A link that encodes a whole chunk replaces the content of `out`; a difference is applied to the content. Each
+        link has its own word size, because an equal chunk of another dtype may have been stored first. Decoding needs
+        about four times the memory of `out`, whatever sizes the links claim.
 
         Raises:
             CorruptDataError: a link does not decode to the size of `out`.

@@ -27,7 +27,7 @@ Take = Callable[[memoryview], None]
 """Function that receives the next bytes of a stream. The view is valid only during the call."""
 
 _BUFFER_BYTES: Final = 512 << 10
-# After so many bytes without a failure, the count of consecutive failures restarts at zero.
+# After this many bytes without a failure, the next failure counts as the first one again.
 _PROGRESS_BYTES: Final = 16 << 20
 _REFUSALS: Final = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 _CONTENT_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)")
@@ -42,9 +42,9 @@ class _StreamRequest:
     """A request for a file, without the range of bytes, which each attempt adds."""
 
     server: Endpoint
-    target: str
-    headers: Mapping[str, str] = field(repr=False)
-    location: str
+    target: str  # path and query of the URL
+    headers: Mapping[str, str] = field(repr=False)  # may contain a password
+    location: str  # for messages
 
 
 class HttpStream:
@@ -77,7 +77,7 @@ class HttpStream:
     ) -> None:
         """Pass `length` bytes, at least 1, from `offset` to `take`; for details, see `RangeReader.stream`.
 
-        After a failure, the missing bytes are requested again, up to 4 attempts without progress. Also raises
+        After a failure, the missing bytes are requested again, see `retries.ATTEMPTS`. Also raises
         UnsupportedResponseError.
         """
         request = self._request(path, location)
@@ -155,12 +155,12 @@ class HttpStream:
                     return connection, connection.send_get(request.target, {**request.headers, "Range": byte_range})
             except OSError:  # http.client raises it for most broken connections
                 connection.close()
-                if not connection.was_kept or interrupt.is_set:
+                if not connection.was_kept or interrupt.is_set:  # a new connection failed, or the read was cancelled
                     raise
             except BaseException:
                 connection.close()
                 raise
-            # The server has closed the idle connection, which is no failure: send the request over a new connection.
+            # The server has closed an idle connection, which is not a failure: use a new connection.
             connection = self._connections.acquire(request.server, interrupt, fresh=True)
 
 
@@ -198,7 +198,7 @@ def _check(response: http.client.HTTPResponse, offset: int, stop: int) -> None:
         raise UnsupportedResponseError
     if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
         raise ConnectionError(f"the server responds {status} {response.reason}")
-    # Without a length, the response is chunked, or ends with the connection.
+    # A response without a length is chunked, or ends with the connection. fsspec's client reads both.
     if response.length is None:
         raise UnsupportedResponseError
     length = stop - offset

@@ -2,8 +2,8 @@
 
 With it, a loader serves samples while the cache still fetches their shard. No byte is readable before it is verified.
 The *frame* of a record batch, its bytes without those of its blobs (see `layout`), is part of the sample index, so
-the digest of the index verifies it. The payload digest of a sample verifies its blob. A record batch whose frame is
-not in the index is verified by a digest of its own.
+the digest of the index verifies it. The payload digest of a sample verifies its blobs. A record batch without a frame
+in the index is read as a whole, and has a digest of its own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import check_shard_schema
 
-# One request reads samples with at most this gap between them: to transfer the gap takes a third of the latency of
-# another request.
+# Samples with at most this gap between them are read by one request: the transfer of the gap takes a third of the
+# latency of another request.
 GAP_BYTES: Final = 256 << 10
 
 
@@ -65,9 +65,8 @@ class PartialShard(Shard):
     """A shard that is not fetched completely. Its readable samples are read as from a complete shard.
 
     `has` returns whether samples are readable, and `fetch` makes them readable. Instead of `fetch`, a caller may read
-    the ranges of `plan` itself and pass their bytes to `add`. For samples that are not readable, `blobs`, `is_valid`
-    and `sample` raise IndexError, and the results of `column` and `values` have arbitrary content. Threads may call
-    `add` and read samples concurrently.
+    the ranges of `plan` itself and pass their bytes to `add`. For other samples, `column` and `values` return
+    arbitrary content, and the other methods raise IndexError. Threads may add and read samples concurrently.
 
     Args:
         info: digest and size of the shard.
@@ -104,7 +103,7 @@ class PartialShard(Shard):
                 else FramedBatch(batch, layout.schema, memory, batch_payloads, batch_name)
             )
         super().__init__(layout.schema, [partial.batch for partial in self._partial], name)
-        # Begin with an empty array, because the shard may have no record batches, and `concatenate` needs an array.
+        # The empty array is for a shard without record batches: `concatenate` needs at least one array.
         self._is_readable = np.concatenate([np.empty(0, np.bool_), *[partial.readable for partial in self._partial]])
 
     def has(self, rows: Integers) -> bool:
@@ -123,6 +122,7 @@ class PartialShard(Shard):
         return [
             PartialRead(number, run[0], run[1], spans)
             for number in np.unique(batches).tolist()
+            # A record batch counts its samples from its own first sample.
             for run, spans in self._partial[number].plan(missing[batches == number] - self._starts[number], gap_bytes)
         ]
 
@@ -138,7 +138,7 @@ class PartialShard(Shard):
         with self._lock:
             partial = self._partial[read.batch]
             partial.add((read.start, read.stop), contents)
-            # A `WholeBatch` has replaced its placeholder by the record batch. Drop arrays made from the placeholder.
+            # A `WholeBatch` has just replaced its placeholder by the record batch: drop arrays of the placeholder.
             if partial.batch is not self._batches[read.batch]:
                 self._batches[read.batch] = partial.batch
                 self._drop_cached_columns()

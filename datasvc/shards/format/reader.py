@@ -25,7 +25,7 @@ from datasvc.shards.format.ipc_reader import IpcReader
 from datasvc.shards.format.mapped_file import Bytes, MappedFile
 from datasvc.shards.format.schema import check_shard_schema, is_blob
 
-BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]  # see `blob_part`
+BlobPart = tuple[Bytes, npt.NDArray[np.int64], npt.NDArray[np.int64]]  # content, starts and stops, see `blob_part`
 _NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 
@@ -52,7 +52,7 @@ class Shard:
         self.num_samples = int(self._starts[-1])
         self._file: MappedFile | None = None
         self._arrays: dict[str, npt.NDArray[Any]] = {}
-        self._valid: dict[str, npt.NDArray[np.bool_] | None] = {}
+        self._valid: dict[str, npt.NDArray[np.bool_] | None] = {}  # which rows have a value; None: all rows
 
     @staticmethod
     def map(path: Path | str) -> Shard:
@@ -74,9 +74,9 @@ class Shard:
     def read(self, view: Bytes, buffer: Bytes) -> Bytes:
         """Return the bytes of a view of this shard, read from the file and not from the mapped pages.
 
-        An access to a mapped page maps up to 2 MiB around it. So accesses at random positions would soon map complete
-        shards, which count against the memory limit of the process. Also, an error of the disk raises an exception
-        here, but kills a process that accesses a mapped page.
+        An access to a mapped page maps up to 2 MiB around it. Accesses at random positions would soon map complete
+        shards, which count against the memory limit of the process. A disk error raises an exception here, but an
+        access to a mapped page then kills the process.
 
         Args:
             view: a view from `blobs`.
@@ -114,15 +114,15 @@ class Shard:
         if column not in self._blob_parts:
             return [_NO_BYTES] * len(rows)
         parts = self._blob_parts[column]
-        if len(parts) == 1:  # then the batch of each row need not be searched
+        if len(parts) == 1:  # all rows are in the same record batch
             content, starts, stops = parts[0]
             return [
                 content[start:stop] for start, stop in zip(starts[rows].tolist(), stops[rows].tolist(), strict=True)
             ]
         batches = np.searchsorted(self._starts, rows, side="right") - 1
-        within = rows - self._starts[batches]
+        rows_in_batch = rows - self._starts[batches]
         views = []
-        for batch, row in zip(batches.tolist(), within.tolist(), strict=True):
+        for batch, row in zip(batches.tolist(), rows_in_batch.tolist(), strict=True):
             content, starts, stops = parts[batch]
             views.append(content[starts[row] : stops[row]])
         return views
@@ -164,10 +164,10 @@ class Shard:
             CorruptDataError: a text is not UTF-8.
         """
         batch = int(np.searchsorted(self._starts, row, side="right")) - 1
-        within = row - int(self._starts[batch])
+        row_in_batch = row - int(self._starts[batch])
         with text_errors(self.name):
             return {
-                name: self._batches[batch].column(index)[within].as_py()
+                name: self._batches[batch].column(index)[row_in_batch].as_py()
                 for index, name in enumerate(self.schema.names)
             }
 
@@ -189,7 +189,7 @@ class Shard:
         return parts
 
     def _detached(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        # Copy these small arrays, because every read uses them: as views, they would keep their pages mapped.
+        # Copy these small arrays: every read uses them, and as views of the file they would keep pages mapped.
         return array if self._file is None else array.copy()
 
     def _release_pages(self) -> None:
@@ -246,6 +246,6 @@ def blob_part(array: pa.Array) -> BlobPart:
     offsets = value_offsets(array)
     starts, stops = offsets[:-1], offsets[1:]
     if array.null_count:
-        # Arrow allows a null value to have bytes. They must not appear as a blob, so make the range empty.
+        # In Arrow, a null value may have bytes. Give it an empty range, so that they do not appear as a blob.
         stops = np.where(array.is_valid().to_numpy(zero_copy_only=False), stops, starts)
     return joined_bytes(array), starts, stops

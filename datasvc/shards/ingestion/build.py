@@ -1,8 +1,8 @@
 """Classes to build one unit of an ingest: the work that a worker receives, its result, and the storage of shards.
 
-`build_listed` and `build_streamed` use these classes. A unit is the work of one worker at a time, see `plan`. A full
-shard is synced or uploaded in the background while the next one is built. Once stored, it is recorded in the
-journal, so that an interrupted ingest continues after the last recorded shard.
+`build_listed` and `build_streamed` use these classes. A unit is the work of one worker at a time, see `plan`. A
+listed unit is one shard of known files; a streamed unit is read in order into several shards. A full shard is stored
+in the background while the next one is built, and then recorded: an interrupted ingest continues after it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datasvc.shards.format.writer import ShardStatistics, ShardWriter
 from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit
 from datasvc.shards.sources.common.source import BadSample, Source
 
-_MAX_PENDING: Final = 2  # shards being synced or uploaded, in addition to the one being built
+_MAX_PENDING: Final = 2  # maximum number of complete shards of a unit that are not stored yet
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class IngestWork:
         name: digest of the plan. This and the next two fields identify the journal, see `Repository.journal`.
         fingerprint: fingerprint of the source when it was listed.
         attempt: attempt of the journal, see `Journal.begin`.
-        source: the source to read; a listed source has no listing here, because the units contain the files.
+        source: the source to read. A listed source is sent without its listing: the units have the files.
         schema: columns of the shards.
         options: how shards are built.
         classes: class names by stored label.
@@ -136,8 +136,8 @@ class ShardOutput:
 
     Attributes:
         writer: receives the samples.
-        keys, samples, payloads: contents of the sample index: keys, sample digests and payload digests. The builder
-            sets them before `store`.
+        keys, samples, payloads: keys, sample digests and payload digests for the sample index. The builder sets them
+            before `store`.
         image_kinds: number of images by format; the builder counts them, because `writer` does not read images.
     """
 
@@ -176,7 +176,7 @@ class ShardFinisher:
         self._unit = unit.number
         self._repository = repository
         self._journal = repository.journal(work.name, work.fingerprint, work.attempt)
-        # Only a streamed unit has parts. A listed unit is one shard, so the record of the unit is enough.
+        # Only streamed units have parts. A listed unit has one shard, so the record of the unit is enough.
         self._records_shards = bool(unit.parts)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="datasvc-store")
         self._pending: list[Future[BuiltShard]] = []

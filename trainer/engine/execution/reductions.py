@@ -1,6 +1,7 @@
 """Runs the reductions that the negotiation has agreed on: fused allreduces, and reducescatters.
 
-`Executor` uses this module. A fusion buffer has the dtype and the device in which its values are sent; see `wire`.
+`Executor` uses this module. A fusion buffer holds several tensors, each in a slot, to reduce them by one collective.
+It has the dtype and the device in which its values are sent; see `wire`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _SHORT_BYTES = 64 * 1024
 
 @dataclass(kw_only=True)
 class Reductions:
-    """Runs allreduce and reducescatter on one rank. The arguments without a line below are those of `Executor`.
+    """Runs allreduce and reducescatter on one rank. For the other attributes see `Executor`.
 
     Attributes:
         fusion_bytes: maximum size of a fusion buffer, from the next operation on.
@@ -52,8 +53,8 @@ class Reductions:
         requests = [ready.request for ready, _ in operations]
         element_bytes = {name: wire_dtype(name).itemsize for request in requests for name in request.dtypes}
         buffers = plan_fusion(requests, fusion_bytes=self.fusion_bytes, element_bytes=element_bytes)
-        # The tensors of a grouped request may be in several buffers. Buffers complete in order, so the request
-        # finishes with its last buffer. The dict keeps the last index for each operation.
+        # The tensors of a grouped operation may be in several buffers. Buffers complete in order, so the operation
+        # finishes with its last buffer.
         last_buffer = {slot.operation: index for index, buffer in enumerate(buffers) for slot in buffer.slots}
         submissions = [submission for _, submission in operations]
         for index, buffer in enumerate(buffers):
@@ -88,8 +89,8 @@ class Reductions:
         with self.streams.on_engine_stream(outputs[0].device, ready_events, inputs + outputs):
             timeline.activity(keys, "MEMCPY_IN_FUSION_BUFFER")
             with profiled("pack"):
-                flat, scratch = self._pack(buffer, inputs, outputs)
-                # Usually no submission is prescaled yet; then one pass scales the whole buffer.
+                flat, borrowed = self._pack(buffer, inputs, outputs)
+                # Usually no submission was scaled by the caller; then one pass scales the whole buffer.
                 if not any(submissions[operation].is_prescaled for operation in buffer.operations):
                     _scale(flat, factor=request.prescale_factor)
                 else:
@@ -99,7 +100,7 @@ class Reductions:
                 work = self._reduce(buffer, request, flat)
 
         def complete(work: CollectiveWork) -> None:
-            # No events and tensors here, because the stream got them when the buffer was packed.
+            # The stream got the events and tensors when the buffer was packed.
             with self.streams.on_engine_stream(outputs[0].device, (), ()):
                 with profiled("wait"):
                     work.wait()
@@ -108,8 +109,8 @@ class Reductions:
                     divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
                     _scale(flat, factor=request.postscale_factor, divisor=divisor)
                     _unpack(buffer, flat, outputs)
-            if scratch is not None:
-                self.buffers.give_back(scratch)
+            if borrowed is not None:
+                self.buffers.give_back(borrowed)
             timeline.end(keys)
             for submission in finishing:
                 self.finish(submission, submission.result)
@@ -151,8 +152,8 @@ class Reductions:
     def _reduce_by_adasum(self, buffer: Buffer, flat: Tensor) -> None:
         """Replace the tensors of the buffer by their Adasum over all ranks; return when it is complete."""
         transport = self.transport
-        # A buffer is on a GPU only with NCCL. Then, as in Horovod, average within each node, and combine the nodes by
-        # Adasum. A place is a participant of Adasum: a node in this case, otherwise a rank.
+        # Adasum combines places. With NCCL (only then is a buffer on a GPU) a place is a node, as in Horovod: average
+        # within each node first. Otherwise a place is a rank.
         ranks_per_place = transport.local_size if flat.is_cuda else 1
         if ranks_per_place > 1:
             self._make_node_sets()
@@ -211,7 +212,7 @@ def split_rows(num_rows: int, num_ranks: int) -> list[int]:
 
 
 def _scale(tensor: Tensor, *, factor: float, divisor: int = 1) -> None:
-    """Set `tensor` to `tensor * factor / divisor`, with Horovod's arithmetic.
+    """Set `tensor` to `tensor * factor / divisor`, with the same rounding as Horovod.
 
     Integers are scaled in float64 and truncated toward zero. Half precision is scaled in float32 and rounded once.
     """

@@ -24,13 +24,13 @@ _MAX_AHEAD_OVER_IO: Final = 1.1  # if `ahead_over_io` is larger in most rounds, 
 
 @dataclass(frozen=True)
 class MeasuredRound:
-    """The costs of a step, and the times of the modes that ran right after the costs were measured.
+    """The costs of a step, and the times of whole steps that were measured right after them.
 
     Attributes:
         costs: costs that were measured in this round.
-        ahead_over_io: time per batch with prefetching divided by the time without; measured values, before t_a is
-            limited to t_io.
-        measured_s: seconds per step of each mode that was run.
+        ahead_over_io: time per batch with prefetching divided by the time without, as measured. In `costs`, t_a is
+            limited to t_io, because more is noise.
+        measured_s: seconds per step of each mode (arrangement of the parts of a step) that was run.
     """
 
     costs: StepCosts
@@ -58,7 +58,7 @@ class Profile:
     Attributes:
         world_size: ranks of the job that was measured.
         config: effective settings of that job.
-        unit: name of the samples, in the plural.
+        unit: name of the samples, in the plural, such as "images".
         rounds: measurements of the rounds, at least one.
         layers: layers as rank 0 measured them.
         traffic: messages of a step of the job.
@@ -82,11 +82,11 @@ class Profile:
     def notes(self) -> list[str]:
         """Notes on the validity of the numbers."""
         notes = []
-        slower = [measured.ahead_over_io for measured in self.rounds if measured.ahead_over_io > _MAX_AHEAD_OVER_IO]
+        ratios = [measured.ahead_over_io for measured in self.rounds if measured.ahead_over_io > _MAX_AHEAD_OVER_IO]
         # A few slow rounds are noise that the medians remove.
-        if 2 * len(slower) > len(self.rounds):
+        if 2 * len(ratios) > len(self.rounds):
             notes.append(
-                f"note: a prefetched batch took {statistics.median(slower):.2f} times as long as one without "
+                f"note: a prefetched batch took {statistics.median(ratios):.2f} times as long as one without "
                 "prefetching, which is noise. t_a is limited to t_io; use more --steps, or a quieter machine"
             )
         if self.predictions and self.world_size == 1:
@@ -227,8 +227,8 @@ def median_costs(costs: Sequence[StepCosts]) -> StepCosts:
     messages = tuple(
         Message(
             size_bytes=repeats[0].size_bytes,
-            # Limited, because the median of the ready times can exceed the sum of the medians of forward and backward
-            # pass. `StepCosts` refuses a message that is ready after the backward pass.
+            # The median of the ready times can exceed the sum of the medians of forward and backward pass, and
+            # `StepCosts` refuses a message that is ready after the backward pass.
             ready_s=min(end_s, statistics.median(message.ready_s for message in repeats)),
             reduce_s=statistics.median(message.reduce_s for message in repeats),
         )
