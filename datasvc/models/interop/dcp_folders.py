@@ -35,7 +35,7 @@ BlockKey = tuple[str, Shape | None]
 
 
 def read_dcp_folder(folder: Path, memory_bytes: int) -> ForeignState:
-    """Return the state in a folder of `torch.distributed.checkpoint`. For `memory_bytes` see `TorchReader`.
+    """Return the state in a folder that any number of ranks wrote. For `memory_bytes` see `TorchReader`.
 
     Raises:
         ConfigError: the metadata or a value refers to a class that is not allowed, or an extension of DCP has
@@ -118,7 +118,7 @@ def _read_value(reader: TorchReader, extent: Extent) -> Any:
 
 
 def _flatten(tree: Any) -> tuple[Any, list[ForeignTensor]]:
-    """Return the skeleton of a tree of foreign tensors, which are not loaded yet, and the tensors with new names."""
+    """Return the skeleton of a tree of tensors that are not loaded yet, and the tensors, named as in it."""
     import torch
     from torch.utils import _pytree as pytree
 

@@ -102,7 +102,7 @@ def export_model(
     - "safetensors": `tensors.safetensors` with all tensors, `state.json` with all other values, and `entry.json`.
       An import of this folder gives the same state.
     - "huggingface": `model.safetensors`, or several such files with an index; `config.json` and the other small files
-      of an earlier import. Only the tensors below `model` are written, without this prefix.
+      of an earlier import. By default, the tensors below `model` are written, without this prefix.
     - "torch": `checkpoint.pt`, for `torch.load(weights_only=True)`.
     - "dcp": a folder of torch.distributed.checkpoint.
 

@@ -185,8 +185,8 @@ class CheckpointManager:
         if self._main_channel.size > 1 and step < self._next_check:
             return False
         decision = self._scheduler.decide(step, is_saving=is_saving)
-        received = None if self._preemption is None else self._preemption.received
-        answers: list[Any] = [[step, decision.is_due, decision.next_step, received]]
+        signal_number = None if self._preemption is None else self._preemption.received
+        answers: list[Any] = [[step, decision.is_due, decision.next_step, signal_number]]  # of each rank
         # Without a clock and signals, the decision depends only on the step number, so the ranks need no exchange.
         if self._policy.needs_clock or self._preemption is not None:
             answers = self._main_channel.exchange(answers[0])

@@ -301,8 +301,8 @@ class Storage:
 
         Args:
             path: path to create.
-            content: bytes that differ from those of any other writer, for example by a random id. After a failure,
-                `create` reads the file and compares it with them, to find out which writer has written it.
+            content: bytes that differ from those of any other writer, for example by a random id. `create` may read
+                the file and compare it with them, to find out which writer has written it.
 
         Raises:
             ConfigError: see `check_writable`.

@@ -125,7 +125,7 @@ class _Driver:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._store: Store | None = None
         self._ranks: dict[str, int] = {}  # last rank of each worker
-        self._slots: dict[str, int] = {}  # number of slots of each host, which are places for one worker
+        self._slots: dict[str, int] = {}  # number of slots of each host; a slot is for one worker
         self._last_lines: dict[str, tuple[str, ...]] = {}  # end of the output of each worker that failed
         self._finish: Finish | None = None
         self._message_thread = threading.Thread(target=self._receive_messages, name="elastic-messages", daemon=True)

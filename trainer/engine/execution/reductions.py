@@ -31,7 +31,7 @@ _SHORT_BYTES = 64 * 1024
 
 @dataclass(kw_only=True)
 class Reductions:
-    """Runs allreduce and reducescatter on one rank. For the other attributes see `Executor`.
+    """Runs allreduce and reducescatter on one rank. The other attributes are arguments of `Executor`.
 
     Attributes:
         fusion_bytes: maximum size of a fusion buffer, from the next operation on.
