@@ -82,7 +82,7 @@ class GcReport:
         num_young: number of objects that nothing references, and that are kept only because they are younger than the
             grace period.
         young_bytes: total size of the young objects in bytes.
-        clock_warning: reason why a dry run on a read-only store measures ages by the clock of this machine, or None.
+        clock_warning: if a dry run on a read-only store measured ages by the clock of this machine: why; else None.
     """
 
     dry_run: bool
@@ -122,8 +122,8 @@ def gc(
             read-only store uses the clock of this machine and sets `clock_warning` in the report.
 
     Raises:
-        ConfigError: the grace is too short for running writers; or the clocks of this machine and the store differ by
-            more than an hour; or an entry or table has a later format; or the store is read-only (not in a dry run).
+        ConfigError: the grace is too short for running writers; the clocks of this machine and the store differ by
+            more than an hour; an entry or table has a later format; the store is read-only (not in a dry run).
         CorruptDataError, NotFoundError: entries or tables cannot be read, so their references are unknown; nothing
             was deleted. The message names all such versions. A version whose entry is damaged and has no copy can be
             declared lost, see `lost_versions.mark_lost`; gc runs again once that was `grace_s` ago.

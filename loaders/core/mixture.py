@@ -54,8 +54,8 @@ class Mixture:
         self.weights: tuple[int, ...] = _as_integers([_parse_weight(weight, split) for split, weight in pairs])
         self.block = block
         self._check()
-        num_served = sum(len(split) for split, weight in zip(self.splits, self.weights, strict=True) if weight)
-        self.epoch_samples = num_served if epoch_samples is None else epoch_samples
+        default_samples = sum(len(split) for split, weight in zip(self.splits, self.weights, strict=True) if weight)
+        self.epoch_samples = default_samples if epoch_samples is None else epoch_samples
         if self.epoch_samples < 1:
             raise ConfigError(f"epoch_samples is {epoch_samples}; expected at least 1")
 

@@ -157,7 +157,7 @@ class SharedDecoder(Generic[B]):
 
     Args:
         inner: decoder of the batches that no other job decodes. One thread feeds it, and another one takes from it.
-        folder, pace, group, counts: see `Pace`.
+        folder, pace, group, counts: the pace of this job, and the objects from which it was made.
         profiler: profiler of the loader; waits for other jobs count as waits for decoding.
     """
 

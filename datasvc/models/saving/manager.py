@@ -399,7 +399,7 @@ class CheckpointManager:
     def _agree(self, step: int, flat_state: FlatState | None, reported: list[int], error: Exception | None) -> None:
         """Check that no rank has an error, and that all ranks save the same step and tensors. For errors see `save`.
 
-        `reported` has the numbers of the earlier saves whose errors this rank reports in this call.
+        `reported`: numbers of the earlier saves whose errors this rank reports in this call.
         """
         if self._main_channel.size == 1:
             if error is not None:
@@ -445,7 +445,7 @@ class CheckpointManager:
         return handle
 
     def _count_device_copies(self) -> None:
-        """Count the device copies that have ended since the last call in the cost of saving."""
+        """Add the device copies that have ended since the last call to the cost of saving."""
         while self._copying and (self._copying[0].device_s is not None or self._copying[0].done()):
             self._scheduler.record_device_copy(self._copying.popleft().device_s or 0.0)
 

@@ -77,8 +77,8 @@ class HttpStream:
     ) -> None:
         """Pass `length` bytes, at least 1, from `offset` to `take`; for details, see `RangeReader.stream`.
 
-        After a failure, the missing bytes are requested again, see `retries.ATTEMPTS`. Also raises
-        UnsupportedResponseError.
+        After a failure, the missing bytes are requested again, until `retries.ATTEMPTS` failures without progress.
+        Also raises UnsupportedResponseError.
         """
         request = self._request(path, location)
         with closing(self._stream(request, offset, offset + length, interrupt)) as views:

@@ -66,7 +66,7 @@ class PartialShard(Shard):
 
     `has` returns whether samples are readable, and `fetch` makes them readable. Instead of `fetch`, a caller may read
     the ranges of `plan` itself and pass their bytes to `add`. For other samples, `column` and `values` return
-    arbitrary content, and the other methods raise IndexError. Threads may add and read samples concurrently.
+    arbitrary content; `blobs`, `is_valid` and `sample` raise IndexError. Threads may add and read at the same time.
 
     Args:
         info: digest and size of the shard.
