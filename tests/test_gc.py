@@ -153,23 +153,50 @@ def test_what_cannot_be_read_stops_gc_before_anything_is_removed(full, kind, dam
     assert objects_of(full) == before
 
 
+def test_a_removed_version_may_be_swept_by_a_gc_that_began_later(full):
+    table = full.versions("models", "cnn").read(1).content["tensors"]
+    save(full, "cnn", tensors(2.0), step=2)
+    full.removals("models", "cnn").add([1])
+    removed_s = next(full.storage.walk("models/cnn/removals")).modified_s
+    full.objects.local_path(table).unlink()
+    # This gc began 10 s ago, when the grace period had 5 s left: another one may have begun since it ended.
+    assert set(referenced_objects(full, removed_s - 5, began_s=time.monotonic() - 10))
+    # The grace period is not over for any gc, so the table is missing for another reason.
+    with pytest.raises((CorruptDataError, NotFoundError), match="missing"):
+        list(referenced_objects(full, removed_s - 60, began_s=time.monotonic() - 10))
+    # A tagged version is not removed.
+    full.removals("models", "cnn").restore([1], "")
+    full.tag("models", "cnn@1", "stable")
+    full.removals("models", "cnn").add([1])
+    with pytest.raises((CorruptDataError, NotFoundError), match="missing"):
+        list(referenced_objects(full, removed_s - 5, began_s=time.monotonic() - 10))
+
+
+def test_a_damaged_table_of_a_removed_version_costs_no_index_of_its_other_splits(full):
+    splits = full.versions("datasets", "pets").read(1).content["splits"]
+    index = open_dataset(full, "pets@1")["val"].table.index(0)
+    full.removals("datasets", "pets").add([1, 2])
+    make_old(full)
+    path = full.objects.local_path(splits["train"]["table"])
+    path.write_bytes(path.read_bytes()[:-1])
+    assert gc(full, dry_run=False).objects
+    assert full.objects.read(index)
+
+
 @pytest.mark.parametrize("kind", ["datasets", "models"])
-def test_a_version_that_was_just_removed_may_be_swept_by_a_gc_that_began_later(full, kind):
+def test_a_table_of_a_removed_version_that_is_missing_is_missing_for_the_version_that_shares_it(full, kind):
     name = full.names(kind)[0]
     content = full.versions(kind, name).read(1).content
+    again = {field: value for field, value in content.items() if field not in {"format", "commit", "created"}}
+    full.versions(kind, name).append(lambda _head: again)
+    full.removals(kind, name).add([1])
     table = content["tensors"] if kind == "models" else content["splits"]["train"]["table"]
     full.objects.local_path(table).unlink()
-    with pytest.raises((CorruptDataError, NotFoundError), match="Nothing was deleted"):
-        gc(full, dry_run=False)
-    full.tag(kind, f"{name}@1", "stable")
-    full.removals(kind, name).add([1])  # so young that this gc still keeps its objects
-    with pytest.raises((CorruptDataError, NotFoundError), match="Nothing was deleted"):
-        gc(full, dry_run=False)  # a tagged version is not removed
-    full.untag(kind, name, "stable")
-    assert gc(full, dry_run=False).objects
-    if kind == "datasets":
-        assert restore(full, "cnn").state["model"]["b"].sum() == 3
-    assert verify(full, "pets@2", deep=True).problems == ()
+    before = objects_of(full)
+    for grace_s in (GRACE_S, 0):  # the removal is younger, and older
+        with pytest.raises((CorruptDataError, NotFoundError), match="Nothing was deleted"):
+            gc(full, dry_run=False, grace_s=grace_s, no_writers=True, now_s=time.time() + 1)
+    assert objects_of(full) == before
 
 
 def test_a_version_of_another_age_of_datasvc_stops_gc(full):

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from datasvc.errors import ConfigError, ConflictError, CorruptDataError
+from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository.logs.references import parse_reference
-from datasvc.repository.removal import tags_on
+from datasvc.repository.removal import remove_tagged, tags_on
 from datasvc.repository.repository import Kind, Repository, Resolved
 
 
@@ -42,8 +42,9 @@ def mark_lost(
         ConfigError: nothing was changed, because the entry of a version can be read, or has a later format; because a
             reference is a name alone; or because a version is tagged and `force` is not set.
         NotFoundError: a version does not exist; nothing was changed.
-        ConflictError: another process tagged one of the versions meanwhile; the versions of this name are not lost.
-        UnknownOutcomeError, UnavailableError: see `Log.append`.
+        ConflictError: another process moved a tag of one of the versions meanwhile. Versions that it tagged are not
+            lost, and keep their tags.
+        UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.
     """
     numbers: dict[str, set[int]] = {}
     for ref in refs:
@@ -61,16 +62,7 @@ def mark_lost(
             "it as well with --force (force=True)"
         )
     for name, versions in numbers.items():
-        for tag, number in tags[name].items():
-            repository.untag(kind, name, tag, expect=number)
-        removals = repository.removals(kind, name)
-        removals.declare_lost(versions, message or "entry unreadable")
-        # Read the tags again after the commit, as `remove_versions` does: a tagged version must not be removed.
-        if new_tags := tags_on(repository, kind, name, versions):
-            removals.restore(versions, f"tagged meanwhile: {', '.join(sorted(new_tags))}")
-            raise ConflictError(
-                f"another process moved tags of {name}: {new_tags}; no version of {name} is marked lost"
-            )
+        remove_tagged(repository, kind, name, versions, tags[name], message or "entry unreadable", lost=True)
     lost = (Resolved(kind, name, number) for name in sorted(numbers) for number in sorted(numbers[name]))
     return LostVersions(tuple(lost), tuple(tagged))
 

@@ -64,7 +64,7 @@ def remove_versions(
     done: list[str] = []
     for name, versions in numbers.items():
         try:
-            _remove_tagged(repository, kind, name, versions, tags[name], message)
+            remove_tagged(repository, kind, name, versions, tags[name], message)
         except ConflictError as error:
             before = f"; removed before, with their tags: {', '.join(done)}" if done else ""
             raise ConflictError(f"{error}{before}") from error
@@ -75,23 +75,74 @@ def remove_versions(
     )
 
 
-def remove_untagged(repository: Repository, kind: Kind, name: str, versions: Iterable[int], message: str) -> None:
-    """Remove versions of one name that have no tag.
+def remove_tagged(
+    repository: Repository,
+    kind: Kind,
+    name: str,
+    versions: Iterable[int],
+    tags: Mapping[str, int],
+    message: str,
+    *,
+    lost: bool = False,
+) -> None:
+    """Delete the tags of some versions of one name, then remove the versions; restore the tags on failure.
+
+    Args:
+        repository: repository of the versions.
+        kind: "datasets" or "models".
+        name: name of the data set or model.
+        versions: numbers of the versions.
+        tags: the tags to delete, each with its version.
+        message: message of the commit.
+        lost: also declare the versions lost.
+
+    Raises:
+        ConflictError: another process moved one of `tags`, and no version was removed; or see `remove_untagged`.
+        UnknownOutcomeError, UnavailableError: see `Log.append`.
+    """
+    deleted: dict[str, int] = {}
+    try:
+        for tag, number in tags.items():
+            try:
+                # With `expect`, the deletion fails if another process has moved the tag.
+                repository.untag(kind, name, tag, expect=number)
+            except (ConflictError, NotFoundError) as error:
+                raise ConflictError(
+                    f"another process moved {name}@{tag}: check the tag; no version of {name} was removed"
+                ) from error
+            deleted[tag] = number
+        remove_untagged(repository, kind, name, versions, message, lost=lost)
+    except DatasvcError:
+        for tag, number in deleted.items():
+            with suppress(DatasvcError):  # the version is removed, or another process has set the tag
+                repository.tag(kind, f"{name}@{number}", tag, expect=0)
+        raise
+
+
+def remove_untagged(
+    repository: Repository, kind: Kind, name: str, versions: Iterable[int], message: str, *, lost: bool = False
+) -> None:
+    """Remove versions of one name that have no tag; with `lost`, also declare them lost.
 
     Raises:
         ConflictError: another process tagged one of them meanwhile; the tagged ones are not removed, the others are.
         UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     removals = repository.removals(kind, name)
-    removals.add(versions, message)
+    if lost:
+        removals.declare_lost(versions, message)
+    else:
+        removals.add(versions, message)
     # This function reads the tags after it wrote the removal. `Repository.tag` reads the removals after it wrote the
     # tag. Of two concurrent calls, at least one therefore reads the change of the other.
     tagged = tags_on(repository, kind, name, versions)
     if tagged:
+        # Only the tagged versions: others may have been removed before this call.
         restored = set(tagged.values())
         removals.restore(restored, f"tagged meanwhile: {', '.join(sorted(tagged))}")
         raise ConflictError(
-            f"another process moved tags of {name} during the removal: {tagged} stay, the other versions are removed"
+            f"another process moved tags of {name} during the removal: {tagged} stay, the other versions are "
+            f"{'marked as lost' if lost else 'removed'}"
         )
 
 
@@ -110,29 +161,6 @@ def tags_on(repository: Repository, kind: Kind, name: str, versions: Iterable[in
     numbers = set(versions)
     tags = repository.tags(kind, name, strict=True)
     return {tag: version for tag, version in tags.items() if version in numbers}
-
-
-def _remove_tagged(
-    repository: Repository, kind: Kind, name: str, versions: Iterable[int], tags: Mapping[str, int], message: str
-) -> None:
-    """Delete the tags of some versions of one name, then remove the versions; restore the tags on failure."""
-    deleted: dict[str, int] = {}
-    try:
-        for tag, number in tags.items():
-            try:
-                # With `expect`, the deletion fails if another process has moved the tag.
-                repository.untag(kind, name, tag, expect=number)
-            except (ConflictError, NotFoundError) as error:
-                raise ConflictError(
-                    f"another process moved {name}@{tag}: check the tag; no version of {name} was removed"
-                ) from error
-            deleted[tag] = number
-        remove_untagged(repository, kind, name, versions, message)
-    except DatasvcError:
-        for tag, number in deleted.items():
-            with suppress(DatasvcError):  # the version is removed, or another process has set the tag
-                repository.tag(kind, f"{name}@{number}", tag, expect=0)
-        raise
 
 
 def _refuse_tagged(tags: Mapping[str, Mapping[str, int]]) -> None:

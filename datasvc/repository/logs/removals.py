@@ -95,9 +95,13 @@ class Removals:
             return frozenset()
         all_versions = self._versions.numbers()
         readable, _ = self._log.try_entries(numbers)
-        declared = (entry.content.get("lost") for entry in readable)
-        lost = frozenset[int]().union(*(decode_numbers(text, among=all_versions) for text in declared))
-        return lost & self._read_newest_intact(numbers[-1], all_versions)  # without those that were restored since
+        lost = frozenset[int]()
+        for entry in readable:
+            # A version that was restored and removed again is not lost, unless it was declared lost again.
+            lost -= decode_numbers(entry.content.get("given_back"), among=all_versions)
+            lost |= decode_numbers(entry.content.get("lost"), among=all_versions)
+        # Even if the entry of a restoration is damaged, its version is not in the newest list.
+        return lost & self._read_newest_intact(numbers[-1], all_versions)
 
     def restore(self, versions: Iterable[int], message: str) -> Entry:
         """Restore removed versions whose objects `gc` has not deleted yet; for errors, see `Log.append`."""
