@@ -5,7 +5,8 @@ workers push their messages onto one queue. The driver stores the answer to each
 pushes notices of changed hosts onto one queue per worker, which a thread of the worker reads.
 
 Any process that reaches the port of the store can write to it. Therefore all keys of the job have a random prefix,
-which the workers get by their environment, and a message that `decode` does not accept is ignored.
+which the workers get by their environment, and a message that `decode` does not accept is ignored. This protects
+against mistakes, not against an attacker, who can list the keys of the store: the job needs a trusted network.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
         ValueError: the numbers of ranks contradict each other, or a setting in the environment is invalid.
     """
     limits = plan_limits(job, options, environ)
-    # Other processes of this machine can connect to the store, but do not see the environment of the workers.
+    # A process that connects to the store by mistake, such as a port scanner, does not meet the keys of the job.
     environ = {**environ, messages.PREFIX_VARIABLE: secrets.token_hex(16)}
     interval_s = read_discovery_interval_s(environ)
     hosts = job.hosts or (Host("localhost", job.num_ranks),)
