@@ -7,7 +7,6 @@ it references the object (`Objects.reuse`).
 
 from __future__ import annotations
 
-import math
 import re
 import time
 import warnings
@@ -137,13 +136,13 @@ def gc(
     clock_warning = None
     if now_s is None:
         now_s, clock_warning = _time_s(repository.storage, dry_run=dry_run)
-    before_s = now_s - grace_s
+    before_s, began_s = now_s - grace_s, time.monotonic()
     # List objects before reading references: an entry that is committed in between is read. A later entry references
     # objects that were written, or whose age was reset, after the listing; `sweep` finds that they are young.
     garbage = list_old(repository, before_s)
     num_listed = len(garbage.objects) + len(garbage.young)
     try:
-        discard_referenced(garbage, referenced_objects(repository, before_s))
+        discard_referenced(garbage, referenced_objects(repository, before_s, began_s=began_s))
     except DatasvcError as error:
         raise type(error)(f"{error}. Nothing was deleted: gc must be able to read all references") from error
     reported = garbage if dry_run else sweep(repository, garbage, before_s)
@@ -216,15 +215,16 @@ def discard_referenced(garbage: Garbage, referenced: Iterable[Digest]) -> None:
         garbage.pointers.pop(digest, None)
 
 
-def referenced_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
+def referenced_objects(repository: Repository, before_s: float, *, began_s: float | None = None) -> Iterator[Digest]:
     """Yield the digest of every object that a log entry or a young journal references; some more than once.
 
     Also yield the digest of every chunk of a tensor, because pointers are named by chunks. A journal is young if it
-    was changed after `before_s`.
+    was changed after `before_s`. `began_s` is the value of `time.monotonic` when `before_s` was determined; None: now.
 
     Raises the errors of `gc`. UnavailableError is raised at once, because the store does not respond. The others are
     raised at the end, in one error that names all unreadable versions.
     """
+    began_s = time.monotonic() if began_s is None else began_s
     # Read journals before entries: a journal is removed after its work is committed, so the entry is then read below.
     yield from _referenced_by_journals(repository.storage, before_s)
     seen_tables: set[Digest] = set()
@@ -241,8 +241,7 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
             try:
                 yield from _referenced_by_dataset(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
             except (CorruptDataError, NotFoundError, ConfigError) as error:
-                if not _is_swept(repository, Resolved("datasets", name, entry.number), error):
-                    problems.append(error)
+                problems.append(error)
     for name in repository.names("models"):
         removed = swept_versions(repository, "models", name, before_s)
         for entry in _entries(repository, "models", name, before_s, problems):
@@ -254,21 +253,15 @@ def referenced_objects(repository: Repository, before_s: float) -> Iterator[Dige
                 yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
                 _warn_of_wrong_fields(Resolved("models", name, entry.number), entry)
             except (CorruptDataError, NotFoundError, ConfigError) as error:
-                if not _is_swept(repository, Resolved("models", name, entry.number), error):
+                # The `before_s` of another gc that begins now.
+                latest_before_s = before_s + time.monotonic() - began_s
+                is_swept = entry.number in swept_versions(repository, "models", name, latest_before_s)
+                # If two gcs run at once, a grace period may be over for one of them only: it deletes objects that
+                # the other one still reads. Any other version with these objects is read too, and its error raised.
+                if not (isinstance(error, NotFoundError) and is_swept):
                     problems.append(error)
     if problems:
         raise type(problems[0])("; ".join(map(str, problems))) from problems[0]
-
-
-def _is_swept(repository: Repository, version: Resolved, error: DatasvcError) -> bool:
-    """Return whether `error` is about objects of a removed version that another gc has deleted.
-
-    If two gcs run at once, a grace period may be over for one of them only: it deletes objects that the other one
-    still reads. No other version misses them: a version that shares an object references it itself.
-    """
-    if not isinstance(error, NotFoundError):
-        return False
-    return version.version in swept_versions(repository, version.kind, version.name, math.inf)
 
 
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
@@ -326,20 +319,24 @@ def _referenced_by_dataset(
 ) -> Iterator[Digest]:
     for table in split_tables(entry.content, version).values():
         if table not in seen_tables:
-            seen_tables.add(table)
             yield table
             try:
                 content = objects.read(table)
             except NotFoundError as error:
                 raise NotFoundError(f"a shard table of {version} is missing: {error}") from error
             yield from ShardTable.decode(content, objects.location(table)).objects()
+            # Only now: each version whose table cannot be read must be reported.
+            seen_tables.add(table)
 
 
 def _kept_of_removed_dataset(objects: Objects, version: str, entry: Entry) -> Iterator[Digest]:
     """Yield the objects of a removed version except its shards. They show on which keys a model was trained."""
     # They are small, and not needed to read other versions, so a missing or damaged one is no reason to stop.
-    with suppress(CorruptDataError, NotFoundError, ConfigError):
-        for digest in split_tables(entry.content, version).values():
+    tables: Mapping[str, Digest] = {}
+    with suppress(CorruptDataError):
+        tables = split_tables(entry.content, version)
+    for digest in tables.values():
+        with suppress(CorruptDataError, NotFoundError, ConfigError):
             table = ShardTable.decode(objects.read(digest), objects.location(digest))
             shards = {shard.digest for shard in table.shards()}
             yield from table.objects() - shards
@@ -359,11 +356,11 @@ def _referenced_by_model(objects: Objects, version: str, entry: Entry, seen_tabl
     table = refs.tensors
     yield from refs.all
     if table not in seen_tables:
-        seen_tables.add(table)
         try:
             records = read_table(objects, table)
         except NotFoundError as error:
             raise NotFoundError(f"the tensor table of {version} is missing: {error}") from error
+        seen_tables.add(table)  # only now: each version whose table cannot be read must be reported
         for record in records:
             for chunk in record.chunks:
                 yield chunk.digest
