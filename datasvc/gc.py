@@ -219,7 +219,7 @@ def referenced_objects(repository: Repository, before_s: float, *, began_s: floa
     """Yield the digest of every object that a log entry or a young journal references; some more than once.
 
     Also yield the digest of every chunk of a tensor, because pointers are named by chunks. A journal is young if it
-    was changed after `before_s`. `began_s` is the value of `time.monotonic` when `before_s` was determined; None: now.
+    was changed after `before_s`. `began_s` is the value of `time.monotonic` when that was determined (None: now).
 
     Raises the errors of `gc`. UnavailableError is raised at once, because the store does not respond. The others are
     raised at the end, in one error that names all unreadable versions.
