@@ -103,16 +103,18 @@ def remove_tagged(
     deleted: dict[str, int] = {}
     try:
         for tag, number in tags.items():
+            # Note the tag before its deletion: Ctrl-C, or a lost answer of the store, may follow the commit.
+            deleted[tag] = number
             try:
                 # With `expect`, the deletion fails if another process has moved the tag.
                 repository.untag(kind, name, tag, expect=number)
             except (ConflictError, NotFoundError) as error:
+                del deleted[tag]
                 raise ConflictError(
                     f"another process moved {name}@{tag}: check the tag; no version of {name} was removed"
                 ) from error
-            deleted[tag] = number
         remove_untagged(repository, kind, name, versions, message, lost=lost)
-    except DatasvcError:
+    except BaseException:  # also Ctrl-C
         for tag, number in deleted.items():
             with suppress(DatasvcError):  # the version is removed, or another process has set the tag
                 repository.tag(kind, f"{name}@{number}", tag, expect=0)

@@ -1,4 +1,4 @@
-"""Versions with tags that are declared lost; tests/shards/versions/test_unreadable_versions.py has the other cases."""
+"""Tagged versions that are declared lost; for others, see tests/shards/versions/test_unreadable_versions.py."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def state(repository):
     return repository.tags("datasets", "pets"), removals.removed(), removals.lost()
 
 
-@pytest.mark.parametrize("error", [UnavailableError])
+@pytest.mark.parametrize("error", [UnavailableError, KeyboardInterrupt])
 def test_tags_are_restored_if_the_commit_fails(pets, monkeypatch, error):
     def fail(*_arguments):
         raise error("no answer")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from datasvc.errors import ConfigError, ConflictError, NotFoundError
+from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError
 from datasvc.gc import GRACE_S, gc
+from datasvc.repository import Repository
 from datasvc.repository.logs.removals import Removals
 from datasvc.repository.removal import remove_versions
 from datasvc.shards import ingest, open_dataset
@@ -107,6 +108,30 @@ def test_a_tag_that_is_set_while_its_version_is_removed_reverts_one_of_the_two(p
     with pytest.raises(ConflictError, match="pets@3 was removed while tag 'best' was moved to it"):
         pets.tag("datasets", "pets@3", "best")
     assert pets.tags("datasets", "pets") == {"stable": 1}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UnavailableError])
+@pytest.mark.parametrize("step", ["delete a tag", "remove"])
+def test_tags_are_restored_if_a_removal_is_interrupted(pets, monkeypatch, error, step):
+    for tag in ("gold", "prod"):
+        pets.tag("datasets", "pets@1", tag)
+    untag = Repository.untag
+
+    def interrupt_after(self, kind, name, tag, *, expect=None):
+        untag(self, kind, name, tag, expect=expect)
+        if tag == "prod":
+            raise error("no answer")
+
+    def interrupt(*_arguments):
+        raise error("no answer")
+
+    if step == "remove":
+        monkeypatch.setattr(Removals, "add", interrupt)
+    else:
+        monkeypatch.setattr(Repository, "untag", interrupt_after)
+    with pytest.raises(error):
+        remove(pets, "pets@1", force=True)
+    assert (pets.tags("datasets", "pets"), pets.living("datasets", "pets")) == ({"gold": 1, "prod": 1}, [1, 2, 3])
 
 
 def test_a_removed_version_is_described_by_its_entry(pets):
