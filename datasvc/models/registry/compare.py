@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Final
 
 from datasvc.errors import ConfigError
@@ -91,15 +92,30 @@ def _leaves(entry: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from tree_leaves(tree, part)
 
 
-def _data(uses: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the data uses by a name without versions, so that the uses of several versions are comparable."""
+def _data(uses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the data uses by a name without versions, so that the uses of several versions are comparable.
+
+    Of several uses with one name, that of the lowest version has this name, whatever their order; the others have a
+    name with the version, and with a number if this is taken too.
+    """
+    indexes: dict[str, int] = {}
+    # A shorter reference has a lower version: pets@2 is before pets@10.
+    for index in sorted(range(len(uses)), key=lambda index: (len(uses[index]["dataset"]), uses[index]["dataset"])):
+        name = next(name for name in _use_names(uses[index]) if name not in indexes)
+        indexes[name] = index
     data: dict[str, Any] = {}
-    for use in uses:
-        purpose = use.get("purpose", "training")
-        names = ", ".join(ref.partition("@")[0] for ref in use["dataset"].split(", "))
-        name = f"{names}/{use['split']}" + ("" if purpose == "training" else f" ({purpose})")
-        if name in data:  # two versions of one data set
-            name = f"{use['dataset']}/{use['split']}"
+    for name, index in sorted(indexes.items(), key=lambda item: item[1]):
+        use = uses[index]
         state = {field: value for field, value in use["state"].items() if field not in _UNCOMPARED}
         data[name] = {"dataset": use["dataset"], **state}
     return data
+
+
+def _use_names(use: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names for a data use, the preferred one first; without end."""
+    purpose = use.get("purpose", "training")
+    suffix = "" if purpose == "training" else f" ({purpose})"
+    names = ", ".join(ref.partition("@")[0] for ref in use["dataset"].split(", "))
+    yield f"{names}/{use['split']}{suffix}"
+    yield f"{use['dataset']}/{use['split']}{suffix}"
+    yield from (f"{use['dataset']}/{use['split']}{suffix} #{number}" for number in count(2))

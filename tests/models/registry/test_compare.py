@@ -69,6 +69,30 @@ def test_data_uses_of_one_data_set_are_told_apart(three):
     }
 
 
+def test_every_use_of_two_versions_of_a_data_set_is_compared_in_any_order(three):
+    uses = [
+        {"dataset": f"pets@{number}", "split": "train", "state": {"epoch": number}, "purpose": purpose}
+        for number in (1, 2)
+        for purpose in ("training", "evaluation")
+    ]
+    uses.append(uses[2] | {"state": {"epoch": 2}, "run": "abcd"})
+    version = commit_entry(three, "cnn", data=[])
+    content = three.entry(three.resolve("models", version)).content
+    for name, order in (("there", uses), ("back", uses[::-1])):
+        three.versions("models", name).append(lambda _head, order=order: {**content, "data": order})
+    rows = {row.name: row.values for row in compare_versions(three, ["there", "back"], equal=True).values}
+    assert {name: values for name, values in rows.items() if name.endswith("epoch")} == {
+        f"data.{use}.epoch": {"there@1": epoch, "back@1": epoch}
+        for use, epoch in {
+            "pets/train": 1,
+            "pets@2/train": 2,
+            "pets@2/train #2": 2,
+            "pets/train (evaluation)": 1,
+            "pets@2/train (evaluation)": 2,
+        }.items()
+    }
+
+
 def test_a_version_that_cannot_be_read_is_left_out_with_a_warning(three):
     three.storage.local_path("models/cnn/versions/00000002.json").write_bytes(b"damage")
     with pytest.warns(UnreadableVersionWarning, match="cnn@2 is left out"):
