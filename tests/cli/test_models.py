@@ -89,7 +89,17 @@ def test_tags_move_by_compare_and_set_and_tell_where_they_stood(cnn, run, run_js
     assert run_json("tag", "cnn", "prod", "--at", "2100-01-01")["version"] == "cnn@2"
     with pytest.raises(NotFoundError, match=r"had no tag 'prod' at .*; its first move was"):
         run("tag", "cnn", "prod", "--at", "yesterday")
+    for ref, expect, error in (
+        ("cnn@1", (), ConflictError),
+        ("cnn@99", (), NotFoundError),
+        ("cnn@1", ("--expect", 2), ConfigError),
+    ):
+        with pytest.raises(error):
+            run("tag", ref, "prod", "--remove", *expect)
+    assert run("tag", "cnn") == "prod\tcnn@2\n"
     assert "history stays" in run("tag", "cnn", "prod", "--remove", "--expect", 2)
+    run("tag", "cnn@2", "prod")
+    assert "history stays" in run("tag", "cnn@2", "prod", "--remove")
     assert run("tag", "cnn", "prod", "--history").splitlines()[0].startswith("~0\tremoved\t")
     assert run_json("show", "cnn@prod~1")["version"] == 2
 
@@ -100,6 +110,8 @@ def test_tags_move_by_compare_and_set_and_tell_where_they_stood(cnn, run, run_js
         (["tag", "cnn", "beta", "--history"], NotFoundError, "never had a tag 'beta'; it has: none yet"),
         (["tag", "cnn@1", "x", "--expect", "base@1"], ConfigError, "is not a version of cnn"),
         (["tag", "cnn", "--remove"], ConfigError, "give a tag"),
+        (["tag", "cnn", "x", "--history", "--expect", "7"], ConfigError, "leave it out with --history and --at"),
+        (["tag", "cnn", "x", "--at", "yesterday", "--expect", "7"], ConfigError, "leave it out"),
         (["tag", "cnn", "x", "--at", "noon"], ConfigError, "'noon' is not a valid time"),
         (["retain", "cnn"], ConfigError, "the retention policy keeps nothing"),
         (["retain", "cnn", "--best", "2"], ConfigError, "names no metric; give one"),

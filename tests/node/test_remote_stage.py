@@ -139,17 +139,27 @@ def test_a_job_that_another_client_cancels_is_an_error(run, pets, endless_jobs):
         (["pets", "--node", "http://n:1", "--peers", "http://m:1"], "--peers does not apply with --node"),
         (["pets", "--node", "http://n:1", "--cache", "here"], "--cache does not apply with --node"),
         (["pets", "--node", "http://n:1", "--tenant", "a"], "--tenant does not apply with --node"),
-        (["pets", "--node", "http://n:1", "--budget", "1GB"], "--budget does not apply"),
+        (["pets", "--node", "http://n:1", "--tls-name", "x"], "--tls-name does not apply to http://n:1, .* no TLS"),
+        (["pets", "--node", "http://n:1", "--ca", "ca.pem"], "--ca does not apply to http://n:1"),
+        (["pets", "--repo", "r", "--cache", "c", "--tls-name", "x"], "--tls-name is for .*there is no --peers"),
+        (["pets", "--repo", "r", "--cache", "c", "--token-file", "t"], "--token-file is for .*there is no --peers"),
+        (["s3://b/x", "--cache", "c", "--peers", "http://m:1"], "--peers does not apply to URLs"),
         (["pets"], "--cache FOLDER .*or --node URL"),
         (["pets", "--node", "n"], "is not a valid node"),
     ],
     ids=str,
 )
 def test_options_that_contradict_each_other_are_refused(words, message):
-    refused = run_command("stage", *words, DATASVC_CACHE=None)
+    refused = run_command("stage", *words, DATASVC_CACHE=None, DATASVC_PEERS=None)
     assert refused.returncode == 2
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(refused.stderr)
+
+
+def test_a_pin_without_peers_refuses_what_is_for_peers():
+    refused = run_command("cache", "pin", "pets", "--repo", "r", "--cache", "c", "--ca", "f", DATASVC_PEERS=None)
+    assert refused.returncode == 2
+    assert "--ca is for the connections to peers" in refused.stderr
 
 
 @pytest.fixture

@@ -25,7 +25,9 @@ ExpectOption = Annotated[
         metavar="VERSION", help="Move only if the tag points at this version; none: only if the tag is not set."
     ),
 ]
-RemoveOption = Annotated[bool, typer.Option("--remove", help="Remove the tag.")]
+RemoveOption = Annotated[
+    bool, typer.Option("--remove", help="Remove the tag; with NAME@VERSION, only if it points at this version.")
+]
 HistoryOption = Annotated[bool, typer.Option("--history", help="List every move of the tag.")]
 AtOption = Annotated[
     str | None,
@@ -73,6 +75,10 @@ def run_tag(
     owner = parse_reference(ref, KIND_NAMES[kind]).name
     if sum((remove, history, at is not None)) > 1 or (name is None and (remove or history or at or expect)):
         raise ConfigError("--remove, --history, --at and --expect need a tag; give a tag, and one of the first three")
+    if expect is not None and (history or at is not None):
+        raise ConfigError(
+            "--expect is a condition for moving or removing a tag; leave it out with --history and --at"
+        )
     if name is None:
         _print_tags(repository, kind, repository.resolve(kind, ref, removed=True).name, as_json=as_json)
     elif history:
@@ -81,7 +87,13 @@ def run_tag(
         moves = _moves(repository, kind, owner, name)
         _print_version_at(owner, name, moves, parse_time(at), as_json=as_json)
     elif remove:
-        repository.untag(kind, owner, name, expect=_expected(expect, owner))
+        expected = _expected(expect, owner)
+        if ref != owner:  # a version or a tag: remove `name` only if it points at this version
+            version = repository.resolve(kind, ref, removed=True).version
+            if expected not in {None, version}:
+                raise ConfigError(f"{ref} is version {version}, but --expect is {expect}; leave one of them out")
+            expected = version
+        repository.untag(kind, owner, name, expect=expected)
         _print_result(owner, name, None, as_json=as_json)
     else:
         target = repository.tag(kind, ref, name, expect=_expected(expect, owner))

@@ -56,8 +56,10 @@ def delete(
 
     repository = Repository.open(repo)
     if damaged:
-        if keys is not None or where is not None or split is not None:
-            raise ConfigError("--damaged selects the samples; leave out --keys, --where and --split")
+        if keys is not None or where is not None or split is not None or ignore_missing:
+            raise ConfigError(
+                "--damaged selects the samples; leave out --keys, --where, --split and --ignore-missing"
+            )
         with byte_progress(f"reading {ref}") as progress:
             report = delete_damaged(repository, ref, dry_run=dry_run, message=message, progress=progress)
     else:
@@ -219,9 +221,9 @@ def _parse_prefixes(texts: Sequence[str]) -> dict[str, str]:
     prefixes = {}
     for text in texts:
         ref, equals, prefix = text.partition("=")
-        if not equals or ref in prefixes:
+        if not equals or not prefix or ref in prefixes:
             raise ConfigError(
-                f"--key-prefix {text!r}: expected REF=PREFIX, once for each version, such as zoo@3=zoo/"
+                f"--key-prefix {text!r}: expected REF=PREFIX, once for each version and not empty, such as zoo@3=zoo/"
             )
         prefixes[ref] = prefix
     return prefixes

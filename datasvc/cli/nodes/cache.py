@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from datasvc.cache import Cache, StageReport
     from datasvc.cache.peers.peers import Peers
     from datasvc.shards import Split
+
+_TLS_OPTIONS: Final = ("ca", "tls_name")
+_WITHOUT_PEERS: Final = "is for the connections to peers, but there is no --peers"
 
 app = typer.Typer(no_args_is_help=True, help="The cache of this node.")
 app.command()(plan)
@@ -85,7 +89,11 @@ def stage(
     if node is not None:
         if num_urls:
             raise ConfigError("a node stages data sets, no files; leave out --node for URLs of files")
-        _refuse_local_options(context)
+        _refuse_options(
+            context, ("cache", "budget", "tenant", "peers"), "does not apply with --node, whose server has its own"
+        )
+        if node.lower().startswith("http://"):
+            _refuse_options(context, _TLS_OPTIONS, f"does not apply to {node}, which has no TLS")
         stage_on_node(
             node, refs_or_urls, repo, split, token_file=token_file, ca=ca, tls_name=tls_name, as_json=as_json
         )
@@ -95,10 +103,15 @@ def stage(
     if num_urls:
         if split is not None:
             raise ConfigError(f"--split {split} is given with URLs, which have no splits; leave it out")
+        _refuse_options(
+            context, ("peers", "token_file", *_TLS_OPTIONS), "does not apply to URLs, which no peer is asked for"
+        )
         _stage_files(refs_or_urls, cache, budget, tenant, as_json=as_json)
         return
     if repo is None:
         raise ConfigError("no repository is given for the data set; use --repo or DATASVC_REPO")
+    if peers is None:
+        _refuse_options(context, ("token_file", *_TLS_OPTIONS), _WITHOUT_PEERS)
     title = ", ".join(refs_or_urls)
     splits: list[Split] = []
     for ref in refs_or_urls:
@@ -109,13 +122,13 @@ def stage(
     _print_staged(title, report, as_json=as_json)
 
 
-def _refuse_local_options(context: typer.Context) -> None:
-    """Raise ConfigError for options that the command line has, but that the node sets itself."""
+def _refuse_options(context: typer.Context, names: Iterable[str], reason: str) -> None:
+    """Raise ConfigError if the command line has one of these parameters; `reason` says why it has no effect."""
     # Values from the environment are ignored: they may be meant for other commands.
-    for name in ("cache", "budget", "tenant", "peers"):
+    for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise ConfigError(f"--{name} does not apply with --node, whose server has its own; leave it out")
+            raise ConfigError(f"--{name.replace('_', '-')} {reason}; leave it out")
 
 
 @app.command()
@@ -156,6 +169,7 @@ def status(cache: CacheOption, as_json: JsonOption = False) -> None:
 
 @app.command()
 def pin(
+    context: typer.Context,
     ref: RefArgument,
     repo: RepoOption,
     cache: CacheOption,
@@ -172,6 +186,8 @@ def pin(
 
     Example: datasvc cache pin pets@1 --repo s3://bucket/repo --cache /nvme/cache
     """
+    if peers is None:
+        _refuse_options(context, ("token_file", *_TLS_OPTIONS), _WITHOUT_PEERS)
     version, splits = _open_splits(repo, ref, split)
     # Name the pin by the version, because a tag may move and `datasvc cache unpin` must still find the pin.
     name = version if split is None else f"{version}/{split}"

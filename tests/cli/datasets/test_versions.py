@@ -88,6 +88,7 @@ def test_missing_keys_may_be_ignored_and_are_named(pets, tmp_path):
     done = datasvc("delete", "pets", "--keys", tmp_path / "keys", "--ignore-missing", repo=pets.url)
     assert (done.returncode, done.stderr) == (0, "1 missing key: x\n")
     assert keys_of(pets, "pets") == ["a", "c", "d"]
+    assert datasvc("delete", "pets", "--damaged", "--ignore-missing", repo=pets.url).returncode == 2
 
 
 def test_a_difference_is_counted_with_some_keys_or_all(pets):
@@ -163,6 +164,7 @@ def test_versions_with_equal_keys_are_merged_with_a_prefix(pets):
     assert done.returncode == 0, done.stderr
     assert keys_of(pets, "all") == ["a", "b", "c", "d", "wild/d", "wild/w"]
     assert datasvc("merge", "all", "pets", "wild", "--key-prefix", "wild", repo=pets.url).returncode == 2
+    assert datasvc("merge", "all", "pets", "wild", "--key-prefix", "wild=", repo=pets.url).returncode == 2
 
 
 def test_versions_are_reverted_removed_and_renamed(pets):
