@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.repository.logs.references import parse_reference
+from datasvc.repository.logs.references import parse_reference, refuse_text
 from datasvc.repository.removal import remove_tagged, tags_on
 from datasvc.repository.repository import Kind, Repository, Resolved
 
@@ -46,6 +46,7 @@ def mark_lost(
             lost, and keep their tags.
         UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.
     """
+    refuse_text(refs, "refs")
     numbers: dict[str, set[int]] = {}
     for ref in refs:
         reference = parse_reference(ref)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from datasvc.errors import ConfigError, ConflictError, DatasvcError, NotFoundError
-from datasvc.repository.logs.references import parse_reference
+from datasvc.repository.logs.references import parse_reference, refuse_text
 from datasvc.repository.repository import KIND_NAMES, Kind, Repository, Resolved
 
 
@@ -41,15 +41,14 @@ def remove_versions(
         message: message of the commit.
 
     Raises:
-        ConfigError: a reference is a name alone, or a version is tagged and `force` is not set; nothing was removed.
+        ConfigError: `refs` is a string, a reference is a name alone, or a version is tagged and `force` is not set;
+            nothing was removed.
         NotFoundError: a version does not exist or was removed earlier; nothing was removed now.
         ConflictError: another process moved a tag of one of the versions during the removal. The message lists the
             removed versions. The tags of the other versions are restored.
         UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.
     """
-    # Each letter of a text would be a reference.
-    if isinstance(refs, str):
-        raise ConfigError(f"refs is the string {refs!r}; expected a list of references, such as [{refs!r}]")
+    refuse_text(refs, "refs")
     numbers: dict[str, set[int]] = {}
     for ref in refs:
         reference = parse_reference(ref, KIND_NAMES[kind])

@@ -28,6 +28,7 @@ from datasvc.models.provenance.sample_uses import Bits, ConsumerReport, UseBatch
 from datasvc.models.provenance.segments import Consumed, plan_segments
 from datasvc.models.registry.ancestry import Ancestry, read_ancestry
 from datasvc.repository import Digest, Objects, Repository
+from datasvc.repository.logs.references import refuse_text
 from datasvc.shards.format.shard_table import ShardTable
 
 
@@ -59,8 +60,8 @@ def find_consumers(
     """
     if (keys is None) == (deleted_in is None):
         raise ConfigError("give the samples either by keys or by the data-set version that deleted them, not both")
-    if isinstance(keys, str):
-        raise ConfigError(f"keys is the text {keys!r}; expected several keys, such as [{keys!r}]")
+    refuse_text(keys, "keys", "keys")
+    refuse_text(refs, "refs")
     if deleted_in is not None:
         queries = query_deleted(repository, deleted_in, data=data, split=split)
     else:

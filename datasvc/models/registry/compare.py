@@ -11,6 +11,7 @@ from datasvc.errors import ConfigError
 from datasvc.models.registry.diff import tree_leaves
 from datasvc.models.registry.registry import ModelVersion, describe_versions
 from datasvc.repository import Repository
+from datasvc.repository.logs.references import refuse_text
 
 _PARTS: Final = ("step", "config", "metrics", "data", "code")
 # The data-set version tells what the digest of its shard table tells; the format is no property of the training.
@@ -58,6 +59,7 @@ def compare_versions(repository: Repository, refs: Sequence[str], *, equal: bool
         NotFoundError: a version does not exist.
         UnavailableError: the store does not respond.
     """
+    refuse_text(refs, "refs")
     resolved = list(dict.fromkeys(repository.resolve("models", ref, removed=True) for ref in refs))
     if len(resolved) < 2:
         found = ", ".join(map(str, resolved)) or "none"

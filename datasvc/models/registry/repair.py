@@ -11,6 +11,7 @@ from datasvc.models.registry.survey import ModelProblem
 from datasvc.models.registry.verify import ModelVerifyReport, resolve_versions, verify
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Repository, Resolved
+from datasvc.repository.logs.references import refuse_text
 from datasvc.repository.repair import Repair, repair_objects
 
 # Not "contradictory": such an object matches its digest, so a copy has the same bytes. "not trusted" is for entries.
@@ -73,6 +74,7 @@ def verify_and_repair(
     Arguments and errors are those of `verify` and `repair`. `copies` are other repositories or their URLs; without
     any, nothing is repaired. `progress` begins once per pass.
     """
+    refuse_text(copies, "copies", "repositories")
     by_name = {str(version): version for version in resolve_versions(repository, versions)}
     opened = [copy if isinstance(copy, Repository) else Repository.open(copy) for copy in copies]
     first_pass = verify(repository, by_name.values(), deep=deep, trusted_keys=trusted_keys, progress=progress)

@@ -20,6 +20,7 @@ from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
 from datasvc.models.versions.signing_keys import trusted_keys as load_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects, Repository, Resolved
+from datasvc.repository.logs.references import refuse_text
 from datasvc.repository.objects.damage import find_damage
 from datasvc.threads import run_in_threads
 
@@ -95,6 +96,7 @@ def every_version(repository: Repository, names: Sequence[str] = ()) -> list[Res
         ConfigError, NotFoundError: a name is not valid, or there is no model of this name.
         CorruptDataError, UnavailableError: see `Repository.living`.
     """
+    refuse_text(names, "names", "names")
     for name in names:
         repository.resolve("models", name, removed=True)
     return [
@@ -109,6 +111,7 @@ def lost_versions(repository: Repository, names: Sequence[str] = ()) -> list[Res
 
     They are removed, so `every_version` does not contain them. Errors are those of `every_version`.
     """
+    refuse_text(names, "names", "names")
     return [
         Resolved("models", name, number)
         for name in names or repository.names("models")

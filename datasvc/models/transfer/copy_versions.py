@@ -23,7 +23,7 @@ from datasvc.models.versions.signing import check_signed
 from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Entry, Kind, ObjectInfo, Repository, Resolved
-from datasvc.repository.logs.references import check_name
+from datasvc.repository.logs.references import check_name, refuse_text
 from datasvc.repository.objects.presence import check_present
 from datasvc.repository.store.redaction import redact_url
 
@@ -94,6 +94,7 @@ def transfer(
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
             stay; repeat the call to continue.
     """
+    refuse_text(refs, "refs")
     source = source if isinstance(source, Repository) else Repository.open(source)
     target = target if isinstance(target, Repository) else Repository.open(target)
     if source.url == target.url:

@@ -66,6 +66,13 @@ def check_tag(tag: str) -> str:
     return check_name(tag, "tag")
 
 
+def refuse_text(values: object, argument: str, what: str = "references") -> None:
+    """Raise ConfigError if `values`, an argument that must be a list of `what`, is one string."""
+    # A string is a sequence of strings too: without this check, each of its letters would be an element.
+    if isinstance(values, str):
+        raise ConfigError(f"{argument} is the string {values!r}; expected a list of {what}, such as [{values!r}]")
+
+
 def parse_reference(text: str, what: str = "data set") -> Reference:
     """Parse `NAME[@VERSION|@TAG[~MOVES]|@best:METRIC[:max|:min]]`; for `what`, see `check_name`.
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Repository
+from datasvc.repository.logs.references import refuse_text
 from datasvc.repository.repair import Repair, repair_objects
 from datasvc.shards.versions.verify import DatasetProblem, VerifyReport, verify
 
@@ -55,6 +56,7 @@ def repair_dataset(
         ConfigError: this repository is not writable; or see `verify`.
         NotFoundError, CorruptDataError, UnavailableError: see `verify` and `Repository.open`.
     """
+    refuse_text(copies, "copies", "repositories")
     version = str(repository.resolve("datasets", ref))
     opened = [copy if isinstance(copy, Repository) else Repository.open(copy) for copy in copies]
     first_pass = newest = verify(repository, version, deep=deep, progress=progress)

@@ -8,6 +8,7 @@ from typing import Any
 
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.repository import Repository, Resolved
+from datasvc.repository.logs.references import refuse_text
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.dataset import continued_version, open_dataset
@@ -53,6 +54,7 @@ def name_classes(repository: Repository, ref: str, names: Sequence[str], *, mess
         ConflictError: `ref` is not the newest version; or see `Log.append`.
         NotFoundError, CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `open_dataset`.
     """
+    refuse_text(names, "names", "names")
     base = repository.resolve("datasets", ref)
 
     def build(head: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import numpy as np
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Objects, Repository, Resolved
+from datasvc.repository.logs.references import refuse_text
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.dataset import DatasetVersion, choose_split, continued_version, open_dataset
 from datasvc.shards.versions.deletions import delete_samples
@@ -200,7 +201,5 @@ class _DeleteBuild:
 
 
 def _checked_keys(keys: Iterable[str] | None) -> frozenset[str] | None:
-    # A string is an iterable of strings too: without this check, each of its characters would be a key.
-    if isinstance(keys, str):
-        raise ConfigError(f"keys is the string {keys!r}; expected a list of keys, such as [{keys!r}]")
+    refuse_text(keys, "keys", "keys")
     return None if keys is None else frozenset(keys)

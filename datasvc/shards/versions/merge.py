@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from datasvc.errors import ConfigError
 from datasvc.repository import Repository, Resolved
-from datasvc.repository.logs.references import check_name, parse_reference
+from datasvc.repository.logs.references import check_name, parse_reference, refuse_text
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.common.options import check_key_prefix
 from datasvc.shards.versions.combine import OnCommon, append_splits, prefix_shards
@@ -93,6 +93,7 @@ def merge(
         CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `Objects.read`.
     """
     check_name(name, "data set")
+    refuse_text(refs, "refs")
     if on_common not in _RULES:
         raise ConfigError(f"on_common is {on_common!r}; expected one of {', '.join(_RULES)}")
     if len(refs) < 2:
