@@ -325,10 +325,14 @@ class Repository:
         return self._resolve("models", reference, logs, self._removed("models", name, logs))
 
     def entry(self, resolved: Resolved) -> Entry:
-        """Return the log entry of a version; for errors, see `Log.read`."""
+        """Return the log entry of a version, even a removed one; for errors, see `Log.read`."""
         try:
             return self.versions(resolved.kind, resolved.name).read(resolved.version)
         except CorruptDataError as error:
+            removal = self.removals(resolved.kind, resolved.name).find(resolved.version)
+            if removal is not None and removal.content.get("lost"):
+                message = f"the entry of {resolved} cannot be read: {error}; it {_describe_removal(removal)}"
+                raise CorruptDataError(message) from error
             raise CorruptDataError(describe_damage(resolved, error)) from error
 
     def readable_entries(self, kind: Kind, name: str, numbers: Iterable[int] | None = None) -> list[Entry]:
@@ -447,16 +451,21 @@ class Repository:
 
     def _describe_removal(self, resolved: Resolved, living: list[int]) -> str:
         entry = self.removals(resolved.kind, resolved.name).find(resolved.version)
-        when = f" on {entry.content.get('created')}" if entry else ""
-        why = f" ({entry.content['message']})" if entry and entry.content.get("message") else ""
-        how = "declared lost" if entry and entry.content.get("lost") else "removed"
-        return f"{resolved} was {how}{when}{why}; {resolved.name} still has {describe_numbers(living)}"
+        return f"{resolved} {_describe_removal(entry)}; {resolved.name} still has {describe_numbers(living)}"
 
     def _tags(self, kind: Kind, name: str) -> Tags:
         return Tags(self.storage, self._folder(kind, name))
 
     def _folder(self, kind: Kind, name: str) -> str:
         return f"{kind}/{check_name(name, KIND_NAMES[kind])}"
+
+
+def _describe_removal(entry: Entry | None) -> str:
+    """Return what the entry of a removal records, such as "was removed on 2026-11-21 (wrong labels)"."""
+    if entry is None:
+        return "was removed"
+    why = f" ({entry.content['message']})" if entry.content.get("message") else ""
+    return f"was {'declared lost' if entry.content.get('lost') else 'removed'} on {entry.content.get('created')}{why}"
 
 
 def describe_damage(version: Resolved, error: Exception) -> str:

@@ -56,6 +56,14 @@ def test_a_list_names_what_it_leaves_out(damaged, words, listed, left_out):
     assert as_json.returncode == 3
 
 
+def test_a_removal_of_a_damaged_version_says_what_gc_needs(damaged):
+    done = run("rm", "pets@2", "--repo", damaged.url)
+    assert done.returncode == 0
+    assert "gc deletes nothing" in done.stderr
+    assert "`datasvc mark-lost pets@2`" in done.stderr
+    assert "frees" not in done.stdout
+
+
 def test_a_comparison_leaves_out_what_it_cannot_read(damaged):
     result = run("models", "compare", "cnn@1", "cnn@2", "cnn@3", "--repo", damaged.url)
     assert (result.returncode, result.stdout.splitlines()) == (3, ["step\t0\t1"])

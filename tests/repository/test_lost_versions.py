@@ -2,7 +2,7 @@
 
 import pytest
 
-from datasvc.errors import ConflictError, UnavailableError
+from datasvc.errors import ConflictError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import Repository
 from datasvc.repository.logs.removals import Removals
 from datasvc.repository.lost_versions import mark_lost
@@ -59,3 +59,25 @@ def test_a_version_that_was_restored_is_not_lost_if_it_is_removed_later(pets):
     assert state(pets) == ({}, {1, 2}, frozenset())
     removals.declare_lost([2])
     assert removals.lost() == {2}
+
+
+def test_a_version_that_was_removed_before_it_was_declared_lost_is_named_as_lost(pets):
+    with pytest.raises(NotFoundError, match=r"pets@1 was removed on .*\(old\)"):
+        pets.resolve("datasets", "pets@1")
+    mark_lost(pets, "datasets", ["pets@1"], message="disk failure")
+    pets.removals("datasets", "pets").add([3], "not needed")
+    with pytest.raises(NotFoundError, match=r"pets@1 was declared lost on .*\(disk failure\); pets still has 2"):
+        pets.resolve("datasets", "pets@1")
+    assert pets.removals("datasets", "pets").find(3).content["message"] == "not needed"
+
+
+def test_the_error_of_a_lost_version_does_not_advise_to_give_it_up_again(pets):
+    version = pets.resolve("datasets", "pets@2")
+    with pytest.raises(CorruptDataError, match="`datasvc mark-lost pets@2` gives it up"):
+        pets.entry(version)
+    mark_lost(pets, "datasets", ["pets@2"], force=True, message="disk failure")
+    with pytest.raises(
+        CorruptDataError, match=r"cannot be read: .*; it was declared lost on .*disk failure"
+    ) as caught:
+        pets.entry(version)
+    assert "mark-lost" not in str(caught.value)

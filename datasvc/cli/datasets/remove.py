@@ -8,9 +8,10 @@ import typer
 
 from datasvc.cli.datasets.listing import NameArgument
 from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_json, print_line
+from datasvc.errors import CorruptDataError, DatasvcError
 
 if TYPE_CHECKING:
-    from datasvc.repository import Kind
+    from datasvc.repository import Kind, Repository, Resolved
 
 RefsArgument = Annotated[list[str], typer.Argument(metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Remove tagged versions too, together with their tags.")]
@@ -38,15 +39,34 @@ def run_rm(kind: Kind, refs: list[str], repo: str, *, force: bool, message: str,
     from datasvc.repository import Repository
     from datasvc.repository.removal import remove_versions
 
-    report = remove_versions(Repository.open(repo), kind, refs, force=force, message=message)
+    repository = Repository.open(repo)
+    report = remove_versions(repository, kind, refs, force=force, message=message)
     versions = [str(version) for version in report.versions]
     if as_json:
         print_json({"removed": versions, "untagged": list(report.untagged)})
         return
     for tag in report.untagged:
         print_line(f"removed tag {tag}")
-    gc = "datasvc models gc" if kind == "models" else "datasvc gc"
-    print_line(f"removed {', '.join(versions)}; `{gc}` frees their bytes after its grace period")
+    command = "datasvc models" if kind == "models" else "datasvc"
+    if damaged := [str(version) for version in report.versions if _is_damaged(repository, version)]:
+        print_line(f"removed {', '.join(versions)}")
+        print_line(
+            f"the entry of {', '.join(damaged)} cannot be read, so gc deletes nothing; if there is no copy, "
+            f"`{command} mark-lost {' '.join(damaged)}` gives it up",
+            err=True,
+        )
+    else:
+        print_line(f"removed {', '.join(versions)}; `{command} gc` frees their bytes after its grace period")
+
+
+def _is_damaged(repository: Repository, version: Resolved) -> bool:
+    try:
+        repository.entry(version)
+    except CorruptDataError:
+        return True
+    except DatasvcError:  # the version is removed already: an error of this check must not be the result
+        return False
+    return False
 
 
 def rename(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from datasvc.errors import CorruptDataError, UnreadableVersionWarning
 from datasvc.repository.logs.log import Entry, Log
@@ -64,14 +64,25 @@ class Removals:
         return frozenset.intersection(*(self._removed_in(entry, all_versions) for entry in since))
 
     def find(self, version: int) -> Entry | None:
-        """Return the entry that removed a version, or None if it is not removed; for errors, see `removed`."""
+        """Return the entry that removed a version, or None if it is not removed; for errors, see `removed`.
+
+        Of a version that was removed and then declared lost, this is the entry that declared it lost.
+        """
         numbers, all_versions = self._log.numbers(), self._versions.numbers()
         # A binary search is possible because each entry has the versions of the previous one, unless `restore` wrote
         # it. If a version was restored and removed again, the search finds one of its removals.
         first = bisect_left(
             numbers, True, key=lambda number: version in self._read_newest_intact(number, all_versions)
         )
-        return self._log.read(numbers[first]) if first < len(numbers) else None
+        removal = self._log.read(numbers[first]) if first < len(numbers) else None
+        if removal is None or "lost" in removal.content:
+            return removal
+        try:
+            self._versions.read(version)
+        except CorruptDataError:
+            # Only such a version may be lost. Search the whole log only for it.
+            return self._losses(numbers, all_versions).get(version, removal)
+        return removal
 
     def add(self, versions: Iterable[int], message: str = "") -> Entry:
         """Remove versions; for errors, see `Log.append`."""
@@ -94,20 +105,25 @@ class Removals:
         if not numbers:
             return frozenset()
         all_versions = self._versions.numbers()
-        readable, _ = self._log.try_entries(numbers)
-        lost = frozenset[int]()
-        for entry in readable:
-            # A version that was restored and removed again is not lost, unless it was declared lost again.
-            lost -= decode_numbers(entry.content.get("given_back"), among=all_versions)
-            lost |= decode_numbers(entry.content.get("lost"), among=all_versions)
+        losses = frozenset(self._losses(numbers, all_versions))
         # Even if the entry of a restoration is damaged, its version is not in the newest list.
-        return lost & self._read_newest_intact(numbers[-1], all_versions)
+        return losses & self._read_newest_intact(numbers[-1], all_versions)
 
     def restore(self, versions: Iterable[int], message: str) -> Entry:
         """Restore removed versions whose objects `gc` has not deleted yet; for errors, see `Log.append`."""
         to_restore = frozenset(versions)
         change = {"given_back": encode_numbers(to_restore), "message": message}
         return self._append(lambda removed: removed - to_restore, change)
+
+    def _losses(self, numbers: Iterable[int], all_versions: Sequence[int]) -> dict[int, Entry]:
+        """Return the entry that declared each lost version lost; damaged entries are left out."""
+        losses: dict[int, Entry] = {}
+        for entry in self._log.try_entries(numbers)[0]:
+            # A version that was restored and removed again is not lost, unless it was declared lost again.
+            for restored in decode_numbers(entry.content.get("given_back"), among=all_versions):
+                losses.pop(restored, None)
+            losses |= dict.fromkeys(decode_numbers(entry.content.get("lost"), among=all_versions), entry)
+        return losses
 
     def _append(self, combine: Callable[[frozenset[int]], frozenset[int]], change: dict[str, str]) -> Entry:
         """Commit an entry with the fields of `change`. `combine` maps the removed versions so far to the new set."""
