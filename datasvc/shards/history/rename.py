@@ -1,31 +1,53 @@
 """Rename a data set: its whole history gets a new name, and the versions of the old name are removed.
 
-Entries are immutable, so they are copied byte by byte, and objects are shared. The commit of a rename is one entry in
-the log of the old name, which says the new name. A writer that commits to the old name before it is copied too, and
-a writer that loses against it builds its version again and finds that the data set was renamed.
+Entries are immutable, so they are copied byte by byte, and objects are shared. The steps, and what holds after each:
+
+1. *Commit*: one entry in the log of the old name says the new name. It is the only commit, and nothing has the new
+   name before it. Of concurrent renames one commits; the others find its entry, and finish it or are refused. So does
+   each later call with the same names. Other writers that lose against the entry find that the data set was renamed.
+2. *Copy*: first the removals, so that no removed version is visible, then the versions, newest first. So the next
+   number of the new name is free from the beginning, and an append to it takes no number of an older version.
+3. *End the tags*: a move that ends a tag has the number of the rename. All moves before it are copied before it.
+4. *Remove*: one removal of all versions up to the rename's entry, and of this entry.
+
+Each step may be repeated, also by several processes at once. A version of the old name is removed only by a process
+that found each version under the new name. The removal of step 4 is the first one that lists the rename's entry, and
+the end of a tag has its number, so neither is ever copied to the new name. If a copied log differs, somebody used the
+new name since: their entries stay. Only a version that another process gave the new name in step 1 cannot stay
+beside the copies: then the rename is taken back by a removal of its entry alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
-from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
-from datasvc.repository import Repository, Resolved, Storage
+from datasvc.errors import ConfigError, ConflictError, CorruptDataError
+from datasvc.repository import Entry, Repository, Resolved
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Log, decode_entry, list_logs
-from datasvc.repository.logs.references import check_name
+from datasvc.repository.logs.references import check_name, is_name
+from datasvc.repository.logs.tags import version_of
+from datasvc.repository.logs.version_numbers import decode_numbers
 from datasvc.repository.removal import remove_untagged
 from datasvc.repository.repository import describe_damage
 from datasvc.shards.versions.dataset import renamed_to
 from datasvc.shards.versions.version_entry import derived_entry
+
+# Field of the move that ends a tag of the old name: the number of the rename's entry.
+_ENDED_BY: Final = "rename"
+
+
+class _NothingToCommitError(Exception):
+    """Ends `Log.append` without a commit."""
 
 
 def rename(repository: Repository, name: str, new_name: str, *, message: str = "") -> Resolved:
     """Give a data set a new name, with all its versions, their numbers, its tags and its removals.
 
     The versions of the old name are then removed, and its tags are deleted. Entries of models that name them stay,
-    and so does the history of the old name. After an interruption, the same call continues.
+    and so does the history of the old name. After an interruption, the same call continues. Until it is continued,
+    the new name may lack versions and tags.
 
     Args:
         repository: the repository that stores the data set.
@@ -39,7 +61,8 @@ def rename(repository: Repository, name: str, new_name: str, *, message: str = "
     Raises:
         ConfigError: a name is not valid, or `new_name` has versions.
         NotFoundError: there is no data set `name`, or all its versions are removed.
-        ConflictError: another process committed to the new name, or moved a tag, meanwhile: call again.
+        ConflictError: another process committed to the new name, or tagged a version of the old name, meanwhile; or a
+            rename to another name was interrupted. The message says what to do.
         CorruptDataError: an entry or a tag cannot be read.
         UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
@@ -47,70 +70,160 @@ def rename(repository: Repository, name: str, new_name: str, *, message: str = "
     check_name(new_name, "data set")
     if name == new_name:
         raise ConfigError(f"the data set has the name {name!r} already; give another name")
-    log = repository.versions("datasets", name)
-    head = log.head()
-    newest, _ = log.try_entries([head] if head else [])
-    # An interrupted rename is committed already: only tags and removals are left to do.
-    if not newest or renamed_to(newest[0]) != new_name:
+
+    committed: Entry | None = None
+
+    def build(head: int) -> Mapping[str, Any]:
+        nonlocal committed
+        committed = _find_rename(repository, name, new_name, head)
+        if committed:
+            raise _NothingToCommitError
         repository.resolve("datasets", name)  # raises NotFoundError, which lists the existing names
-        repository.tags("datasets", name, strict=True)
-        _check_free(repository, name, new_name)
-        change = {"kind": "rename", "to": new_name}
+        _check_free(repository, new_name)
+        _check_readable(repository, name, head)
+        return derived_entry({}, {"kind": "rename", "to": new_name}, message=message, parent=None, source=new_name)
 
-        def build(head: int) -> Mapping[str, Any]:
-            # Before the commit, so that a reader finds the new name complete as soon as the old one ends.
-            _copy_logs(repository, name, new_name, head)
-            return derived_entry({}, change, message=message, parent=None, source=new_name)
-
-        head = log.append(build, head=head).number
-    _move_tags(repository, name, new_name, last=head - 1)
-    reason = f"renamed to {new_name}" + (f": {message}" if message else "")
-    remove_untagged(repository, "datasets", name, range(1, head + 1), reason)
+    with suppress(_NothingToCommitError):
+        committed = repository.versions("datasets", name).append(build)
+    if committed:
+        _finish(repository, name, new_name, committed)
     return repository.resolve("datasets", new_name)
 
 
-def _check_free(repository: Repository, name: str, new_name: str) -> None:
-    """Raise ConfigError if the new name has versions, except those that an interrupted rename has copied."""
-    old, existing = (repository.versions("datasets", each) for each in (name, new_name))
-    if not existing.head():
-        return
-    # The old name may have got versions again after an earlier rename to the same name.
-    was_renamed = any(renamed_to(entry) == new_name for entry in old.try_entries()[0])
-    if was_renamed or not _is_copy(repository.storage, old, existing):
+def _find_rename(repository: Repository, name: str, new_name: str, head: int) -> Entry | None:
+    """Return the newest entry up to `head` that renames the data set to `new_name`, and may be unfinished.
+
+    A removed one counts only if it is the newest entry, and was not taken back: its tags may be unfinished.
+
+    Raises:
+        ConflictError: the data set is being renamed to another name.
+    """
+    numbers = range(1, head + 1)
+    entries, _ = repository.versions("datasets", name).try_entries(numbers)
+    renames = [(entry, target) for entry in entries if (target := renamed_to(entry))]
+    if not renames:
+        return None
+    removals = repository.removals("datasets", name)
+    removed = removals.removed(numbers)
+    for entry, target in reversed(renames):
+        if entry.number not in removed:
+            if target == new_name:
+                return entry
+            raise ConflictError(
+                f"{name} is being renamed to {target}; if that rename was interrupted, finish it first: `datasvc "
+                f"rename {name} {target}`"
+            )
+        if entry.number == head and target == new_name:
+            removal = removals.find(head)
+            together = decode_numbers(removal.content["removed"], among=numbers) if removal else frozenset()
+            return entry if together == set(numbers) else None
+    return None
+
+
+def _check_free(repository: Repository, new_name: str) -> None:
+    """Raise ConfigError if the new name has versions."""
+    if repository.versions("datasets", new_name).head():
         raise ConfigError(
             f"the name {new_name!r} has versions, and their numbers are never used again; choose a name that never "
             "had a version"
         )
 
 
-def _is_copy(storage: Storage, old: Log, existing: Log) -> bool:
-    """Return whether all entries of `existing` are copies of those of `old`."""
-    with suppress(NotFoundError):
-        paths = [(old.path_of(number), existing.path_of(number)) for number in existing.numbers()]
-        return all(storage.read(one, MAX_ENTRY_BYTES) == storage.read(other, MAX_ENTRY_BYTES) for one, other in paths)
+def _check_readable(repository: Repository, name: str, head: int) -> None:
+    """Raise CorruptDataError or ConfigError if what the rename must read after its commit cannot be read."""
+    repository.tags("datasets", name, strict=True)
+    Log(repository.storage, f"datasets/{name}/removals").entries()
+    # Without the listing: it may lack the newest entries.
+    _, errors = repository.versions("datasets", name).try_entries(range(1, head + 1))
+    lost = repository.removals("datasets", name).lost() if errors else frozenset()
+    for number in sorted(errors.keys() - lost):
+        version, error = Resolved("datasets", name, number), errors[number]
+        raise type(error)(f"{describe_damage(version, error)}; nothing was renamed") from error
+
+
+def _finish(repository: Repository, name: str, new_name: str, entry: Entry) -> None:
+    """Do the steps after the commit, see the module."""
+    numbers = range(1, entry.number + 1)
+    removals = repository.removals("datasets", name)
+    # Whoever removed the entry has copied all before.
+    if entry.number not in removals.removed(numbers):
+        _copy_removals(repository, name, new_name, entry.number)
+        _copy_versions(repository, name, new_name, entry.number)
+    for tag in filter(is_name, list_logs(repository.storage, f"datasets/{name}/tags")):
+        _end_tag(repository, name, new_name, tag, entry.number)
+    _copy_removals(repository, name, new_name, entry.number)  # those that were committed meanwhile
+    if left := sorted(set(numbers) - removals.removed(numbers)):
+        message = entry.content.get("message")
+        reason = f"renamed to {new_name}" + (f": {message}" if message else "")
+        remove_untagged(repository, "datasets", name, numbers if entry.number in left else left, reason)
+
+
+def _copy_removals(repository: Repository, name: str, new_name: str, rename_number: int) -> None:
+    """Copy the removals before the one that lists the rename's entry."""
+    log = Log(repository.storage, f"datasets/{name}/removals")
+    for entry in log.entries():
+        is_own = bool(decode_numbers(entry.content["removed"], among=[rename_number]))
+        if is_own or not _copy_entry(repository, name, new_name, f"removals/{entry.number:08d}.json"):
+            return
+
+
+def _copy_versions(repository: Repository, name: str, new_name: str, rename_number: int) -> None:
+    """Copy all versions before the rename, newest first; take the rename back if the new name has other versions."""
+    lost = repository.removals("datasets", name).lost()
+    for number in range(rename_number - 1, 0, -1):
+        path = f"versions/{number:08d}.json"
+        if _copy_entry(repository, name, new_name, path, check=number not in lost):
+            continue
+        # Numbers have no gaps, so versions 1 to `number` are those of the other process.
+        removals = repository.removals("datasets", new_name)
+        removals.restore(range(1, number + 1), f"not versions of {name}")
+        if number + 1 < rename_number:
+            removals.add(range(number + 1, rename_number), f"copies from {name}, which keeps its name")
+        repository.removals("datasets", name).add([rename_number], f"the name {new_name} was taken meanwhile")
+        raise ConflictError(
+            f"another process committed to {new_name!r} meanwhile (datasets/{new_name}/{path}); {name!r} keeps its "
+            "name: choose another new name"
+        )
+
+
+def _end_tag(repository: Repository, name: str, new_name: str, tag: str, rename_number: int) -> None:
+    """Copy the moves of a tag; then delete the tag, unless it points at a version after the rename."""
+    log = Log(repository.storage, f"datasets/{name}/tags/{tag}")
+
+    def build(head: int) -> Mapping[str, Any]:
+        # Copied in each attempt: another process may have moved the tag since the last one.
+        ended = _copy_moves(repository, name, new_name, log, head, rename_number)
+        current = version_of(log.read(head)) if head else 0
+        if not 1 <= current <= rename_number:
+            raise _NothingToCommitError
+        if ended and current < rename_number:
+            # The tag was set again after its end. A tag that the new name has is newer.
+            with suppress(ConflictError):
+                repository.tag("datasets", f"{new_name}@{current}", tag, expect=0)
+        return {"version": None, _ENDED_BY: rename_number}
+
+    with suppress(_NothingToCommitError):
+        log.append(build)
+
+
+def _copy_moves(repository: Repository, name: str, new_name: str, log: Log, last: int, rename_number: int) -> bool:
+    """Copy moves 1 to `last` of a tag, up to its end or a version that the new name lacks; return whether it ended."""
+    _, _, tag = log.path.rpartition("/")
+    for number in range(1, last + 1):
+        # A damaged move of the past is copied as it is.
+        with suppress(CorruptDataError):
+            move = log.read(number)
+            if move.content.get(_ENDED_BY) == rename_number:
+                return True
+            if version_of(move) >= rename_number:
+                return False
+        if not _copy_entry(repository, name, new_name, f"tags/{tag}/{number:08d}.json", check=False):
+            return False
     return False
 
 
-def _copy_logs(repository: Repository, name: str, new_name: str, head: int) -> None:
-    """Copy the removals, the versions up to `head` and the tags that the new name lacks."""
-    logs = list_logs(repository.storage, f"datasets/{name}")
-    # Removals first: a removed version must not be visible without its removal.
-    for number in logs.get("removals", ()):
-        _copy_entry(repository, name, new_name, f"removals/{number:08d}.json")
-    lost = repository.removals("datasets", name).lost() if "removals" in logs else frozenset()
-    # Without the listing: it may lack the newest entries.
-    for number in range(1, head + 1):
-        try:
-            _copy_entry(repository, name, new_name, f"versions/{number:08d}.json", check=number not in lost)
-        except CorruptDataError as error:
-            version = Resolved("datasets", name, number)
-            raise CorruptDataError(f"{describe_damage(version, error)}; nothing was renamed") from error
-    for log, numbers in logs.items():
-        for number in numbers if log.startswith("tags/") else ():
-            _copy_entry(repository, name, new_name, f"{log}/{number:08d}.json")
-
-
-def _copy_entry(repository: Repository, name: str, new_name: str, path: str, *, check: bool = True) -> None:
+def _copy_entry(repository: Repository, name: str, new_name: str, path: str, *, check: bool = True) -> bool:
+    """Copy one entry; return False if the new name has another one at its place."""
     storage = repository.storage
 
     def checked(raw: bytes, location: str) -> bytes:
@@ -122,17 +235,6 @@ def _copy_entry(repository: Repository, name: str, new_name: str, path: str, *, 
     target = f"datasets/{new_name}/{path}"
     try:
         storage.create(target, raw)
-    except ConflictError as error:
-        if storage.read(target, MAX_ENTRY_BYTES) != raw:
-            raise ConflictError(
-                f"another process committed to {new_name!r} meanwhile ({target}); {name!r} keeps its name: choose "
-                "another new name"
-            ) from error
-
-
-def _move_tags(repository: Repository, name: str, new_name: str, *, last: int) -> None:
-    """Point the tags of the new name at the versions of the old tags, and delete the old ones."""
-    for tag, version in repository.tags("datasets", name, strict=True).items():
-        # A tag that was set after the rename may point at its entry, which the new name does not have.
-        repository.tag("datasets", f"{new_name}@{min(version, last)}", tag)
-        repository.untag("datasets", name, tag, expect=version)
+    except ConflictError:
+        return storage.read(target, MAX_ENTRY_BYTES) == raw
+    return True

@@ -374,11 +374,10 @@ def continued_version(repository: Repository, name: str, head: int) -> Resolved 
     # Do not use `Repository.living`: its listing may lack the head, and then an older version would be continued.
     removed = repository.removals("datasets", name).removed(range(1, head + 1))
     number = next((number for number in range(head, 0, -1) if number not in removed), None)
-    if number is None and head:
-        # Do not begin a new data set: the caller means the old one, which has another name now.
-        newest, _ = repository.versions("datasets", name).try_entries([head])
-        if newest and (new_name := renamed_to(newest[0])):
-            raise ConflictError(f"{name} was renamed to {new_name}; use the new name")
+    # The newest entry that is left, or of all, is a rename: the caller means the data set that has another name now.
+    entries, _ = repository.versions("datasets", name).try_entries([number or head] if head else [])
+    if entries and (new_name := renamed_to(entries[0])):
+        raise ConflictError(f"{name} was renamed to {new_name}; use the new name")
     return None if number is None else Resolved("datasets", name, number)
 
 
