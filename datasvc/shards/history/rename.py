@@ -207,7 +207,7 @@ def _end_tag(repository: Repository, name: str, new_name: str, tag: str, rename_
 
 
 def _copy_moves(repository: Repository, name: str, new_name: str, log: Log, last: int, rename_number: int) -> bool:
-    """Copy moves 1 to `last` of a tag, up to its end or a version that the new name lacks; return whether it ended."""
+    """Copy moves 1 to `last` of a tag, up to its end or a version of a newer data set; return whether it ended."""
     _, _, tag = log.path.rpartition("/")
     for number in range(1, last + 1):
         # A damaged move of the past is copied as it is.

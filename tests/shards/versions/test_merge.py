@@ -119,7 +119,8 @@ def test_a_merge_into_itself_continues_whatever_is_the_newest(zoo):
             return getattr(zoo, name)
 
         def versions(self, kind, name):
-            delete(zoo, "pets", keys=["a"])
+            if zoo.versions("datasets", "pets").head() == 1:
+                delete(zoo, "pets", keys=["a"])
             return zoo.versions(kind, name)
 
     report = merge(Slow(), ["pets", "wild"], "pets")
