@@ -10,7 +10,7 @@ from datasvc.errors import ConfigError
 from datasvc.ledger.file import Header
 from datasvc.order import AccessOrder, OrderState
 from datasvc.repository import Repository
-from datasvc.shards.versions.dataset import open_dataset
+from datasvc.shards.versions.dataset import read_version
 from datasvc.shards.versions.keys import SplitKeys
 
 
@@ -38,7 +38,8 @@ class SampleNames:
             ) from error
         self._config = state.config
         ref, _, split = header.source.rpartition("/")
-        self._split = open_dataset(repository, ref)[split]
+        # A version that was removed since, also by a rename, keeps its shard tables and sample indexes.
+        self._split = read_version(repository, repository.resolve("datasets", ref, removed=True))[split]
         # A data set of the same name in another repository may have other samples, so compare the shard tables.
         if self._split.digest != state.version:
             raise ConfigError(

@@ -83,6 +83,16 @@ def test_samples_that_a_rank_did_not_serve_are_named_by_position_or_key(ledger, 
     assert never == {"count": 18, "samples": [{"position": 6, "key": keys[0]}]}
 
 
+@pytest.mark.parametrize("change", [["rename", "numbers", "counts"], ["rm", "numbers@1"]])
+def test_keys_are_found_after_the_version_was_renamed_or_removed(ledger, repository, change):
+    file_of_rank(ledger, 1).unlink()
+    before = datasvc("audit", ledger, repo=repository.url)
+    assert "never served" in before.stdout
+    assert datasvc(*change, repo=repository.url).returncode == 0
+    after = datasvc("audit", ledger, repo=repository.url)
+    assert (after.stdout, after.stderr, after.returncode) == (before.stdout, before.stderr, before.returncode)
+
+
 def test_a_rank_with_fewer_files_than_others_is_named_and_nothing_is_proven(ledger, repository):
     split = open_dataset(repository, "numbers")["train"]
     with EchoLoader(split, batch_size=6, rank=0, world_size=2, ledger=ledger) as loader:
