@@ -7,6 +7,7 @@ shard tables, not by its number: the entry of a model version that was copied ha
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -50,6 +51,8 @@ class SampleQuery:
         split: name of the splits in which the keys match; None means all splits.
         tables: shard tables of the version `data`, if it is in this repository; then the keys match only in these.
         deletion: the keys match in the shards of this deletion, in addition to `data`; None: only in `data`.
+        more_tables: shard tables of all versions of the data set `data` in this repository: the keys match in these
+            too, if the split was recorded with an earlier name of the data set.
     """
 
     keys: tuple[str, ...]
@@ -57,6 +60,7 @@ class SampleQuery:
     split: str | None = None
     tables: frozenset[Digest] | None = None
     deletion: Deletion | None = None
+    more_tables: frozenset[Digest] = frozenset()
 
     def matches_whole_split(self, names: Iterable[str], table: Digest) -> bool:
         """Return whether the keys match in every shard of a split.
@@ -69,7 +73,7 @@ class SampleQuery:
             return table in self.tables
         if self.deletion is not None and self.data is None:
             return False  # the keys match only in the shards of the deletion
-        return any(_is_split_of(name, self.data, self.split) for name in names)
+        return table in self.more_tables or any(_is_split_of(name, self.data, self.split) for name in names)
 
     def is_of_deletion_dataset(self, names: Iterable[str]) -> bool:
         """Return whether the names of a split belong to the data set that the samples were deleted from."""
@@ -86,7 +90,8 @@ def query_keys(
         CorruptDataError, UnavailableError: see `Log.read`.
     """
     tables = _tables_of(repository, data, split)
-    return SampleQuery(tuple(dict.fromkeys(keys)), data, split, tables)
+    more_tables = _tables_of_all_versions(repository, data, split)
+    return SampleQuery(tuple(dict.fromkeys(keys)), data, split, tables, more_tables=more_tables)
 
 
 def query_deleted(
@@ -126,7 +131,8 @@ def query_deleted(
             )
             deletion = Deletion(str(version), version.name, all_tables, shards)
             data_tables = _tables_of(repository, data, name)
-            queries.append(SampleQuery(tuple(changes.deleted), data, name, data_tables, deletion))
+            more_tables = _tables_of_all_versions(repository, data, name)
+            queries.append(SampleQuery(tuple(changes.deleted), data, name, data_tables, deletion, more_tables))
     return queries
 
 
@@ -157,6 +163,20 @@ def _tables_of(repository: Repository, data: str | None, split: str | None) -> f
         return None
     tables = split_tables(repository.entry(version).content, str(version))
     return frozenset(table for name, table in tables.items() if split in {None, name})
+
+
+def _tables_of_all_versions(repository: Repository, data: str | None, split: str | None) -> frozenset[Digest]:
+    """Return the shard tables of all versions of the data set `data`, or none if `data` is None or one version."""
+    reference = None if data is None else parse_reference(data)
+    if reference is None or reference.version is not None or reference.tag is not None:
+        return frozenset()
+    entries, _ = repository.versions("datasets", reference.name).try_entries()
+    tables: set[Digest] = set()
+    for entry in entries:
+        with suppress(CorruptDataError):
+            by_split = split_tables(entry.content, f"{reference.name}@{entry.number}")
+            tables.update(table for name, table in by_split.items() if split in {None, name})
+    return frozenset(tables)
 
 
 def split_tables(entry: Mapping[str, Any], version: str) -> dict[str, Digest]:

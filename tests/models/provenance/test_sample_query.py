@@ -7,6 +7,7 @@ from datasvc.models import CodeRevision, ConsumptionTracker, find_consumers, sav
 from datasvc.models.transfer import transfer
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
+from datasvc.shards.history.rename import rename
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.merge import merge
 from tests.loaders.numbered import Numbers, sample_of
@@ -133,3 +134,14 @@ def test_data_that_were_left_behind_are_a_gap_and_no_failure(pets, tmp_path):
     found = find_consumers(other, keys=["3"])
     assert saw_all(found) == [("bird@1", 1, True), ("cnn@1", 0, False)]
     assert found.gaps["cnn@1"] == ("it read pets@2/train, of which 1 shards are not in this repository",)
+
+
+def test_a_model_that_was_trained_before_a_rename_is_found_by_both_names(pets):
+    train(pets, "dnn", split(pets, "pets@1"))
+    before = saw_all(find_consumers(pets, keys=["3"], data="pets"))
+    assert before == [("dnn@1", 1, True)]
+    rename(pets, "pets", "animals")
+    assert saw_all(find_consumers(pets, keys=["3"], data="animals")) == before
+    assert saw_all(find_consumers(pets, keys=["3"], data="pets")) == before
+    assert saw_all(find_consumers(pets, keys=["3"], data="animals@1")) == before
+    assert saw_all(find_consumers(pets, keys=["3"], data="animals", split="val")) == [("dnn@1", 0, True)]
