@@ -5,9 +5,11 @@ The check does not import torch, which takes seconds, so a mistake on the comman
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,7 +20,7 @@ from datasvc.repository.logs.metric_mode import choose_metric_mode
 from datasvc.repository.logs.references import check_name, parse_reference
 from datasvc.trainer.recipes.optimizers.parameter_groups import DECAYED
 from datasvc.trainer.recipes.optimizers.precision import PRECISIONS
-from datasvc.trainer.recipes.optimizers.schedules import RATE_SCALINGS, SHAPES
+from datasvc.trainer.recipes.optimizers.schedules import RATE_SCALINGS, SHAPES, RateSchedule
 from datasvc.trainer.recipes.reporting.metric_logs import check_log
 
 _AT_LEAST_ONE: Final = (
@@ -30,6 +32,8 @@ _AT_LEAST_ONE: Final = (
     "vocabulary",
     "reference_batch",
     "size",
+    "lanes",
+    "block",
     "evaluate_every",
     "patience",
     "checkpoint_every",
@@ -229,7 +233,10 @@ class TrainConfig:
         self._check_together()
         parse_policy(self.checkpoint_every, self.max_stall)
         parse_duration(self.grace)
-        self.parse_milestones()
+        # Created only for its errors about the milestones.
+        RateSchedule(
+            peak=self.learning_rate, epochs=self.epochs, shape=self.schedule, milestones=self.parse_milestones()
+        )
         self.parse_model_options()
         for target in self.log_to:
             check_log(target)
@@ -241,12 +248,17 @@ class TrainConfig:
     def parse_milestones(self) -> tuple[tuple[float, float], ...]:
         """Return `(epoch, factor)` of each milestone. Raises ConfigError: a milestone has another form."""
         pairs = [milestone.partition(":") for milestone in self.milestones]
+        message = (
+            f"milestones are {self.milestones}; expected each as 'epoch:factor', such as '30:0.1', with two numbers "
+            "of 0 or more"
+        )
         try:
-            return tuple((float(epoch), float(factor)) for epoch, _, factor in pairs)
+            milestones = tuple((float(epoch), float(factor)) for epoch, _, factor in pairs)
         except ValueError as error:
-            raise ConfigError(
-                f"milestones are {self.milestones}; expected each as 'epoch:factor', such as '30:0.1'"
-            ) from error
+            raise ConfigError(message) from error
+        if not all(0 <= number < math.inf for milestone in milestones for number in milestone):
+            raise ConfigError(message)
+        return milestones
 
     def parse_model_options(self) -> dict[str, Any]:
         """Return the options of the model by name.
@@ -285,10 +297,39 @@ class TrainConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
+        if self.stop_mode not in (None, "max", "min"):
+            raise ConfigError(f"stop_mode is {self.stop_mode!r}; expected 'max' or 'min'")
+        if not 0 <= self.seed < 1 << 64:
+            raise ConfigError(f"seed is {self.seed}; expected 0 <= seed < 2**64")
+        with _naming("data", self.data):
+            parse_reference(self.data)
 
     def _check_together(self) -> None:
         if self.peers is not None and self.cache is None:
             raise ConfigError("peers need a node cache: set its folder with --cache")
+        if self.cache_budget is not None:
+            if self.cache is None:
+                raise ConfigError("cache_budget is the budget of a node cache: set its folder with --cache")
+            # Imported here, because most runs have no budget, and need the cache only after this check.
+            from datasvc.cache import parse_budget
+
+            with _naming("cache_budget", self.cache_budget):
+                parse_budget(self.cache_budget, Path("/"))  # any folder: only the form of the budget is checked
+        if self.resize is not None and self.resize < self.size:
+            raise ConfigError(
+                f"resize is {self.resize}, below size {self.size}, so the centre crop does not fit; give a larger "
+                "--resize or a smaller --size"
+            )
+        if self.shuffle != "windowed" and (self.lanes > 1 or self.block is not None):
+            raise ConfigError(
+                f"lanes is {self.lanes} and block is {self.block}, and shuffle is {self.shuffle!r}; they are for "
+                "--shuffle windowed only"
+            )
+        if self.shuffle == "windowed" and self.block is None and self.lanes > 1:
+            raise ConfigError(
+                f"lanes is {self.lanes}, and block is not set; give --block too, the samples that are permuted "
+                "together, or leave out --lanes: the loader then derives both"
+            )
         # Check the folder now: the trace is written at the end of an epoch, which may be hours away.
         if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
             raise ConfigError(f"profile is {self.profile!r}, and its folder does not exist; create the folder first")
@@ -296,8 +337,11 @@ class TrainConfig:
             raise ConfigError(
                 f"resume is {self.resume!r}; expected 'auto', 'never' or a version such as 'digits-cnn@3'"
             )
+        with _naming("resume", self.resume):
+            parse_reference(self.resume, "model")
         if self.init_from is not None:
-            parse_reference(self.init_from, "model")
+            with _naming("init_from", self.init_from):
+                parse_reference(self.init_from, "model")
             if self.resume not in ("auto", "never"):
                 raise ConfigError(
                     f"resume is {self.resume!r} and init_from is {self.init_from!r}; give one of them: a run that "
@@ -314,3 +358,12 @@ class TrainConfig:
         if self.patience is not None:
             # Called only for its error, which otherwise the first evaluation would raise.
             choose_metric_mode(self.stop_metric, self.stop_mode, option="--stop-mode")
+
+
+@contextlib.contextmanager
+def _naming(name: str, value: str) -> Iterator[None]:
+    """Add the name and value of a setting to a ConfigError of the block, whose message has only a part of them."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{name} is {value!r}: {error}") from error

@@ -45,8 +45,8 @@ def test_every_setting_is_an_option_with_a_help(program):
     assert config_of() == TrainConfig(**REQUIRED)
     # fmt: off
     config = config_of(
-        "--scale", "0.5", "0.9", "--resize", "72", "--warmup-epochs", "0.5", "--cache", "/c", "--nesterov",
-        "--milestones", "1:0.1", "2:0.01", "--betas", "0.8", "0.9", "--clip-norm", "1",
+        "--scale", "0.5", "0.9", "--size", "64", "--resize", "72", "--warmup-epochs", "0.5",
+        "--cache", "/c", "--nesterov", "--milestones", "1:0.1", "2:0.01", "--betas", "0.8", "0.9", "--clip-norm", "1",
         "--model-option", "a=1", 'b="x"',
     )
     # fmt: on
@@ -96,11 +96,44 @@ def test_every_setting_is_an_option_with_a_help(program):
         {"global_batch": 0},
         {"reference_batch": 0},
         {"schedule": "line"},
+        {"lanes": 0},
+        {"block": 0},
+        {"cache": "/c", "cache_budget": "junk"},
+        {"cache_budget": "50GB"},
+        {"stop_mode": "sideways"},
+        {"milestones": ("nan:0.1",)},
+        {"milestones": ("1:-0.1",)},
+        {"milestones": ("2:0.1", "1:0.01")},
+        {"schedule": "step"},
+        {"seed": -1},
+        {"seed": 1 << 64},
+        {"resize": 8, "size": 16},
+        {"shuffle": "windowed", "lanes": 4},
+        {"lanes": 4, "block": 16},
+        {"resume": "small@"},
+        {"data": "digits@"},
     ],
 )
 def test_settings_out_of_range_are_refused_before_anything_runs(change):
     with pytest.raises(ConfigError):
         TrainConfig(**{**REQUIRED, **change})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--resize", "8", "--size", "16"), "resize is 8, below size 16.*--resize or a smaller --size"),
+        (("--resume", "small@"), "resume is 'small@': '' is not a valid name of a tag"),
+        (("--data", "digits@"), "data is 'digits@': '' is not a valid name of a tag"),
+        (("--init-from", "small@"), "init_from is 'small@': '' is not a valid name of a tag"),
+        (("--cache", "/c", "--cache-budget", "junk"), "cache_budget is 'junk': .* write for example 50GB"),
+        (("--cache-budget", "50GB"), "cache_budget is the budget .*--cache"),
+        (("--shuffle", "windowed", "--lanes", "4"), "lanes is 4, and block is not set; give --block too"),
+    ],
+)
+def test_a_refused_setting_is_named_with_what_to_change(words, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_options([*WORDS, *words], environ={}).config()
 
 
 def test_flags_override_a_preset_which_overrides_defaults_and_each_value_says_so():
@@ -180,6 +213,8 @@ MISTAKES = [
     [*WORDS, "--grace", "soon"],
     [*WORDS, "--patience", "1", "--evaluate-every", "1", "--stop-metric", "reward"],
     [*WORDS, "--log-to", "paper:here"],
+    [*WORDS, "--seed", "-1"],
+    [*WORDS, "--cache", "/c", "--cache-budget", "junk"],
     ["profile", *WORDS[:4], "--steps", "few"],
     ["profile", *WORDS[:4], "--steps", "0"],
     ["profile", *WORDS[:4], "--bandwidth", "wide"],
