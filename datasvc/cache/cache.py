@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from datasvc.cache.cached_shards import CachedShards
-from datasvc.cache.catalogue.configuration import parse_budget
+from datasvc.cache.catalogue.configuration import may_become_cache, parse_budget
 from datasvc.cache.catalogue.pins import Pin, changing_pin, find_pin, read_pins, remove_pin, write_pin
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT, Quota
 from datasvc.cache.catalogue.records import footprint
@@ -58,17 +58,20 @@ class Cache(CacheJob):
         peers: Peers | None = None,
     ) -> None:
         path = Path(folder).expanduser().resolve()
+        no_budget = ConfigError(
+            f"the cache {path} has no budget yet; set one: Cache({str(folder)!r}, budget='50GB'), "
+            "`datasvc stage --budget 50GB`, or --cache-budget of the training program"
+        )
         # Budget and tenant are checked before the folder is created, so that an invalid one leaves nothing behind.
         budget_bytes = None if budget is None else parse_budget(str(budget), path)
+        if budget_bytes is None and may_become_cache(path):
+            raise no_budget
         super().__init__(path, check_name(tenant, "tenant"), peers)
         catalogue = self._open().catalogue
         if budget_bytes is not None:
             catalogue.configure(lambda current: replace(current, budget_bytes=budget_bytes))
         elif not catalogue.read(lambda tables: tables.configuration).budget_bytes:
-            raise ConfigError(
-                f"the cache {path} has no budget yet; set one: Cache({str(folder)!r}, budget='50GB'), or "
-                "`datasvc stage --budget 50GB`"
-            )
+            raise no_budget
 
     def available_bytes(self, digests: Collection[Digest]) -> int:
         """Return the bytes available for `digests`: `budget_bytes` minus the disk space of other pinned objects."""

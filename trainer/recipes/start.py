@@ -200,7 +200,7 @@ def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
 
     The cache is None if none is configured. Servers are started only if `config.peers` is "ranks"; otherwise None.
     """
-    if config.cache is None:
+    if not config.cache:
         return None, None
     if config.peers == "ranks":
         nodes = RankNodes(config.cache, (config.repo,), budget=config.cache_budget)

@@ -162,12 +162,30 @@ def check_folder(folder: Path) -> None:
     # process may be creating this cache now, and it creates them in the opposite order. So if objects/ of a cache is
     # found, catalogue/ is found too.
     has_objects = (folder / "objects").exists()
-    is_cache = Configuration.is_written(folder) or (folder / "catalogue").exists()
-    if (folder / MARKER).exists() or (has_objects and not is_cache):
+    if (folder / MARKER).exists() or (has_objects and not _is_cache(folder)):
         raise ConfigError(
             f"{folder} is a repository, or another folder with objects/, whose files a cache would evict: choose a "
             "folder that is used by the cache alone"
         )
+
+
+def may_become_cache(folder: Path) -> bool:
+    """Return whether a folder is no cache yet, but could be: it is missing, or has other contents.
+
+    Raises:
+        ConfigError: see `check_folder`.
+    """
+    try:
+        if folder.is_dir():
+            check_folder(folder)
+            return not _is_cache(folder)
+        return not folder.exists()
+    except OSError:
+        return False  # it cannot be read
+
+
+def _is_cache(folder: Path) -> bool:
+    return Configuration.is_written(folder) or (folder / "catalogue").exists()
 
 
 def file_system_of(folder: Path, mounts: str) -> str:

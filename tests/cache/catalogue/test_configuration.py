@@ -187,8 +187,15 @@ def test_a_cache_of_a_later_format_is_refused(tmp_path):
 
 
 def test_a_cache_without_a_budget_asks_for_one(tmp_path):
-    with pytest.raises(ConfigError, match="has no budget yet"):
+    with pytest.raises(ConfigError, match=r"has no budget yet.*--cache-budget of the training program"):
         Cache(tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+    (tmp_path / "notes").write_text("of another program")
+    with pytest.raises(ConfigError, match="has no budget yet"):
+        Cache(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    with pytest.raises(ConfigError, match="as a cache"):
+        Cache(tmp_path / "notes")
 
 
 def test_a_budget_is_kept_for_the_node_and_may_be_changed(tmp_path):

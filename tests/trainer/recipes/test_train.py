@@ -292,6 +292,12 @@ def test_the_servers_of_the_nodes_end_if_a_later_step_of_the_start_fails(reposit
     assert closed == [True]
 
 
+def test_an_empty_cache_is_none(repository, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run(repository, "uncached", max_steps=1, cache="")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_finished_run_says_that_nothing_is_left(repository, capsys):
     run(repository, "finished", max_steps=1)
     assert capsys.readouterr().err == ""

@@ -80,7 +80,7 @@ class TrainConfig:
         model_option: options of the model, each "name=value" with a JSON value: "dropout=0.1".
         vocabulary: size of the vocabulary of token data; all tokens are smaller.
         documents: whether attention and targets of token data stay within each document.
-        cache: folder of the node's cache; None reads the repository directly.
+        cache: folder of the node's cache; None or empty: the repository is read directly.
         cache_budget: budget of the node's cache, such as "50GB"; None keeps its present budget.
         peers: nodes to read from before the repository, written as for `datasvc stage --peers`; "ranks": the nodes of
             this job, each with a server that the job starts; None: no peers.
@@ -305,10 +305,10 @@ class TrainConfig:
             parse_reference(self.data)
 
     def _check_together(self) -> None:
-        if self.peers is not None and self.cache is None:
+        if self.peers is not None and not self.cache:
             raise ConfigError("peers need a node cache: set its folder with --cache")
         if self.cache_budget is not None:
-            if self.cache is None:
+            if not self.cache:
                 raise ConfigError("cache_budget is the budget of a node cache: set its folder with --cache")
             # Imported here, because most runs have no budget, and need the cache only after this check.
             from datasvc.cache import parse_budget

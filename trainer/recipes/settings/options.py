@@ -1,6 +1,7 @@
 """The command line of the training program: options override a preset, which overrides the defaults of `TrainConfig`.
 
-The variables `DATASVC_REPO`, `DATASVC_CACHE` and `DATASVC_PEERS` stand for options that are not given.
+The variables `DATASVC_REPO`, `DATASVC_CACHE` and `DATASVC_PEERS` stand for options that are not given. With
+`--cache ''` and `--peers ''` there is no cache and there are no peers, whatever the variables say.
 
 The options and their help texts are made from the fields and the docstring of `TrainConfig`.
 """
@@ -117,6 +118,10 @@ def parse_options(
     if "batch_size" in given and "global_batch" not in given:
         # Remove the global batch of a preset, because it would override the user's --batch-size.
         settings["global_batch"] = Setting(None, "command line: --batch-size replaces it")
+    for name in ("cache", "peers"):
+        if settings[name].value == "":
+            # Given empty, so that the variable does not count.
+            settings[name] = Setting(None, "command line")
     if "peers" not in given and settings["cache"].value is None:
         # The variable may be set for all commands of a node: without a cache, peers are ignored, and are no error.
         settings["peers"] = Setting(None, "default")

@@ -193,6 +193,14 @@ def test_variables_stand_for_options_that_are_not_given():
     assert parse_options(WORDS, environ={"DATASVC_CACHE": ""}).config().cache is None
 
 
+def test_an_empty_option_turns_cache_and_peers_of_the_environment_off():
+    options = parse_options([*WORDS, "--cache", ""], environ=ENVIRON)
+    assert (options.config().cache, options.config().peers) == (None, None)
+    assert options.settings["cache"].source == "command line"
+    assert parse_options([*WORDS, "--peers", ""], environ=ENVIRON).config().peers is None
+    assert parse_options([*WORDS, "--cache", "", "--peers", ""], environ=ENVIRON).config().peers is None
+
+
 def test_peers_of_the_environment_are_no_error_without_a_cache():
     assert parse_options(WORDS, environ={"DATASVC_PEERS": "http://a:1"}).config().peers is None
     with pytest.raises(ConfigError, match="peers need a node cache"):
