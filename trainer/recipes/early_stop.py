@@ -26,9 +26,9 @@ class EarlyStop:
         self._metric = metric
         self._patience = patience
         # If `patience` is None, no values are compared, so the metric may have any name.
-        lower_is_better = patience is not None and choose_metric_mode(metric, mode, option="--stop-mode") == "min"
-        # Multiplied by this sign, the better of two values is the higher one.
-        self._sign = -1 if lower_is_better else 1
+        self._mode: str | None = None
+        if patience is not None:
+            self._mode = choose_metric_mode(metric, mode, option="--stop-mode")
         self._best: float | None = None
         self._num_without_best = 0
 
@@ -50,16 +50,33 @@ class EarlyStop:
                 f"the evaluation has no metric {self._metric!r} to stop by; it has: {', '.join(sorted(metrics))}"
             )
         value = metrics[self._metric]
-        if not math.isnan(value) and (self._best is None or self._sign * value > self._sign * self._best):
+        # Multiplied by this sign, the better of two values is the higher one.
+        sign = -1 if self._mode == "min" else 1
+        if not math.isnan(value) and (self._best is None or sign * value > sign * self._best):
             self._best, self._num_without_best = value, 0
         else:
             self._num_without_best += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count and the best value, as JSON values."""
-        return {"best": self._best, "num_without": self._num_without_best}
+        """Return the count and the best value, with the metric that they are of, as JSON values."""
+        return {
+            "best": self._best,
+            "num_without": self._num_without_best,
+            "metric": self._metric,
+            "mode": self._mode,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned."""
+        """Continue from a state that `state_dict` returned; begin anew if it is of another metric or mode.
+
+        A state of an earlier release has neither, and counts as one of this metric.
+        """
+        metric, mode = state.get("metric", self._metric), state.get("mode", self._mode)
+        if self._patience is None:
+            # Nothing is compared in this run. A later run with patience may continue the state.
+            self._metric, self._mode = metric, mode
+        elif (metric, mode) != (self._metric, self._mode):
+            self._best, self._num_without_best = None, 0
+            return
         self._best = None if state["best"] is None else float(state["best"])
         self._num_without_best = int(state["num_without"])

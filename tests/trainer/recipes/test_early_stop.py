@@ -56,6 +56,43 @@ def test_the_count_survives_a_restore():
     assert restored.is_reached
 
 
+def counted(metric, patience, values, mode=None):
+    stop = EarlyStop(metric, patience, mode)
+    for value in values:
+        stop.update({metric: value})
+    return stop
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode", "continues"),
+    [("val_loss", None, True), ("val_loss", "min", True), ("val_accuracy", None, False), ("val_loss", "max", False)],
+)
+def test_a_state_of_another_metric_or_mode_is_not_continued(metric, mode, continues):
+    restored = EarlyStop(metric, 2, mode)
+    restored.load_state_dict(counted("val_loss", 2, [2.3, 2.4]).state_dict())
+    # Worse than the best of the state in both modes, and so the second evaluation without a best, if it continues.
+    restored.update({metric: 2.5 if mode != "max" else 0.5})
+    assert restored.is_reached == continues
+    restored.update({metric: 2.6 if mode != "max" else 0.6})
+    assert restored.is_reached == continues
+
+
+def test_a_state_without_a_metric_is_of_this_one():
+    restored = EarlyStop("val_accuracy", 2)
+    restored.load_state_dict({"best": 0.9, "num_without": 1})
+    restored.update({"val_accuracy": 0.8})
+    assert restored.is_reached
+
+
+def test_a_run_without_patience_keeps_the_state_for_a_later_run():
+    without = EarlyStop("val_accuracy", None)
+    without.load_state_dict(counted("val_loss", 2, [2.3, 2.4]).state_dict())
+    later = EarlyStop("val_loss", 2)
+    later.load_state_dict(without.state_dict())
+    later.update({"val_loss": 2.5})
+    assert later.is_reached
+
+
 def test_an_unknown_metric_says_which_there_are():
     with pytest.raises(ConfigError, match="val_accuracy, val_loss"):
         EarlyStop("val_f1", 1).update({"val_loss": 1.0, "val_accuracy": 0.5})
