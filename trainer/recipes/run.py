@@ -59,12 +59,21 @@ class Run(Learner):
 
         Equal on all ranks, because position, step and metrics are equal on all ranks.
         """
+        return self.is_served or self.is_cut_short
+
+    @property
+    def is_served(self) -> bool:
+        """Whether all epochs are served."""
         # Between the last batch of an epoch and the end of its loop, `loader.epoch` still counts that epoch.
         epochs_left = self.config.epochs - self.loader.epoch
-        is_served = epochs_left < 1 or (epochs_left == 1 and not self.loader.steps_left)
-        return is_served or self.is_cut_short
+        return epochs_left < 1 or (epochs_left == 1 and not self.loader.steps_left)
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether the run ends before its last epoch is served."""
-        return self.stop.is_reached or (self.config.max_steps is not None and self.step >= self.config.max_steps)
+        """Whether the run ends by `max_steps` or early stopping, whatever is left of its epochs."""
+        return self.stop.is_reached or self.has_all_steps
+
+    @property
+    def has_all_steps(self) -> bool:
+        """Whether `max_steps` is reached."""
+        return self.config.max_steps is not None and self.step >= self.config.max_steps

@@ -40,14 +40,11 @@ def train(config: TrainConfig) -> str:
     random_state.seed_all(config.seed)
     run = start(config, events)
     if run.is_over and hvd.rank() == 0:
-        limits = [
-            "--epochs",
-            *(["--max-steps"] if config.max_steps else []),
-            *(["--patience"] if config.patience else []),
-        ]
+        reached = {"--epochs": run.is_served, "--max-steps": run.has_all_steps, "--patience": run.stop.is_reached}
+        limits = " and ".join(option for option, is_reached in reached.items() if is_reached)
         sys.stderr.write(
-            f"nothing is left to train: {run.version} is complete, at step {run.step}; to continue it, raise "
-            f"{' or '.join(limits)}\n"
+            f"nothing is left to train: {run.version} is complete, at step {run.step}; to continue it, "
+            f"raise {limits}\n"
         )
     with run.checkpoints:
         go_through_epochs(run)

@@ -187,6 +187,8 @@ def test_a_run_that_learns_nothing_more_ends_early_and_stays_ended(repository, c
     again = run(repository, "stopped", capsys, **settings)
     assert [event["event"] for event in again] == ["start", "restored", "end"]
     assert again[-1]["val_loss"] == events[-1]["val_loss"]
+    run(repository, "stopped", **settings)
+    assert capsys.readouterr().err.endswith("to continue it, raise --patience\n")
 
 
 def test_a_run_continues_the_version_that_it_is_told_to(repository):
@@ -298,13 +300,19 @@ def test_an_empty_cache_is_none(repository, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_finished_run_says_that_nothing_is_left(repository, capsys):
-    run(repository, "finished", max_steps=1)
-    assert capsys.readouterr().err == ""
-    run(repository, "finished", max_steps=1)
-    assert capsys.readouterr().err == (
-        "nothing is left to train: finished@1 is complete, at step 1; to continue it, raise --epochs or --max-steps\n"
+def test_a_finished_run_says_that_nothing_is_left_and_which_limits_it_has_reached(repository, capsys):
+    def said(**settings):
+        capsys.readouterr()
+        run(repository, "finished", batch_size=160, **settings)
+        return capsys.readouterr().err
+
+    assert said(max_steps=1) == ""
+    assert said(max_steps=1) == (
+        "nothing is left to train: finished@1 is complete, at step 1; to continue it, raise --max-steps\n"
     )
+    assert said(max_steps=2) == ""
+    assert said(max_steps=2).endswith("raise --epochs and --max-steps\n")
+    assert said(max_steps=9, patience=1, evaluate_every=1).endswith("raise --epochs\n")
 
 
 def test_a_run_comes_back_through_its_cache_and_says_how_long_it_took_and_whence(repository, tmp_path, capsys):
