@@ -70,11 +70,10 @@ def counted(metric, patience, values, mode=None):
 def test_a_state_of_another_metric_or_mode_is_not_continued(metric, mode, continues):
     restored = EarlyStop(metric, 2, mode)
     restored.load_state_dict(counted("val_loss", 2, [2.3, 2.4]).state_dict())
-    # Worse than the best of the state in both modes, and so the second evaluation without a best, if it continues.
-    restored.update({metric: 2.5 if mode != "max" else 0.5})
-    assert restored.is_reached == continues
-    restored.update({metric: 2.6 if mode != "max" else 0.6})
-    assert restored.is_reached == continues
+    # Worse than the best of the state in the mode of this run.
+    for value in (2.5, 2.6) if continues else (0.5, 0.6):
+        restored.update({metric: value})
+        assert restored.is_reached == continues
 
 
 def test_a_state_without_a_metric_is_of_this_one():
