@@ -65,6 +65,16 @@ def test_a_program_that_is_not_executable_is_told_from_one_that_is_not_there(lau
     assert launcher.run(1, tmp_path / "none").returncode == 127
 
 
+@pytest.mark.parametrize(("name", "status", "reason"), [("program", 126, "Errno 13"), ("none", 127, "Errno 2")])
+def test_an_elastic_job_tells_them_apart_too_and_gives_the_reason_at_its_end(
+    launcher, tmp_path, name, status, reason
+):
+    (tmp_path / "program").write_text("")
+    done = launcher.run(1, tmp_path / name, options=("--min-num-proc", "1"))
+    assert done.returncode == status
+    assert f"was the first to fail: it was not started: cannot run {tmp_path / name}: [{reason}]" in done.stderr
+
+
 @pytest.mark.parametrize("remote_command", [None, ["sh", "-c", "exec sleep 1000"]])
 def test_a_start_that_fails_leaves_no_process(tmp_path, remote_command):
     (tmp_path / "stderr").mkdir()

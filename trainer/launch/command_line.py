@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "datasvc-run") -
         return 2
     except StartError as error:
         print_message(str(error))
-        return 127 if isinstance(error.__cause__, FileNotFoundError) else 126
+        return error.exit_status
     except OSError as error:
         print_message(f"the launcher has failed: {error}")
         return 1

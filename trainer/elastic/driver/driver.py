@@ -36,7 +36,7 @@ from datasvc.trainer.elastic.driver.worker_start import plan_worker_start
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
 from datasvc.trainer.launch.ranks.rank_output import print_message
-from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankProcess
+from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankProcess, StartError
 from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.signals import handling_signals
 from datasvc.trainer.launch.ranks.store import LOOPBACK, open_listener, serve_store
@@ -217,10 +217,10 @@ class _Driver:
         try:
             process = self._group.start(plan)
         except OSError as error:
-            text = f"{start.worker} cannot be started: {error}"
-            self._events.put(
-                lambda: [PrintMessage(text), *self._handle_end(RankEnd(start.worker, 127, has_started=False))]
-            )
+            # As the launcher of other jobs: 1 if the program is not the cause, such as output that cannot be written.
+            status = error.exit_status if isinstance(error, StartError) else 1
+            end, trouble = RankEnd(start.worker, status, has_started=False), f"was not started: {error}"
+            self._events.put(lambda: self._handle_end(end, trouble))
             return
         if process.startup_done.is_set():
             self._report_start(process)
@@ -248,10 +248,12 @@ class _Driver:
             process.send(signal.SIGKILL)
         return []
 
-    def _handle_end(self, end: RankEnd) -> list[Action]:
-        """Terminate the children of a worker that has ended, and pass the end to `membership`."""
+    def _handle_end(self, end: RankEnd, trouble: str | None = None) -> list[Action]:
+        """Terminate the children of a worker that has ended, and pass the end to `membership`.
+
+        `trouble` is the cause if the worker has no process; see `Death`.
+        """
         process = self._group.processes.get(end.worker_id)
-        trouble: str | None = None
         last_lines: tuple[str, ...] = ()
         if process is not None:
             trouble = process.trouble

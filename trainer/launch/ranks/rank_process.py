@@ -31,7 +31,15 @@ _NUM_OUTPUT_LINES = 5
 
 
 class StartError(OSError):
-    """The program, or the remote shell, cannot be started; the cause is the error of the operating system."""
+    """The program, or the remote shell, cannot be started; the cause is the error of the operating system.
+
+    Attributes:
+        exit_status: that of a shell: 127 if the program does not exist, 126 if it cannot be started.
+    """
+
+    @property
+    def exit_status(self) -> int:  # noqa: D102 - see the class
+        return 127 if isinstance(self.__cause__, FileNotFoundError) else 126
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +80,7 @@ class RankEnd:
     """The end of a process.
 
     `returncode` is -N if signal N ended the process. `has_started` is False if the command never ran. The return code
-    is then that of ssh if the host was unreachable, and 127 if the program does not exist.
+    is then that of ssh if the host was unreachable, or `StartError.exit_status`.
     """
 
     worker_id: str
