@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from datasvc.cache import Cache
 from tests.distributed.elastic_jobs import SAME_SIZE, TWO_HOSTS, ListedHosts, Running, check_alike, check_equal
 
 REPLACING = (*SAME_SIZE, *TWO_HOSTS)
@@ -31,6 +32,14 @@ def test_when_rank_0_dies_between_save_and_agreement_the_other_goes_on_in_its_pr
     assert result["sizes"] in ([2] * 7 + [1] * 13, [2] * 8 + [1] * 12)
     (pid,) = re.findall(r"begins in round 1 as rank 1 of 2 in process (\d+)", result["output"])
     assert result["pid"] == int(pid)
+
+
+@pytest.mark.slow
+def test_ranks_that_derive_their_order_together_do_so_with_a_rank_that_replaces_another(elastic, tmp_path):
+    cached = {"cache": str(tmp_path / "cache")}
+    Cache(cached["cache"], budget="10MB").close()
+    undisturbed = elastic.result(2, REPLACING, **cached)
+    check_equal(elastic.result(2, REPLACING, faults={"1": ["step", 5]}, **cached), undisturbed)
 
 
 STRANGER = """

@@ -1,6 +1,7 @@
-"""Wraps a loader. When rank or size change, creates a new loader that continues at the position of the job.
+"""Wraps a loader. In each new round, creates a new loader that continues at the position of the job.
 
-Training functions put the wrapper into a `TorchState`, which calls `reset` after each change of the ranks.
+Training functions put the wrapper into a `TorchState`, which calls `reset` in each new round: a period in which the
+ranks of the job and their numbers do not change.
 """
 
 from __future__ import annotations
@@ -36,34 +37,44 @@ class ElasticLoader(Generic[B]):
     because an older one belongs to the loader or the position before the change.
 
     Args:
-        make_loader: factory, called as `make_loader(rank, size)` after each change. Loaders of `datasvc.loaders` take
+        make_loader: factory, called as `make_loader(rank, size)` in each round. Loaders of `datasvc.loaders` take
             `ranks=DataRanks(rank, size)`. To keep the global batch size constant, divide it by `size` to get the
             batch size of the loader.
     """
 
     def __init__(self, make_loader: Callable[[int, int], ResumableLoader[B]]) -> None:
         self._make_loader = make_loader
-        self._rank_and_size: tuple[int, int] | None = None
+        self._made_for: tuple[int, int, int] | None = None  # number of the `init`, rank, size
         self._loader: ResumableLoader[B] | None = None
+        self._state: dict[str, Any] | None = None  # position of the job while there is no loader
         self.reset()
 
     @property
     def loader(self) -> ResumableLoader[B]:
-        """The loader for the current rank and size."""
+        """The loader of the current round."""
         assert self._loader is not None
         return self._loader
 
     def reset(self) -> None:
-        """If rank or size have changed, create a new loader at the same position of the job."""
-        rank_and_size = (runtime.rank(), runtime.size())
-        if rank_and_size == self._rank_and_size:
+        """In a new round, create a new loader at the same position of the job.
+
+        Raises:
+            HorovodInternalError: a rank was lost while the loaders of all ranks agreed; call it again in the next round.
+        """
+        # Also if rank and size stay: loaders agree on values once in each round, and new ranks wait for the others.
+        made_for = (runtime.num_inits(), runtime.rank(), runtime.size())
+        if made_for == self._made_for:
             return
-        state = None if self._loader is None else self._loader.state_dict()
-        self.close()
-        self._loader, self._rank_and_size = self._make_loader(*rank_and_size), rank_and_size
+        if self._loader is not None:
+            self._state = self._loader.state_dict()
+            self.close()
+            # Keep only the position, because the next line fails if another rank is lost at that time.
+            self._loader = self._made_for = None
+        loader = self._make_loader(runtime.rank(), runtime.size())
         # The state is the position of the job, so it is valid for another rank and size.
-        if state is not None:
-            self._loader.load_state_dict(state)
+        if self._state is not None:
+            loader.load_state_dict(self._state)
+        self._loader, self._made_for, self._state = loader, made_for, None
 
     def __iter__(self) -> Iterator[B]:
         return iter(self.loader)
@@ -73,11 +84,15 @@ class ElasticLoader(Generic[B]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the job."""
-        return self.loader.state_dict()
+        return self.loader.state_dict() if self._state is None else copy.deepcopy(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of a state."""
-        self.loader.load_state_dict(copy.deepcopy(dict(state)))
+        copied = copy.deepcopy(dict(state))
+        if self._loader is None:
+            self._state = copied
+        else:
+            self._loader.load_state_dict(copied)
 
     def close(self) -> None:
         """Close the loader, if it has a `close` method."""

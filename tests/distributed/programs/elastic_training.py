@@ -5,6 +5,7 @@ Takes the repository's URL, the digest of a split's table, a file for the result
         when the step, or for "sync", "connect" and "groups" the round it is in, is this.
     sizes: by step, how many ranks must be there before it begins.
     epochs: how many.
+    cache: folder of a cache, for a windowed order that the ranks derive together.
 """
 
 import json
@@ -92,7 +93,8 @@ split = Split("train", "tokens@1", Repository.open(URL), DIGEST)
 
 def make_loader(rank, size):
     batch_size = GLOBAL_BATCH // size
-    return TokenLoader(split, batch_size=batch_size, training=True, ranks=DataRanks(rank, size))
+    options = {"cache": TOLD["cache"], "shuffle": "windowed"} if "cache" in TOLD else {}
+    return TokenLoader(split, batch_size=batch_size, training=True, ranks=DataRanks(rank, size), **options)
 
 
 loader = hvd.elastic.ElasticLoader(make_loader)

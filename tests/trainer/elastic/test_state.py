@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 import datasvc.trainer as hvd
+from datasvc.loaders import DataRanks
+from datasvc.loaders.decode.backend import BackendConfig
+from datasvc.loaders.decode.choice.choice import DecodeChoice
+from datasvc.loaders.decode.choice.trial import Trials
 from datasvc.trainer.elastic import (
     ElasticLoader,
     ElasticSampler,
@@ -23,6 +28,7 @@ from datasvc.trainer.elastic import (
 )
 from datasvc.trainer.env.environment import RankPlacement
 from datasvc.trainer.rendezvous.messages import RankAssignment
+from datasvc.trainer.rendezvous.round_store import RoundStore
 
 
 @pytest.fixture(autouse=True)
@@ -468,7 +474,69 @@ def test_a_loader_is_made_anew_for_a_new_rank_and_size_and_goes_on(places):
     assert list(state.loader) == [[12, 15, 18, 21]]
 
 
-def test_a_loader_whose_rank_and_size_stay_is_kept_but_set_back(places):
+def test_a_loader_whose_rank_and_size_stay_is_made_anew_in_the_next_round_and_goes_on(places):
+    places(0, 2)
+    state = TorchState(loader=ElasticLoader(Numbers))
+    old = state.loader.loader
+    next(iter(state.loader))
+    hvd.shutdown()
+    hvd.init()
+    state.on_reset()
+    assert old.is_closed
+    assert state.loader.loader is not old
+    assert list(state.loader) == [[12, 14, 16, 18, 20, 22]]
+
+
+class Choosing(Numbers):
+    """A loader with a decoding backend that all ranks choose together, in the store of the round."""
+
+    store = None
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        self.choice = DecodeChoice(
+            "auto",
+            ["cpu", "gpu-window"],
+            config=BackendConfig(1, 8, "uint8", num_threads=1, prefetch=0, device_id=0),
+            ranks=DataRanks(rank, size),
+            try_in_child=lambda *_: Trials({"cpu": 2.0, "gpu-window": 1.0}, {}),
+            find_store=lambda: self.store,
+        )
+
+    def settle(self):
+        return self.choice.settle(lambda: ["a batch"], loader_identity={"position": self.position})
+
+    def state_dict(self):
+        return super().state_dict() | {"decode": self.choice.state}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.choice.restore(state["decode"])
+
+
+def test_a_rank_that_is_new_in_a_round_agrees_with_those_that_stay(monkeypatch, places):
+    def begin_round(number):
+        # A wait in the store of this round fails at once.
+        lost = HashStore()
+        lost.set("broken", "no answer")
+        monkeypatch.setattr(Choosing, "store", RoundStore(lost, prefix="", broken_key="broken", timeout_s=60))
+
+    begin_round(1)
+    places(0, 2)
+    staying = TorchState(loader=ElasticLoader(Choosing))
+    assert staying.loader.settle() == "cpu"
+    begin_round(2)
+    hvd.shutdown()
+    hvd.init()
+    staying.on_reset()
+    assert staying.loader.settle() == "cpu"
+    places(1, 2)
+    joining = TorchState(loader=ElasticLoader(Choosing))
+    joining.loader.load_state_dict(staying.loader.state_dict())
+    assert joining.loader.settle() == "cpu"
+
+
+def test_a_loader_whose_rank_and_size_stay_is_kept_within_a_round_but_set_back(places):
     places(0, 2)
     state = TorchState(loader=ElasticLoader(Numbers))
     inner = state.loader.loader
