@@ -52,8 +52,11 @@ def agree(
 
     Raises:
         ConfigError: `choose` failed on data rank 0.
-        UnavailableError: data rank 0 gave no answer in time.
+        UnavailableError: data rank 0 gave no answer in time, or the process of the store has exited.
+        RuntimeError: another error of the store. In an elastic job, HorovodInternalError: a rank is lost.
     """
+    from torch.distributed import DistNetworkError, DistStoreError  # needs torch, which the loaders do not need
+
     key = f"datasvc/decode/{question}"
     # Several processes may have data rank 0. The first one that increments the counter decides; the others wait.
     if is_first and store.add(f"{key}/asked", 1) == 1:
@@ -67,7 +70,12 @@ def agree(
     try:
         store.wait([key], timeout)
         reply = json.loads(store.get(key))
-    except RuntimeError as error:  # the store raises it after the timeout, or if its process has exited
+    except DistNetworkError as error:
+        raise UnavailableError(
+            f"the store of the process group cannot be reached, so the choice of data rank 0 is unknown: {error}; "
+            "its process has probably exited: read the output of the launcher and of the other ranks"
+        ) from error
+    except DistStoreError as error:  # the time limit
         raise UnavailableError(
             f"data rank 0 did not report within {timeout} what it has chosen; create and iterate the same loaders on "
             "every rank of a job, or choose for all ranks: decode='cpu' or another backend, and the order as "

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from datasvc.cache import Cache
-from tests.distributed.elastic_jobs import SAME_SIZE, TWO_HOSTS, ListedHosts, Running, check_alike, check_equal
+from tests.distributed.elastic_jobs import (
+    SAME_SIZE,
+    TWO_HOSTS,
+    ListedHosts,
+    Running,
+    check_alike,
+    check_each_sample_once,
+    check_equal,
+)
 
 REPLACING = (*SAME_SIZE, *TWO_HOSTS)
 SHRINKING = ("--min-num-proc", "1", *TWO_HOSTS)
@@ -201,6 +209,16 @@ def test_rank_0_may_be_the_second_that_dies(elastic, undisturbed, point):
     options = ("--min-num-proc", "1", "-H", "localhost:1,127.0.0.1:2")
     result = elastic.result(3, options, faults={"1": ["step", 5], "0": [point, 2]})
     check_alike(result, undisturbed)
+    assert result["sizes"] == [3] * 5 + [1] * 15
+
+
+@pytest.mark.slow
+def test_rank_0_may_die_while_the_others_wait_for_the_order_that_it_derives(elastic, tmp_path):
+    Cache(tmp_path / "cache", budget="10MB").close()
+    options = ("--min-num-proc", "1", "-H", "localhost:1,127.0.0.1:2")
+    faults = {"1": ["step", 5], "0": ["choose", 2]}
+    result = elastic.result(3, options, faults=faults, cache=str(tmp_path / "cache"))
+    check_each_sample_once(result)
     assert result["sizes"] == [3] * 5 + [1] * 15
 
 

@@ -59,7 +59,7 @@ class ElasticLoader(Generic[B]):
         """In a new round, create a new loader at the same position of the job.
 
         Raises:
-            HorovodInternalError: a rank was lost while the loaders of all ranks agreed; call it again in the next round.
+            HorovodInternalError: a rank was lost while the loaders agreed; call it again in the next round.
         """
         # Also if rank and size stay: loaders agree on values once in each round, and new ranks wait for the others.
         made_for = (runtime.num_inits(), runtime.rank(), runtime.size())

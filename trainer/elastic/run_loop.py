@@ -88,13 +88,18 @@ class _Loop:
 
     def run(self, train: Callable[[], R]) -> R:
         """Call `train` until it returns, and return its result."""
+        is_new_round = False  # whether the state has not yet adapted to the current round
         while True:
             try:
+                if is_new_round:
+                    # A rank can be lost here too, because `on_reset` may wait for the other ranks.
+                    self._adapt_state()
                 if self._should_sync:
                     # Later operations have names that contain counts of optimizers and modules. These names must be
                     # equal on all ranks, so make the counts equal first.
                     raise_counts()
                     self._state.synchronize()
+                is_new_round = False
                 return train()
             except HorovodInternalError as error:
                 self._check_progress(error)
@@ -102,11 +107,17 @@ class _Loop:
                 self._join_next_round(should_sync=True)
                 self._state.restore()
             except HostsUpdatedInterrupt as interrupt:
-                self._join_next_round(should_sync=not interrupt.skip_sync)
-            self._state.on_reset()
-            if self._rendezvous is not None:
-                # `on_reset` may have discarded a notice of changed hosts that arrived after the rank assignment.
-                self._rendezvous.repeat_notice()
+                # An interrupt before the synchronization of this round must not skip it.
+                is_unsynced = is_new_round and self._should_sync
+                self._join_next_round(should_sync=is_unsynced or not interrupt.skip_sync)
+            is_new_round = True
+
+    def _adapt_state(self) -> None:
+        """Adapt the state to the new round, in which rank and size may differ."""
+        self._state.on_reset()
+        if self._rendezvous is not None:
+            # `on_reset` may have discarded a notice of changed hosts that arrived after the rank assignment.
+            self._rendezvous.repeat_notice()
 
     def _check_progress(self, error: HorovodInternalError) -> None:
         """Raise the error if it has occurred too often in a row: a new round does not repair it."""

@@ -9,7 +9,10 @@ import datetime as dt
 import time
 from collections.abc import Sequence
 
+from torch.distributed import DistStoreError
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from datasvc.trainer.errors import HorovodInternalError
 
 # Pauses between two checks in a wait: the first one, and the maximum to which they double.
 _FIRST_PAUSE_S = 0.001
@@ -41,7 +44,8 @@ class RoundStore(Store):
         """Wait for the key and return its value.
 
         Raises:
-            RuntimeError: a member of the round is lost, or the timeout has expired.
+            HorovodInternalError: a member of the round is lost.
+            DistStoreError: the timeout has expired.
         """
         self.wait([key])
         return bytes(self._prefixed_store.get(key))
@@ -78,15 +82,16 @@ class RoundStore(Store):
         """Wait until the keys exist.
 
         Raises:
-            RuntimeError: a member of the round is lost, or the timeout has expired.
+            HorovodInternalError: a member of the round is lost.
+            DistStoreError: the timeout has expired, as in torch's own stores.
         """
         deadline_s = time.monotonic() + (timeout or self._timeout).total_seconds()
         pause_s = _FIRST_PAUSE_S
         # Poll, because a wait inside the store would not end when a member is lost.
         while not self.check(keys):
             if self._store.check([self._broken_key]):
-                raise RuntimeError(self._store.get(self._broken_key).decode())
+                raise HorovodInternalError(self._store.get(self._broken_key).decode())
             if time.monotonic() > deadline_s:
-                raise RuntimeError(f"no other rank has set {', '.join(keys)} in time")
+                raise DistStoreError(f"no other rank has set {', '.join(keys)} in time")
             time.sleep(pause_s)
             pause_s = min(2.0 * pause_s, _MAX_PAUSE_S)

@@ -2,7 +2,7 @@
 
 Takes the repository's URL, the digest of a split's table, a file for the result, and JSON:
     faults: by number of the worker (in the order of their starts), a point and a count: the worker kills itself there
-        when the step, or for "sync", "connect" and "groups" the round it is in, is this.
+        when the step, or for "sync", "connect", "groups" and "choose" the round it is in, is this.
     sizes: by step, how many ranks must be there before it begins.
     epochs: how many.
     cache: folder of a cache, for a windowed order that the ranks derive together.
@@ -18,6 +18,7 @@ import torch
 
 import datasvc.trainer as hvd
 from datasvc.loaders import DataRanks, TokenLoader
+from datasvc.loaders.core import derived_order
 from datasvc.repository import Repository
 from datasvc.shards.versions.dataset import Split
 from datasvc.trainer.rendezvous import round as elastic_round
@@ -82,6 +83,7 @@ def reaching(point, function):
 
 elastic_round._connect = reaching("connect", elastic_round._connect)
 elastic_round.GroupTransport = reaching("groups", elastic_round.GroupTransport)
+derived_order.choose_windowed = reaching("choose", derived_order.choose_windowed)
 
 hvd.init()
 torch.manual_seed(int(NUMBER))  # every worker its own weights: only rank 0's of the first round count

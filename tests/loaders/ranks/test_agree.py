@@ -5,10 +5,11 @@ from datetime import timedelta
 
 import pytest
 from torch import distributed
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.loaders.ranks.agree import agree, default_store
+from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.round_store import RoundStore
 
 SHORT = timedelta(milliseconds=50)
@@ -49,6 +50,25 @@ def test_where_the_first_rank_never_asks_the_others_say_so():
     said = r"data rank 0 did not report .* create and iterate the same loaders on every rank of a job"
     with pytest.raises(UnavailableError, match=said):
         agree("q", never, is_first=False, store=HashStore(), timeout=SHORT)
+
+
+def test_where_a_rank_of_an_elastic_job_is_lost_the_error_is_that_of_the_round():
+    store = HashStore()
+    store.set("broken", "rank 0, worker a:0:0 has exited")
+    lost = RoundStore(store, prefix="round", broken_key="broken", timeout_s=10)
+    with pytest.raises(HorovodInternalError, match="rank 0, worker a:0:0 has exited"):
+        agree("q", never, is_first=False, store=lost)
+    waiting = RoundStore(HashStore(), prefix="round", broken_key="broken", timeout_s=10)
+    with pytest.raises(UnavailableError, match=r"data rank 0 did not report within 0:00:00\.05"):
+        agree("q", never, is_first=False, store=waiting, timeout=SHORT)
+
+
+def test_where_the_process_of_the_store_has_exited_the_error_says_so():
+    server = TCPStore("127.0.0.1", 0, is_master=True)
+    store = TCPStore("127.0.0.1", server.port, is_master=False)
+    del server
+    with pytest.raises(UnavailableError, match="the store of the process group cannot be reached"):
+        agree("q", never, is_first=False, store=store)
 
 
 def elastic_store():

@@ -289,6 +289,32 @@ def test_the_loop_calls_the_function_again_after(error, calls):
     assert train.__name__ == "train"
 
 
+@pytest.mark.parametrize(
+    ("error", "calls"),
+    [
+        (hvd.HorovodInternalError("lost in between"), ["sync", "restore", "reset", "restore", "reset", "sync"]),
+        (HostsUpdatedInterrupt(skip_sync=True), ["sync", "restore", "reset", "reset", "sync"]),
+    ],
+)
+def test_a_rank_that_is_lost_while_the_state_adapts_to_a_round_leads_to_the_next_round(error, calls):
+    state, failures, in_callback = Failing(), iter([hvd.HorovodInternalError("lost")]), iter([error])
+
+    def adapt():
+        for each in in_callback:
+            raise each
+
+    state.register_reset_callbacks([adapt])
+
+    @hvd.elastic.run
+    def train(state):
+        for each in failures:
+            raise each
+        return "done"
+
+    assert train(state) == "done"
+    assert state.calls == calls
+
+
 def test_an_error_that_comes_again_and_again_without_a_commit_between_is_raised():
     num_calls = 0
 
@@ -485,6 +511,31 @@ def test_a_loader_whose_rank_and_size_stay_is_made_anew_in_the_next_round_and_go
     assert old.is_closed
     assert state.loader.loader is not old
     assert list(state.loader) == [[12, 14, 16, 18, 20, 22]]
+
+
+def test_a_loader_that_cannot_be_made_because_a_rank_is_lost_is_made_in_the_next_round_at_the_same_position(places):
+    errors = [None, hvd.HorovodInternalError("lost"), hvd.HorovodInternalError("lost"), None]
+
+    def make_loader(rank, size):
+        if error := errors.pop(0):
+            raise error
+        return Numbers(rank, size)
+
+    places(0, 2)
+    state = TorchState(loader=ElasticLoader(make_loader))
+    old = state.loader.loader
+    next(iter(state.loader))
+    places(0, 1)
+    with pytest.raises(hvd.HorovodInternalError):
+        state.on_reset()
+    assert old.is_closed
+    assert state.loader.state_dict() == {"position": 12}
+    state.restore()  # the last commit
+    assert state.loader.state_dict() == {"position": 0}
+    with pytest.raises(hvd.HorovodInternalError):
+        state.on_reset()
+    state.on_reset()
+    assert list(state.loader) == [list(range(12)), list(range(12, 24))]
 
 
 class Choosing(Numbers):
