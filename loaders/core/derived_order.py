@@ -54,7 +54,8 @@ def derive_windowed(
         find_store: function that returns the store of the process group, or None.
 
     Raises:
-        ConfigError, CorruptDataError, UnavailableError: the cache cannot be opened, or data rank 0 does not report.
+        ConfigError, CorruptDataError, UnavailableError: the cache cannot be opened, here or on data rank 0, or data
+            rank 0 does not report.
     """
     batches = replace(batches, prefetch=max(batches.prefetch, _MIN_PREFETCH))
 
@@ -65,11 +66,15 @@ def derive_windowed(
 
     if cache is None:
         return choose(None)  # depends only on the data, so it is the same on all ranks
-    with use_cache(cache) as opened:
-        budget_bytes = find_available_bytes(samples, opened)
+
+    def choose_for_cache() -> OrderConfig:
+        with use_cache(cache) as opened:
+            budget_bytes = find_available_bytes(samples, opened)
+        return choose(budget_bytes)
+
     store = find_store() if ranks.world_size > 1 else None
     if store is None:
-        order = choose(budget_bytes)
+        order = choose_for_cache()
         if ranks.world_size > 1:
             _LOG.warning(
                 "each of %d ranks derives lanes=%d, block=%d from the budget of its own cache, because "
@@ -84,7 +89,8 @@ def derive_windowed(
         question = repr([[split.digest for split in splits_of(samples)], seed, batches])
 
         def choose_for_all() -> str:
-            chosen = choose(budget_bytes)
+            # `agree` reports errors of the cache too; otherwise the other ranks would wait for an answer.
+            chosen = choose_for_cache()
             return json.dumps([chosen.lanes, chosen.block])
 
         answer = agree(

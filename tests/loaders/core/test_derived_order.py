@@ -16,6 +16,7 @@ from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.torch import IterableDataset, OrderBatchSampler, ResumableDataLoader
 from datasvc.loaders.torch.dataset import Dataset
 from datasvc.order import OrderConfig
+from datasvc.trainer.rendezvous.round_store import RoundStore
 from tests.loaders.echo import _Echo
 from tests.loaders.numbered import write_split
 
@@ -140,6 +141,18 @@ def test_all_ranks_take_the_numbers_of_data_rank_0(numbers, tmp_path):
             options = {"seed": 0, "find_store": lambda: store}
             orders.append(derived_order.derive_windowed(numbers, cache, DataRanks(rank, 2), batches, **options))
     assert orders[0] == orders[1]
+
+
+def test_where_data_rank_0_cannot_open_its_cache_all_ranks_say_so(numbers, tmp_path):
+    answers, batches = torch.distributed.HashStore(), derived_order.BatchesAtOnce(4, 2)
+    answers.set("broken", "no answer")  # so a wait for one fails at once
+    store = RoundStore(answers, prefix="round", broken_key="broken", timeout_s=60)
+    Cache(tmp_path / "1", budget=40 * BLOCK).close()
+    for rank, said in ((0, "has no budget yet"), (1, "data rank 0 could not choose: .*/0 has no budget yet")):
+        with pytest.raises(ConfigError, match=said):
+            derived_order.derive_windowed(
+                numbers, tmp_path / str(rank), DataRanks(rank, 2), batches, seed=0, find_store=lambda: store
+            )
 
 
 def test_ranks_without_a_process_group_are_warned_that_budgets_must_be_equal(numbers, tmp_path, caplog):
