@@ -10,6 +10,7 @@ from datasvc.trainer.launch.command_line import parse_arguments
 from datasvc.trainer.launch.ranks.job import LaunchJob
 from datasvc.trainer.launch.ranks.placement import plan_threads
 from datasvc.trainer.launch.ranks.static_job import run_static_job
+from datasvc.trainer.rendezvous.messages import PREFIX_VARIABLE, WORKER_VARIABLE
 
 SLEEP = "exec sleep 1000"
 
@@ -30,6 +31,13 @@ def test_ranks_get_torchruns_and_horovods_variables(capfd):
     assert run("echo " + " ".join(f"${name}" for name in names.split())) is None
     lines = sorted(capfd.readouterr().out.splitlines())
     assert lines == [f"[{r}] {r} 2 {r} 2 127.0.0.1 {r} localhost" for r in (0, 1)]
+
+
+def test_ranks_do_not_join_an_elastic_job_in_which_the_launcher_runs(capfd, monkeypatch):
+    for name in (WORKER_VARIABLE, PREFIX_VARIABLE, "HOROVOD_ELASTIC"):
+        monkeypatch.setenv(name, "of another job")
+    assert run("env", num_ranks=1) is None
+    assert "of another job" not in capfd.readouterr().out
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")

@@ -22,11 +22,14 @@ from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.signals import handling_signals
 from datasvc.trainer.launch.ranks.store import list_addresses, open_listener, serve_store
 from datasvc.trainer.rendezvous.arrivals import DEFAULT_LIMIT_S, Arrivals, arrival_key
+from datasvc.trainer.rendezvous.messages import PREFIX_VARIABLE, WORKER_VARIABLE
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
 _POLL_PERIOD_S = 1.0
+# The launcher may run in a rank of an elastic job. The ranks of this job do not belong to that one.
+_NOT_INHERITED = frozenset({WORKER_VARIABLE, PREFIX_VARIABLE, "HOROVOD_ELASTIC"})
 # A rank that fails only because another rank was lost prints this error.
 _LOSS_ERROR = "HorovodInternalError"
 # After a rank ends with an error, wait this long for the end of the rank that caused the error.
@@ -75,7 +78,7 @@ def _plan_start(
     return plan_rank_start(
         job,
         hosted,
-        {**environ, **job.variables},
+        {name: value for name, value in {**environ, **job.variables}.items() if name not in _NOT_INHERITED},
         worker_id=str(rank),
         label=str(rank),
         folder_name=f"rank.{rank}",
