@@ -98,6 +98,7 @@ def write_run(repository: Repository, table: str, run: int, num_versions: int, n
         span = ReadSpan(start, stop, step, batch, "drop")
         use = DataUse("photos@1", "train", state, run=f"{run}-{number}", spans=[span])
         entry = {"step": ended, "data": [use.to_dict()], "parent": parent, "message": "", "config": {}, "metrics": {}}
+        entry |= {"code": {"revision": None, "dirty": False}}
         parent = f"run{run}@{log.append(lambda _head, entry=entry: entry).number}"
         start, step = stop, ended
 
