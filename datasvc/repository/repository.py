@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from datasvc.errors import (
     ConfigError,
@@ -477,6 +477,25 @@ def describe_damage(version: Resolved, error: Exception) -> str:
 def warn_unreadable(version: Resolved, error: CorruptDataError | ConfigError) -> None:
     """Issue the warning that a listing leaves out a version; `error` has the reason."""
     warnings.warn(UnreadableVersionWarning(str(version), f"{version} is left out: {error}"), stacklevel=3)
+
+
+def keep_valid(
+    kind: Kind, name: str, entries: Iterable[Entry], check: Callable[[Mapping[str, Any], Resolved], object]
+) -> list[Entry]:
+    """Return the entries of `name` that `check` accepts; warn about those for which it raises CorruptDataError.
+
+    `check` is called with the content of an entry and its version.
+    """
+    valid = []
+    for entry in entries:
+        version = Resolved(kind, name, entry.number)
+        try:
+            check(entry.content, version)
+        except CorruptDataError as error:
+            warn_unreadable(version, error)
+        else:
+            valid.append(entry)
+    return valid
 
 
 def _check_marker(raw: bytes, location: str) -> None:

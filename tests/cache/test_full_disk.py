@@ -14,18 +14,21 @@ from tests.cache.processes import disk_bytes
 MIB = 1 << 20
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 8 MiB."""
-    place = tmp_path / "disk"
+def mounted_disk(place, options):
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "datasvc-test", str(place)]
+    command = ["mount", "-t", "tmpfs", "-o", options, "datasvc-test", str(place)]
     with suppress(FileNotFoundError):
         if subprocess.run(command, check=False, capture_output=True).returncode == 0:
             yield place
             subprocess.run(["umount", "-l", str(place)], check=True)
             return
     pytest.skip("this user may not mount a tmpfs")
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 8 MiB."""
+    yield from mounted_disk(tmp_path / "disk", "size=8m")
 
 
 @pytest.fixture
@@ -95,15 +98,7 @@ def test_a_disk_full_to_the_last_block_still_lets_the_cache_evict(small_disk, me
 @pytest.fixture
 def disk_with_few_inodes(tmp_path):
     """A disk with space for all objects, and with inodes for some of them."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=64m,nr_inodes=120", "datasvc-test", str(place)]
-    with suppress(FileNotFoundError):
-        if subprocess.run(command, check=False, capture_output=True).returncode == 0:
-            yield place
-            subprocess.run(["umount", "-l", str(place)], check=True)
-            return
-    pytest.skip("this user may not mount a tmpfs")
+    yield from mounted_disk(tmp_path / "disk", "size=64m,nr_inodes=120")
 
 
 def use_all_inodes(disk):

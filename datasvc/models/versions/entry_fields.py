@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 from datasvc.errors import CorruptDataError
-from datasvc.repository import Entry, Resolved
-from datasvc.repository.repository import warn_unreadable
+from datasvc.repository import Entry
+from datasvc.repository.repository import keep_valid
 
 _MAX_COUNT: Final = (1 << 63) - 1  # of an int64, as in the version index
 # `VersionMetadata` accepts 100 levels below a field; a loader state and other fields are far flatter.
@@ -133,16 +133,7 @@ def check_fields(content: Mapping[str, Any], version: object) -> None:
 
 def valid_entries(name: str, entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries of the model `name` that `check_fields` accepts; warn about the others."""
-    valid = []
-    for entry in entries:
-        version = Resolved("models", name, entry.number)
-        try:
-            check_fields(entry.content, version)
-        except CorruptDataError as error:
-            warn_unreadable(version, error)
-        else:
-            valid.append(entry)
-    return valid
+    return keep_valid("models", name, entries, check_fields)
 
 
 def find_wrong_fields(content: Mapping[str, Any]) -> dict[str, str]:

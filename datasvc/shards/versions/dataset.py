@@ -16,7 +16,7 @@ from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.repository.repository import warn_unreadable
+from datasvc.repository.repository import keep_valid, warn_unreadable
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, load_deletions
@@ -350,16 +350,7 @@ def readable_versions(repository: Repository, name: str, *, last: int | None = N
     An entry that cannot be read, or has no valid splits, is left out with an `UnreadableVersionWarning`. For errors,
     see `Repository.entries`.
     """
-    entries = []
-    for entry in repository.entries("datasets", name, last=last):
-        version = Resolved("datasets", name, entry.number)
-        try:
-            check_splits(entry.content, version)
-        except CorruptDataError as error:
-            warn_unreadable(version, error)
-        else:
-            entries.append(entry)
-    return entries
+    return keep_valid("datasets", name, repository.entries("datasets", name, last=last), check_splits)
 
 
 def continued_version(repository: Repository, name: str, head: int) -> Resolved | None:
