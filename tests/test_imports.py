@@ -134,6 +134,7 @@ ROOMS = {
         ".",
         "profiling",
     ],
+    "datasvc.trainer.recipes.settings": ["groups", "."],
     "datasvc.trainer.recipes.profiling": ["predict", "measure", "."],
 }
 

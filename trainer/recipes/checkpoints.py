@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -25,7 +25,6 @@ from datasvc.loaders.core.mixture import splits_of
 from datasvc.models import Checkpoint, CheckpointManager, load_into
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.name_filter import select_names
-from datasvc.models.tensors.write import Codec
 from datasvc.progress import NO_PROGRESS, byte_progress
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
@@ -45,7 +44,7 @@ def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | N
     return repo.models.manager(
         config.name,
         cache=cache,
-        codec=cast("Codec", config.codec),  # `TrainConfig` has checked it
+        codec=config.codec,
         every=config.checkpoint_every,
         max_stall=config.max_stall,
         overlap=config.checkpoint_overlap,

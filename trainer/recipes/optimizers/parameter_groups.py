@@ -5,17 +5,17 @@ By default, biases and normalisations have neither weight decay nor the layer-wi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from datasvc.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
 
-DECAYED: Final = ("weights", "all")
+Decayed = Literal["weights", "all"]
 
 
-def group_parameters(model: nn.Module, *, weight_decay: float, decayed: str = "weights") -> list[dict[str, Any]]:
+def group_parameters(model: nn.Module, *, weight_decay: float, decayed: Decayed = "weights") -> list[dict[str, Any]]:
     """Return the parameter groups of an optimizer; parameters keep the model's order within a group.
 
     With `decayed="weights"`, parameters of at most one dimension (biases, scale and shift of normalisations) have no
@@ -30,8 +30,8 @@ def group_parameters(model: nn.Module, *, weight_decay: float, decayed: str = "w
     Raises:
         ConfigError: `decayed` has another value, or no parameter needs a gradient.
     """
-    if decayed not in DECAYED:
-        raise ConfigError(f"decayed is {decayed!r}; expected one of {', '.join(DECAYED)}")
+    if decayed not in get_args(Decayed):
+        raise ConfigError(f"decayed is {decayed!r}; expected one of {', '.join(get_args(Decayed))}")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ConfigError(

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
 
-PRECISIONS: Final = ("fp32", "bf16", "fp16")
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from datasvc.errors import ConfigError
 
-SHAPES: Final = ("cosine", "step", "polynomial", "constant")
-RATE_SCALINGS: Final = ("none", "linear", "sqrt")
+Shape = Literal["cosine", "step", "polynomial", "constant"]
+RateScaling = Literal["none", "linear", "sqrt"]
 
 # The transition from RMSprop to SGD (Akiba et al. 2017): the epoch at which SGD has the weight 0.5, and the unit of
 # time of the transition.
@@ -29,7 +29,7 @@ class RateSchedule:
     Attributes:
         peak: rate at the end of the warm-up, scaled to the global batch.
         epochs: length of the whole run in epochs.
-        shape: form of the decay, one of `SHAPES`: "cosine" as in Loshchilov and Hutter 2017, "polynomial" as in You
+        shape: form of the decay, "cosine" as in Loshchilov and Hutter 2017, "polynomial" as in You
             et al. 2017.
         warmup_epochs: length of the warm-up in epochs, fractions allowed. The rate rises by the same amount in each
             step (Goyal et al. 2017, section 2.2).
@@ -44,7 +44,7 @@ class RateSchedule:
 
     peak: float
     epochs: float
-    shape: str = "cosine"
+    shape: Shape = "cosine"
     warmup_epochs: float = 0.0
     warmup_start: float = 0.0
     milestones: Sequence[tuple[float, float]] = ()
@@ -86,7 +86,7 @@ class RateSchedule:
         return 1.0  # "constant"
 
 
-def scale_rate(rate: float, *, rule: str, global_batch: int, reference_batch: int) -> float:
+def scale_rate(rate: float, *, rule: RateScaling, global_batch: int, reference_batch: int) -> float:
     """Return the learning rate for a global batch, scaled from `rate`, which was chosen for a reference batch.
 
     The rate is scaled, never the loss, because with weight decay the two are not equivalent (Goyal et al. 2017,

@@ -3,7 +3,7 @@
 The variables `DATASVC_REPO`, `DATASVC_CACHE` and `DATASVC_PEERS` stand for options that are not given. With
 `--cache ''` and `--peers ''` there is no cache and there are no peers, whatever the variables say.
 
-The options and their help texts are made from the fields and the docstring of `TrainConfig`.
+The options and their help texts are made from the fields and the docstrings of the groups of `TrainConfig`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import dataclasses
 import inspect
 import os
 import re
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from datasvc.trainer.launch.one_line_parser import OneLineParser
-from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.config import TrainConfig, setting_fields, setting_groups
+from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, SettingGroup, field_types
 from datasvc.trainer.recipes.settings.presets import PRESETS, find_preset
 
 _REQUIRED = dataclasses.MISSING
@@ -66,16 +65,20 @@ class Options:
         return TrainConfig(**{name: setting.value for name, setting in self.settings.items()})
 
     def describe(self) -> str:
-        """Return one line per setting with name, value and source, below the citation of the preset."""
-        rows = [(name, _format(setting.value), setting.source) for name, setting in self.settings.items()]
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
-        if self.preset is not None:
-            preset = find_preset(self.preset)
-            lines.insert(0, f"# {self.preset}: {preset.citation}")
-            if preset.differs:
-                lines.insert(1, f"# differs from the paper: {preset.differs}")
-        return "\n".join(lines)
+        """Return one line per setting with name, value and source, by group, below the citation of the preset."""
+        rows = {name: (_format(setting.value), setting.source) for name, setting in self.settings.items()}
+        name_width, value_width = max(map(len, rows)), max(len(value) for value, _ in rows.values())
+        lines = []
+        for group in setting_groups():
+            lines += ["", f"# {group.title}"]
+            for field in dataclasses.fields(group):
+                value, source = rows[field.name]
+                lines.append(f"{field.name:<{name_width}}  {value:<{value_width}}  {source}")
+        if self.preset is None:
+            return "\n".join(lines[1:])  # without the empty line above the first group
+        preset = find_preset(self.preset)
+        differs = [f"# differs from the paper: {preset.differs}"] if preset.differs else []
+        return "\n".join([f"# {self.preset}: {preset.citation}", *differs, *lines])
 
 
 def parse_options(
@@ -103,7 +106,7 @@ def parse_options(
     preset_name, show_config = given.pop("preset", None), given.pop("show_config", False)
     choices = {} if preset_name is None else find_preset(preset_name).choices
     settings = {}
-    for field in dataclasses.fields(TrainConfig):
+    for field in setting_fields():
         if field.name in given:
             value = given[field.name]
             setting = Setting(tuple(value) if isinstance(value, list) else value, "command line")
@@ -136,40 +139,65 @@ def parse_options(
 def _make_parser(prog: str) -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog=prog,
+        usage="%(prog)s --data NAME@VERSION --repo URL --name NAME [--preset NAME] [OPTION ...]",
         description="Train a model on this rank. Several ranks: datasvc-run -np 2 python -m datasvc.trainer ...",
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--preset", metavar="NAME", help=f"start from a published recipe: {', '.join(PRESETS)}")
     parser.add_argument("--show-config", action="store_true", help="print every setting with its source, and exit")
-    helps, types_by_name = _read_helps(), typing.get_type_hints(TrainConfig)
-    for field in dataclasses.fields(TrainConfig):
-        has_default = field.default not in (_REQUIRED, None)
-        text = f"{helps[field.name]} [{_format(field.default)}]" if has_default else helps[field.name]
-        if field.name in _VARIABLES:
-            text += f" [the variable {_VARIABLES[field.name]}]"
-        parser.add_argument(_option(field.name), help=text.replace("%", "%%"), **_parse_as(types_by_name[field.name]))
+    for group in setting_groups():
+        _add_group(parser, group)
     return parser
 
 
-def _parse_as(kind: Any) -> dict[str, Any]:
+def _add_group(parser: argparse.ArgumentParser, group: type[SettingGroup]) -> None:
+    """Add the options of a group of settings as a section of `--help`."""
+    section = parser.add_argument_group(group.title)
+    helps, types_by_name = _read_helps(group), field_types(group)
+    for field in dataclasses.fields(group):
+        text = helps[field.name]
+        if field.default is not _REQUIRED:
+            text += f" (default: {_format_default(field.default)})"
+        if field.name in _VARIABLES:
+            text += f" (variable: {_VARIABLES[field.name]})"
+        section.add_argument(
+            _option(field.name), help=text.replace("%", "%%"), **_parse_as(types_by_name[field.name])
+        )
+
+
+def _parse_as(field_type: FieldType) -> dict[str, Any]:
     """Return the arguments of `add_argument` for a field of a type."""
-    if isinstance(kind, types.UnionType):
-        kind = next(member for member in typing.get_args(kind) if member is not type(None))
-    if kind is bool:
+    if field_type.kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if typing.get_origin(kind) is tuple:
-        members = typing.get_args(kind)
-        return {"nargs": "*" if members[-1] is Ellipsis else len(members), "type": members[0], "metavar": "VALUE"}
-    return {"type": kind, "metavar": "VALUE"}
+    # The choices are shown here and checked by `TrainConfig`, which also gets values that are no options.
+    metavar = f"{{{','.join(field_type.choices)}}}" if field_type.choices else field_type.metavar
+    if not field_type.is_tuple:
+        return {"type": field_type.kind, "metavar": metavar}
+    if field_type.length is None:
+        return {"type": field_type.kind, "metavar": metavar, "nargs": "*"}
+    return {"type": field_type.kind, "metavar": tuple(metavar.split()), "nargs": field_type.length}
 
 
-def _read_helps() -> dict[str, str]:
-    """Return the help text of each option, from the docstring of `TrainConfig`."""
-    docstring = inspect.getdoc(TrainConfig) or ""
+def _read_helps(group: type[SettingGroup]) -> dict[str, str]:
+    """Return the help text of each option of a group, from its docstring."""
+    docstring = inspect.getdoc(group) or ""
     attributes = docstring.partition("Attributes:\n")[2].partition("\n\n")[0]
     # A field name, and its text with continuation lines, which are indented further.
     entries = re.findall(r"^    (\w+): (.*(?:\n      .*)*)", attributes, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _format_default(value: Any) -> str:
+    match value:
+        case None | ():
+            return "none"
+        case bool():
+            return "on" if value else "off"
+        case tuple():
+            return " ".join(map(_format_default, value))
+        case float():
+            return f"{value:.6g}"
+    return str(value)
 
 
 def _option(name: str) -> str:

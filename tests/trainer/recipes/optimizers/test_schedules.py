@@ -1,11 +1,12 @@
 import itertools
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.optimizers.schedules import SHAPES, RateSchedule, scale_rate, sgd_share
+from datasvc.trainer.recipes.optimizers.schedules import RateSchedule, Shape, scale_rate, sgd_share
 
 BATCHES = st.integers(1, 1 << 17)
 
@@ -56,7 +57,7 @@ def test_the_last_step_before_a_milestone_still_has_the_rate_before_it():
 
 
 @given(
-    st.sampled_from(SHAPES),
+    st.sampled_from(get_args(Shape)),
     st.floats(0.01, 100),
     st.floats(0, 20),
     st.floats(0, 1),

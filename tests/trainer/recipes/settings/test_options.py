@@ -11,7 +11,10 @@ from datasvc.models.saving.queue import OVERLAPS
 from datasvc.models.tensors.write import CODECS
 from datasvc.trainer.__main__ import main
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan, plan_batches
-from datasvc.trainer.recipes.settings.config import _CHOICES, TrainConfig
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.groups.checkpoints import CheckpointSettings
+from datasvc.trainer.recipes.settings.groups.images import ImageSettings
+from datasvc.trainer.recipes.settings.groups.setting_group import field_types
 from datasvc.trainer.recipes.settings.options import parse_options
 from datasvc.trainer.recipes.settings.presets import PRESETS
 from datasvc.trainer.recipes.start import build_schedule
@@ -175,7 +178,7 @@ def test_akiba_s_preset_starts_slowly():
 def test_show_config_prints_every_setting_with_its_source_and_runs_nothing(program):
     status, shown, _ = program("--preset", "jia2018", "--show-config", "--precision", "bf16")
     assert status == 0
-    lines = {line.split()[0]: line for line in shown.splitlines() if not line.startswith("#")}
+    lines = {line.split()[0]: line for line in shown.splitlines() if line and not line.startswith("#")}
     assert lines.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
     assert lines["precision"].split() == ["precision", "bf16", "command", "line"]
     assert lines["data"].split() == ["data", "?", "required"]
@@ -208,8 +211,9 @@ def test_peers_of_the_environment_are_no_error_without_a_cache():
 
 
 def test_the_choices_of_the_checkpoint_options_are_those_of_the_manager():
-    assert (_CHOICES["checkpoint_overlap"], _CHOICES["codec"]) == (OVERLAPS, CODECS)
-    assert _CHOICES["evaluation"] == get_args(Evaluation)
+    types = field_types(CheckpointSettings)
+    assert (types["checkpoint_overlap"].choices, types["codec"].choices) == (OVERLAPS, CODECS)
+    assert field_types(ImageSettings)["evaluation"].choices == get_args(Evaluation)
 
 
 MISTAKES = [
