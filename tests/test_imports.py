@@ -128,7 +128,7 @@ ROOMS = {
     "datasvc.trainer.engine": ["negotiation", "execution", "."],
     "datasvc.trainer.elastic": ["driver", "."],
     "datasvc.trainer.recipes": [
-        "models optimizers reporting",
+        "layouts models optimizers reporting",
         "settings",
         "tasks",
         ".",

@@ -1,0 +1,1 @@
+"""Layouts: which rank holds which part of the model and of the batches."""

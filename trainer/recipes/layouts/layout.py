@@ -1,0 +1,337 @@
+"""The plan of a layout: which axes divide the ranks, what each rank holds, and which ranks are its peers. Pure.
+
+A layout has five axes. `data` divides the batches over replicas of the model. `shard` divides the batches too, and
+each of its ranks stores a part of every parameter. `tensor` divides the layers themselves, `pipeline` the sequence of
+layers, and `context` the tokens of each block. Ranks that differ only in tensor, pipeline or context have the same
+data rank: they read the same batches.
+
+Nothing here imports torch: a layout that cannot work is refused before a process group exists.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from datasvc.errors import ConfigError
+
+# Outermost first: neighbouring ranks, which are on one node, differ in the axis that communicates most.
+AXES: Final = ("pipeline", "data", "shard", "context", "tensor")
+PIPELINE_SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zbv")
+_SHOWN_ORDER: Final = ("data", "shard", "tensor", "pipeline", "context")
+_MAX_CHOICES: Final = 8  # sizes that an error message lists
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Number of parts into which each axis divides the ranks; their product is the number of ranks.
+
+    Attributes:
+        data: replicas of the model, each with its own batches.
+        shard: ranks that store one replica together and have their own batches (ZeRO, FSDP).
+        tensor: ranks that compute each layer together (Megatron).
+        pipeline: ranks that compute successive layers (GPipe).
+        context: ranks that compute successive tokens of each block.
+
+    Raises:
+        ConfigError: a size is below 1.
+    """
+
+    data: int = 1
+    shard: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in _SHOWN_ORDER:
+            if self.size_of(axis) < 1:
+                raise ConfigError(f"{axis} is {self.size_of(axis)}; expected at least 1")
+
+    def __str__(self) -> str:
+        """Return the form that `parse_layout` reads, without axes of size 1: "data=2,tensor=2"."""
+        parts = [f"{axis}={self.size_of(axis)}" for axis in _SHOWN_ORDER if self.size_of(axis) > 1]
+        return ",".join(parts) or "data=1"
+
+    def size_of(self, axis: str) -> int:
+        """Return the size of one of `AXES`."""
+        size: int = getattr(self, axis)
+        return size
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.size_of(axis) for axis in AXES)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Number of ranks that read different batches."""
+        return self.data * self.shard
+
+    @property
+    def num_copies(self) -> int:
+        """Number of ranks that read the same batches."""
+        return self.size // self.num_data_ranks
+
+    @property
+    def is_data_only(self) -> bool:
+        """Whether every rank holds the whole model, so that the gradients are all that the ranks exchange."""
+        return self.size == self.data
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a layout must divide.
+
+    Attributes:
+        layers: transformer blocks; None: the model cannot be cut into stages.
+        heads: attention heads; None: the model has no plan for `tensor`.
+        width: channels of the residual stream.
+        block: tokens of a sample; None: unknown, or samples are not token blocks.
+    """
+
+    layers: int | None = None
+    heads: int | None = None
+    width: int | None = None
+    block: int | None = None
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """What one rank holds.
+
+    Attributes:
+        rank: rank in the job.
+        coordinates: index of the rank along each of `AXES`.
+        data_rank: index among the ranks that read different batches; equal on all that read the same.
+        peers: ranks that differ from this one in one axis only, by axis, this rank included, in order.
+    """
+
+    rank: int
+    coordinates: Mapping[str, int]
+    data_rank: int
+    peers: Mapping[str, tuple[int, ...]]
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this is the first of the ranks with its data rank; the others read the same batches again."""
+        return not any(self.coordinates[axis] for axis in ("pipeline", "context", "tensor"))
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """A layout over ranks 0 to `layout.size - 1`.
+
+    Attributes:
+        layout: the layout.
+        shape: size of each of `AXES`: the shape of the device mesh.
+        ranks: what each rank holds, by rank.
+    """
+
+    layout: Layout
+    shape: tuple[int, ...]
+    ranks: tuple[RankLayout, ...]
+
+
+def parse_layout(text: str, world_size: int) -> Layout:
+    """Return the layout that a text such as "shard=2,tensor=2" describes for `world_size` ranks.
+
+    A missing `data` is what the other axes leave of the ranks; other missing axes are 1.
+
+    Raises:
+        ConfigError: the text has another form, or its sizes do not multiply to `world_size`.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, equals, number = (piece.strip() for piece in part.partition("="))
+        if axis not in AXES or not equals or not (number.isascii() and number.isdecimal()) or int(number) < 1:
+            raise ConfigError(
+                f"layout is {text!r}, and {part.strip()!r} is not AXIS=SIZE with a size of 1 or more; the axes are "
+                f"{', '.join(_SHOWN_ORDER)}, such as 'data=2,shard=2'"
+            )
+        if axis in sizes:
+            raise ConfigError(f"layout is {text!r}, which names {axis} twice; give each axis once")
+        sizes[axis] = int(number)
+    others = math.prod(size for axis, size in sizes.items() if axis != "data")
+    if "data" not in sizes:
+        if world_size % others:
+            raise ConfigError(
+                f"layout is {text!r}, whose axes need a multiple of {others} ranks, and there are {world_size}; "
+                f"{_suggest_sizes(sizes, world_size)}"
+            )
+        sizes["data"] = world_size // others
+    layout = Layout(**sizes)
+    _check_size(layout, world_size)
+    return layout
+
+
+def plan_layout(layout: Layout) -> LayoutPlan:
+    """Return what each rank of a layout holds. Rank numbers are those of a mesh of shape `LayoutPlan.shape`."""
+    shape = tuple(layout.size_of(axis) for axis in AXES)
+    places = list(itertools.product(*(range(size) for size in shape)))
+    rank_of = {place: rank for rank, place in enumerate(places)}
+    ranks = []
+    for rank, place in enumerate(places):
+        coordinates = dict(zip(AXES, place, strict=True))
+        peers = {
+            axis: tuple(rank_of[(*place[:i], index, *place[i + 1 :])] for index in range(shape[i]))
+            for i, axis in enumerate(AXES)
+        }
+        data_rank = coordinates["data"] * layout.shard + coordinates["shard"]
+        ranks.append(RankLayout(rank, coordinates, data_rank, peers))
+    return LayoutPlan(layout, shape, tuple(ranks))
+
+
+def check_layout(
+    layout: Layout,
+    *,
+    world_size: int,
+    global_batch: int,
+    micro_batch: int | None = None,
+    sizes: ModelSizes | None = None,
+    pipeline_schedule: str = "1f1b",
+) -> None:
+    """Check that a layout divides the ranks, the batch and the model.
+
+    Args:
+        layout: layout to check.
+        world_size: number of ranks.
+        global_batch: samples of all ranks per step.
+        micro_batch: samples of one pass of one data rank; None: one pass per step.
+        sizes: sizes of the model; None: not known yet, so only ranks and batch are checked.
+        pipeline_schedule: one of `PIPELINE_SCHEDULES`.
+
+    Raises:
+        ConfigError: a size does not divide; the message has the sizes that would do.
+    """
+    _check_size(layout, world_size)
+    if global_batch % layout.num_data_ranks:
+        raise ConfigError(
+            f"layout {layout} divides the batches over {layout.num_data_ranks} data ranks (data x shard), and the "
+            f"global batch of {global_batch} cannot be divided evenly among them; data x shard may be "
+            f"{_list_divisors(global_batch)}, or use a global batch that is a multiple of {layout.num_data_ranks}"
+        )
+    if layout.pipeline > 1:
+        _check_micro_batches(layout, global_batch // layout.num_data_ranks, micro_batch, pipeline_schedule)
+    if sizes is not None:
+        _check_model(layout, sizes, pipeline_schedule)
+
+
+def stages_per_rank(pipeline_schedule: str) -> int:
+    """Return how many stages of a pipeline each rank holds.
+
+    Interleaved 1F1B and ZBV need more than one: that is how they shorten the time in which ranks wait.
+
+    Raises:
+        ConfigError: there is no such schedule.
+    """
+    if pipeline_schedule not in PIPELINE_SCHEDULES:
+        raise ConfigError(
+            f"pipeline schedule is {pipeline_schedule!r}; expected one of {', '.join(PIPELINE_SCHEDULES)}"
+        )
+    return 2 if pipeline_schedule in ("interleaved", "zbv") else 1
+
+
+def _check_size(layout: Layout, world_size: int) -> None:
+    if layout.size != world_size:
+        sizes = {axis: layout.size_of(axis) for axis in AXES if layout.size_of(axis) > 1}
+        raise ConfigError(
+            f"layout {layout} needs {layout.size} ranks, and there are {world_size}; "
+            f"{_suggest_sizes(sizes, world_size)}"
+        )
+
+
+def _suggest_sizes(sizes: Mapping[str, int], world_size: int) -> str:
+    """Return, for each given axis, the sizes that fit the ranks if the other axes but `data` stay."""
+    suggestions = []
+    for axis in sizes:
+        others = math.prod(size for other, size in sizes.items() if other not in (axis, "data"))
+        if axis != "data" and world_size % others == 0:
+            suggestions.append(f"{axis} may be {_list_divisors(world_size // others)}")
+    return "; ".join(suggestions) or f"use sizes whose product is {world_size}, or leave out data to derive it"
+
+
+def _check_micro_batches(layout: Layout, batch: int, micro_batch: int | None, pipeline_schedule: str) -> None:
+    num_stages = layout.pipeline * stages_per_rank(pipeline_schedule)
+    micro_batch = min(micro_batch or batch, batch)
+    # torch's interleaved schedule works in rounds of one micro-batch per rank; 1F1B and ZBV need a micro-batch for
+    # every stage.
+    fewest = num_stages if pipeline_schedule == "zbv" else layout.pipeline
+    if pipeline_schedule == "gpipe":
+        fewest = 1
+    fits = [
+        size
+        for size in _divisors(batch)
+        if batch // size >= fewest and (pipeline_schedule != "interleaved" or batch // size % layout.pipeline == 0)
+    ]
+    if micro_batch not in fits:
+        found = f"{batch} samples in micro-batches of {micro_batch}"
+        remedy = (
+            f"micro_batch may be {_format(fits)}"
+            if fits
+            else f"use a batch per data rank that is a multiple of {fewest}"
+        )
+        raise ConfigError(
+            f"layout {layout} with the schedule {pipeline_schedule} needs equal micro-batches, "
+            f"at least {fewest} of them"
+            + (f" and a multiple of {layout.pipeline}" if pipeline_schedule == "interleaved" else "")
+            + f", and each data rank has {found}; {remedy}"
+        )
+
+
+def _check_model(layout: Layout, sizes: ModelSizes, pipeline_schedule: str) -> None:
+    if layout.tensor > 1:
+        if sizes.heads is None:
+            raise ConfigError(
+                f"layout {layout} divides layers over {layout.tensor} ranks, and the model has no plan for `tensor`; "
+                "use shard, or a model with a method `tensor_plan`, such as gpt"
+            )
+        if sizes.heads % layout.tensor:
+            raise ConfigError(
+                f"layout {layout} divides the attention heads over {layout.tensor} ranks, and the model has "
+                f"{sizes.heads}; tensor may be {_list_divisors(sizes.heads)}"
+            )
+    if layout.pipeline > 1:
+        if sizes.layers is None:
+            raise ConfigError(
+                f"layout {layout} cuts the model into {layout.pipeline} stages, and the model cannot be cut; use "
+                "shard, or a model with a method `stage`, such as gpt"
+            )
+        num_stages = layout.pipeline * stages_per_rank(pipeline_schedule)
+        if sizes.layers % num_stages:
+            per_rank = stages_per_rank(pipeline_schedule)
+            fits = [size // per_rank for size in _divisors(sizes.layers) if size % per_rank == 0]
+            raise ConfigError(
+                f"layout {layout} with the schedule {pipeline_schedule} cuts the layers into {num_stages} stages, "
+                f"and the model has {sizes.layers}; pipeline may be {_format(fits)}"
+            )
+    if layout.context > 1:
+        if sizes.heads is None:
+            raise ConfigError(
+                f"layout {layout} divides the tokens of a block over {layout.context} ranks, and the model has no "
+                "attention over blocks; use data or shard, or a model such as gpt"
+            )
+        if sizes.block is not None and sizes.block % layout.context:
+            raise ConfigError(
+                f"layout {layout} divides each block over {layout.context} ranks, and a block has {sizes.block} "
+                f"tokens; context may be {_list_divisors(sizes.block)}"
+            )
+
+
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def _list_divisors(number: int) -> str:
+    return _format(_divisors(number))
+
+
+def _format(numbers: list[int]) -> str:
+    if not numbers:
+        return "1 only"
+    shown = ", ".join(map(str, numbers[:_MAX_CHOICES]))
+    return f"{shown}, ..., {numbers[-1]}" if len(numbers) > _MAX_CHOICES else shown
