@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.transfer.copying import copy_missing
 from datasvc.models.transfer.entries import TargetLogs
 from datasvc.models.transfer.intent_journal import declare_intent
@@ -26,6 +26,7 @@ from datasvc.repository import Entry, Kind, ObjectInfo, Repository, Resolved
 from datasvc.repository.logs.references import check_name, refuse_text
 from datasvc.repository.objects.presence import check_present
 from datasvc.repository.store.redaction import redact_url
+from datasvc.shards.versions.dataset import find_renamed
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ def transfer(
         refs: versions to copy: NAME, NAME@VERSION or NAME@TAG.
         name: name of the model at the target, by default the same; if it is given, all `refs` must be of one model.
         with_parents: whether to copy also all ancestors that are in the source.
-        with_data: whether to copy also the data-set versions that the models consumed, with all shards.
+        with_data: whether to copy also the data-set versions that the models consumed, with all shards. A data set
+            that was renamed since is copied with its present name.
         data_names: names of data sets at the target, by name at the source; by default the same.
         trusted_keys: public keys, see `stored_version.read_version`. Each model version must be signed at the source
             by one of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
@@ -154,8 +156,27 @@ def _data_versions(logs: TargetLogs, versions: Iterable[Resolved]) -> list[Resol
     datasets = [use["dataset"] for version in versions for use in logs.content(version).get("data", [])]
     # The data use of a mixture lists the versions of all its splits, separated by commas.
     refs = {ref for dataset in datasets for ref in dataset.split(", ")}
-    consumed = {logs.source.resolve("datasets", ref) for ref in refs}
+    consumed = {_find_data_version(logs, ref) for ref in refs}
     return sorted(consumed, key=attrgetter("name", "version"))
+
+
+def _find_data_version(logs: TargetLogs, ref: str) -> Resolved:
+    """Return the data-set version to copy for a reference of a model, under its present name.
+
+    Raises NotFoundError: the version does not exist, or was removed and not renamed.
+    """
+    try:
+        return logs.source.resolve("datasets", ref)
+    except NotFoundError as error:
+        version = logs.source.resolve("datasets", ref, removed=True)
+        if logs.find(version):
+            return version  # copied before the data set was renamed or the version was removed
+        renamed = find_renamed(logs.source, version)
+        if renamed is None:
+            raise NotFoundError(
+                f"{error}; without --with-data (with_data=False), the model is copied alone"
+            ) from error
+        return renamed
 
 
 def _check_data_names(data: Sequence[Resolved], renamed: Mapping[str, str]) -> None:

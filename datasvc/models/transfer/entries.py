@@ -20,6 +20,7 @@ from datasvc.models.versions.entry_fields import check_fields
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_reference
 from datasvc.repository.store.redaction import redact_url
+from datasvc.shards.versions.dataset import find_renamed
 from datasvc.shards.versions.version_entry import VAL_FRACTION, read_val_fraction
 
 # `Log.append` writes these fields itself, so they are not copied.
@@ -191,7 +192,12 @@ class TargetLogs:
         """Return the name at the target of a version of the source; None if the target does not have it."""
         try:
             version = parse_version(ref) if kind == "models" else _parse_data_version(ref)
-            target = None if version is None else self.find(Resolved(kind, *version))
+            if version is None:
+                return None
+            resolved = Resolved(kind, *version)
+            target = self.find(resolved)
+            if target is None and kind == "datasets" and (renamed := find_renamed(self.source, resolved)):
+                target = self.find(renamed)
         except (NotFoundError, ConfigError, CorruptDataError):
             # The version is not in the source itself, its name is not valid there, or it cannot be read.
             return None

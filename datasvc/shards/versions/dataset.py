@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, overload
@@ -319,6 +320,29 @@ def renamed_to(entry: Entry) -> str | None:
     if not isinstance(change, Mapping) or change.get("kind") != "rename":
         return None
     return str(change.get("to"))
+
+
+def find_renamed(repository: Repository, version: Resolved) -> Resolved | None:
+    """Return a removed version by the present name of its data set; None if the data set was not renamed since.
+
+    Raises:
+        CorruptDataError, UnavailableError: see `Repository.entry`.
+    """
+    content = repository.entry(version).content
+    names = [version.name]
+    for name in names:  # grows by each name that the data set had next
+        log = repository.versions("datasets", name)
+        later, _ = log.try_entries(range(version.version + 1, log.head() + 1))
+        for new_name in filter(None, map(renamed_to, later)):
+            renamed = Resolved("datasets", new_name, version.version)
+            # A rename copies entries byte by byte. If the new name has no such entry, the rename was taken back.
+            with suppress(NotFoundError, CorruptDataError):
+                if new_name in names or repository.entry(renamed).content != content:
+                    continue
+                if not repository.removals("datasets", new_name).removed([version.version]):
+                    return renamed
+                names.append(new_name)
+    return None
 
 
 def list_datasets(repository: Repository) -> list[DatasetVersion]:

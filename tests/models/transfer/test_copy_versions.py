@@ -3,6 +3,7 @@ import secrets
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,8 +23,10 @@ from datasvc.models.versions.signing import check_signed, sign
 from datasvc.models.versions.signing_keys import load_private_key, make_key
 from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.logs.log import Log, encode_entry
+from datasvc.repository.removal import remove_versions
 from datasvc.repository.store import file_age
 from datasvc.shards import ingest, open_dataset
+from datasvc.shards.history.rename import rename
 from datasvc.shards.versions.version_entry import read_val_fraction
 from tests.models.stored import flip_last_byte
 from tests.progress import RecordedProgress
@@ -190,6 +193,41 @@ def test_data_sets_come_along_and_are_named_as_they_are_called_there(repository,
     assert [each.is_new for each in again.versions] == [False, False]
     transfer(repository, other, ["net"], name="later", data_names={"pets": "theirs"})
     assert other.entry(other.resolve("models", "later")).content["data"][0]["dataset"] == "theirs@1"
+
+
+@pytest.mark.parametrize("names", [["animals"], ["animals", "beasts"]])
+def test_a_data_set_that_was_renamed_after_the_training_comes_along_by_its_new_name(
+    repository, other, tmp_path, names
+):
+    ingest_pets(repository, tmp_path, "x")
+    save(repository, "net", state(0), step=0, data=[use_of(repository, "pets@1")])
+    for old, new in pairwise(["pets", *names]):
+        rename(repository, old, new)
+    report = transfer(repository, other, ["net"], with_data=True)
+    assert told(report) == [(f"{names[-1]}@1", f"{names[-1]}@1", True), ("net@1", "net@1", True)]
+    copied = other.entry(other.resolve("models", "net")).content["data"][0]["dataset"]
+    assert copied == f"{names[-1]}@1"
+    assert open_dataset(other, copied)["train"].digest == open_dataset(repository, copied)["train"].digest
+
+
+def test_a_data_set_that_was_copied_before_it_was_renamed_is_not_copied_again(repository, other, tmp_path):
+    ingest_pets(repository, tmp_path, "x")
+    for step in (0, 1):
+        save(repository, "net", state(step), step=step, data=[use_of(repository, "pets@1")])
+    transfer(repository, other, ["net@1"], with_data=True)
+    rename(repository, "pets", "animals")
+    report = transfer(repository, other, ["net@2"], with_data=True)
+    assert told(report) == [("pets@1", "pets@1", False), ("net@2", "net@2", True)]
+    assert other.names("datasets") == ["pets"]
+
+
+def test_data_that_was_removed_and_not_renamed_does_not_come_along(repository, other, tmp_path):
+    ingest_pets(repository, tmp_path, "x")
+    save(repository, "net", state(0), step=0, data=[use_of(repository, "pets@1")])
+    remove_versions(repository, "datasets", ["pets@1"], message="wrong")
+    with pytest.raises(NotFoundError, match=r"pets@1 was removed .*\(wrong\).*; without --with-data"):
+        transfer(repository, other, ["net"], with_data=True)
+    assert (other.names("datasets"), other.names("models")) == ([], [])
 
 
 def old_entry(repository, tmp_path, name):
