@@ -1,0 +1,79 @@
+"""torchtitan's Llama with our loader and checkpoints goes on with other data ranks, which its own loader refuses."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import datasvc
+from datasvc.repository import Repository
+from datasvc.shards import ingest
+
+ROOT = Path(__file__).parents[2]
+BLOCK, VOCABULARY, GLOBAL_BATCH = 16, 64, 8
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture
+def url(tmp_path):
+    """Eleven global batches of blocks, so that the runs cross the end of an epoch."""
+    folder = tmp_path / "source" / "train"
+    folder.mkdir(parents=True)
+    tokens = [[(5 * block + 3 * place) % VOCABULARY for place in range(BLOCK)] for block in range(11 * GLOBAL_BATCH)]
+    pq.write_table(pa.table({"tokens": pa.array(tokens, pa.list_(pa.int32(), BLOCK))}), folder / "blocks.parquet")
+    url = str(tmp_path / "repo")
+    ingest(Repository.create(url), str(folder.parent), "blocks")
+    return url
+
+
+def losses(url, name, steps, *, ranks, tensor=1):
+    """Train until a step, and return the loss of each step by its number."""
+    program = ROOT / "examples" / "torchtitan_llama.py"
+    words = ["--repo", url, "--data", "blocks@1", "--name", name, "--vocabulary", VOCABULARY]
+    words += ["--global-batch", GLOBAL_BATCH, "--steps", steps, "--tensor", tensor]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    done = subprocess.run(
+        [*map(str, launcher), str(program), *map(str, words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", done.stdout)}
+
+
+def test_a_run_of_torchtitans_model_goes_on_with_other_data_ranks(url):
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+    whole = losses(url, "whole", 15, ranks=4)
+    assert list(whole) == list(range(15))
+    assert whole[14] < whole[0] - 1
+
+    parts = losses(url, "parts", 5, ranks=4)
+    parts |= losses(url, "parts", 10, ranks=4, tensor=2)  # two data ranks
+    parts |= losses(url, "parts", 15, ranks=1)
+    assert parts == pytest.approx(whole, abs=1e-5)
+
+    # The last version of each run has consumed every block of the first epoch once, and four batches of the second.
+    repo = datasvc.open(url)
+    keys = [sample["key"] for sample in repo.dataset("blocks@1")["train"]]
+    for ref in ("whole@1", "parts@3"):
+        uses = repo.models.trained_on([ref], keys=keys).all_uses()
+        positions = sorted((use.epoch, use.position) for use in uses)
+        expected = [(0, place) for place in range(11 * GLOBAL_BATCH)]
+        assert positions == [*expected, *((1, place) for place in range(4 * GLOBAL_BATCH))]
+
+
+def test_torchtitans_own_loader_refuses_other_data_ranks():
+    dataloader = pytest.importorskip("torchtitan.components.dataloader", reason="torchtitan is not installed")
+    saved = dataloader.ParallelAwareDataloader([1, 2, 3, 4], dp_rank=0, dp_world_size=4, batch_size=1).state_dict()
+    fewer = dataloader.ParallelAwareDataloader([1, 2, 3, 4], dp_rank=0, dp_world_size=2, batch_size=1)
+    with pytest.raises(AssertionError, match="resharding is not supported"):
+        fewer.load_state_dict(saved)
