@@ -50,14 +50,14 @@ _MAX_CLOCK_DIFFERENCE_S: Final = 3600
 
 @dataclass
 class Garbage:
-    """Files that may be deleted.
+    """Old files that may be deleted, and objects that are too young for it.
 
     Attributes:
         objects: size in bytes of each object.
         pointers: paths of pointers (see `models.tensors.dedup_index`), by the digest of the chunk that they point to.
         temporary_files: paths of files left by killed writers.
         journals: folders of unfinished work that was not resumed.
-        young: size in bytes of each object that is kept because of its age.
+        young: size in bytes of each young object.
     """
 
     objects: dict[Digest, int] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def gc(
             more than an hour; an entry or table has a later format; the store is read-only (not in a dry run).
         CorruptDataError, NotFoundError: entries or tables cannot be read, so their references are unknown; nothing
             was deleted. The message names all such versions. A version whose entry is damaged and has no copy can be
-            declared lost, see `lost_versions.mark_lost`; gc runs again once that was `grace_s` ago.
+            marked as lost, see `lost_versions.mark_lost`; gc runs again once that was `grace_s` ago.
         UnavailableError: the store does not respond; a part of the garbage may be deleted.
     """
     if grace_s < 0 or (grace_s < MIN_GRACE_S and not no_writers):
@@ -219,7 +219,7 @@ def referenced_objects(repository: Repository, before_s: float, *, began_s: floa
     """Yield the digest of every object that a log entry or a young journal references; some more than once.
 
     Also yield the digest of every chunk of a tensor, because pointers are named by chunks. A journal is young if it
-    was changed after `before_s`. `began_s` is the value of `time.monotonic` when that was determined (None: now).
+    was changed after `before_s`. `began_s` is the value of `time.monotonic` when `before_s` was computed (None: now).
 
     Raises the errors of `gc`. UnavailableError is raised at once, because the store does not respond. The others are
     raised at the end, in one error that names all unreadable versions.
@@ -253,11 +253,11 @@ def referenced_objects(repository: Repository, before_s: float, *, began_s: floa
                 yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
                 _warn_of_wrong_fields(Resolved("models", name, entry.number), entry)
             except (CorruptDataError, NotFoundError, ConfigError) as error:
-                # The `before_s` of another gc that begins now.
+                # Another gc that began later has a later `before_s`, at most this one. By its time, the grace period of
+                # a removed version may be over, so it deletes objects that this gc still reads: this is no error. If
+                # a version that is not removed needs a missing object, its own error is raised.
                 latest_before_s = before_s + time.monotonic() - began_s
                 is_swept = entry.number in swept_versions(repository, "models", name, latest_before_s)
-                # If two gcs run at once, a grace period may be over for one of them only: it deletes objects that
-                # the other one still reads. Any other version with these objects is read too, and its error raised.
                 if not (isinstance(error, NotFoundError) and is_swept):
                     problems.append(error)
     if problems:
@@ -291,7 +291,7 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
 def _entries(
     repository: Repository, kind: Kind, name: str, before_s: float, problems: list[DatasvcError]
 ) -> list[Entry]:
-    """Return the readable entries; add an error to `problems` for each other one, unless it was declared lost."""
+    """Return the readable entries; add an error to `problems` for each other one, unless it was marked as lost."""
     entries, errors = repository.versions(kind, name).try_entries()
     if not errors:
         return entries

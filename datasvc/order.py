@@ -8,8 +8,8 @@ consumed.
 The order of an epoch is computed as follows:
 
 1. permute the shards and concatenate their samples;
-2. split this sequence into `lanes` equal spans, the lanes. With `sticky`, steps 1 and 2 are the same in every epoch,
-   and each epoch permutes the parts of shards within each lane;
+2. split this sequence into `lanes` equal spans, the lanes. With `sticky`, steps 1 and 2 are the same in every epoch;
+   then each epoch permutes the shards within each lane, where a shard that two lanes share counts as two;
 3. permute the samples of each lane within consecutive blocks of `block` samples;
 4. interleave the lanes: position p is sample p // lanes of lane p % lanes.
 
@@ -80,7 +80,7 @@ class OrderConfig:
             )
 
 
-def _shorten_table(digest: str) -> str:
+def _describe_table(digest: str) -> str:
     return f"the samples of shard table {digest[:12]}..."
 
 
@@ -139,7 +139,7 @@ class OrderState:
         config: OrderConfig,
         num_samples: int,
         *,
-        name_table: Callable[[str], str] = _shorten_table,
+        name_table: Callable[[str], str] = _describe_table,
     ) -> None:
         """Raise StateMismatchError if the state is of another version or order, or its position is out of range.
 
@@ -218,14 +218,14 @@ class AccessOrder:
         self.num_samples = int(self._bases[-1])
         self._lanes = config.lanes
         # The first `num_long` lanes have one sample more than the others.
-        short, num_long = divmod(self.num_samples, self._lanes)
-        self._lane_sizes = short + (np.arange(self._lanes) < num_long).astype(np.int64)
+        short_size, num_long = divmod(self.num_samples, self._lanes)
+        self._lane_sizes = short_size + (np.arange(self._lanes) < num_long).astype(np.int64)
         self._lane_starts = np.concatenate([[0], np.cumsum(self._lane_sizes)])
         # Without a shuffle, a block is one sample, so that the permutation within blocks is the identity.
         self._block = config.block or (max(self.num_samples, 1) if config.shuffle else 1)
         keys = derive_keys(config.seed, epoch, _SAMPLES, KeyedPermutation.num_keys)
         # The last block of a lane may be smaller than the others. Lanes have two sizes, so blocks have up to three.
-        block_sizes = {self._block, *(size % self._block for size in (short, short + 1))}
+        block_sizes = {self._block, *(size % self._block for size in (short_size, short_size + 1))}
         self._permutations = {size: KeyedPermutation(size, keys) for size in block_sizes}
         self._compute_segments()
 
@@ -284,7 +284,7 @@ class AccessOrder:
     def windows(self) -> ShardWindows:
         """Positions that may need each shard; prefetch and eviction use them."""
         # Cut the segments at the boundaries of lanes. A sample may be anywhere in its block, so a segment is needed
-        # from the start of its first block to the end of its last one.
+        # from the start of its first block to the end of its last one. Index i of lane k is position i * lanes + k.
         cuts = _merge(self._segment_starts, self._lane_starts[:-1][self._lane_sizes > 0])
         stops = np.append(cuts[1:], self.num_samples)
         segment = np.searchsorted(self._segment_starts, cuts, side="right") - 1
@@ -351,10 +351,10 @@ class AccessOrder:
         return lane, index
 
     def _permute_in_blocks(self, lane: Integers, index: Integers, *, forward: bool) -> Integers:
-        """Permute, or permute back, each index of a lane inside its block."""
+        """Permute each index of a lane inside its block; with `forward=False`, invert this."""
         if self.config.shuffle is None:
             return index
-        if self._lanes == 1 and self._block >= self.num_samples:
+        if self._lanes == 1 and self._block >= self.num_samples:  # a single block: the fast case of "global"
             single_block = self._permutations[min(self._block, max(self.num_samples, 1))]
             return single_block.permute(index) if forward else single_block.invert(index)
         block, within = np.divmod(index, self._block)

@@ -1,4 +1,4 @@
-"""Runs a function for many values in threads, and runs hooks at exit before the interpreter waits for threads."""
+"""Runs a function for many values in threads; registers hooks for the exit, while threads still run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_in_threads(
     """
     groups: list[Sequence[tuple[*_Arguments]]]
     if sizes is None:
-        # `zip` of one sequence wraps each element in a tuple, so each call is alone in its group.
+        # `zip` of one sequence wraps each element in a tuple of one: here, each call in a group of its own.
         groups = list(zip(arguments, strict=True))
     else:
         index_groups = group_by_size(range(len(arguments)), sizes.__getitem__, _GROUP_BYTES)
@@ -47,7 +47,7 @@ def run_in_threads(
     def run_group(group: Sequence[tuple[*_Arguments]]) -> list[_Result]:
         results = []
         for call in group:
-            # No caller gets the incomplete results, because the error or interrupt that set the event is raised.
+            # The results are then incomplete. No caller gets them: `run_in_threads` raises what stopped the calls.
             if stopped.is_set():
                 break
             try:
@@ -73,15 +73,15 @@ def run_in_threads(
 
 def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], threads: int) -> list[_Result]:
     """Call `work` with each of `values`, as `run_in_threads` does; return the results in the same order."""
-    # `zip` makes a tuple of one argument from each value.
+    # `zip` of one sequence wraps each value in a tuple of one: the arguments of a call.
     return run_in_threads(work, list(zip(values, strict=True)), threads)
 
 
 def run_before_threads_end(hook: Callable[[], object]) -> None:
     """Call `hook` when the interpreter exits, before it waits for threads; `atexit` handlers run after this wait.
 
-    A hook can still use thread pools. The import of this module has registered the hook of `concurrent.futures` that
-    shuts down all pools, and a hook that is registered later runs earlier.
+    A hook can still use thread pools. Python runs the last registered hook first, and the hook that shuts down all
+    pools was registered first: by `concurrent.futures`, when this module imported it.
     """
     # `_register_atexit` is private and may disappear from Python. Then the hook is not called: the exit takes longer.
     if hasattr(threading, "_register_atexit"):

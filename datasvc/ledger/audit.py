@@ -36,8 +36,8 @@ class EpochAudit:
         padded: number of padding samples: masked repetitions that fill a batch.
         never: positions before `reached` that no rank served or dropped.
         repeated: positions served more than once.
-        again: number of served positions that do not count, because the run restarted from an older state.
-        copies: number of positions in files of model-parallel peers or earlier starts of a rank, which do not count.
+        again: number of positions served after the state that a restart resumed from; they were to be served again.
+        copies: number of positions in files of a rank that repeat its counted file, see rule 2 of `history`.
         reasons: descriptions of ranks with a gap, a repetition or no file, if `never` or `repeated` is not empty.
         disagreements: descriptions of differences between ranks in the attempts that count for the epoch.
     """
@@ -161,7 +161,7 @@ def _differences(attempt: Attempt) -> Iterator[str]:
         if len(ranks_by_value) > 1:
             values = "; ".join(f"{value} on ranks {_ranks_text(ranks)}" for value, ranks in ranks_by_value.items())
             yield f"from {_cursor_text(attempt.begin)} on ranks differ in {name}: {values}"
-    # Rule 2 of `history`: all ranks have equally many model-parallel peers and restarts.
+    # Each start of the job leaves equally many files on all ranks, see rule 2 of `history`.
     max_files = max(attempt.num_files.values())
     ranks_by_num_files = defaultdict(list)
     for rank, num_files in sorted(attempt.num_files.items()):
@@ -183,7 +183,7 @@ def _epochs_of(attempts: Iterable[Attempt]) -> Iterator[int]:
 
 
 class _History:
-    """Records of all attempts, by epoch. Only positions before the limit of an attempt count."""
+    """Records of all attempts, by epoch. Positions of an attempt count up to its limit, where the next one began."""
 
     def __init__(self, attempts: Sequence[Attempt], num_samples: int) -> None:
         self._attempts = attempts
@@ -202,15 +202,15 @@ class _History:
 
     def audit(self, epoch: int) -> EpochAudit:
         """Audit one epoch."""
-        counted: dict[RecordKind, list[StridedRange]] = {kind: [] for kind in RecordKind}
-        # Ranges [start, stop) that a rank has passed, by id of the attempt, which is not hashable, and by rank.
+        counted: dict[RecordKind, list[StridedRange]] = {kind: [] for kind in RecordKind}  # positions that count
+        # Windows of the records of served positions, by attempt (its id, because it is not hashable) and rank.
         passed: dict[tuple[int, int], list[StridedRange]] = defaultdict(list)
-        num_served = 0
+        num_recorded = 0
         for attempt, rank, record in self._records[epoch]:
             strided = attempt.counted(record, self._num_samples)
             counted[record.kind].append(strided)
             if record.kind is RecordKind.SERVED:
-                num_served += record.count
+                num_recorded += record.count
                 passed[id(attempt), rank].append(contiguous(strided.start, strided.stop))
         # In an unfinished epoch, only positions that every rank has passed count as missing: the run may go on.
         is_finished = self._end >= (epoch, self._num_samples)
@@ -219,22 +219,22 @@ class _History:
         coverage = cover([*counted[RecordKind.SERVED], *dropped], 0, reached)
         num_dropped = _num_below(reached, dropped)
         num_masked = _num_below(reached, counted[RecordKind.MASKED])
-        # `once` includes the dropped positions, and the masked ones, which are recorded as served too.
-        once = reached - coverage.never.count - coverage.repeated.count
+        # This includes dropped positions, and masked ones, because these are recorded as served too.
+        num_once = reached - coverage.never.count - coverage.repeated.count
         is_uneven = bool(coverage.never.count or coverage.repeated.count)
         return EpochAudit(
             epoch,
             self._num_samples,
             reached,
             is_finished,
-            # The difference may be negative: masked positions may be repeated, and are then not in `once`.
-            served=max(0, once - num_dropped - num_masked),
+            # Negative if masked positions are repeated, because these are not in `num_once`.
+            served=max(0, num_once - num_dropped - num_masked),
             masked=num_masked,
             dropped=num_dropped,
             padded=sum(strided.size for strided in counted[RecordKind.PADDED]),
             never=coverage.never,
             repeated=coverage.repeated,
-            again=num_served - sum(strided.size for strided in counted[RecordKind.SERVED]),
+            again=num_recorded - sum(strided.size for strided in counted[RecordKind.SERVED]),
             copies=self._copies[epoch],
             reasons=list(self._reasons(epoch, reached, passed)) if is_uneven else [],
             disagreements=list(self._disagreements(epoch)),
@@ -261,7 +261,7 @@ class _History:
     def _reached(self, epoch: int, passed: dict[tuple[int, int], list[StridedRange]]) -> int:
         """Return the position of an unfinished epoch up to which all ranks of the last attempt have served.
 
-        The other attempts in the history have served the positions before the last attempt.
+        The positions before the first one of the last attempt were served by the attempts that it continues.
         """
         last = self._attempts[-1]
         start, _ = last.range_in(epoch, self._num_samples)

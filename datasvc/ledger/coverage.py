@@ -1,7 +1,7 @@
 """Finds the positions that no strided range contains, and those that several contain. The audit reports them.
 
-A range consists of runs of consecutive positions in a window [start, stop). Only the edges of runs and windows are
-computed, never a list of all positions.
+A strided range consists of runs of consecutive positions, at equal distances (the period), in a window [start, stop).
+Only the edges of runs and windows are computed, never a list of all positions.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Uneven:
 
 @dataclass
 class Coverage:
-    """Positions that are not covered exactly once.
+    """The uneven positions of a check: those that are not covered exactly once.
 
     Attributes:
         never: positions in no range.
@@ -64,19 +64,19 @@ def cover(ranges: Sequence[StridedRange], start: int, stop: int) -> Coverage:
         The positions as ranges, in ascending order of their windows.
     """
     result = Coverage()
-    # Between two window edges, the coverage repeats with the least common multiple of the periods (a lap). So only
-    # the first lap is computed, and its result holds for all laps. A lap may be long, so it is computed in chunks.
-    for first, last, active in _windows(ranges, start, stop):
-        # If all ranges are contiguous, `lcm` has no arguments and returns 1: every position is covered alike.
+    # Between two window edges, the coverage repeats after the least common multiple of the periods, called a lap.
+    # Compute only the first lap, because all laps are alike. It may be long, so compute it in chunks.
+    for window_start, window_stop, active in _windows(ranges, start, stop):
+        # A contiguous range has the same effect on all positions. If all are contiguous, `lcm()` returns a lap of 1.
         lap = math.lcm(*(strided.period for strided in active if not strided.is_contiguous))
-        has_laps = lap < last - first
-        for begin, end in _chunks(active, first, first + lap if has_laps else last):
-            _add_uneven(result, active, begin, end, (first, last, lap) if has_laps else None)
+        has_laps = lap < window_stop - window_start
+        for begin, end in _chunks(active, window_start, window_start + lap if has_laps else window_stop):
+            _add_uneven(result, active, begin, end, (window_start, window_stop, lap) if has_laps else None)
     return result
 
 
 def _windows(ranges: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int, list[StridedRange]]]:
-    """Yield each [first, last) between two adjacent window edges, and the ranges whose windows cover it."""
+    """Yield start and stop between two adjacent window edges, and the ranges whose windows cover this interval."""
     # Sorted descending, so that the next range to begin is at the end, where `pop` takes constant time.
     waiting = sorted(
         (strided.clip(start, stop) for strided in ranges), key=lambda strided: strided.start, reverse=True
@@ -84,11 +84,11 @@ def _windows(ranges: Sequence[StridedRange], start: int, stop: int) -> Iterator[
     waiting = [strided for strided in waiting if strided.start < strided.stop and strided.length]
     cuts = sorted({start, stop, *(edge for strided in waiting for edge in (strided.start, strided.stop))})
     active: list[StridedRange] = []
-    for first, last in pairwise(cuts):
-        active = [strided for strided in active if strided.stop > first]
-        while waiting and waiting[-1].start <= first:
+    for interval_start, interval_stop in pairwise(cuts):
+        active = [strided for strided in active if strided.stop > interval_start]
+        while waiting and waiting[-1].start <= interval_start:
             active.append(waiting.pop())
-        yield first, last, active
+        yield interval_start, interval_stop, active
 
 
 def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -106,18 +106,18 @@ def _add_uneven(
 ) -> None:
     """Add the positions of [start, stop) that are not covered once.
 
-    If `laps` is given, as (first, last, lap), the coverage repeats every `lap` positions in [first, last). Then add
-    the positions of all laps.
+    If `laps` is given, as (window start, window stop, lap), [start, stop) is in the first lap of this window. Then
+    add the same positions of all its laps.
     """
     edges, counts = _count_ranges(active, start, stop)
     for uneven, is_uneven in ((result.never, counts == 0), (result.repeated, counts > 1)):
         for index in np.flatnonzero(is_uneven).tolist():
-            begin, end = int(edges[index]), int(edges[index + 1])
+            run_start, run_stop = int(edges[index]), int(edges[index + 1])
             if laps is None:
-                uneven.add(contiguous(begin, end))
+                uneven.add(contiguous(run_start, run_stop))
             else:
-                first, last, lap = laps
-                uneven.add(StridedRange(first, last, lap, begin % lap, end - begin))
+                window_start, window_stop, lap = laps
+                uneven.add(StridedRange(window_start, window_stop, lap, run_start % lap, run_stop - run_start))
 
 
 def _count_ranges(active: Sequence[StridedRange], start: int, stop: int) -> tuple[Integers, Integers]:

@@ -59,7 +59,7 @@ class NameState:
     Attributes:
         versions: numbers of all versions, ascending.
         tags: version that each tag points at; a tag that cannot be read is left out.
-        removed: numbers of the removed versions. The removal of a tagged version is not valid and does not count.
+        removed: numbers of the removed versions; without tagged ones, whose removal is not valid.
     """
 
     versions: Sequence[int]
@@ -206,8 +206,8 @@ class Repository:
         removed = self._removed(kind, reference.name, logs)
         target = self._resolve(kind, reference, logs, removed)
         if target.version in removed:
-            # `_resolve` accepts a removed version only if a tag points at it. Then its removal is invalid. The writer
-            # that removed it has not reverted the removal yet, or was killed: revert the removal here.
+            # `_resolve` accepts a removed version only if a tag points at it. Its removal is then not valid, but the
+            # process that removed it has not reverted the removal yet, or was killed: revert it here.
             self.removals(kind, target.name).restore([target.version], "tagged")
         tags = self._tags(kind, target.name)
         newest: Entry | None = None
@@ -339,7 +339,7 @@ class Repository:
         """Return the entries of versions `numbers`, in this order; default: all versions, oldest first.
 
         An entry that cannot be read is left out with an `UnreadableVersionWarning`, so that it does not hide the
-        other versions. A version that was declared lost, see `lost_versions.mark_lost`, is left out silently.
+        other versions. There is no warning for a version that was marked as lost, see `lost_versions.mark_lost`.
 
         Raises:
             UnavailableError: the store does not respond.
@@ -399,9 +399,9 @@ class Repository:
         else:
             version = newest if reference.version is None else reference.version
         resolved = Resolved(kind, name, version)
-        # A tagged version is not removed: its removal is invalid, even if the remover ended before reverting it.
+        # A removal of a tagged version is not valid, even if the process that removed it ended before reverting it.
         if version in removed and not accept_removed and version not in self.tags(kind, name).values():
-            raise NotFoundError(self._describe_removal(resolved, living))
+            raise NotFoundError(self._removal_message(resolved, living))
         if version not in numbers:
             raise NotFoundError(f"{name} has no version {version}; it has {describe_numbers(living)}")
         return resolved
@@ -449,7 +449,7 @@ class Repository:
         names = ", ".join(self.names(kind)) or "none yet"
         return NotFoundError(f"no {KIND_NAMES[kind]} {name!r} in {redact_url(self.url)}; it has: {names}")
 
-    def _describe_removal(self, resolved: Resolved, living: list[int]) -> str:
+    def _removal_message(self, resolved: Resolved, living: list[int]) -> str:
         entry = self.removals(resolved.kind, resolved.name).find(resolved.version)
         return f"{resolved} {_describe_removal(entry)}; {resolved.name} still has {describe_numbers(living)}"
 

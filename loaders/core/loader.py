@@ -69,8 +69,8 @@ class Loader(ABC, Generic[B]):
         columns: other columns of fixed width that the decoder needs.
         batch_size: samples of this rank per step.
         training: True: shuffled order, full batches only; False: order of the shard table, last batch padded.
-        cache: cache of the node, or the folder of one that has a budget; None: read a local repository in place, and
-            a remote one into memory.
+        cache: cache of the node, or the folder of a cache whose budget is set; None: read a local repository in
+            place, and a remote one into memory.
         seed: seed of the order and of all random changes, 0 <= seed < 2**64; default 0.
         shuffle: "global"; None (order of the shard table); "windowed", with lanes and block derived from the sizes of
             the shards and of the cache; or "auto": "global" in training, None otherwise. After `load_state_dict`, a
@@ -82,7 +82,7 @@ class Loader(ABC, Generic[B]):
         tail: treatment of the last samples if they do not fill a global batch: "drop", "short" or "pad" (masked);
             default "drop" in training, "pad" otherwise. With "short", some ranks may get an empty last batch.
         prefetch: batches in progress while the caller trains; 0: each batch is made in the call that returns it.
-        ledger: folder that records the batches handed over, for `datasvc audit`; the same for all ranks and restarts.
+        ledger: folder of the ledger of batches handed over, for `datasvc audit`; the same for all ranks and restarts.
 
     Raises:
         ConfigError: an argument is out of range; `order` is given together with `seed` or `shuffle`; the split lacks
@@ -121,7 +121,7 @@ class Loader(ABC, Generic[B]):
         check_num_steps(split, batch_size=batch_size, world_size=ranks.world_size, tail=self.tail)
         # A step that starts before this position is a full global batch.
         self._full_until = len(split) - self._global_batch + 1
-        # The lanes and block of such an order are derived below; `load_state_dict` may replace them.
+        # Whether lanes and block are derived below; then `load_state_dict` may replace them.
         self._is_derived = order is None and shuffle == "windowed"
         self.order = choose_order(
             order,
@@ -268,7 +268,7 @@ class Loader(ABC, Generic[B]):
 
     @property
     def _reported_cursor(self) -> Cursor:
-        """The cursor that callers see: outside of a loop, the end of an epoch counts as the start of the next one."""
+        """The cursor that callers see. Outside of a loop, the end of an epoch counts as the start of the next one."""
         if self._loop is None and not self._count_steps_left(self._cursor):
             return Cursor(self._cursor.epoch + 1, 0)
         return self._cursor

@@ -23,7 +23,7 @@ from datasvc.loaders.profiling.step_times import Stage
 
 B = TypeVar("B")
 
-# After every 8 batches, a job may wait once more for a slow job. So slow jobs delay at most one in 8 of its batches.
+# A job that has used its waits for slow jobs (`DecodeGroup.patience`) gets one more after every 8 batches.
 _BATCHES_PER_WAIT: Final = 8
 
 
@@ -34,10 +34,9 @@ class SharingCounts:
     Attributes:
         shared: batches that another job decoded.
         decoded: batches that this job decoded, for itself and for the others.
-        behind: number of times that the job fell too far behind the others.
+        behind: number of times that the job fell too far behind the others, see `Pace`.
         last_behind: distance to the fastest job at the last of these times, in batches.
-        lost: number of times that another job did not finish a batch within `silent_s`, or that the group could not
-            be used.
+        lost: number of failures: another job did not finish a batch within `silent_s`, or the group was not usable.
     """
 
     shared: int = 0
@@ -90,9 +89,9 @@ class Pace:
     def wait_for_others(self, cursor: Cursor) -> None:
         """Before this job decodes the step at `cursor`, wait for jobs that are behind it by more than the lag.
 
-        This job waits only for jobs that are decoding, not for jobs that train or are stopped. Each wait lets the
-        other job complete one step. If the distance is larger than the number of waits left, there is no wait. If
-        another job is ahead by more than the lag, this job records that it is behind, and does not wait.
+        Each wait lets another job complete one step. There is no wait for a job that trains or is stopped, nor for
+        one that is further behind than the number of waits left: it would not catch up. If another job is ahead of
+        this one by more than the lag, this job does not wait, but records that it is behind.
 
         Raises:
             LagError: this job is too far behind the others, and the group has `when_behind="raise"`.
@@ -110,7 +109,7 @@ class Pace:
                 self._record_lag(max(ahead))
                 return
             self._is_behind = False
-            # `any` stops after the first wait. The other jobs may be further after it, so compare again.
+            # `any` stops after the first wait. During the wait, other jobs have moved on, so compare again.
             if not any(self._wait_for(other, -distance) for other, distance in sorted(distances.items())):
                 return
 
@@ -132,9 +131,9 @@ class Pace:
         return True
 
     def _record_lag(self, ahead: int) -> None:
-        """Record that the fastest job is `ahead` steps ahead of this one; warn or raise if that is too far."""
+        """Warn or raise if the fastest job, `ahead` steps ahead of this one, has no waits left for this job."""
         if ahead <= self._patience_left:
-            # Not too far yet: the others wait for this job, because they have the same patience. Count that wait too.
+            # It still waits for this job. Both have the same `patience`, so use up a wait here too.
             self._patience_left -= 1
             return
         was_behind, self._is_behind = self._is_behind, True
@@ -157,7 +156,8 @@ class SharedDecoder(Generic[B]):
 
     Args:
         inner: decoder of the batches that no other job decodes. One thread feeds it, and another one takes from it.
-        folder, pace, group, counts: the pace of this job, and the objects from which it was made.
+        pace: the pace of this job.
+        folder, group, counts: see `Pace`.
         profiler: profiler of the loader; waits for other jobs count as waits for decoding.
     """
 
@@ -175,8 +175,8 @@ class SharedDecoder(Generic[B]):
         self._folder, self._pace, self._group = folder, pace, group
         self._counts, self._profiler = counts, profiler
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="datasvc-publish")
-        # For each batch: its result, if another job has decoded it; a future, if this job decodes it; None, if
-        # another job is decoding it.
+        # Each batch that was fed, and what is known of its result: the decoded batch of another job, a future if this
+        # job decodes it, or None if another job is decoding it.
         self._fed: deque[tuple[SampleBatch, Any]] = deque()
 
     def feed(self, batch: SampleBatch) -> None:
@@ -192,7 +192,7 @@ class SharedDecoder(Generic[B]):
     def take(self) -> B:
         """See `BatchDecoder`."""
         batch, result = self._fed[0]
-        # Repeat this: the other job may abandon the step, and then a third job may claim it.
+        # The job that is decoding the step may abandon it, and a third job may claim it. So repeat the search.
         while result is None or isinstance(result, PendingStep):
             if result is not None:
                 self._wait(result)

@@ -1,7 +1,7 @@
 """Membership of a job in a decode group: its link in the group's folder, and the comparison of settings.
 
-The link of a member points to memory that holds the member's settings. A job that joins the group compares them with
-its own settings. `GroupFolder` has one `Membership`.
+The link of a member points to a file in memory with its settings, through a file descriptor of its process (see
+`links`). A job that joins the group compares them with its own settings. `GroupFolder` has one `Membership`.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Membership:
             OSError: no file descriptor or no memory is left.
         """
         for path in _ROOT.glob(f"{_prefix()}*"):
-            with suppress(OSError, ConfigError):  # another user has the folder, or a job is removing it
-                LinkFolder(path).close()  # removes links without a target
+            with suppress(OSError, ConfigError):  # the folder belongs to another user, or a job has just removed it
+                LinkFolder(path).close()  # `close` removes links whose process has exited
         self._descriptor = os.memfd_create("datasvc-decode-settings", os.MFD_CLOEXEC)
         try:
             os.write(self._descriptor, self.settings)
@@ -91,7 +91,7 @@ class Membership:
             self._link_name = f"{_MEMBER_PREFIX}{time.monotonic_ns():020}-{os.getpid()}-{self._descriptor}"
             self._links = self._enter()
         except BaseException:
-            os.close(self._descriptor)
+            os.close(self._descriptor)  # there is no link yet
             raise
         try:
             self._check_settings(self._links)
@@ -136,8 +136,8 @@ class Membership:
             if link is None:
                 continue
             other: Any = None
-            # The link of a killed job may point to any file of a new process with the same id. So ignore what cannot
-            # be read, or is not a JSON object: it is not the settings of a member.
+            # After a job is killed, a new process may get its process id. The link then points to any file of that
+            # process. So ignore what cannot be read, or is not a JSON object: it is not the settings of a member.
             with suppress(OSError, ValueError):
                 other = json.loads(os.pread(link.descriptor, _MAX_SETTINGS_BYTES, 0))
             os.close(link.descriptor)

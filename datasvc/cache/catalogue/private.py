@@ -1,8 +1,8 @@
 """Folders and lock files of a cache that only its own user can open.
 
 A user who may open a file for reading may also lock it for any time, and so stop every process of a cache. Therefore
-new cache folders, folders of locked files and lock files are closed to other users. If the owner opens the cache's
-folder by `chmod`, others can read resident objects; the folders and files that are locked stay closed.
+three kinds of paths are closed to other users: new cache folders, lock files, and folders of files that are locked.
+The owner may open the cache's folder by `chmod`. Then others can read resident objects, but not open the other two.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 and value; the keys of `reserved` and `pins` have no value.
 
 objects     digest -> `ObjectRecord`
-order       job, next use, digest -> disk space, tenant: index of the objects that may be evicted, sorted by next use
+order       job, next use, digest -> disk space, tenant: objects that may be evicted, in the order of their next use
 reserved    digest: index of the objects that are being fetched
 owners      id of a job -> sequence number, clock, note; `Tables.jobs` in the code
 pins        digest, name of the pin

@@ -1,4 +1,4 @@
-"""The other nodes, as sources of objects before and after the origin.
+"""The other nodes, as sources of objects: before the origin and, if it fails, after it.
 
 For each object, `placement` ranks the nodes; the first one is the owner. A node requests an object only from nodes
 that rank above itself. A requested node that does not have the object fetches it first. So the object is read from

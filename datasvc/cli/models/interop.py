@@ -121,7 +121,7 @@ def import_model(
         print_line(f"left out {len(report.ignored)} tensors that are not in the index of the source: {names}")
     if report.files:
         print_line(f"kept with the version: {', '.join(report.files)}")
-    if report.left_out:
+    if report.left_out:  # files and folders; `ignored` has tensors
         print_line(f"left out: {', '.join(report.left_out)}")
 
 

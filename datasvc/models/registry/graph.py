@@ -6,7 +6,9 @@
 * | cnn@4
 |-'          a fork: cnn@4 and cnn@5 have the same parent cnn@3
 * cnn@3
-o base@2     no known parent: the line ends here, and a version below is not an ancestor
+o base@2     no known parent: the line ends here; the next version below is not an ancestor
+
+Lines cross at "+". Where a horizontal line joins two lines that both go on, ">" or "<" points at the parent's line.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ class HistoryLine:
 def read_history(repository: Repository, name: str, *, last: int | None = None) -> list[HistoryLine]:
     """Draw the history of a model, newest first, including its ancestors in other models.
 
-    With `last` (at least 1), only the first `last` versions are drawn, and only the newest versions of the model and
-    their ancestors in other models are read. If such an ancestor would be drawn, more versions are read, because an
-    unread version may belong above it. For errors, see `Repository.entries`.
+    With `last` (at least 1), only the first `last` versions are drawn. Only the newest versions of the model and
+    their ancestors in other models are read, and more of them until `draw_newest` can draw. For errors, see
+    `Repository.entries`.
     """
     if last is None:
         return draw_history(model_ancestry(repository, name), name)
@@ -62,7 +64,7 @@ def draw_history(versions: Sequence[ModelVersion], name: str) -> list[HistoryLin
     Parents that are not in `versions` are not drawn.
     """
     by_key = {(version.name, version.version): version for version in versions}
-    parents = {key: _drawn_parents(version, by_key) for key, version in by_key.items()}
+    parents = {key: _existing_parents(version, by_key) for key, version in by_key.items()}
     return _draw(order_history(parents, name), parents, by_key)
 
 
@@ -71,9 +73,9 @@ def draw_newest(
 ) -> list[HistoryLine] | None:
     """Draw the top of a history of which only the newest versions were read.
 
-    A commit can only name existing parents, so a parent of the same model has a lower number. Therefore, if a version
-    of the model was read, every version that can stand above it was read too. Only entries that were written by hand
-    break this rule.
+    A new version can only have existing parents, so a parent of the same model has a lower number. Thus all
+    versions that belong above a version of the model are newer, and were read if it was read. This is not so for an
+    ancestor in another model, and not for entries that were written by hand.
 
     Args:
         versions: newest versions of model `name`, and all their ancestors in other models.
@@ -86,10 +88,10 @@ def draw_newest(
     """
     by_key = {(version.name, version.version): version for version in versions}
     existing = by_key.keys() | {(name, number) for number in older}
-    parents = {key: _drawn_parents(by_key[key], existing) if key in by_key else () for key in existing}
+    parents = {key: _existing_parents(by_key[key], existing) if key in by_key else () for key in existing}
     top = order_history(parents, name)[:last]
     if older:
-        # A parent with a higher number than its child comes only from an entry that was written by hand.
+        # Such a parent comes only from an entry that was written by hand.
         has_newer_parent = any(
             parent[0] == child[0] and parent[1] >= child[1] for child in parents for parent in parents[child]
         )
@@ -147,7 +149,7 @@ def _draw(
     return lines
 
 
-def _drawn_parents(version: ModelVersion, existing: Collection[_VersionKey]) -> tuple[_VersionKey, ...]:
+def _existing_parents(version: ModelVersion, existing: Collection[_VersionKey]) -> tuple[_VersionKey, ...]:
     candidates = map(parse_version, version.parents)
     return tuple(dict.fromkeys(key for key in candidates if key in existing and key is not None))
 

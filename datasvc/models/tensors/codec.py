@@ -1,10 +1,10 @@
-"""Chunk codec: the bytes of numbers are grouped into planes by significance, and each plane is compressed by zstd.
+"""Chunk codec: byte i of all numbers of a chunk forms plane i, and each plane is compressed by zstd.
 
-The codec is lossless for any bits. Trained weights have similar exponents and noise in their low bits. Between two
-checkpoints, even the upper bits of the mantissa change little. Thus the planes of a chunk, or of its difference to an
-earlier version of it, compress better than its bytes (as in LightRW, ZipNN and Delta-DNN). There are two kinds of
-difference: XOR, and the difference of the bits as integers. The sign of an integer difference is moved to the lowest
-bit, so that the upper planes are zeros for small changes of either sign.
+The codec is lossless for any bits. Trained weights have similar exponents, and noise in their low bits, so planes
+compress better than whole numbers. Even the upper bits of the mantissa change little between two checkpoints, so the
+difference to an earlier chunk may compress better still (as in LightRW, ZipNN and Delta-DNN). There are two kinds:
+XOR, and the difference of the bits as integers. The sign of an integer difference is stored as its lowest bit. So the
+upper planes of small changes are zeros, even if a change is negative.
 
 Functions take and return arrays `uint8[size]` of whole words (little-endian numbers). They release the interpreter
 lock.
@@ -29,8 +29,8 @@ from datasvc.processors import count_processors
 
 __all__ = ["Bytes", "ChainDecoder", "Decoders", "encode", "is_worthwhile", "try_encodings", "word_bytes"]
 
-# Planes compress by the frequency of bytes, not by repeats: for those of a ResNet-50, levels 2 and 3 gave 1 % more
-# bytes than level 1. Searching for few and long repeats gives 0.7 % fewer bytes, and decodes faster.
+# In a plane, some bytes are frequent, but sequences rarely repeat. So for a ResNet-50, levels 2 and 3 gave 1 % more
+# bytes than level 1. Searching only for few and long repeats gives 0.7 % fewer bytes, and decodes faster.
 _ZSTD: Final = zstandard.ZstdCompressionParameters(compression_level=1, min_match=7, hash_log=8, window_log=19)
 # `try_encodings` encodes a sample of this size, which consists of this number of runs of bytes.
 _SAMPLE_BYTES: Final = 128 << 10
@@ -49,7 +49,7 @@ _thread_state = threading.local()
 
 
 def word_bytes(dtype: str) -> int:
-    """Return the bytes per number of a dtype. An element is one number; a complex element is two."""
+    """Return the word size of a dtype, in bytes. An element is one word; a complex element is two."""
     item_bytes = ITEM_BYTES[dtype]
     return item_bytes // 2 if dtype.startswith("complex") else item_bytes
 
@@ -126,16 +126,16 @@ class ChainDecoder:
     """Decodes chains: a chunk, and differences that lead from it to a later one. Not safe for several threads."""
 
     def __init__(self) -> None:
-        # Limit zstd's window, its memory. A complete frame needs none, see `_decode_plane`, but a truncated frame may
-        # claim one of any size.
+        # A frame claims the size of the window, memory that zstd allocates. Limit it for damaged frames; others need
+        # no window, see `_decode_plane`.
         self._zstd = zstandard.ZstdDecompressor(max_window_size=MAX_ENCODED_CHUNK_BYTES)
         self._memory: dict[int, Bytes] = {}  # reused between calls
 
     def decode(self, links: Iterable[tuple[str, bytes | memoryview]], out: Bytes) -> None:
         """Decode links, pairs of encoding and stored bytes, into `out`.
 
-        A link that encodes a whole chunk replaces the content of `out`; a difference is applied to the content. Each
-        link has its own word size, because an equal chunk of another dtype may have been stored first. Decoding needs
+        A link that encodes a whole chunk replaces the content of `out`; a difference is applied to it. Chunks of
+        equal bytes are stored once, even if their dtypes differ, so each link has its own word size. Decoding needs
         about four times the memory of `out`, whatever sizes the links claim.
 
         Raises:

@@ -47,7 +47,7 @@ class _TimedReader(io.RawIOBase):
     """Reads a socket. Until `head_has_ended` is set, the two time limits apply; afterwards, the socket's timeout."""
 
     def __init__(self, sock: socket.socket, silence_s: float, head_s: float) -> None:
-        # Read through a stream of the socket: it keeps the socket open, even if the connection is closed before it.
+        # The connection may be closed before the whole response is read. This stream keeps the socket open.
         self._stream = sock.makefile("rb", buffering=0)
         self._socket = sock
         self._silence_s, self._head_s = silence_s, head_s

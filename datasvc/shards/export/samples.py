@@ -79,7 +79,7 @@ def samples_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 
 def _live_rows(split: Split, shard: int) -> Integers | None:
-    """Return the rows of a stored shard that are not deleted, `int64[samples]` ascending; None if none is deleted."""
+    """Return the row numbers of live samples in a shard's file, `int64[live]`, ascending; None if all are live."""
     # For None, the caller yields the batches unchanged, without a copy.
     if not split.table.deleted_per_shard[shard]:
         return None

@@ -43,7 +43,7 @@ class DryRun:
         is_estimate: whether numbers of samples are extrapolated from the parts that were read.
         size_bytes: bytes of the source.
         num_shards: number of shards of all splits.
-        has_estimated_shards: whether `num_shards` is computed from sizes, and not from the assignment of samples.
+        has_estimated_shards: whether `num_shards` is estimated from sizes; if not, it is exact.
         schema: columns of the shards.
         classes: class names by label.
         seconds: estimated duration without writing, from the time of reading and checking the first samples.
@@ -64,13 +64,13 @@ class DryRun:
 
 @dataclass
 class _SourceProbe:
-    """Measurements of the data that was read. `read_bytes` counts its stored bytes, that is, after decompression.
+    """Measurements of the samples that were read. Stored bytes are their bytes after decompression.
 
-    The fields `complete_*` count only parts of a streamed source that were read to their end: it is unknown how many
-    source bytes of another part were read.
+    The fields `complete_*` count only parts of a streamed source that were read to their end. For other parts, it is
+    unknown how many source bytes were read.
     """
 
-    read_bytes: int = 0
+    stored_bytes: int = 0
     complete_source_bytes: int = 0
     complete_stored_bytes: int = 0
     complete_samples: int = 0
@@ -111,7 +111,7 @@ def dry_run_ingest(
     probe_s = time.perf_counter() - started
     size_bytes = sum(unit.size_bytes for unit in units)
     num_samples = _count_samples(units, probe)
-    # An ingest reads only `limit` samples of a streamed source. Units of a listed source have no more files anyway.
+    # An ingest stops after `limit` samples of a streamed source. For a listed source, `units` has no more files.
     needed_bytes = size_bytes * _needed_share(num_samples, limit)
     # Stored bytes per source byte, above 1 for a compressed source; 1 if no part was read to its end.
     expansion = probe.complete_stored_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 1.0
@@ -136,11 +136,11 @@ def dry_run_ingest(
 def _estimate_seconds(probe: _SourceProbe, probe_s: float, needed_bytes: float, expansion: float) -> float:
     """Return the seconds in which one process reads and checks `needed_bytes` of the source.
 
-    `expansion`, stored bytes per source byte, converts them to stored bytes, which `probe.read_bytes` counts.
+    `expansion`, stored bytes per source byte, converts them to stored bytes, which `probe.stored_bytes` counts.
     """
-    if probe.read_bytes:
-        return probe_s * needed_bytes * expansion / probe.read_bytes
-    # All samples that were read are bad.
+    if probe.stored_bytes:
+        return probe_s * needed_bytes * expansion / probe.stored_bytes
+    # All samples that were read are bad, so only the source bytes of complete parts are known.
     return probe_s * needed_bytes / probe.complete_source_bytes if probe.complete_source_bytes else 0.0
 
 
@@ -178,13 +178,13 @@ def _read_files(source: Source, options: BuildOptions, bad: list[BadSample]) -> 
     for split, files in source.splits.items():
         for file in files:
             content = reader.read(file.path)
-            probe.read_bytes += len(content)
+            probe.stored_bytes += len(content)
             digest_blob(content)  # only so that its time counts in the measured rate
             try:
                 read_header(content, decode=options.decode_check)
             except BadSampleError as error:
                 bad.append(BadSample(split, file.key, str(error)))
-            if probe.read_bytes >= _READ_BYTES:
+            if probe.stored_bytes >= _READ_BYTES:
                 return probe
     return probe
 
@@ -196,20 +196,20 @@ def _read_parts(source: Source, options: BuildOptions, bad: list[BadSample]) -> 
     # Nothing is stored, so the fields that identify the repository and the journal are empty.
     work = IngestWork("", "", "", "", source, stored_schema(source.schema), options, source.classes)
     for part in source.parts:
-        samples = stored_bytes = 0
+        part_samples = part_bytes = 0
         for batch in source.read_prefixed(part):
             if isinstance(batch, BadSample):
                 bad.append(batch)
                 continue
             checked = check_batch(work, batch, part.split, bad)
             _ = checked.digests  # only so that its time counts in the measured rate
-            samples += checked.num_samples
-            stored_bytes += int(checked.sizes_bytes.sum())
-            if probe.read_bytes + stored_bytes >= _READ_BYTES:
-                probe.read_bytes += stored_bytes
+            part_samples += checked.num_samples
+            part_bytes += int(checked.sizes_bytes.sum())
+            if probe.stored_bytes + part_bytes >= _READ_BYTES:
+                probe.stored_bytes += part_bytes
                 return probe
-        probe.read_bytes += stored_bytes
-        probe.complete_samples += samples
-        probe.complete_stored_bytes += stored_bytes
+        probe.stored_bytes += part_bytes
+        probe.complete_samples += part_samples
+        probe.complete_stored_bytes += part_bytes
         probe.complete_source_bytes += part.size_bytes
     return probe

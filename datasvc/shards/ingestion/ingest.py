@@ -195,8 +195,8 @@ def ingest(
     num_workers = count_workers(opened, workers, engine)
     # An append keeps the labels of the newest version. With other labels, it would have to write the existing shards
     # again. `stored_classes[i]` is the class that is stored with label i.
-    head_classes = _classes_of_head(repository, name) if append and opened.classes else ()
-    stored_classes = combine_classes(head_classes, [opened.classes])
+    newest_classes = _newest_classes(repository, name) if append and opened.classes else ()
+    stored_classes = combine_classes(newest_classes, [opened.classes])
     progress.begin(opened.size_bytes)
     plan = _make_plan(repository, name, opened, options, stored_classes)
     with ExitStack() as cleanup:
@@ -430,7 +430,7 @@ def choose_val_fractions(
     return recorded, recorded
 
 
-def _classes_of_head(repository: Repository, name: str) -> tuple[str, ...]:
+def _newest_classes(repository: Repository, name: str) -> tuple[str, ...]:
     """Return the longest list of class names of a split of the newest version; () if there is no version."""
     newest = repository.newest("datasets", name)
     if newest is None:

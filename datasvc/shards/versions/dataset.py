@@ -45,16 +45,16 @@ class ShardStore(Protocol):
     """Interface through which readers open shards: the repository itself, or a node's cache in front of it."""
 
     def open_shard(self, info: ObjectInfo) -> Shard:
-        """Return the shard, verified. It stays readable as long as it is referenced."""
+        """Return the shard, verified. The caller calls `release_shard` once it no longer needs it."""
 
     def release_shard(self, info: ObjectInfo) -> None:
-        """Release a shard that the caller opened and no longer needs."""
+        """Allow the store to drop its copy of a shard. Data that the caller still references stay readable."""
 
     def open_early(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
-        """Return the shards that are still being fetched, but whose requested samples can be read; {} for none.
+        """Return shards that are not complete yet, but already have the requested samples; {} for none.
 
-        A returned shard serves only the requested samples, and the caller does not release it. A later call may
-        return the complete shard.
+        Only the requested samples of such a shard can be read. Do not call `release_shard` for it. A later call may
+        return the same shard complete.
         """
 
     def advance(self, epoch: int, position: int) -> None:
@@ -348,8 +348,8 @@ def find_renamed(repository: Repository, version: Resolved) -> Resolved | None:
 def list_datasets(repository: Repository) -> list[DatasetVersion]:
     """Return the newest version of every data set, sorted by name.
 
-    A data set whose newest version cannot be read is left out with an `UnreadableVersionWarning`; one whose versions
-    were all declared lost is left out silently.
+    A data set whose newest version cannot be read is left out with an `UnreadableVersionWarning`. There is no warning
+    for one whose versions were all marked as lost by a user.
 
     Raises:
         UnavailableError: the store does not respond.
@@ -360,7 +360,7 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
         for entry in repository.readable_entries("datasets", name, [newest.version]) if newest else ():
             resolved = Resolved("datasets", name, entry.number)
             if renamed_to(entry):
-                continue  # the rename removes this version next
+                continue  # the data set is listed by its new name
             try:
                 datasets.append(DatasetVersion(repository, resolved, entry))
             except CorruptDataError as error:
@@ -386,10 +386,10 @@ def continued_version(repository: Repository, name: str, head: int) -> Resolved 
         ConflictError: the data set was renamed, and has no version of this name since then.
         CorruptDataError, UnavailableError: see `Log.read`.
     """
-    # Do not use `Repository.living`: its listing may lack the head, and then an older version would be continued.
+    # Do not list the versions: a listing of the store may lack the newest one, and an older one would be continued.
     removed = repository.removals("datasets", name).removed(range(1, head + 1))
     number = next((number for number in range(head, 0, -1) if number not in removed), None)
-    # The newest entry that is left, or of all, is a rename: the caller means the data set that has another name now.
+    # If all versions are removed, read the newest entry: it may be the rename that removed them.
     entries, _ = repository.versions("datasets", name).try_entries([number or head] if head else [])
     if entries and (new_name := renamed_to(entries[0])):
         raise ConflictError(f"{name} was renamed to {new_name}; use the new name")

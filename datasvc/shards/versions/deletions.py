@@ -59,7 +59,7 @@ class Deletions:
         self._table = table.combine_chunks()
         self.shards = np.asarray(self._table.column("shard").to_numpy(), np.int64)
         self.samples = np.asarray(self._table.column("samples").to_numpy(), np.int64)
-        # No view is None, because `bitmap` is not nullable in the schema. The type checker needs the test below.
+        # `blob_views` returns None for a null, which this column cannot have: the test is for the type checker.
         views = [view for chunk in self._table.column("bitmap").chunks for view in blob_views(chunk)]
         self._bitmaps = [np.frombuffer(view, np.uint8) for view in views if view is not None]
         # Results of `kept_rows` by shard, least recently used first, and the number of rows in all of them.
@@ -87,7 +87,7 @@ class Deletions:
             content, name, what=what, format_key=_FORMAT_KEY, latest=DELETIONS_FORMAT, columns=_SCHEMA
         )
         samples = table.column("samples").to_numpy()
-        # Check that bitmaps have one bit per sample, so that flags, of one byte each, take eight times their size.
+        # A damaged number of samples must not make `flags` allocate much: each sample needs a bit that was stored.
         if ((samples < 1) | (pc.binary_length(table.column("bitmap")).to_numpy() != (samples - 1) // 8 + 1)).any():
             raise CorruptDataError(f"{name} is not a {what}: a bitmap does not have one bit for each sample")
         return cls(table)
@@ -161,11 +161,11 @@ def load_deletions(objects: Objects, table: ShardTable) -> Deletions:
 
 
 def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
-    """Return the table of a split with more samples deleted, and store the deletions object that it refers to.
+    """Delete samples of a split: store a new deletions object, and return the table that refers to it.
 
-    `rows` has, by shard, the rows to delete in the shard's file: `int64[n]`. Rows that are deleted already are
-    ignored; if all are, `table` is returned. Shards without live samples are left out of the new table, and the other
-    shards are renumbered.
+    `rows` has, by shard, the row numbers to delete in the shard's file: `int64[n]`. Rows that are deleted already
+    are ignored. If there are no others, the result is `table`. Shards without live samples are left out of the new
+    table, and the other shards are renumbered.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: the labels of a shard, or the present deletions, cannot
@@ -187,12 +187,12 @@ def delete_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integ
     if not num_new:
         return table
     live_counts = {label: count - deleted_labels[label] for label, count in table.label_counts.items()}
-    with_counts = replace(table, label_counts={label: count for label, count in live_counts.items() if count})
-    return with_deletions(objects, with_counts, flags)
+    counted_table = replace(table, label_counts={label: count for label, count in live_counts.items() if count})
+    return with_deletions(objects, counted_table, flags)
 
 
 def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integers]) -> ShardTable:
-    """Like `delete_samples`, but delete all samples except `rows`, which must be live."""
+    """Delete all samples of a split except `rows`, which must be live. Otherwise like `delete_samples`."""
     flags = {shard: np.ones(count, np.bool_) for shard, count in enumerate(table.stored_per_shard.tolist())}
     kept_labels: Counter[int] = Counter()
     for shard, kept_rows in rows.items():
@@ -203,7 +203,7 @@ def only_samples(objects: Objects, table: ShardTable, rows: Mapping[int, Integer
 
 
 def with_deletions(objects: Objects, table: ShardTable, flags: Mapping[int, Flags]) -> ShardTable:
-    """Return `table` with exactly the given samples deleted, without the shards that then have no live samples.
+    """Replace the deletions of `table` by the given ones, and leave out shards that then have no live samples.
 
     `flags` has `bool[stored samples]` by shard, True where deleted. The label counts of `table` must already be
     those of the result.

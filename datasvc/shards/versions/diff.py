@@ -1,8 +1,8 @@
 """Exact difference of two data-set versions, sample by sample.
 
 The cost grows with the difference: for shards that both versions have, only the deletion bitmaps are compared. Sample
-indexes are read for the other shards only. Labels are compared by class name: if the two versions have other labels
-for equal classes, those of the second version are renumbered first.
+indexes are read for the other shards only. Labels are compared by class name: the labels of the second version are
+first renumbered to those that the first version has for the same classes.
 """
 
 from __future__ import annotations
@@ -135,10 +135,10 @@ def diff_versions(repository: Repository, first: Resolved, second: Resolved) -> 
 def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) -> SplitDifference:
     """Return the changes from split `a` to split `b`; None stands for an empty split. Raise what `diff` raises."""
     a, b = _or_empty(a, b), _or_empty(b, a)
-    # Map the labels of `b` to those that their classes have in `a`.
+    # Map each label of `b` to the label that its class has in `a`; classes that `a` does not have get new labels.
     labels = plan_labels(b.classes, combine_classes(a.classes, [b.classes]))
     unshared_a, unshared_b, num_shared = _unshared(objects, a, b, labels)
-    # Pairs of unshared samples with the same key. The key of any other unshared sample exists on one side only.
+    # Pairs of unshared samples with equal keys. The key of any other unshared sample exists on one side only.
     common = match_keys(unshared_a, unshared_b)
     types_a, types_b = ({column.name: str(column.type) for column in table.sample_schema} for table in (a, b))
     return SplitDifference(
@@ -163,16 +163,16 @@ def _unshared(
 ) -> tuple[SplitKeys, SplitKeys, int]:
     """Return the samples of each side that are not shared, and the number of shared samples.
 
-    A sample is shared if both sides have its shard and it is live (not deleted) on both. Shared samples are equal, so
-    only the others are compared by key. `labels` maps the labels of `b` to those of `a`; {} if they are the same.
+    A sample is shared if it is in a shard that both sides have, and is live (not deleted) on both. Shared samples are
+    equal, so only the others are compared by key. `labels`: see `diff_tables`; {} if no label changes.
     """
     if labels and LABEL in b.sample_schema.names:
         # Renumbered labels change the samples of `b`, so equal shards do not have equal samples.
         return SplitKeys(objects, a), SplitKeys(objects, b, labels=labels), 0
     sides = [SplitKeys(objects, table) for table in (a, b)]
     bitmaps = [load_deletions(objects, table).bitmap for table in (a, b)]
-    unshared_shards: tuple[list[int], list[int]] = ([], [])
-    shared_rows: tuple[dict[int, Integers], dict[int, Integers]] = ({}, {})
+    shards_to_compare: tuple[list[int], list[int]] = ([], [])
+    rows_to_skip: tuple[dict[int, Integers], dict[int, Integers]] = ({}, {})
     num_live = a.samples_per_shard
     num_shared = 0
     partners = find_partners(a, b)
@@ -186,12 +186,12 @@ def _unshared(
         num_shared += len(live_in_both)
         for side, shard in enumerate((shard_a, shard_b)):
             if len(live[side]) > len(live_in_both):
-                unshared_shards[side].append(shard)
-                shared_rows[side][shard] = live_in_both
-    unshared_shards[0].extend(set(range(a.num_shards)) - partners.keys())
-    unshared_shards[1].extend(set(range(b.num_shards)) - set(partners.values()))
+                shards_to_compare[side].append(shard)
+                rows_to_skip[side][shard] = live_in_both
+    shards_to_compare[0].extend(set(range(a.num_shards)) - partners.keys())
+    shards_to_compare[1].extend(set(range(b.num_shards)) - set(partners.values()))
     unshared_a, unshared_b = (
-        SplitKeys(objects, table, sorted(unshared_shards[side]), without=shared_rows[side])
+        SplitKeys(objects, table, sorted(shards_to_compare[side]), without=rows_to_skip[side])
         for side, table in enumerate((a, b))
     )
     return unshared_a, unshared_b, num_shared

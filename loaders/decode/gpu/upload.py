@@ -58,7 +58,7 @@ class PinnedRing:
 
     Args:
         allocate: function that returns a new slot.
-        keep: number of slots from which `take` waits for a copy before it allocates another slot.
+        keep: number of slots that `take` allocates before it waits for copies instead.
     """
 
     def __init__(self, allocate: Callable[[], Pixels], *, keep: int) -> None:

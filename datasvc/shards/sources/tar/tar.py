@@ -26,8 +26,8 @@ _ZEROS: Final = bytes(BLOCK_BYTES)
 _PIECE_BYTES: Final = 4 << 20  # maximum size of a read that skips bytes
 _MIN_SEEK_BYTES: Final = 1 << 16  # minimum distance of a seek; a shorter distance is read
 _MAX_EXTENSION_BYTES: Final = 1 << 20  # maximum size of a pax header or a long name
-# Offsets of GNU tar's flag for a further block of the sparse map: in the header, and in a block of the map.
-_IS_CONTINUED_IN_HEADER, _IS_CONTINUED_IN_MAP = 482, 504
+# Offset of GNU tar's flag for a further block of the sparse map: in the header, and in a block of the map.
+_FLAG_OFFSET_IN_HEADER, _FLAG_OFFSET_IN_MAP = 482, 504
 _GZIP_MAGIC, _ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 
 
@@ -36,7 +36,7 @@ class TarMember:
     """A member of a tar that is not a folder.
 
     Attributes:
-        name: name in the header, with bytes that are not UTF-8 escaped.
+        name: name of the member. Bytes that are not valid UTF-8 are escaped.
         offset: offset of its content in the decompressed tar.
         size_bytes: size of its content.
         problem: reason why the member must not be used (it is not a regular file, or its name is absolute, has `..`
@@ -53,7 +53,7 @@ class TarReader:
     """Iterator over the members of a tar; can be used once.
 
     Args:
-        stream: stream at the start of the tar. If it can seek, large contents are skipped unless they are read.
+        stream: stream at the start of the tar. If it is seekable, `seek` passes large contents that are not read.
         location: path of the tar for messages.
 
     Raises:
@@ -80,7 +80,7 @@ class TarReader:
 
     def _next_member(self) -> TarMember | None:
         """Return the next member that is not a folder; None at the end of the tar."""
-        # Extension headers describe the member that follows them, so they are collected up to its own header.
+        # Extension headers come before the header of the member that they describe, so collect their values first.
         pax, long_name = dict(self._global_pax), None
         while (header := self._read_header()) is not None:
             kind = tar_header.kind_of(header)
@@ -89,7 +89,7 @@ class TarReader:
                 pax.update(self._parsed(tar_header.pax_values, self._read_extension(size_bytes)))
             elif kind == tar_header.PAX_GLOBAL:
                 self._global_pax.update(self._parsed(tar_header.pax_values, self._read_extension(size_bytes)))
-                # Values for the next member override global ones.
+                # Values that were read for the next member alone override global ones.
                 pax = {**self._global_pax, **pax}
             elif kind == tar_header.LONG_NAME:
                 long_name = tar_header.terminated(self._read_extension(size_bytes))
@@ -103,7 +103,7 @@ class TarReader:
                 member = self._member(header, name, size_bytes, pax)
                 if member is not None:
                     return member
-                pax, long_name = dict(self._global_pax), None  # the old values describe a folder, which is left out
+                pax, long_name = dict(self._global_pax), None  # the collected values were those of a folder
         return None
 
     def _member(self, header: bytes, name: bytes, size_bytes: int, pax: dict[bytes, bytes]) -> TarMember | None:
@@ -162,9 +162,9 @@ class TarReader:
                 raise self._broken(self._position, "ends within a member: it is truncated")
 
     def _skip_sparse_map(self, header: bytes) -> None:
-        is_continued = header[_IS_CONTINUED_IN_HEADER]
+        is_continued = header[_FLAG_OFFSET_IN_HEADER]
         while is_continued:
-            is_continued = self._read_exactly(BLOCK_BYTES)[_IS_CONTINUED_IN_MAP]
+            is_continued = self._read_exactly(BLOCK_BYTES)[_FLAG_OFFSET_IN_MAP]
 
     def _read_extension(self, length: int) -> bytes:
         """Return the content of an extension header. Raise CorruptDataError if it is too long or truncated."""
@@ -176,7 +176,7 @@ class TarReader:
         return self._read_exactly(length)
 
     def _read_exactly(self, length: int) -> bytes:
-        # A false size cannot allocate more than the stream holds: `read_up_to` reads piecewise.
+        # `length` may be a false size: `read_up_to` reads piecewise, so it allocates no more than the stream has.
         content = self._take(length)
         if len(content) < length:
             start = self._position - len(content)
