@@ -253,8 +253,8 @@ def referenced_objects(repository: Repository, before_s: float, *, began_s: floa
                 yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
                 _warn_of_wrong_fields(Resolved("models", name, entry.number), entry)
             except (CorruptDataError, NotFoundError, ConfigError) as error:
-                # Another gc that began later has a later `before_s`, at most this one. By its time, the grace period of
-                # a removed version may be over, so it deletes objects that this gc still reads: this is no error. If
+                # Another gc may have begun later, with a `before_s` of at most this one. If the grace period of a
+                # removed version has ended for it, it deletes objects that this gc still reads. This is no error: if
                 # a version that is not removed needs a missing object, its own error is raised.
                 latest_before_s = before_s + time.monotonic() - began_s
                 is_swept = entry.number in swept_versions(repository, "models", name, latest_before_s)

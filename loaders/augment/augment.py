@@ -182,7 +182,7 @@ def plan_random_windows(
     fits = (width >= 1) & (height >= 1) & (width <= image_w) & (height <= image_h)
     left = np.floor(tries[:, _LEFT] * (image_w - width + 1))
     top = np.floor(tries[:, _TOP] * (image_h - height + 1))
-    first_fit = np.argmax(fits, axis=0)  # 0 where no try fits
+    first_fit = np.argmax(fits, axis=0)  # by sample; 0 where no try fits
     chosen = np.stack([top, left, height, width])[:, first_fit, np.arange(len(positions))]
     window = np.where(fits.any(axis=0), chosen, _plan_fallback_windows(image_w, image_h, config))
     return _make_windows(window, (drawn[_FLIP] < config.flip).astype(np.int32))

@@ -135,7 +135,7 @@ def weighted_splits(samples: Split | Mixture) -> tuple[Split, ...]:
 
 
 def split_orders(samples: Split | Mixture, config: OrderConfig) -> list[OrderConfig]:
-    """Return the access order of each split: the loader's. Each split of a mixture gets a seed of its own."""
+    """Return the access order of each split: that of the loader. Each split of a mixture gets a seed of its own."""
     if not isinstance(samples, Mixture):
         return [config]
     return [own_order(config, split.digest) for split in samples.splits]

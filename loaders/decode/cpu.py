@@ -93,7 +93,8 @@ class CpuBackend:
     Args:
         config: settings of the backend.
         backend: "cpu" or "pillow", see `ImageWorker`.
-        framework, profiler: selects the resizer, see `make_resizer`; measures the decode time.
+        framework: selects the resizer, see `make_resizer`.
+        profiler: measures the decode time.
 
     Raises:
         ConfigError: the decoder is not installed.

@@ -170,7 +170,7 @@ class _Mapping:
 
     def has_private_pages(self) -> bool:
         """Return whether the caller has written to a page of the mapping; True if the kernel does not report this."""
-        num_pages = -(-len(self._mapped) // mmap.PAGESIZE)
+        num_pages = -(-len(self._mapped) // mmap.PAGESIZE)  # rounded up
         try:
             with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
                 content = os.pread(pagemap.fileno(), 8 * num_pages, self._address // mmap.PAGESIZE * 8)
@@ -201,7 +201,7 @@ def _lay_out(parts: Sequence[Part]) -> list[tuple[int, int]]:
     """Return the offset and length of each part. Parts follow the header and the spans, aligned for any dtype."""
     spans, end = [], _HEADER.size + len(parts) * _SPAN.size
     for part in parts:
-        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+        offset = -(-end // _ALIGNMENT) * _ALIGNMENT  # the next aligned offset
         spans.append((offset, part.size))
         end = offset + part.size
     return spans

@@ -39,7 +39,7 @@ class _TokenShard:
     """Properties of a shard that every batch with its samples needs. Computed once for a complete shard."""
 
     blocks: StoredBlocks
-    has_all_blocks: bool  # True if no block is null; False also if that is not known
+    has_all_blocks: bool  # True: no block is null. False: some are, or it is not known
     has_length: bool  # whether the shard has a column `length`
 
 

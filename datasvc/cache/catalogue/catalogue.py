@@ -204,7 +204,7 @@ class Catalogue:
             # now, any unused object may be evicted (`SPARE_NOTHING`).
             lacks_space, min_distance_bytes = False, SPARE_NOTHING
             if record is not None:
-                # The object's space is already charged; the space of its quarantined copy may not be.
+                # The object's space is charged already; that of its damaged copy in the quarantine may not be.
                 space.count_quarantine(record.tenant)
             else:
                 if prefetch is not None:

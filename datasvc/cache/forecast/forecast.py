@@ -30,7 +30,7 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform
 from datasvc.order import OrderConfig
 
-_EPOCHS: Final = 6
+_EPOCHS: Final = 6  # to simulate
 _STEADY_EPOCHS: Final = 2  # the last simulated epochs; their mean stands for all later epochs
 _MAX_SHARDS: Final = 30_000  # to simulate; this takes some seconds
 _OWNERS: Final = 48  # purpose of the random keys that choose the owners, see `derive_keys`
@@ -226,8 +226,8 @@ def _max_bytes_in_use(uses: Uses, bytes_per_shard: Integers) -> int:
 
 
 def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
-    # Bytes in the time in which each node trains one sample: from the origin to all nodes together, and from peers to
-    # one node.
+    # Bytes in the time in which each node trains one sample, and so all nodes together train `nodes` samples: from
+    # the origin to all nodes, and from peers to one node.
     per_sample = {"origin": traffic.origin_bytes / num_samples * nodes, "peers": traffic.peer_bytes / num_samples}
     limits = {"origin": rates.origin, "peers": rates.peers}
     given_limits = {name: limit for name, limit in limits.items() if limit is not None}

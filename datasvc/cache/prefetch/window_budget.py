@@ -2,6 +2,7 @@
 
 Loaders and forecasts refuse an order that does not fit into the budget (`check_window`). Loaders derive a windowed
 order that fits (`choose_windowed`). The stager and forecasts choose how far to fetch ahead (`choose_ahead_bytes`).
+The expression -(-a // b) is a / b, rounded up.
 """
 
 from __future__ import annotations
@@ -127,8 +128,9 @@ def _max_in_sequence(counts: Integers, sizes: Integers, run: int, skipped: int) 
     """Return the largest sum of sizes of the shards of `run` positions in the order of the shard table."""
     stops = np.cumsum(counts)
     num_samples = int(stops[-1])
-    # The largest sums begin with the last sample of a shard, at `stops - 1`. `last` is the last position of such a
-    # run, numbered through two epochs. A run that crosses the end of the first epoch jumps over `skipped` positions.
+    # The largest sums begin with the last sample of a shard, at `stops - 1`. `last` has the last position of these
+    # runs, numbered through two epochs. A run that crosses the end of the first epoch jumps over `skipped` positions.
+    # `ends` has the numbers of the shards with these positions.
     last = stops + run - 2
     last += np.where(last >= num_samples - skipped, skipped, 0)
     ends = np.searchsorted(np.concatenate([stops, stops + num_samples]), last, side="right")
@@ -149,6 +151,7 @@ def _max_boundary_samples(short: int, long: int, block: int, run: int) -> int:
     for size in {short, long}:
         # Each possible division of the positions: `at_end` of them in the ending epoch, the others in the next one.
         at_end = np.arange(1, max(min(run - 1, size), 1) + 1)
+        # All samples of the blocks in which these positions are.
         last_blocks = size - (size - at_end) // block * block
         first_blocks = np.minimum(-(-(run - at_end) // block) * block, size)
         best = max(best, int((last_blocks + first_blocks).max()))

@@ -99,7 +99,7 @@ class _ConsumerSearch:
     def run(self) -> ConsumerReport:
         by_order = self._positions_by_order()
         batches = self._find_uses(by_order)
-        # For each version, the set of the keys that it consumed: one bit per key, in whole bytes.
+        # For each version, the keys that its own training consumed: one bit per key, in whole bytes (rounded up).
         own = {name: np.zeros(-(-len(self._keys) // 8), np.uint8) for name in self._planned}
         for name, batch in batches:
             own[name] |= _bits(batch.served.keys, len(self._keys))
@@ -253,7 +253,7 @@ class _ConsumerSearch:
         return parts
 
     def _inherit(self, own: Mapping[str, Bits]) -> dict[str, Bits]:
-        """Return the samples that each version or one of its ancestors consumed."""
+        """Return, for each version, the keys that it or one of its ancestors consumed, as in `own`."""
         seen: dict[str, Bits] = {}
         for name, version in self._ancestry.versions.items():  # parents come before children
             seen[name] = own[name].copy()
@@ -272,10 +272,10 @@ class _ConsumerSearch:
 
 
 def _bits(numbers: Integers, size: int) -> Bits:
-    """Return the set of samples with these numbers, of `size` samples in total."""
+    """Return the set of keys with these numbers, of `size` keys in total."""
     flags = np.zeros(size, np.bool_)
     flags[numbers] = True
-    # One bit per sample instead of one byte, because each version has two such sets.
+    # One bit per key instead of one byte, because each version has two such sets.
     return np.packbits(flags, bitorder="little")
 
 

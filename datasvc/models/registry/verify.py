@@ -107,7 +107,7 @@ def every_version(repository: Repository, names: Sequence[str] = ()) -> list[Res
 
 
 def lost_versions(repository: Repository, names: Sequence[str] = ()) -> list[Resolved]:
-    """Return the versions of the models `names`, or of all models, that were declared lost; see `mark_lost`.
+    """Return the versions of the models `names`, or of all models, that were marked as lost; see `mark_lost`.
 
     They are removed, so `every_version` does not contain them. Errors are those of `every_version`.
     """

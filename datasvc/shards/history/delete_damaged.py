@@ -126,7 +126,7 @@ class _Salvage:
                 if stored[number] and not self.dry_run:
                     info, index = write_shard(self.objects, batches[0].schema, batches)
                 elif not stored[number]:
-                    # A shard without live samples is left out of the table.
+                    # Count it as a shard of one sample, which is deleted: `with_deletions` leaves out such a shard.
                     stored[number] = 1
                     self._flags[number] = np.ones(1, np.bool_)
             infos.append(info)
@@ -160,20 +160,20 @@ class _Salvage:
                 index = SampleIndex.decode(self.objects.read(digest), self.objects.location(digest))
         except (NotFoundError, CorruptDataError):
             digest = None
-        has_index = (digest is not None) == (self.table.index(number) is not None)
+        is_index_good = (digest is not None) == (self.table.index(number) is not None)  # good, or there is none
         try:
             shard = self.table.check_shard(number, open_shard(self.objects, self.table.shard(number)))
             shard.check_texts()
         except NotFoundError:
             return []
         except CorruptDataError:
-            return self._salvage(number, index, live)
+            return self._find_intact(number, index, live)
         batches = _select_rows(shard, live)
         self._count_labels(batches)
         # Without its index, a good shard is stored again with a new one.
-        return None if has_index else batches
+        return None if is_index_good else batches
 
-    def _salvage(self, number: int, index: SampleIndex | None, live: Flags) -> list[pa.RecordBatch]:
+    def _find_intact(self, number: int, index: SampleIndex | None, live: Flags) -> list[pa.RecordBatch]:
         if index is None:
             return []  # nothing shows which of the samples that still parse are intact
         columns = (index.table.column(name).to_pylist() for name in index.table.schema.names)

@@ -1,20 +1,20 @@
 """Rename a data set: its whole history gets a new name, and the versions of the old name are removed.
 
-Entries are immutable, so they are copied byte by byte, and objects are shared. The steps, and what holds after each:
+Entries are immutable, so they are copied byte by byte. Objects are shared. The steps:
 
-1. *Commit*: one entry in the log of the old name says the new name. It is the only commit, and nothing has the new
-   name before it. Of concurrent renames one commits; the others find its entry, and finish it or are refused. So does
-   each later call with the same names. Other writers that lose against the entry find that the data set was renamed.
-2. *Copy*: first the removals, so that no removed version is visible, then the versions, newest first. So the next
-   number of the new name is free from the beginning, and an append to it takes no number of an older version.
-3. *End the tags*: a move that ends a tag has the number of the rename. All moves before it are copied before it.
-4. *Remove*: one removal of all versions up to the rename's entry, and of this entry.
+1. *Commit* an entry with the new name to the log of the old name. Nothing has the new name before. Of concurrent
+   renames one commits. The others, and later calls, find its entry: with the same new name they finish the rename,
+   with another one they are refused. Other writers find the entry too, and so that the data set was renamed.
+2. *Copy* the removals first, so that no removed version is visible; then the versions, newest first, so that an
+   append to the new name never takes the number of an older version.
+3. *End the tags*: copy the moves of each tag, then append a move that ends it and records the number of the rename.
+4. *Remove* the versions of the old name and the rename's entry, by one removal.
 
-Each step may be repeated, also by several processes at once. A version of the old name is removed only by a process
-that found each version under the new name. The removal of step 4 is the first one that lists the rename's entry, and
-the end of a tag has its number, so neither is ever copied to the new name. If a copied log differs, somebody used the
-new name since: their entries stay. Only a version that another process gave the new name in step 1 cannot stay
-beside the copies: then the rename is taken back by a removal of its entry alone.
+Each step may be repeated, also by several processes at once. A process does step 4 only after it has found each
+version under the new name. The removal of step 4 (the first one that lists the rename's entry) and the end of a tag
+are never copied. If an entry of the new name differs from the one to copy, somebody used the new name since, and the
+entry stays. Only a version that another process committed to the new name during step 1 cannot stay beside the
+copies: then the rename is taken back, by a removal of its entry alone.
 """
 
 from __future__ import annotations
@@ -115,8 +115,9 @@ def _find_rename(repository: Repository, name: str, new_name: str, head: int) ->
             )
         if entry.number == head and target == new_name:
             removal = removals.find(head)
-            together = decode_numbers(removal.content["removed"], among=numbers) if removal else frozenset()
-            return entry if together == set(numbers) else None
+            # Step 4 removes all versions together with the entry. A removal of the entry alone took the rename back.
+            removed_together = decode_numbers(removal.content["removed"], among=numbers) if removal else frozenset()
+            return entry if removed_together == set(numbers) else None
     return None
 
 
@@ -145,7 +146,7 @@ def _finish(repository: Repository, name: str, new_name: str, entry: Entry) -> N
     """Do the steps after the commit, see the module."""
     numbers = range(1, entry.number + 1)
     removals = repository.removals("datasets", name)
-    # Whoever removed the entry has copied all before.
+    # A process removes the entry only after it has copied everything.
     if entry.number not in removals.removed(numbers):
         _copy_removals(repository, name, new_name, entry.number)
         _copy_versions(repository, name, new_name, entry.number)
@@ -162,8 +163,8 @@ def _copy_removals(repository: Repository, name: str, new_name: str, rename_numb
     """Copy the removals before the one that lists the rename's entry."""
     log = Log(repository.storage, f"datasets/{name}/removals")
     for entry in log.entries():
-        is_own = bool(decode_numbers(entry.content["removed"], among=[rename_number]))
-        if is_own or not _copy_entry(repository, name, new_name, f"removals/{entry.number:08d}.json"):
+        is_of_rename = bool(decode_numbers(entry.content["removed"], among=[rename_number]))
+        if is_of_rename or not _copy_entry(repository, name, new_name, f"removals/{entry.number:08d}.json"):
             return
 
 

@@ -64,7 +64,7 @@ class TrialBatch:
 
 @dataclass(frozen=True)
 class TrialJob:
-    """The work of a child process: backends to try, in this order, and the path of the pickled batches."""
+    """The work of a child process: `candidates` to try, in this order, and the path of the file of `batches`."""
 
     config: BackendConfig
     candidates: Sequence[Backend]
@@ -176,15 +176,15 @@ def measure_rate(
     for _ in range(prefetch):
         feed()
     num_images = 0
-    for num_measured in itertools.count():
+    for num_taken in itertools.count():
         _wait_for(backend.take().images)
         images = in_progress.popleft()
         now = clock()
-        if num_measured == 0:
-            started = now  # the first batch, for which threads are started, is not measured
+        if num_taken == 0:
+            started = now  # the first batch is not measured, because the backend starts its threads for it
         else:
             num_images += len(images)
-            if num_measured >= _MIN_BATCHES and now - started >= duration_s:
+            if num_taken >= _MIN_BATCHES and now - started >= duration_s:
                 break
         feed()
     for _ in in_progress:  # leave the backend without batches in progress
