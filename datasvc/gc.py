@@ -78,8 +78,7 @@ class GcReport:
         temporary_files: paths of files left by killed writers.
         journals: folders of unfinished work that was not resumed.
         num_kept: number of objects that are kept.
-        num_young: number of objects that nothing references, and that are kept only because they are younger than the
-            grace period.
+        num_young: number of objects that nothing references, but that are younger than the grace period.
         young_bytes: total size of the young objects in bytes.
         clock_warning: if a dry run on a read-only store measured ages by the clock of this machine: why; else None.
     """
@@ -317,6 +316,7 @@ def _entries(
 def _referenced_by_dataset(
     objects: Objects, version: str, entry: Entry, seen_tables: set[Digest]
 ) -> Iterator[Digest]:
+    """Yield the objects of a data-set version. Tables in `seen_tables` were read already."""
     for table in split_tables(entry.content, version).values():
         if table not in seen_tables:
             yield table
@@ -352,6 +352,7 @@ def _warn_of_wrong_fields(version: Resolved, entry: Entry) -> None:
 
 
 def _referenced_by_model(objects: Objects, version: str, entry: Entry, seen_tables: set[Digest]) -> Iterator[Digest]:
+    """Yield the objects of a model version, and its chunks. Tables in `seen_tables` were read already."""
     refs = objects_of_entry(entry.content, version)
     table = refs.tensors
     yield from refs.all

@@ -4,8 +4,7 @@ The positions of all epochs of a mixture form one sequence, which is split into 
 of samples served from each data set differs from its weighted share by less than one, so rounding errors do not add
 up. A keyed permutation selects the positions of each data set within a block. The samples of one data set, in the
 order of the sequence, are its stream: its epoch 0 in its own access order, then its epoch 1, and so on. In this
-module, a source is the number of a data set in the mixture, and an ordinal is the index of a sample in its data set's
-stream.
+module, a source is the number of a data set in the mixture, and an ordinal is the index of a sample in a stream.
 
 There is no state, and memory is O(block). The sample at any position can be computed directly, and so can the
 position of any sample.
@@ -86,8 +85,7 @@ class MixOrder:
 
         Args:
             source: number of a data set whose weight is not 0.
-            ordinals: `int64[n]`, indices in its stream: epoch of its own order * its number of samples + position in
-                the epoch.
+            ordinals: `int64[n]`, indices in its stream: own epoch * its number of samples + position in this epoch.
 
         Returns:
             `int64[n]` in the order of `ordinals`: epoch of the mixture * samples of an epoch + position in the epoch.
@@ -157,6 +155,7 @@ class MixOrder:
         return number
 
     def _read_block(self, number: int) -> _MixBlock:
+        """Return a block from the few that are cached, or compute it."""
         if number not in self._cached:
             self._cached[number] = self._make_block(number)
             while len(self._cached) > _MAX_CACHED_BLOCKS:
@@ -164,6 +163,7 @@ class MixOrder:
         return self._cached[number]
 
     def _make_block(self, number: int) -> _MixBlock:
+        """Return a block: assign its positions to data sets, by weight and permuted."""
         first_ordinals = np.array(self.served_before(number))
         counts = np.array(self.served_before(number + 1)) - first_ordinals
         stops = np.cumsum(counts)

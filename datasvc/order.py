@@ -2,8 +2,7 @@
 
 The function `position -> (shard, row)` depends only on the data-set version, the seed and the epoch. It does not
 depend on the world size, batch size, workers or nodes. So a run can resume from an epoch and a position, also with
-another number of ranks. A cache computes all future accesses, and provenance computes which samples a model version
-consumed.
+another number of ranks. A cache computes all future accesses; provenance computes the samples of a model version.
 
 The order of an epoch is computed as follows:
 

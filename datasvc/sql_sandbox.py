@@ -71,8 +71,7 @@ def only_query(connection: duckdb.DuckDBPyConnection, sql: str, *, example: str)
 
 def fetch(connection: duckdb.DuckDBPyConnection, read: Callable[[], _T]) -> _T:
     """Return the result of `read`, which executes a query; Ctrl-C ends the query, however long it takes."""
-    # Execute the query in another thread: DuckDB returns only at the end of the query, and Python handles no signal
-    # until then.
+    # Execute it in another thread: DuckDB returns at the end of the query, and Python handles no signal until then.
     result: Future[_T] = Future()
 
     def run() -> None:

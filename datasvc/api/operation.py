@@ -78,7 +78,7 @@ class Collection:
         self.repository.untag(self.kind, name, tag, expect=expect)
 
     def mark_lost(self, refs: Sequence[str], *, force: bool = False, message: str = "") -> LostVersions:
-        """Give up versions whose entries cannot be read; for arguments and errors, see `lost_versions.mark_lost`."""
+        """Mark unreadable versions as lost; for arguments and errors, see `lost_versions.mark_lost`."""
         return mark_lost(self.repository, self.kind, refs, force=force, message=message)
 
     def tag_history(self, name: str, tag: str) -> list[Entry]:

@@ -145,6 +145,7 @@ class Cache(CacheJob):
             return self._pin(opened, name, splits, progress)
 
     def _pin(self, opened: CacheFolder, name: str, splits: Sequence[Split], progress: Progress) -> StageReport:
+        """Pin as `pin` does; the caller excludes concurrent changes of this pin."""
         objects = {info.digest: info.size_bytes for split in splits for info in split.table.shards()}
         folder = opened.files.pins
         old_pin = read_pins(folder).get(name)

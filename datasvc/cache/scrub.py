@@ -1,8 +1,7 @@
 """Scrub a cache: read every resident object, and quarantine those whose bytes have changed on the disk.
 
 `Cache.scrub` checks all objects, and `Cache.check` one. Objects on which jobs have holds (locks against eviction) are
-checked too. A job with a hold on a corrupt object may have read wrong bytes, so the report lists the object
-as `held`.
+checked too. A job with a hold on a corrupt object may have read wrong bytes, so the report has it in `held`.
 """
 
 from __future__ import annotations

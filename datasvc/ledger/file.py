@@ -10,8 +10,7 @@ process leaves either the old record or the new one, so a file is correct up to 
 the last seconds of a file. Checksums detect incomplete records, and a file that is empty or all zeros is ignored.
 
 A file is named NUMBER-rankR-of-N-RANDOM.ledger. NUMBER is one more than the highest number in the folder when the
-rank starts, so a run has higher numbers than the run that it continues. Ranks that start together may have equal
-numbers.
+rank starts, so a run has higher numbers than the one that it continues. Ranks that start together may share one.
 """
 
 from __future__ import annotations
@@ -110,8 +109,7 @@ class Header:
     """Header of a file: its rank, data and first cursor.
 
     Attributes:
-        order: state of the loader without epoch and position, as JSON values: the version and access order of a split
-            or mixture.
+        order: version and access order of a split or mixture: the loader's state without epoch and position, as JSON.
         source: data that is read, such as "digits@1/train".
         num_samples: samples of an epoch.
         data_rank: data rank of the process.

@@ -19,8 +19,7 @@ positions again. Only the second time counts, because the weights of the first t
    cursor to its limit, the first cursor of the next attempt in the chain. All other positions do not count, because
    the weights trained on them were lost.
 
-The rules require that all ranks of an attempt exit before the next attempt starts to serve. Every launcher ensures
-this.
+The rules require what every launcher ensures: all ranks of an attempt exit before the next attempt starts to serve.
 """
 
 from __future__ import annotations

@@ -147,8 +147,7 @@ class NodeClient:
         headers = self._headers if body is None else {**self._headers, "Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._url}{path}", content, headers, method=method)  # noqa: S310 - http(s)
         try:
-            # A request with a body starts a job: the node reads the data set's version from the repository before it
-            # answers.
+            # A request with a body starts a job: before the answer, the node reads a version from the repository.
             with self._opener.open(request, timeout=_TIMEOUT_S if body is None else _START_TIMEOUT_S) as response:
                 document = json.loads(response.read(_MAX_RESPONSE_BYTES))
         except urllib.error.HTTPError as error:

@@ -60,8 +60,7 @@ async def run_node(settings: NodeSettings, ready: Callable[[str], None], stop_re
         ended = await asyncio.to_thread(service.close)
         _logger.info("stopped%s", "" if ended else ", with transfers in progress")
     if service.failure is not None:
-        # A new process can open the catalogue again: the error ends this process, and a service manager starts a new
-        # one.
+        # A new process can open the catalogue again: end this one by the error; a service manager restarts it.
         raise service.failure
     return ended
 

@@ -20,7 +20,7 @@ from datasvc.repository.repository import Kind, Repository, Resolved
 
 @dataclass(frozen=True)
 class LostVersions:
-    """Result of `mark_lost`: versions that it declared lost, and tags that it deleted, such as "digits@prod"."""
+    """Result of `mark_lost`: versions that it marked as lost, and tags that it deleted, such as "digits@prod"."""
 
     versions: tuple[Resolved, ...]
     untagged: tuple[str, ...]

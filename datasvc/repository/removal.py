@@ -93,7 +93,7 @@ def remove_tagged(
         versions: numbers of the versions.
         tags: the tags to delete, each with its version.
         message: message of the commit.
-        lost: also declare the versions lost.
+        lost: also mark the versions as lost.
 
     Raises:
         ConflictError: another process moved one of `tags`, and no version was removed; or see `remove_untagged`.
@@ -123,7 +123,7 @@ def remove_tagged(
 def remove_untagged(
     repository: Repository, kind: Kind, name: str, versions: Iterable[int], message: str, *, lost: bool = False
 ) -> None:
-    """Remove versions of one name that have no tag; with `lost`, also declare them lost.
+    """Remove versions of one name that have no tag; with `lost`, also mark them as lost.
 
     Raises:
         ConflictError: another process tagged one of them meanwhile; the tagged ones are not removed, the others are.

@@ -261,8 +261,7 @@ class Repository:
 
         Raises:
             ConfigError: `ref` is not a reference.
-            NotFoundError: the name, version or tag does not exist, or the version was removed; the message lists
-                what exists.
+            NotFoundError: the name, version or tag does not exist (the message lists what does), or was removed.
             UnavailableError: the store does not respond.
         """
         reference = parse_reference(str(ref), KIND_NAMES[kind])

@@ -215,8 +215,8 @@ def generators(seed: int, epoch: int, positions: Integers) -> list[np.random.Gen
     """
     key = derive_keys(seed, epoch, _TRANSFORMS, 2)
     counters = np.zeros((len(positions), 4), np.uint64)
-    # The position is the third of the four 64-bit words of the Philox counter (Salmon et al., SC 2011), so that the
-    # sequences of two samples are at least 2**128 blocks apart and do not overlap.
+    # The position is the third of the four 64-bit words of the Philox counter (Salmon et al., SC 2011). So the
+    # sequences of two samples are at least 2**128 blocks apart, and do not overlap.
     counters[:, 2] = positions
     return [np.random.Generator(np.random.Philox(key=key, counter=counter)) for counter in counters]
 

@@ -156,6 +156,7 @@ class SampleBatches:
         return reader.describe(int(batch.shards[index]), int(batch.rows[index]), batch.sample_shards[index])
 
     def _read(self, epoch: int, located: LocatedStep) -> SampleBatch:
+        """Open the shards of a step, and return views of its samples."""
         step, positions, mask, locations, by_split = located
         # Add references before opening: a shard that is opened without a reference stays open until `close`.
         self._reference_shards(epoch, located)

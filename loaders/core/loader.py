@@ -183,8 +183,7 @@ class Loader(ABC, Generic[B]):
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: the cache or the repository fails.
         """
         self._open_ledger()
-        # No step is left after a `break` at the last batch of the epoch, or if a state from the end of an epoch was
-        # loaded.
+        # No step is left after a `break` at the last batch, or after a state from the end of an epoch was loaded.
         if not self._count_steps_left(self._cursor):
             self._end_epoch()
         epoch = self._cursor.epoch

@@ -46,8 +46,7 @@ def divide_columns(samples: Split | Mixture, columns: Sequence[str]) -> tuple[li
 def read_lists(batch: SampleBatch, columns: Sequence[str]) -> dict[str, list[Any]]:
     """Return columns of a batch as lists of Python values.
 
-    A value is None if it is null. It is also None if its shard lacks the column: only the schema of the split has all
-    columns.
+    A value is None if it is null, or if its shard lacks the column, which other shards of the split have.
 
     Raises:
         CorruptDataError: a text is not UTF-8.

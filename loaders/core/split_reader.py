@@ -46,6 +46,7 @@ class SplitReader:
     """Reads samples of a split, and keeps its shards open as long as its order needs them.
 
     Args:
+        split: the split.
         store: shard store that opens the shards of the split.
         config: parameters of the access order.
         blob: column of blobs; None: read no blobs.

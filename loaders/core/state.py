@@ -64,6 +64,7 @@ def name_split_table(split: Split, digest: str) -> str:
 
 
 def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderConfig) -> Cursor:
+    """Return the cursor of a state for the loader of a mixture; for errors, see `restore_state`."""
     expected = save_state(samples, order, Cursor(0, 0))
     if _FORMAT_FIELD not in state:
         single = OrderState.from_dict(state)

@@ -139,8 +139,7 @@ class CpuBackend:
     ) -> CpuRun:
         """Start to decode a batch that `finish`, not `take`, returns; for the other arguments see `feed`.
 
-        `out`: memory for the images of a full batch, which the caller does not use until `finish`; None: memory of
-        the backend.
+        `out`: memory for a full batch, which the caller does not use until `finish`; None: memory of the backend.
         """
         count = len(images)
         memory: npt.NDArray[Any] | torch.Tensor = self._take_memory() if out is None else out

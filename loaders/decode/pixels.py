@@ -102,6 +102,7 @@ class PixelWriter:
             self._write_halves(image, out, flip)
 
     def _write_floats(self, image: Pixels, out: npt.NDArray[Any], flip: bool) -> None:
+        """Write an image as 32-bit floats."""
         if self._planar:
             # Transpose bytes before the conversion: floats are four times as large.
             np.copyto(self._planes, _to_planes(image, flip))

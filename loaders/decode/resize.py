@@ -18,8 +18,7 @@ from datasvc.loaders.decode.pixels import Pixels
 def make_resizer(framework: Framework, size: int) -> Callable[[Pixels], Pixels]:
     """Return a function, for use in one thread, that scales `uint8[height, width, 3]` to `uint8[size, size, 3]`.
 
-    Each result is valid until the next call. "torch" selects torch's kernel. "numpy" selects Pillow's and does not
-    import torch.
+    Each result is valid until the next call. "torch" selects torch's kernel, "numpy" Pillow's, without torch.
     """
     if framework == "torch":
         return _make_torch_resizer(size)

@@ -97,6 +97,7 @@ class ImageDecoder:
         self._in_progress.clear()
 
     def _collate(self, batch: SampleBatch, decoded: DecodedImages, bad: Mapping[int, str]) -> ImageBatch[Any]:
+        """Return the batch for the caller; samples in `bad` (index -> reason) are masked."""
         mask = batch.mask
         if bad:
             # Change a copy: the ledger still needs `batch.mask`, in which only padding is False.

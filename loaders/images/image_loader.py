@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _LOG = logging.getLogger(__name__)
-# To choose a backend, each one is measured on a few batches. Their bytes are limited, because they are copied to
-# another process.
+# To choose a backend, each is measured on a few batches, of limited size: they are copied to another process.
 _TRIAL_BATCHES: Final = 4
 _TRIAL_BYTES: Final = 256 << 20
 
@@ -75,8 +74,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
     Raises:
         ConfigError: an argument is out of range; the split has no images; a batch is larger than the epoch with
             `tail="drop"`; the decoder is not installed.
-        CacheFullError: the cache's budget cannot hold the shards that the order needs at once; the message has both
-            sizes.
+        CacheFullError: the cache's budget cannot hold the shards that the order needs at once.
 
     Attributes:
         num_bad: samples handed over so far that did not decode.
@@ -203,8 +201,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         """Yield the remaining batches of the epoch in page-locked memory, for `to(device, non_blocking=True)`.
 
         Batches and state are those of `for batch in loader`. The memory of a batch is reused only after its last
-        reference is gone and all copies from it are done. If torch finds no GPU, the memory is ordinary and a warning
-        is issued.
+        reference is gone and all copies from it are done. Without a GPU, it is ordinary memory, with a warning.
 
         Raises:
             ConfigError: `device` is a GPU, so batches are on the GPU already.

@@ -128,6 +128,7 @@ def _advice(stage: Stage, totals: Totals, resources: Resources) -> str:
 
 
 def _decode_advice(totals: Totals, resources: Resources) -> str:
+    """Return the advice for a run that decoding limits."""
     if resources.is_shared:
         return (
             "the jobs of the decode group decode in turn: give each of them more threads, "

@@ -34,8 +34,7 @@ class StepProfiler:
     def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
         self.clock = clock
         self.this_thread = _ThreadValues()  # thread-local: each thread sees its own values
-        # Reentrant: at any allocation, even under the lock, garbage collection may end an abandoned iterator, which
-        # calls `pause`.
+        # Reentrant: even under the lock, garbage collection may end an abandoned iterator, which calls `pause`.
         self._lock = threading.RLock()
         self._earlier, self._since_restart = Sums(), Sums()  # sums of the steps before and after the last `restart`
         self._steps: deque[StepTimes] = deque(maxlen=_MAX_STEPS)

@@ -43,8 +43,7 @@ def agree(
     """Return, on every rank, the result of `choose` on data rank 0.
 
     Args:
-        question: text that identifies the decision, equal on all ranks. A later call with the same text returns the
-            same answer.
+        question: text that identifies the decision, equal on all ranks. The same text later has the same answer.
         choose: function that decides. It is called once, in one process of data rank 0.
         is_first: whether this is a process of data rank 0; with tensor or pipeline parallelism there are several.
         store: store of the process group.

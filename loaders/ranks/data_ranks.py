@@ -38,8 +38,7 @@ def choose_data_ranks(ranks: DataRanks | DeviceMesh | None) -> DataRanks:
     """Return the data rank of this process.
 
     Args:
-        ranks: the data rank, or a `torch.distributed` device mesh of one axis, such as `mesh["data"]`; None: rank 0
-            of 1.
+        ranks: the data rank, or a device mesh of torch with one axis, such as `mesh["data"]`; None: rank 0 of 1.
 
     Raises:
         ConfigError: the mesh has several axes, or `ranks` is neither a `DataRanks` nor a mesh.

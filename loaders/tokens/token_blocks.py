@@ -2,8 +2,7 @@
 
 A token block is the tokens of one sample. It is stored as a list of a fixed size, as a list of variable size, or as a
 blob of little-endian integers. In each case the block is consecutive bytes of a mapped file: a window. A view of all
-windows of the file takes no memory. Indexing the view with many starts copies all these blocks in one operation (a
-gather).
+windows of the file takes no memory. Indexing it with many starts copies all these blocks at once (a gather).
 """
 
 from __future__ import annotations

@@ -80,8 +80,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
     Raises:
         ConfigError: an argument is out of range; the column of tokens is missing; a batch is larger than the epoch
             with `tail="drop"`.
-        CacheFullError: the cache's budget cannot hold the shards that the order needs at once; the message has both
-            sizes.
+        CacheFullError: the cache's budget cannot hold the shards that the order needs at once.
     """
 
     def __init__(
@@ -158,6 +157,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         return self._serve(lambda batch: to_torch(batch).pin_memory())
 
     def _serve(self, convert: Callable[[TokenBatch[npt.NDArray[Any]]], TokenBatch[Any]]) -> Iterator[TokenBatch[Any]]:
+        """Yield the remaining batches of the epoch, each converted by `convert`."""
         batches = super().__iter__()
         while True:
             # Set `self._convert`, which `_deliver` calls, for this batch only: all iterators of this loader share it,

@@ -42,8 +42,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         columns: names of the columns of a sample; None: all columns of the split.
         decode: type of the column `image`: "pil" or "numpy" (`uint8[height, width, 3]`), both upright and RGB; None:
             the encoded bytes.
-        transform: function that gets a sample's dict and returns the value to serve. Spawned workers must be able to
-            unpickle it.
+        transform: function that gets a sample's dict and returns the value to serve. Spawned workers unpickle it.
         cache: cache of the node, or its folder; None: read a local repository in place, and a remote one into memory.
         on_bad: treatment of images that do not decode: "raise" an error, or "mask": serve a black image and log a
             warning. With "mask", all samples have a field `mask`, which is False for these images.

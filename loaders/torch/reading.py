@@ -151,6 +151,7 @@ def check_columns(split: Split, columns: Sequence[str] | None) -> tuple[str, ...
 
 
 def _read_rows(shard: Shard, rows: Integers, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """Return samples of a shard by the rows in its file; None for a column that the shard lacks."""
     stops = np.cumsum([batch.num_rows for batch in shard.batches])
     samples = []
     for row in rows.tolist():

@@ -27,8 +27,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
 
     A `for` starts at the cursor that `set_epoch` or `load_state_dict` has set, and runs to the end of the epoch. It
     does not move the cursor, because loaders draw batches long before they serve them. `ResumableDataLoader` and
-    torchdata's `StatefulDataLoader` count the batches served. torch's own loader does not: call `set_epoch` before
-    each epoch.
+    torchdata's `StatefulDataLoader` count the batches served. For torch's own, call `set_epoch` before each epoch.
 
     Args:
         data: a split, or a `Dataset` of a split.

@@ -109,8 +109,7 @@ class Catalogue:
     def configure(self, change: Callable[[Configuration], Configuration]) -> None:
         """Change budget and quotas for all processes of the node, and evict unused objects above the new limits.
 
-        An unchanged configuration evicts nothing. In both cases the limit becomes the budget again, if `shrink` has
-        lowered it.
+        An unchanged configuration evicts nothing. In both cases, a limit that `shrink` lowered is the budget again.
 
         Args:
             change: returns the new configuration, given the current one.
@@ -230,8 +229,7 @@ class Catalogue:
                     payer = tenant if record is None else record.tenant
                     tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
                     return "reserved"
-            # Let the caller wait only if its thread is fetching nothing: two fetching threads could wait for each
-            # other forever.
+            # Only a thread that fetches nothing may wait: two fetching threads could wait for each other forever.
             if not self._files.is_fetching_in_this_thread():
                 awaited = space.find_incoming(tenant, footprint(info.size_bytes))
                 if awaited is not None:

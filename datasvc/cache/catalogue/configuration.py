@@ -29,8 +29,7 @@ _REMOTE_FILE_SYSTEMS: Final = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs"}
     | {"nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb2", "smb3", "smbfs", "vboxsf", "virtiofs", "wekafs"}
 )
-# FUSE programs that mount remote storage: the subtype in "fuse.SUBTYPE", or the source of the mount, see
-# `file_system_of`.
+# FUSE programs that mount remote storage: subtype in "fuse.SUBTYPE", or source of the mount, see `file_system_of`.
 _REMOTE_FUSE: Final = frozenset(
     {"alluxio-fuse", "blobfuse", "blobfuse2", "ceph", "ceph-fuse", "cosfs", "cubefs", "curlftpfs", "curvefs"}
     | {"cvmfs2", "davfs", "davfs2", "dfuse", "fuse_dfs", "gcsfuse", "geesefs", "glusterfs", "goofys", "gvfsd-fuse"}

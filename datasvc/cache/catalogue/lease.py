@@ -69,8 +69,7 @@ class Lease:
     def close(self) -> None:
         """End the lease. Closing again does nothing."""
         if self._descriptor >= 0:
-            # If the file cannot be removed here, the next process that checks the lease finds it unlocked, and
-            # removes it.
+            # If the file cannot be removed here, the next process that finds the lease unlocked removes it.
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
             self.abandon()

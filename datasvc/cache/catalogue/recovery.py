@@ -97,6 +97,7 @@ def open_catalogue(files: Files, locks: ObjectLocks) -> tuple[Catalogue, OpenLoc
 
 
 def _open(files: Files, locks: ObjectLocks, open_lock: OpenLock, configuration: Configuration) -> Catalogue:
+    """Open the catalogue; rebuild it if needed, which only a process with the exclusive lock may do."""
     is_exclusive = open_lock.try_exclusive()
     if is_exclusive:
         # No other process has the cache open, and `_opening` keeps others out: no lease is being created now.

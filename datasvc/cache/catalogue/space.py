@@ -57,8 +57,7 @@ class SpaceAllocator:
     def make_space(self, tenant: str, size_bytes: int, min_distance_bytes: int = SPARE_NOTHING) -> bool:
         """Free space until a tenant may use `size_bytes` more; return False if that is impossible.
 
-        If space is missing, `sweep` is called first, and may free enough. Objects are evicted only if the result is
-        True.
+        If space is missing, call `sweep` first, which may free enough. Evict objects only if the result is True.
 
         Args:
             tenant: tenant that needs the space.
@@ -237,8 +236,7 @@ class SpaceAllocator:
     def count_quarantine(self, tenant: str) -> None:
         """Measure the quarantine again, and empty it if `tenant` is above its maximum or the budget is exceeded.
 
-        A process that is killed between the move of a file to the quarantine and the commit leaves a file that is
-        not counted.
+        A process that is killed after it moved a file to the quarantine, but before its commit, has not counted it.
         """
         self._tables.quarantined_bytes = sum(map(_footprint_of, self._files.quarantine.iterdir()))
         if self._tables.account().missing(tenant, 0) > 0:

@@ -64,8 +64,7 @@ class Fetcher:
             progress: counts the bytes that arrive, by source.
 
         Returns:
-            The kind of source that sent most bytes; and, by name of the counter, the numbers to add when the object
-            is published.
+            The kind of source that sent most bytes; and the numbers to add to counters when the object is published.
 
         Raises:
             CacheFullError: the disk is full and nothing can be evicted.

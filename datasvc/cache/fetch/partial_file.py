@@ -25,8 +25,7 @@ from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo
 
 _READ_BACK_BYTES = 1 << 20
-# Limit of the bytes to read back and hash after each received buffer: meanwhile, the thread does not read from its
-# connection.
+# Limit of the bytes to read back and hash after each received buffer: meanwhile, nothing is read from the source.
 _MAX_READ_BACK_BYTES = 8 << 20
 
 

@@ -226,6 +226,7 @@ def _max_bytes_in_use(uses: Uses, bytes_per_shard: Integers) -> int:
 
 
 def _with_rates(traffic: EpochTraffic, num_samples: int, nodes: int, rates: Rates) -> EpochForecast:
+    """Return the forecast of an epoch with this traffic, in which all nodes together train `num_samples`."""
     # Bytes in the time in which each node trains one sample, and so all nodes together train `nodes` samples: from
     # the origin to all nodes, and from peers to one node.
     per_sample = {"origin": traffic.origin_bytes / num_samples * nodes, "peers": traffic.peer_bytes / num_samples}

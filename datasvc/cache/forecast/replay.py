@@ -123,6 +123,7 @@ class _SimulatedCaches:
         self._prefetched: set[tuple[int, int]] = set()  # (node, shard)
 
     def acquire(self, node: int, shard: int, now: int, traffic: EpochTraffic) -> None:
+        """Begin the use of a shard by a node: fetch the shard if it is missing. Raises CacheFullError."""
         cache = self.caches[node]
         cache.hold(shard)
         missing = cache.missing(shard)
@@ -142,6 +143,7 @@ class _SimulatedCaches:
         self._fetch(node, shard, missing, now, traffic)
 
     def prefetch(self, node: int, shard: int, now: int, traffic: EpochTraffic, needed_at: int) -> None:
+        """Fetch a missing shard that a node needs later, if the cache has space for it."""
         cache = self.caches[node]
         missing = cache.missing(shard)
         cache.hold(shard)

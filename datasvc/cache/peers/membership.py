@@ -1,8 +1,7 @@
 """The list of nodes: fixed, from a file that may change while a job runs, or from the addresses of a DNS name.
 
 `Peers` gets the current nodes before each fetch. An invalid list at the start is an error. If the list becomes
-invalid later, the last valid one stays in use, so a typing error or a short failure of a name server does not end a
-job.
+invalid later, the last valid one stays in use: a typing error, or a failing name server, does not end a job.
 
 Each node identifies itself in the list, because a node that requests an object from itself would deadlock.
 """

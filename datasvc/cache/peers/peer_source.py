@@ -168,6 +168,7 @@ class PeerSource:
     def _request(
         self, connection: http.client.HTTPConnection, info: ObjectInfo, offset: int, length: int
     ) -> http.client.HTTPResponse:
+        """Request a range of the object; return the checked response, whose body is not read yet."""
         query = urlencode({**self._origin_query, "size": info.size_bytes})
         headers = self._headers()
         if length != info.size_bytes:

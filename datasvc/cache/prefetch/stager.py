@@ -1,11 +1,10 @@
 """The stager: a child process of a job that fetches shards ahead, so that I/O stays out of the training process.
 
 The stager receives each new position of the job. It fetches the shards in the order in which the job needs them,
-across the end of the epoch, and pauses when the fetch of the next shard would evict a shard that is needed sooner. A
-stager that is late or has crashed only makes the job slower: the job fetches missing shards itself.
+across the end of the epoch. It pauses when the next fetch would evict a shard that is needed sooner. A stager that is
+late or has crashed only makes the job slower: the job fetches missing shards itself.
 
-It is a separate program (`python -m datasvc.cache.prefetch.stager`), and exits when the job exits: see
-`ChildProcess`.
+It is a program (`python -m datasvc.cache.prefetch.stager`) that exits when the job exits, see `ChildProcess`.
 """
 
 from __future__ import annotations
@@ -154,6 +153,7 @@ class JobPrefetcher:
                     self._deferred.append((now + self._ahead_bytes, needed))
 
     def _fetch(self, needed: NeededShard, now: int) -> Outcome:
+        """Make a shard resident and declare its next use; return the outcome of `CacheJob.prefetch`."""
         info = self._split.table.shard(needed.shard)
         # If the shard is needed only after more than `_ahead_bytes`, it must not replace another one. That one may be
         # needed again by a running job, which is worth more than an early fetch.

@@ -44,8 +44,7 @@ class ObjectSource(Protocol):
         """Pass `length` bytes from `offset` to `sink`, each byte once.
 
         The sink may be called from several threads. Parts (`received_parts.PART_BYTES` bytes each) may arrive in any
-        order, and the bytes inside one part arrive in order. The sink is not called after this method has returned or
-        raised.
+        order, and the bytes inside one part arrive in order. The sink is not called after the end of this method.
 
         Raises:
             NotFoundError: the source does not have the object.

@@ -77,8 +77,7 @@ class RequestGate:
     A request that cannot be cancelled in time may continue after `close`; its bytes are dropped.
 
     Attributes:
-        interrupt: cancels the requests. When it is set, the gate drops bytes too, but calls of the sink that are in
-            progress continue.
+        interrupt: cancels the requests. When it is set, the gate drops further bytes; running sink calls continue.
     """
 
     def __init__(self, sink: Sink) -> None:

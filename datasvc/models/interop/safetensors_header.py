@@ -51,8 +51,7 @@ def read_header(path: Path) -> list[PlacedTensor]:
     """Return the tensors of a file, ordered by their offset.
 
     Raises:
-        CorruptDataError: the file is truncated or is not a safetensors file, or tensors overlap, leave gaps or exceed
-            the file.
+        CorruptDataError: the file is truncated or no safetensors file; or tensors overlap, leave gaps or exceed it.
         ConfigError: a tensor has a dtype that torch or a repository does not support.
         OSError: the file cannot be read.
     """

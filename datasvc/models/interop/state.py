@@ -52,8 +52,7 @@ class ForeignState:
     Attributes:
         format: "safetensors", "huggingface", "torch" or "dcp".
         tensors: tensors, in the order of the format.
-        skeleton: skeleton of the state tree, see `state_tree.flatten`, with the same tensor names; None for a plain
-            state dict.
+        skeleton: skeleton of the state, with the same names, see `state_tree.flatten`; None for a plain state dict.
         config: configuration that was stored with the model, as JSON values.
         files: other files that were stored with the model: unchanged bytes by file name.
         ignored: names of tensors that are in the files, but do not belong to the model.

@@ -116,6 +116,7 @@ def parse_use(use: DataUse) -> tuple[ReadOrder, Cursor]:
 
 
 def _parse_mixture(state: Any) -> ReadOrder:
+    """Return the read order in the state of a loader of a mixture. Raises ConfigError, see `parse_use`."""
     if state["mixture_format"] != _MIXTURE_FORMAT:
         raise ConfigError(
             f"the state of a mixture has format {state['mixture_format']}; this datasvc reads format "
@@ -149,8 +150,7 @@ def own_segments(use: DataUse, earlier: DataUse | None, *, step: int | None) -> 
 
     Args:
         use: data use of the version.
-        earlier: data use of that ancestor, which must be of the same run if `use` has spans; None if there is no
-            such ancestor.
+        earlier: data use of that ancestor, or None; it must be of the same run if `use` has spans.
         step: number of optimizer steps of the version's weights; None if unknown.
 
     Raises:

@@ -1,13 +1,12 @@
 """Finds the versions that consumed given samples, with epoch and step, from recorded read orders and positions.
 
 Training does not record samples. The read order (the splits and their access order) determines the position of each
-sample in an epoch, and the entry of a version records the positions that its training has consumed. A version has
+sample in an epoch. The entry of a version records the positions that its training has consumed. A version has
 also consumed the samples of the versions that it continues. Samples that a run served after its last checkpoint
 belong to no version. A masked sample, which could not be decoded, counts as consumed: only a ledger records masking.
 
-A search has four stages: plan the segments of all versions (`segments`), find the keys in the shards of their orders
-(`key_lookup`), compute the positions of the samples in each epoch (`key_positions`), and compare these positions with
-the segments.
+A search has four stages: plan the segments of all versions (`segments`); find the keys in the shards (`key_lookup`);
+compute the positions of the samples in each epoch (`key_positions`); compare these positions with the segments.
 """
 
 from __future__ import annotations
@@ -152,8 +151,7 @@ class _ConsumerSearch:
         relevant = [order for order, names in names_of.items() if self._may_have_samples(order, names)]
         self._tables = read_tables(self._objects, {digest for order in relevant for digest in order.tables})
         lookups = {order: self._plan_lookups(order, names_of[order]) for order in relevant}
-        # Search an order only if it has lookups, and if all its shard tables are here: positions depend on all of
-        # them.
+        # Search an order only if it has lookups, and all shard tables: positions depend on all of its tables.
         usable = [order for order in relevant if any(lookups[order]) and self._has_all_tables(order)]
         places = self._find_places({lookup for order in usable for split in lookups[order] for lookup in split})
         tables = {digest: table for digest, table in self._tables.items() if table is not None}

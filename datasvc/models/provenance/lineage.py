@@ -125,6 +125,7 @@ def read_lineage(repository: Repository, ref: str) -> Lineage:
 
 
 def _describe(version: Version, planned: PlannedVersion) -> ModelOrigin:
+    """Return the origin of a model version, from its entry and the segments that it consumed."""
     entry = version.entry
     # One mapping per segment and split: a segment of a mixture has several splits.
     consumed = tuple(
@@ -196,6 +197,7 @@ def _add_dataset(repository: Repository, lineage: Lineage, root: str) -> bool:
 
 
 def _read_dataset(repository: Repository, name: str) -> DataOrigin:
+    """Return the origin of the data-set version `name`. Raises ConfigError and the errors of `Log.read`."""
     reference = parse_reference(name)
     if reference.version is None:
         # It is not recorded which version the name or the tag resolved to when the data was read.

@@ -129,6 +129,7 @@ class _AncestryReader:
         return versions
 
     def _read(self, name: str) -> Version:
+        """Return a version; what is invalid in its entry becomes a gap."""
         model, _, number = name.partition("@")
         try:
             entry = self._entries.content(model, int(number))

@@ -68,8 +68,7 @@ def verify_and_repair(
 ) -> RepairReport:
     """Verify versions and repair bad objects, in passes, until a pass finds no further problem.
 
-    Several passes are needed because a bad tensor table hides its objects: they can be checked only after the table
-    is repaired.
+    Several passes are needed, because the objects of a bad tensor table are unknown until the table is repaired.
 
     Arguments and errors are those of `verify` and `repair`. `copies` are other repositories or their URLs; without
     any, nothing is repaired. `progress` begins once per pass.

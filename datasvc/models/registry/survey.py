@@ -160,6 +160,7 @@ class Survey:
             self._note("sharding", "contradictory", digest, version, str(error))
 
     def _read_table(self, table: Digest, version: Resolved) -> Sequence[TensorRecord] | None:
+        """Return the records of a tensor table, and count its objects; None if it is bad, which is noted."""
         content = self._read("tensor table", table, version)
         if content is None:
             return None
@@ -180,6 +181,7 @@ class Survey:
         return decode_table(content, self._repository.objects.location(table))
 
     def _read(self, role: Role, digest: Digest, version: Resolved) -> bytes | None:
+        """Return the bytes of an object of a version; None if it is bad, which is noted."""
         try:
             content = self._repository.objects.read(digest, _MAX_BYTES[role])
         except self.bad as error:

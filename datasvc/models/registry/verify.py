@@ -55,10 +55,8 @@ def verify(
     Args:
         repository: repository of the versions.
         versions: reference of the version to check, or several, or the result of `every_version`.
-        deep: also decode every tensor and compare it with its digest. This also finds tensors that were stored
-            wrongly.
-        trusted_keys: files of public keys, see `restore`. If there are any, each version must be signed by one of
-            them.
+        deep: also decode each tensor and compare it with its digest. This finds tensors that were stored wrongly.
+        trusted_keys: files of public keys, see `restore`. If there are any, one must have signed each version.
         progress: counts the bytes that were read from objects and, with `deep`, decoded to tensors.
 
     Raises:

@@ -33,8 +33,7 @@ class CachedSource:
         cache: cache of this node; its peers are tried before the repositories.
         repositories: repositories of the objects, nearest first.
         direct: source over the same repositories, for objects that the cache cannot provide.
-        records: records of the tensors to read. The caller must read each chunk exactly once; these are the planned
-            reads.
+        records: records of the tensors to read. The caller must read each chunk exactly once: the planned reads.
     """
 
     def __init__(

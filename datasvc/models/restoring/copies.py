@@ -83,8 +83,7 @@ class StoredCopies:
 
     def report(self, records: Sequence[TensorRecord], seconds: float) -> RestoreReport:
         """Return the report of a restore of `records` that took `seconds`."""
-        # Add the sizes of chunks, not `record.nbytes`: the load of a sharded checkpoint may read only some chunks of
-        # a tensor.
+        # Add sizes of chunks, not `record.nbytes`: the load of a sharded checkpoint may read only some of the chunks.
         size_bytes = sum([record.chunk_bytes(chunk) for record in records for chunk in record.chunks])
         return RestoreReport(seconds, size_bytes, dict(self._bytes_by_place), self.direct.bad.listed(records))
 

@@ -84,8 +84,7 @@ class FailoverSource:
 
     def _mark_corrupt(self, digest: Digest, corrupt: list[tuple[int, bytes]], intact: bytes | None) -> None:
         """Mark corrupt copies as bad, and empty the list; `intact` is the content of a good copy, None if unknown."""
-        # `copies` looks for a good copy before it calls this, because a comparison with a good copy finds the wrong
-        # bytes.
+        # `copies` looks for a good copy before it calls this: a comparison with a good copy finds the wrong bytes.
         while corrupt:
             number, content = corrupt.pop()
             error = CorruptDataError(

@@ -41,8 +41,7 @@ class Mismatch:
         name: name in the model.
         expected: dtype and shape in the model.
         found: dtype and shape in the checkpoint.
-        tied_to: the other name, if the checkpoint has different values for two tied names; None if the dtype or the
-            shape differs.
+        tied_to: the other of two tied names, if the checkpoint has different values for them; None otherwise.
     """
 
     name: str

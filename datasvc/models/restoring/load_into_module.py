@@ -52,8 +52,7 @@ def load_into(
         Which tensors were loaded and which were not.
 
     Raises:
-        ConfigError: `strict` is set and there are differences (the message lists them in a table); or no tensor is
-            below `prefix`.
+        ConfigError: `strict` is set and there are differences (the message has them); no tensor is below `prefix`.
     """
     state = checkpoint if isinstance(checkpoint, Mapping) else checkpoint.state
     _, tensors = flatten(state)

@@ -118,6 +118,7 @@ class ChunkReader:
         self._fill_from_other_copies(name, chunk, out)
 
     def _fill(self, chunk: Chunk, out: Bytes) -> None:
+        """Read and decode the links of a chunk into `out`, without verifying the result."""
         first, *differences = chunk.chain
         near = self._near
         if not differences and first.encoding == "raw" and first.is_whole_object:
@@ -150,6 +151,7 @@ class ChunkReader:
             out[offset : offset + length] = np.frombuffer(content, np.uint8)
 
     def _read_link(self, link: ChainLink) -> bytes | memoryview:
+        """Return the bytes of a link, by a request of its own or from its shared range."""
         shared = self._shared_ranges.get((link.object, link.offset, link.length))
         if shared is None:
             return self._source.read_range(link.object, link.offset, link.length)
@@ -165,6 +167,7 @@ class ChunkReader:
         return content[link.offset - shared.offset :][: link.length]
 
     def _fill_from_other_copies(self, name: str, chunk: Chunk, out: Bytes) -> None:
+        """Fill `out` from good copies, until the result matches the chunk's digest. Raises CorruptDataError."""
         for links in self._good_copies(name, chunk):
             # If these links do not decode, try the next copies.
             with suppress(CorruptDataError), self._decoders.borrow() as decoder:
@@ -179,8 +182,7 @@ class ChunkReader:
     def _good_copies(self, name: str, chunk: Chunk) -> Iterator[list[tuple[str, bytes | memoryview]]]:
         """Yield all links of a chunk, as pairs of encoding and bytes, once from each good copy of their objects.
 
-        Begin with the first copy of every object. If an object has fewer copies than another one, its last copy is
-        used again.
+        Begin with the first copy of every object. An object with fewer copies than others uses its last one again.
         """
         copies = [iter(self._source.copies(link.object, link.offset, link.length)) for link in chunk.chain]
         contents: list[bytes | memoryview] = []

@@ -1,8 +1,8 @@
 """Writes the chunks of a save, for `write`: each in its smallest encoding, unless an equal chunk is stored already.
 
 An equal chunk may be stored in the base (the version to which a save stores differences), as a raw object, or as
-an encoded chunk, to which the deduplication index has a pointer. The chain of a chunk lists the stored bytes that
-restore it: a full encoding, then differences. Encoded chunks below `OWN_OBJECT_BYTES` are packed into few objects.
+an encoded chunk. The deduplication index has pointers to encoded chunks. The chain of a chunk lists the stored bytes
+that restore it: a full encoding, then differences. Encoded chunks below `OWN_OBJECT_BYTES` share a few objects.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ difference to an earlier chunk may compress better still (as in LightRW, ZipNN a
 XOR, and the difference of the bits as integers. The sign of an integer difference is stored as its lowest bit. So the
 upper planes of small changes are zeros, even if a change is negative.
 
-Functions take and return arrays `uint8[size]` of whole words (little-endian numbers). They release the interpreter
-lock.
+Functions take and return arrays `uint8[size]` of whole words (little-endian numbers), and release the GIL.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ _SAMPLE_BYTES: Final = 128 << 10
 _SAMPLE_RUNS: Final = 4
 # `_compress` first compresses a sample of this size, from the middle of a plane.
 _PLANE_SAMPLE_BYTES: Final = 32 << 10
-# Content, or a plane, is encoded only if the encoded size is below this share of the raw size, because raw bytes need
-# no decoding.
+# Content, or a plane, is encoded only below this share of its raw size, because raw bytes need no decoding.
 _WORTHWHILE: Final = 0.98
 _WORTHWHILE_PLANE: Final = 0.95
 
@@ -173,6 +171,7 @@ class ChainDecoder:
         return planes
 
     def _decode_plane(self, number: int, stored: memoryview, size: int) -> Bytes:
+        """Return a plane of `size` bytes from its zstd frame, in reused memory. Raises CorruptDataError."""
         plane = self._memory_for(number, size)
         try:
             # zstd decodes without a window if the memory has exactly the size of the frame's content.

@@ -26,8 +26,7 @@ STATE_FORMAT: Final = 1
 # of 36,000 ranks. The limit bounds memory: parsed JSON takes about twenty times as much memory as tensors.
 MAX_STATE_BYTES: Final = 256 << 20
 _MAX_DEPTH: Final = 100
-# Longest path in a tree from an untrusted file. Each path repeats the keys above it, so a few long keys could take
-# much memory.
+# Longest path in an untrusted tree. Each path repeats the keys above it, so a few long keys could take much memory.
 _MAX_PATH_CHARS: Final = 1 << 16
 
 
@@ -98,6 +97,7 @@ def decode_state(raw: bytes, version: str) -> Any:
 
 
 def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> Any:
+    """Return the skeleton of the value at `path`, and add its tensors to `tensors`. For errors see `flatten`."""
     import torch
 
     if depth > _MAX_DEPTH:
@@ -148,6 +148,7 @@ def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: _TensorCollec
 
 
 def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+    """Return the state of a part of a skeleton, `depth` levels below the root. Raises CorruptDataError."""
     if depth > _MAX_DEPTH:
         raise CorruptDataError(f"the state is nested deeper than {_MAX_DEPTH} levels, which datasvc never writes")
     deeper = depth + 1

@@ -65,8 +65,7 @@ class DataUse:
     """A split or mixture that a run reads, and the run's current position in it; see `ConsumptionTracker.use`.
 
     Attributes:
-        dataset: version of the data set, such as "digits@1"; for a mixture the versions of all its splits, separated
-            by commas.
+        dataset: version of the data set, such as "digits@1"; for a mixture, those of its splits, with commas.
         split: name of the split, such as "train"; for a mixture "mixture".
         state: state of the loader: order, epoch and position.
         purpose: "training", or "evaluation" for data that the weights were not trained on.

@@ -162,6 +162,7 @@ def trusted_keys(paths: Sequence[str | Path] | None = None) -> tuple[PublicKey, 
 
 
 def _load_public(path: Path) -> list[PublicKey]:
+    """Return the public keys in one PEM file; for errors, see `load_public_keys`."""
     _need_cryptography()
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

@@ -113,6 +113,7 @@ class Fetches:
         return not wait(list(self._running), timeout_s).not_done
 
     def _start(self, info: ObjectInfo, repository: Repository) -> _Fetch:
+        """Start a fetch in a thread, and list it in `_in_progress`."""
         fetch = _Fetch(self)
 
         def run() -> Path:

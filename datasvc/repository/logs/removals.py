@@ -2,7 +2,7 @@
 
 The log of versions keeps the entries of removed versions, so numbers are never reused and lineage stays complete.
 Each entry of this log lists all removed versions, not only the new ones, so a reader needs only the newest entry.
-A version whose entry cannot be read, and of which no copy exists, is removed by an entry that *declares it lost*.
+A version whose entry cannot be read, and of which no copy exists, is removed by an entry that *marks it as lost*.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Removals:
     def find(self, version: int) -> Entry | None:
         """Return the entry that removed a version, or None if it is not removed; for errors, see `removed`.
 
-        Of a version that was removed and then declared lost, this is the entry that declared it lost.
+        Of a version that was removed and then marked as lost, this is the entry that marked it.
         """
         numbers, all_versions = self._log.numbers(), self._versions.numbers()
         # A binary search is possible because each entry has the versions of the previous one, unless `restore` wrote
@@ -97,7 +97,7 @@ class Removals:
         return self._append(lambda removed: removed | lost, change)
 
     def lost(self) -> frozenset[int]:
-        """Return the removed versions that were declared lost; for errors, see `removed`.
+        """Return the removed versions that were marked as lost; for errors, see `removed`.
 
         This reads the whole log, because the list of lost versions in an entry is not repeated in later entries.
         """
@@ -116,10 +116,10 @@ class Removals:
         return self._append(lambda removed: removed - to_restore, change)
 
     def _losses(self, numbers: Iterable[int], all_versions: Sequence[int]) -> dict[int, Entry]:
-        """Return the entry that declared each lost version lost; damaged entries are left out."""
+        """Return the entry that marked each lost version as lost; damaged entries are left out."""
         losses: dict[int, Entry] = {}
         for entry in self._log.try_entries(numbers)[0]:
-            # A version that was restored and removed again is not lost, unless it was declared lost again.
+            # A version that was restored and removed again is not lost, unless it was marked as lost again.
             for restored in decode_numbers(entry.content.get("given_back"), among=all_versions):
                 losses.pop(restored, None)
             losses |= dict.fromkeys(decode_numbers(entry.content.get("lost"), among=all_versions), entry)

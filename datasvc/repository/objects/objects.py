@@ -165,8 +165,7 @@ class Objects:
         age of a remote object older than a day can be reset only by writing it again, so the result is False.
 
         The size is always compared. A local object that this process has not written is also hashed, once. A damaged
-        or unreadable object is kept in the folder `quarantine`, with a warning, and the result is False.
-        Raises UnavailableError.
+        or unreadable object is moved to `quarantine`, with a warning; the result is False. Raises UnavailableError.
         """
         path = self.local_path(info.digest)
         if path is None:

@@ -1,7 +1,6 @@
 """Detection of a sender whose throughput is too low, although bytes still arrive.
 
-A timeout for silence never ends a stream that sends a few bytes at a time. Reads from web servers and from peers use
-this check.
+A timeout for silence never ends a stream that sends a few bytes at a time. Web and peer reads use this check.
 """
 
 from __future__ import annotations

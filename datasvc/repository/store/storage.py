@@ -472,8 +472,7 @@ class Storage:
             info = self._retry("look up", path, read_info)
         except NotFoundError:
             return None
-        # Some drivers report a file that is not in a cached listing as a folder. A folder of a remote store counts as
-        # missing.
+        # Some drivers report a file that is not in a cached listing as a folder. Count a remote folder as missing.
         return None if info["type"] == "directory" and not self.is_local else info
 
     def _retry(self, action: str, path: str, read: Callable[[], _Result]) -> _Result:
@@ -511,6 +510,7 @@ class Storage:
         finished.unlink()
 
     def _create_local(self, path: str, content: bytes) -> None:
+        """Create a local file; for errors, see `create`."""
         target = Path(self._full(path))
         try:
             with map_exceptions("create", str(target)):
@@ -527,6 +527,7 @@ class Storage:
             raise
 
     def _create_remote(self, path: str, content: bytes) -> None:
+        """Create a remote file, and read it to find out whether this call has written it; see `create`."""
         failure: Exception | None = None
         try:
             exclusive_create.create(self._fs, self._full(path), content)

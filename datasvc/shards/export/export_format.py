@@ -24,8 +24,7 @@ class WrittenFiles:
         num_samples: number of samples in the files.
         num_files: number of files.
         size_bytes: total size of the files.
-        about: JSON values about a unit: `write` returns them, the records of the export keep them, and `join` reads
-            them.
+        about: JSON values about a unit, which `write` returns, the records of the export keep, and `join` reads.
     """
 
     num_samples: int

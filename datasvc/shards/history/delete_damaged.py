@@ -107,6 +107,7 @@ class _Salvage:
     _labels: Counter[int] = field(default_factory=Counter)
 
     def run(self, progress: Progress) -> _Salvaged:
+        """Read all shards; unless it is a dry run, store the intact live samples of damaged ones as new shards."""
         deletions = load_deletions(self.objects, self.table)
         stored, num_live = self.table.stored_per_shard.tolist(), self.table.num_samples
         infos: list[ObjectInfo] = []
@@ -174,6 +175,7 @@ class _Salvage:
         return None if is_index_good else batches
 
     def _find_intact(self, number: int, index: SampleIndex | None, live: Flags) -> list[pa.RecordBatch]:
+        """Return the live samples of a damaged shard whose key and digests are in its sample index."""
         if index is None:
             return []  # nothing shows which of the samples that still parse are intact
         columns = (index.table.column(name).to_pylist() for name in index.table.schema.names)

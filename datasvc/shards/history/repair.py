@@ -46,11 +46,9 @@ def repair_dataset(
     Args:
         repository: repository of the version.
         ref: the version.
-        copies: other repositories or their URLs, in the order in which they are tried; without any, nothing is
-            repaired.
+        copies: other repositories or their URLs, in the order of their use; without any, nothing is repaired.
         deep: read every byte, see `verify`. Without it, a changed byte of a blob is not found.
-        progress: counts the bytes of each shard that was checked, and of each part that was copied; begins anew in
-            each pass.
+        progress: counts the bytes of each checked shard and of each copied part; begins anew in each pass.
 
     Raises:
         ConfigError: this repository is not writable; or see `verify`.

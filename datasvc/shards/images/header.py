@@ -2,8 +2,7 @@
 
 An ingest checks each image with this module. The header of a plain JPEG (`is_plain_jpeg`) is parsed here, about
 twenty times faster than by Pillow, which reads all other files. Pillow accepts some files with a missing end, but GPU
-decoders do not. So the end of a file is checked, and the image is decoded if its end does not show that it is
-complete.
+decoders do not. So the end of a file is checked. If it does not show that the file is complete, the image is decoded.
 """
 
 from __future__ import annotations

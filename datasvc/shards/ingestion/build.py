@@ -136,8 +136,7 @@ class ShardOutput:
 
     Attributes:
         writer: receives the samples.
-        keys, samples, payloads: keys, sample digests and payload digests for the sample index. The builder sets them
-            before `store`.
+        keys, samples, payloads: keys, sample digests and payload digests for the sample index, set before `store`.
         image_kinds: number of images by format; the builder counts them, because `writer` does not read images.
     """
 

@@ -156,7 +156,10 @@ class _ShardBuilder:
     """Collects samples of one split until a shard is full, and writes the shard.
 
     Attributes:
+        work: description of the ingest.
         unit: number of the unit.
+        split: split of the samples.
+        finisher: stores the shards.
         earlier: shards that an interrupted run stored, which are not written again.
     """
 

@@ -100,6 +100,7 @@ def _run_processes(
     progress: Progress,
     cleanup: ExitStack,
 ) -> Iterator[UnitResult]:
+    """Build the units in worker processes of this machine; see `run_units`."""
     is_local = all("://" not in url for url in (work.repository_url, work.source.url))
     method = choose_start_method(is_local=is_local)
     context = multiprocessing.get_context(method)
@@ -194,6 +195,7 @@ def _run_ray(
     workers: int,
     progress: Progress,
 ) -> Iterator[UnitResult]:
+    """Build the units as tasks of a Ray cluster; see `run_units`."""
     try:
         import ray
     except ImportError as error:

@@ -26,8 +26,7 @@ from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 
 SHARD_BYTES: Final = 64 << 20
 PARTS_AT_ONCE: Final = 8
-# Purposes for `derive_keys`: permutations of files, of samples in a shard, and of parts. The access order uses
-# smaller numbers.
+# Purposes for `derive_keys`: permutations of files, of samples in a shard, of parts. Access orders use lower numbers.
 _FILES, _IN_SHARD, _PARTS = 16, 17, 18
 # A streamed unit has several shards, because its last shard is not full: larger units give fewer small shards.
 _SHARDS_PER_UNIT = 4

@@ -349,7 +349,7 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
     """Return the newest version of every data set, sorted by name.
 
     A data set whose newest version cannot be read is left out with an `UnreadableVersionWarning`. There is no warning
-    for one whose versions were all marked as lost by a user.
+    for one whose versions were all marked as lost (`datasvc mark-lost`).
 
     Raises:
         UnavailableError: the store does not respond.

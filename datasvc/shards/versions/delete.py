@@ -174,6 +174,7 @@ class _DeleteBuild:
     def _select_rows_by_key(
         self, objects: Objects, tables: Mapping[str, ShardTable]
     ) -> dict[str, dict[int, Integers]]:
+        """Return the rows of the keys, as `_select_rows`; splits without any are included."""
         assert self.keys is not None, "`delete` requires either keys or a condition"
         rows_by_split: dict[str, dict[int, Integers]] = {}
         existing: set[str] = set()

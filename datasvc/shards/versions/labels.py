@@ -25,8 +25,7 @@ def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[
         new: lists of class names to add, such as those of several splits.
 
     Returns:
-        The longest of all lists if every other list is a prefix of it; otherwise `head`, followed by the other names,
-        sorted.
+        The longest list if all others are prefixes of it; otherwise `head`, followed by the other names, sorted.
 
     Raises:
         ConfigError: a list has a name twice.

@@ -26,8 +26,7 @@ class ShardValues(NamedTuple):
         shard: number of the shard in its table.
         rows: `int64[n]`, row numbers in the shard's file, ascending.
         values: Arrow array of `n` keys (strings) or `n` digests (binaries of 16 bytes).
-        read_attached: returns an Arrow array of `n` values to report with a match; called only for a shard that may
-            have matches.
+        read_attached: returns an Arrow array of `n` values to report with matches; called only if there may be any.
     """
 
     shard: int

@@ -246,6 +246,7 @@ class _SplitCheck:
         return None
 
     def _check_structure(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
+        """Check a shard without reading its blobs; if this finds a fault, as `_check_content` does."""
         problem = self._check_size(number, shard, index)
         if problem is not None:
             return problem
@@ -267,6 +268,7 @@ class _SplitCheck:
         return None
 
     def _check_content(self, number: int, shard: ObjectInfo, index: SampleIndex | None) -> DatasetProblem | None:
+        """Check every byte of a shard against its digest, and its samples against index and table."""
         problem = self._check_size(number, shard, index)
         # Read even a shard of the wrong size, to find which of its samples are intact.
         if problem is not None and problem.kind == "missing":

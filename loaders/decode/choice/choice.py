@@ -33,6 +33,8 @@ class DecodeChoice:
     Args:
         requested: backend of the user's `DecodeConfig`.
         candidates: backends that may be used, the result of `plan_candidates`.
+        config: settings of the backends.
+        ranks: data rank of this process.
         try_in_child: function that tries backends in a child process.
         find_store: function that returns the store of the process group, or None.
     """

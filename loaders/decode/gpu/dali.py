@@ -34,8 +34,7 @@ Graph = Literal["window", "whole"]
 BACKENDS: Final[Mapping[Graph, Backend]] = {"window": "gpu-window", "whole": "gpu-whole"}
 
 # Messages of DALI, nvImageCodec, torch and the driver about device failures. Numbers are `nvimgcodecStatus_t`: a
-# failed allocation (5), a wrong architecture (7). The internal error (8) also occurs for damaged images, so it is
-# left out.
+# failed allocation (5), a wrong architecture (7); but not the internal error (8), which damaged images cause too.
 _DEVICE_FAILURE: Final = re.compile(
     r"cudaError|CUDA_ERROR|CUDA (?:runtime|driver|error|failure)|CUDA out of|\bnvml\b|illegal memory access"
     r"|device-side assert|out[ -]of[ -]memory|bad_alloc|(?:nvImageCodec|nvjpeg) (?:failure|error):? '?#?[57]\b",
@@ -158,6 +157,7 @@ class DaliPipeline:
         return shared.to(self._dtype(shared))
 
     def _take_on_gpu(self, copy_stream: torch.cuda.Stream) -> torch.Tensor:
+        """Return a copy of the oldest run's output, made on `copy_stream`; the caller's stream waits for it."""
         from torch import cuda
 
         current = cuda.current_stream(self.config.device_id)
@@ -191,6 +191,7 @@ def _to_torch(output: Any) -> torch.Tensor:
 
 
 def _build(config: BackendConfig, graph: Graph) -> Any:
+    """Return the built DALI pipeline of a graph, with the inputs of `DaliPipeline.feed`. Raises ConfigError."""
     try:
         from nvidia.dali import Pipeline, fn, types
     except ImportError as error:

@@ -2,8 +2,7 @@
 
 Source classes list files with `list_files` or `find_below`, and read them with a `FileReader`.
 
-A link that leads out of the source is an error, so an ingest never reads a file outside the folder that its user
-named.
+A link that leads out of the source is an error: an ingest reads no file outside the folder that its user named.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ def list_files(url: str) -> list[SourceFile]:
 
     Raises:
         NotFoundError: there is no file at `url`, or a file that brace notation names is missing.
-        ConfigError: a link is not valid, see `find_files`; a range in braces is not valid; or no driver for the URL
-            is installed.
+        ConfigError: a link is not valid, see `find_files`; a range in braces is not valid; or the URL has no driver.
         UnavailableError: the store does not respond.
     """
     expanded = expand_braces(url)
@@ -151,8 +149,7 @@ class FileReader:
     def open(self, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
         """Open a file as a stream, decompressed if its name has the extension of a compression.
 
-        The stream can seek only if the file is local and not compressed, and `stop` is None. A remote file is read
-        ahead.
+        The stream can seek only in a local, uncompressed file without `stop`. A remote file is read ahead.
 
         Args:
             path: path of the file.

@@ -20,8 +20,7 @@ class LineBlock:
     """Consecutive lines of a file.
 
     Attributes:
-        content: the lines with their newlines (the last line of a file may have none); None for a single line longer
-            than `LINE_BYTES`.
+        content: the lines with their newlines (the last of a file may have none); None for one of over `LINE_BYTES`.
         offset: offset of the first byte in the decompressed file.
         line: number of the first line, counted from 1 at the start of the range.
     """

@@ -86,8 +86,7 @@ class _InflatedStream(WrappingStream):
 
     def readinto(self, target: Any) -> int:
         buffer = memoryview(target).cast("B")
-        # A step may give no content, such as at the header or the end of a member; only the end of the stream may
-        # return 0.
+        # A step may give no content, such as at a header. But a result of 0 would mean the end of the stream.
         while True:
             self._compressed = self._compressed or self._wrapped.read(_COMPRESSED_BYTES)
             if not self._compressed:

@@ -26,8 +26,7 @@ from datasvc.shards.sources.mds.encodings import MdsColumn
 from datasvc.shards.sources.mds.index import INDEX_FILE, MdsShard, parse_index
 from datasvc.shards.sources.mds.shard import COMPRESSIONS, check_hashes, decode_sample, read_samples
 
-# The index does not give all types: the first readable sample gives the others. About this many samples are tried per
-# shard.
+# The index lacks some types: the first readable sample gives them. About this many samples are tried per shard.
 _MAX_TRIED_SAMPLES: Final = 64
 
 

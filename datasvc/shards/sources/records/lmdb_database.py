@@ -54,8 +54,7 @@ class LmdbSource(FileSource):
         """List the source by one pass over its keys. For other errors, see `FileSource.list`.
 
         Raises:
-            ConfigError: the source is remote, has named databases or several values of a key; or the columns of its
-                databases differ.
+            ConfigError: the source is remote, has named databases or several values of a key; or its columns differ.
         """
         options = options or SourceOptions()
         reader = FileReader(url)
@@ -93,6 +92,7 @@ class LmdbSource(FileSource):
         return to_batches(self.schema, part, _read_range(part), self._sample)
 
     def _sample(self, key: str, value: bytes) -> dict[str, Any]:
+        """Return a sample by column. Raise BadSampleError if the value is not like the first ones."""
         # Only Caffe's databases have labels. Any other database has one column beside the key: `image` or `value`.
         if LABEL not in self.schema.names:
             return {KEY: key, self.schema.names[1]: value}

@@ -89,6 +89,7 @@ class TfRecordSource(FileSource):
         return to_batches(self.schema, part, _read_messages(FileReader(self.url), part), self._sample)
 
     def _sample(self, name: str, message: bytes) -> dict[str, Any]:
+        """Return a sample by column; its key is `name` unless a feature holds it. Raise BadSampleError."""
         example = parse_example(message)
         unknown = sorted(example.keys() - self.features.keys())
         if unknown:

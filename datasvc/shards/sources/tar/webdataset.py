@@ -76,6 +76,7 @@ class WebDatasetSource(FileSource):
             yield from to_batches(self.schema, part, ((group.key, group) for group in groups), self._sample)
 
     def _sample(self, key: str, group: Group) -> dict[str, Any]:
+        """Return a sample by column, from the files of one key. Raise BadSampleError if they do not fit."""
         if group.problem is not None:
             raise BadSampleError(group.problem)
         sample: dict[str, Any] = {KEY: key}
