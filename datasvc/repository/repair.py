@@ -84,8 +84,7 @@ def _replace(repository: Repository, digest: Digest, source: Objects, progress: 
                 raise NotFoundError(f"{source.location(digest)} is missing as well")
             source.fetch(digest, size_bytes, cast("BinaryIO", writer), progress=progress)
         except ConfigError as error:
-            # A copy that cannot be read must not end the repair: from here, ConfigError means that this repository is
-            # not writable.
+            # Not a ConfigError: to the caller, that would mean that this repository is not writable.
             raise UnavailableError(str(error)) from error
         with map_exceptions("write", str(writer.path)):
             writer.sync()

@@ -101,13 +101,13 @@ def _rotate_hue(planes: _Floats, rotation: np.float32, scratch: _Floats) -> None
     _compute_hue(planes, value, chroma, hue, weight)
     hue += 6 * rotation
     hue -= 6 * np.floor(hue / 6)  # back to the range 0..6
-    # A channel is value - weight * chroma. As a function of hue, weight is a trapezoid: height + slope * distance
-    # from the middle, limited to 0..1.
-    for plane, (middle, height, slope) in zip(planes, ((3, 2, -1), (2, -1, 1), (4, -1, 1)), strict=True):
+    # A channel is value - weight * chroma. As a function of hue, weight is a trapezoid: offset + slope * distance
+    # from the middle, limited to 0..1. The three triples are for red, green and blue.
+    for plane, (middle, offset, slope) in zip(planes, ((3, 2, -1), (2, -1, 1), (4, -1, 1)), strict=True):
         np.subtract(hue, middle, out=weight)
         np.abs(weight, out=weight)
         weight *= slope
-        weight += height
+        weight += offset
         np.maximum(weight, 0, out=weight)
         np.minimum(weight, 1, out=weight)
         weight *= chroma

@@ -71,6 +71,8 @@ class BackendConfig:
     Attributes:
         batch_size: maximum number of images in a batch.
         size: side of an image in pixels.
+        pixels: format of the pixels.
+        num_threads: number of decoding threads.
         prefetch: number of batches in progress at the same time.
         device_id: index of the GPU that receives the images; None: the CPU.
         max_width: width of the widest image in the data set; 0 if unknown. Decoders on a GPU allocate memory for the

@@ -33,10 +33,10 @@ def decode_window(
     """Decode an image upright, crop a window, and scale it, or its box, with Pillow's anti-aliased BILINEAR filter.
 
     Pixels outside the window do not affect the result, as in decoders that decode only the window;
-    `resize(box=window)` of the complete image would mix them into the border. Every image becomes 8-bit RGB: grey
-    values are repeated, CMYK and YCCK are converted without a colour profile, 16-bit values are rounded to 8 bits,
-    floats 0..1 become 0..255, palettes are resolved, an alpha channel is dropped. Of an animation, the first frame is
-    used.
+    `resize(box=window)` of the complete image would mix them into the border. Every image becomes 8-bit RGB.
+    Grey values are repeated, palettes are resolved, and an alpha channel is dropped. CMYK and YCCK are converted
+    without a colour profile, 16-bit values are rounded to 8 bits, and floats 0..1 become 0..255. Of an animation, the
+    first frame is used.
 
     Args:
         blob: the complete encoded image.

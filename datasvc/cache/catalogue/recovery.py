@@ -132,6 +132,7 @@ def _open(files: Files, locks: ObjectLocks, open_lock: OpenLock, configuration: 
 
 
 def _rebuild(files: Files, locks: ObjectLocks, configuration: Configuration) -> Catalogue:
+    """Return a new catalogue of the objects that are in the cache's folder."""
     # The folders themselves stay: without catalogue/, a process that opens the cache now might not recognise it.
     for folder in (files.catalogue, files.folder / "incoming", files.quarantine):
         for path in folder.iterdir():

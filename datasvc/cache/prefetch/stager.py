@@ -41,12 +41,15 @@ _MIN_SHARDS_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class StagerJob:
-    """The input of a stager: the split that a job reads, the job's access order, and its position at the start.
+    """The input of a stager: what a job reads, in which order, and where it starts.
 
     Attributes:
         cache: the job's handle on the cache. When the stager's process unpickles it, it opens the cache there.
+        split: split that the job reads.
         config: parameters of the access order.
         lanes: lanes that the job reads; None: all.
+        epoch: epoch in which the job starts.
+        position: position in that epoch at which it starts.
         step_bytes: see `UseTimeline`.
     """
 

@@ -170,6 +170,7 @@ def read_foreign(source: Path, reader_memory_bytes: int = READER_MEMORY_BYTES) -
 
 
 def _read_folder(folder: Path, reader_memory_bytes: int) -> ForeignState:
+    """Read the model in a folder; the names of its files tell the format."""
     if (folder / METADATA_FILE).is_file():
         return read_dcp_folder(folder, reader_memory_bytes)
     names = sorted(file.name for file in folder.iterdir())

@@ -30,6 +30,7 @@ class ForeignTensor:
     Attributes:
         name: name in the file.
         dtype: torch's name of the dtype, such as "float32".
+        shape: sizes of its dimensions.
         blocks: function that reads the tensor. It yields blocks that tile the tensor, as pairs (first index, values).
             A block has a few MiB if the format allows it. It raises CorruptDataError or OSError.
     """

@@ -91,6 +91,7 @@ class KeyPositions:
         return self._find_mixed(self._mixed, source, places, epoch)
 
     def _find_mixed(self, mixed: MixOrder, source: int, places: KeyPlaces, epoch: int) -> Served:
+        """Return the positions at which an epoch of a mixture serves these samples of the split `source`."""
         counts = self._counts[source]
         # In a mixture, each split has an access order with a seed of its own.
         config = own_order(self._order.config, self._order.tables[source])

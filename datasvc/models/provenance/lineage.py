@@ -28,6 +28,8 @@ class ModelOrigin:
         name: name with version, such as "digits-cnn@3".
         parents: versions that it continues; each is also in the lineage.
         step: number of optimizer steps of its weights; None if unknown.
+        code: git revision of the training code and its local changes, see `code_revision`.
+        environment: interpreter, packages and GPUs of the run, see `datasvc.models.versions.environment`.
         origin: repository, version and commit that it was copied from; {} if it was saved in this repository.
         consumed: segments (ranges of positions) that its own training read, and ancestors only in another repository.
             A mapping per segment and split: `version`, `data`, `table`, `start`, `stop`, `global_batch`, `tail`.

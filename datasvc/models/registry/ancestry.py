@@ -119,6 +119,7 @@ class _AncestryReader:
         return [str(self._repository.resolve("models", ref, removed=True))]
 
     def read_all(self, names: Iterable[str]) -> dict[str, Version]:
+        """Return these versions and all their ancestors, by name."""
         versions: dict[str, Version] = {}
         pending = list(names)
         while pending:
@@ -171,6 +172,7 @@ class _AncestryReader:
         return list(dict.fromkeys(parents)), gaps
 
     def _parent(self, ref: Any) -> str:
+        """Return the name, with version, of the parent that a log entry refers to."""
         if not isinstance(ref, str):
             raise ConfigError("a reference is a text")
         parent = parse_reference(ref, "model")

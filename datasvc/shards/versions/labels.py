@@ -1,8 +1,8 @@
 """Rules for labels when splits with different class names are combined, as pure functions.
 
 Ingest, append and merge number labels by these rules; diff compares labels by them. A label is an index into the
-class names of its split. An existing name keeps its index in every later version, and new names get the next ones,
-so that a model trained on one version predicts the right names on later ones.
+class names of its split. An existing name keeps its index in every later version, and new names get the next ones.
+So a model trained on one version predicts the right names on later ones.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ class GpuBackend:
     """An `ImageBackend` that decodes on the GPU; with `device_id` None the same graph runs on the CPU.
 
     Args:
+        config: settings of the backend.
         graph: graph of the DALI pipeline, see `datasvc.loaders.decode.gpu.dali`.
         profiler: profiler of the loader; None: times are discarded.
 
