@@ -94,7 +94,7 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
     @property
     def epoch(self) -> int:
         """The current epoch, counted from 0. A new `for` serves its remaining batches. See `Loader.epoch`."""
-        return self._cursor[0] + (self._loop is None and self._is_served)
+        return self._cursor[0] + (self._loop is None and self._is_served)  # True adds 1
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the remaining batches of the epoch; if none remain, those of the next epoch.

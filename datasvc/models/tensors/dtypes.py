@@ -42,7 +42,7 @@ _MAGNITUDES: Final = {
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """Return torch's name of a tensor's dtype, "float32"."""
+    """Return torch's name of a tensor's dtype, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -39,7 +39,7 @@ class _PendingObject:
 
 
 class ObjectBatch:
-    """Objects that are stored together. Any threads call `write` and `reuse`; afterwards, one thread calls `finish`.
+    """Objects stored together. Any thread may call `write` and `reuse`; afterwards, one thread calls `finish`.
 
     A context manager. If the block ends with an error, the temporary files of unpublished objects are removed.
     """
@@ -65,7 +65,7 @@ class ObjectBatch:
             self._make_folder(target.parent)
             self._pending.append(self._write(target, content))
         if len(self._pending) > _MAX_OPEN:
-            with suppress(IndexError):  # other threads have published all objects
+            with suppress(IndexError):  # other threads have taken all objects
                 self._publish(self._pending.popleft())
 
     def reuse(self, digest: Digest) -> None:

@@ -29,7 +29,7 @@ def read_fields(message: bytes | memoryview) -> Iterator[tuple[int, int, int | m
     The value of a varint is an unsigned int; the value of any other field is a view of its bytes.
 
     Raises:
-        BadSampleError: the message is truncated, or has a wire type other than the four above, such as a group.
+        BadSampleError: the message is truncated, or has a wire type without a constant here, such as a group.
     """
     view = memoryview(message)
     offset = 0
@@ -58,7 +58,7 @@ def read_packed_varints(packed: memoryview) -> npt.NDArray[np.int64]:
     """Return the numbers of a packed list of varints: `int64[n]`.
 
     Raises:
-        BadSampleError: a number is truncated or has more than `_MAX_VARINT_BYTES`.
+        BadSampleError: a number is truncated or takes more than 10 bytes.
     """
     raw = np.frombuffer(packed, np.uint8)
     if not len(raw):
