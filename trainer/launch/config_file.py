@@ -47,10 +47,7 @@ def read_config_file(path: Path, switches: Collection[str]) -> list[str]:
     Raises:
         ValueError: the file cannot be read, or does not contain sections of settings.
     """
-    try:
-        content = _parse(path)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    content = parse_file(path)
     if not isinstance(content, Mapping):
         raise ValueError(  # noqa: TRY004 - the file is wrong, not the caller
             f"{path} must contain sections such as params, not a {type(content).__name__}"
@@ -58,13 +55,20 @@ def read_config_file(path: Path, switches: Collection[str]) -> list[str]:
     return list(_list_arguments(content, path, switches))
 
 
-def _parse(path: Path) -> Any:
+def parse_file(path: Path) -> Any:
+    """Return the content of a file that is YAML, or JSON or TOML by its suffix; {} if a YAML file is empty.
+
+    Raises:
+        ValueError: the file cannot be read, or is not of this format.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
             return json.loads(text)
         if path.suffix == ".toml":
             return tomllib.loads(text)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"cannot read {path}: {error}") from None
     try:

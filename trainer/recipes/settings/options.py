@@ -1,7 +1,8 @@
-"""The command line of the training program: options override a preset, which overrides the defaults of `TrainConfig`.
+"""The command line of the training program.
 
-The variables `DATASVC_REPO`, `DATASVC_CACHE` and `DATASVC_PEERS` stand for options that are not given. With
-`--cache ''` and `--peers ''` there is no cache and there are no peers, whatever the variables say.
+A setting is taken from the first of these that has it: an option, the file of `--config`, a preset, a variable, the
+default of `TrainConfig`. The variables are `DATASVC_REPO`, `DATASVC_CACHE` and `DATASVC_PEERS`. With `--cache ''` and
+`--peers ''` there is no cache and there are no peers, whatever the file and the variables have.
 
 The options and their help texts are made from the fields and the docstrings of the groups of `TrainConfig`.
 """
@@ -15,12 +16,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from datasvc.trainer.launch.one_line_parser import OneLineParser
 from datasvc.trainer.recipes.settings.config import TrainConfig, setting_fields, setting_groups
 from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, SettingGroup, field_types
 from datasvc.trainer.recipes.settings.presets import PRESETS, find_preset
+from datasvc.trainer.recipes.settings.settings_file import PRESET, format_yaml, read_settings
 
 _REQUIRED = dataclasses.MISSING
 # The variables that also count for the other commands of datasvc, by the setting that they give.
@@ -33,8 +35,8 @@ class Setting:
 
     Attributes:
         value: value of the setting; `dataclasses.MISSING` if it is required and not given.
-        source: "default", "command line", "required", "variable" with the name of an environment variable, or the
-            preset with the section of its paper.
+        source: "default", "command line", "required", "file" with its path, "variable" with the name of an
+            environment variable, or the preset with the section of its paper.
     """
 
     value: Any
@@ -48,12 +50,12 @@ class Options:
     Attributes:
         settings: settings by field name of `TrainConfig`, in the order of its fields.
         preset: name of the preset; None without one.
-        show_config: whether to print the settings instead of training.
+        show_config: form in which to print the settings instead of training; None: train.
     """
 
     settings: Mapping[str, Setting]
     preset: str | None
-    show_config: bool
+    show_config: Literal["table", "yaml"] | None
 
     @property
     def missing(self) -> list[str]:
@@ -65,20 +67,28 @@ class Options:
         return TrainConfig(**{name: setting.value for name, setting in self.settings.items()})
 
     def describe(self) -> str:
-        """Return one line per setting with name, value and source, by group, below the citation of the preset."""
+        """Return one line per setting with name, value and source, by group, below the citation of the preset.
+
+        With `show_config="yaml"` it is a file that `--config` reads back.
+        """
         rows = {name: (_format(setting.value), setting.source) for name, setting in self.settings.items()}
         name_width, value_width = max(map(len, rows)), max(len(value) for value, _ in rows.values())
         lines = []
+        if self.preset is not None:
+            preset = find_preset(self.preset)
+            lines.append(f"# {self.preset}: {preset.citation}")
+            lines += [f"# differs from the paper: {preset.differs}"] if preset.differs else []
         for group in setting_groups():
-            lines += ["", f"# {group.title}"]
+            lines += ["", f"# {group.title}"] if lines else [f"# {group.title}"]
             for field in dataclasses.fields(group):
                 value, source = rows[field.name]
-                lines.append(f"{field.name:<{name_width}}  {value:<{value_width}}  {source}")
-        if self.preset is None:
-            return "\n".join(lines[1:])  # without the empty line above the first group
-        preset = find_preset(self.preset)
-        differs = [f"# differs from the paper: {preset.differs}"] if preset.differs else []
-        return "\n".join([f"# {self.preset}: {preset.citation}", *differs, *lines])
+                if self.show_config != "yaml":
+                    lines.append(f"{field.name:<{name_width}}  {value:<{value_width}}  {source}")
+                elif self.settings[field.name].value is _REQUIRED:
+                    lines.append(f"# {field.name}: {source}")
+                else:
+                    lines.append(format_yaml(field.name, self.settings[field.name].value, source))
+        return "\n".join(lines)
 
 
 def parse_options(
@@ -87,7 +97,7 @@ def parse_options(
     prog: str = "python -m datasvc.trainer",
     environ: Mapping[str, str] | None = None,
 ) -> Options:
-    """Parse a command line. It has one option per field of `TrainConfig`, `--preset` and `--show-config`.
+    """Parse a command line. It has one option per field of `TrainConfig`, `--config`, `--preset` and `--show-config`.
 
     Exits the process with a message of one line if the command line is not valid or a required option is missing.
 
@@ -97,35 +107,36 @@ def parse_options(
         environ: environment variables; None for those of this process.
 
     Raises:
-        ConfigError: there is no such preset.
+        ConfigError: there is no such preset, or the file of `--config` cannot be read.
     """
     environ = os.environ if environ is None else environ
     parser = _make_parser(prog)
-    given = vars(parser.parse_args(arguments))
-    # Options that are not given are absent (SUPPRESS), so that a preset can set them.
-    preset_name, show_config = given.pop("preset", None), given.pop("show_config", False)
-    choices = {} if preset_name is None else find_preset(preset_name).choices
-    settings = {}
-    for field in setting_fields():
-        if field.name in given:
-            value = given[field.name]
-            setting = Setting(tuple(value) if isinstance(value, list) else value, "command line")
-        elif field.name in choices:
-            choice = choices[field.name]
-            setting = Setting(choice.value, f"preset {preset_name}: {choice.source}")
-        elif value := environ.get(_VARIABLES.get(field.name, "")):
-            setting = Setting(value, f"variable {_VARIABLES[field.name]}")
-        else:
-            setting = Setting(field.default, "required" if field.default is _REQUIRED else "default")
-        settings[field.name] = setting
-    if "batch_size" in given and "global_batch" not in given:
-        # Remove the global batch of a preset, because it would override the user's --batch-size.
-        settings["global_batch"] = Setting(None, "command line: --batch-size replaces it")
+    # Options that are not given are absent (SUPPRESS), so that the sources below can set them.
+    given = {name: _as_tuple(value) for name, value in vars(parser.parse_args(arguments)).items()}
+    path, show_config = given.pop("config", None), given.pop("show_config", None)
+    written = {} if path is None else read_settings(path)
+    preset_name = given.pop(PRESET, written.pop(PRESET, None))
+    sources = [
+        {name: Setting(value, "command line") for name, value in given.items()},
+        {name: Setting(value, f"file {path}") for name, value in written.items()},
+        _settings_of_preset(preset_name),
+        _settings_of_variables(environ),
+        {
+            field.name: Setting(field.default, "required" if field.default is _REQUIRED else "default")
+            for field in setting_fields()
+        },
+    ]
+    names = [field.name for field in setting_fields()]
+    settings = {name: next(source[name] for source in sources if name in source) for name in names}
+    batch_source = next((source for source in sources[:2] if source.keys() & {"batch_size", "global_batch"}), {})
+    if "batch_size" in batch_source and "global_batch" not in batch_source:
+        # Remove the global batch of the file or the preset, because it would override this batch size.
+        settings["global_batch"] = Setting(None, f"{settings['batch_size'].source}: --batch-size replaces it")
     for name in ("cache", "peers"):
         if settings[name].value == "":
             # Given empty, so that the variable does not count.
-            settings[name] = Setting(None, "command line")
-    if "peers" not in given and settings["cache"].value is None:
+            settings[name] = Setting(None, settings[name].source)
+    if settings["peers"].source.startswith("variable") and settings["cache"].value is None:
         # The variable may be set for all commands of a node: without a cache, peers are ignored, and are no error.
         settings["peers"] = Setting(None, "default")
     options = Options(settings, preset_name, show_config)
@@ -136,6 +147,20 @@ def parse_options(
     return options
 
 
+def _settings_of_preset(name: str | None) -> dict[str, Setting]:
+    choices = {} if name is None else find_preset(name).choices
+    return {field: Setting(choice.value, f"preset {name}: {choice.source}") for field, choice in choices.items()}
+
+
+def _settings_of_variables(environ: Mapping[str, str]) -> dict[str, Setting]:
+    # An empty variable is one that is not set.
+    return {
+        name: Setting(environ[variable], f"variable {variable}")
+        for name, variable in _VARIABLES.items()
+        if environ.get(variable)
+    }
+
+
 def _make_parser(prog: str) -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog=prog,
@@ -144,7 +169,18 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--preset", metavar="NAME", help=f"start from a published recipe: {', '.join(PRESETS)}")
-    parser.add_argument("--show-config", action="store_true", help="print every setting with its source, and exit")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="settings by name, as YAML, .json or .toml; options override them, and they override the preset",
+    )
+    parser.add_argument(
+        "--show-config",
+        nargs="?",
+        const="table",
+        choices=("table", "yaml"),
+        help="print every setting with its source, and exit; yaml: in a form that --config reads",
+    )
     for group in setting_groups():
         _add_group(parser, group)
     return parser
@@ -202,6 +238,10 @@ def _format_default(value: Any) -> str:
 
 def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _format(value: Any) -> str:

@@ -227,6 +227,7 @@ MISTAKES = [
     [*WORDS, "--log-to", "paper:here"],
     [*WORDS, "--seed", "-1"],
     [*WORDS, "--cache", "/c", "--cache-budget", "junk"],
+    [*WORDS, "--config", "nowhere.yaml"],
     ["profile", *WORDS[:4], "--steps", "few"],
     ["profile", *WORDS[:4], "--steps", "0"],
     ["profile", *WORDS[:4], "--bandwidth", "wide"],
