@@ -166,7 +166,8 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         run.loader.load_state_dict(state["loader"])
     except StateMismatchError as error:
         current = {split.dataset for split in splits_of(run.loader.split)}
-        trained_on = {use["dataset"] for use in checkpoint.entry["data"]}
+        # The versions of a mixture are separated by commas.
+        trained_on = {version for use in checkpoint.entry["data"] for version in use["dataset"].split(", ")}
         if current <= trained_on:
             raise  # the order differs, not the data
         # The loader's message has digests of shard tables, because a state does not name its data set.

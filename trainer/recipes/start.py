@@ -12,14 +12,15 @@ import datasvc.trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
+from datasvc.loaders import Mixture
 from datasvc.loaders.core.batch import check_gpu
+from datasvc.loaders.core.mixture import columns_of
 from datasvc.models import ConsumptionTracker
 from datasvc.node.peers import open_peers
 from datasvc.node.ranks import RankNodes
 from datasvc.processors import count_processors
 from datasvc.shards import Split
 from datasvc.shards.format.schema import IMAGE
-from datasvc.shards.sources.text.tokens import TOKENS
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import initialise, open_checkpoints, restore, resume
 from datasvc.trainer.recipes.early_stop import EarlyStop
@@ -36,6 +37,7 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.classification import Classification
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
+from datasvc.trainer.recipes.training_data import open_data, resolve_data
 from datasvc.trainer.recipes.update import Learner
 
 
@@ -46,34 +48,33 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
     """
     repo = datasvc.open(config.repo)
-    data, version, init_version = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
-    dataset = repo.dataset(data)
-    train_split = dataset["train"]
-    task = choose_task(config, train_split)
+    versions, version, init_version = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
+    data = open_data(repo, config, versions)
+    task = choose_task(config, data.train)
     # Replace None by the default model of the task, because the checkpoints store the name of the model.
     config = dataclasses.replace(config, model=config.model or task.default_model)
     batches = plan_batches(config, hvd.size())
     schedule = build_schedule(config, batches.global_batch)
     place = choose_place(config)
-    if config.patience is not None and "val" not in dataset:
+    if config.patience is not None and data.val is None:
         raise ConfigError(
-            f"patience compares {config.stop_metric!r} of evaluations, and {data} has no split 'val' to evaluate; "
-            "ingest the data with one (--val-fraction), or leave out --patience"
+            f"patience compares {config.stop_metric!r} of evaluations, and {' + '.join(versions)} has no split 'val' "
+            "to evaluate; ingest the data with one (--val-fraction), or leave out --patience"
         )
     # If a step below fails, the stack closes what the steps before it have opened.
     with contextlib.ExitStack() as stack:
         cache, nodes = open_cache(config)
         if nodes is not None:
             stack.callback(nodes.close)
-        loader = task.open_loader(train_split, training=True, batch_size=batches.batch_size, cache=cache, place=place)
+        loader = task.open_loader(data.train, training=True, batch_size=batches.batch_size, cache=cache, place=place)
         stack.callback(loader.close)
         # The validation loader is opened before training, so that its errors appear at the start.
         val_loader = None
-        if "val" in dataset:
+        if data.val is not None:
             # A training step may divide its batch into several passes. An evaluation runs one pass per batch, so its
             # batches have the size of such a pass.
             val_loader = task.open_loader(
-                dataset["val"], training=False, batch_size=batches.micro_batch, cache=cache, place=place
+                data.val, training=False, batch_size=batches.micro_batch, cache=cache, place=place
             )
             stack.callback(val_loader.close)
         run = Run(
@@ -106,6 +107,7 @@ def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: Da
     """Build model and optimizer, equal on all ranks, and seed this rank's generators. Every rank must call this."""
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
+        torch.backends.cudnn.benchmark = config.cudnn_benchmark
     assert config.model is not None
     model = task.build_model(config.model, config.parse_model_options()).to(place.device)
     # Broadcast before `WeightAverage` copies the weights, so that the averages are equal on all ranks too.
@@ -124,16 +126,16 @@ def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: Da
     )
 
 
-def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str | None, str | None]:
+def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[list[str], str | None, str | None]:
     """Resolve the names of versions that a run starts from.
 
     Call this on one rank only: the ranks may resolve a name such as `digits@latest` to different versions.
 
     Returns:
-        The data version; the checkpoint to continue, None for a new run; and the version whose weights a new run
-        starts with, None for random weights.
+        The version of each data set; the checkpoint to continue, None for a new run; and the version whose weights a
+        new run starts with, None for random weights.
     """
-    data = str(repo.dataset(config.data).resolved)
+    data_versions = resolve_data(repo, config)
     checkpoint = None
     if config.resume not in ("auto", "never"):
         checkpoint = str(repo.models.resolve(config.resume))
@@ -142,19 +144,19 @@ def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[str, str |
     init_version = None
     if config.init_from is not None and checkpoint is None:
         init_version = str(repo.models.resolve(config.init_from))
-    return data, checkpoint, init_version
+    return data_versions, checkpoint, init_version
 
 
-def choose_task(config: TrainConfig, split: Split) -> Task:
-    """Return the task for a split: classification of its images, or language modelling of its tokens.
+def choose_task(config: TrainConfig, split: Split | Mixture) -> Task:
+    """Return the task for a split or mixture: classification of its images, or language modelling of its tokens.
 
     Raises:
-        ConfigError: the split has neither images nor tokens.
+        ConfigError: the samples have neither images nor tokens.
     """
-    columns = split.table.sample_schema.names
+    columns = columns_of(split)
     if IMAGE in columns:
         return Classification(config, split)
-    if TOKENS in columns:
+    if config.token_column in columns:
         return LanguageModelling(config, split)
     raise ConfigError(f"{split!r} has neither images nor tokens to train on; its columns are {', '.join(columns)}")
 
@@ -180,7 +182,7 @@ def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:
 def choose_place(config: TrainConfig) -> DataPlacement:
     """Return this process's data rank and device, and its number of decoding threads.
 
-    It gets one thread per processor that it may use, divided by the number of ranks on the node.
+    By default it gets one thread per processor that it may use, divided by the number of ranks on the node.
 
     Raises:
         ConfigError: the device is a GPU that torch does not find.
@@ -191,7 +193,7 @@ def choose_place(config: TrainConfig) -> DataPlacement:
         rank=hvd.rank(),
         world_size=hvd.size(),
         device=device,
-        num_threads=max(1, count_processors() // hvd.local_size()),
+        num_threads=config.decode_threads or max(1, count_processors() // hvd.local_size()),
     )
 
 
@@ -205,12 +207,12 @@ def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
     if config.peers == "ranks":
         nodes = RankNodes(config.cache, (config.repo,), budget=config.cache_budget)
         try:
-            return Cache(config.cache, budget=config.cache_budget, peers=nodes.peers), nodes
+            return Cache(config.cache, budget=config.cache_budget, tenant=config.tenant, peers=nodes.peers), nodes
         except BaseException:
             nodes.close()
             raise
     peers = None if config.peers is None else open_peers(config.peers)
-    return Cache(config.cache, budget=config.cache_budget, peers=peers), None
+    return Cache(config.cache, budget=config.cache_budget, tenant=config.tenant, peers=peers), None
 
 
 def compile_model(model: torch.nn.Module, backend: str | None) -> None:

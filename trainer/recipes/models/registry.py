@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -17,6 +15,7 @@ from datasvc.trainer.recipes.models.googlenet import GoogLeNet
 from datasvc.trainer.recipes.models.gpt import GPT, gpt2
 from datasvc.trainer.recipes.models.resnet import BottleneckBlock, ResidualBlock, ResNet
 from datasvc.trainer.recipes.models.small_models import small_cnn
+from datasvc.trainer.recipes.models.user_function import import_function
 from datasvc.trainer.recipes.models.vgg import VGG16
 
 MODELS: Final[dict[str, Callable[..., nn.Module]]] = {
@@ -52,7 +51,11 @@ def build_model(name: str, /, num_classes: int, **options: Any) -> nn.Module:
         raise ConfigError(f"num_classes is {num_classes}; expected at least 1")
     # Only options of the reference models are checked by type: those of a user's function may accept several types.
     is_reference = name in MODELS
-    function = MODELS[name] if is_reference else _import_function(name)
+    if not is_reference and ":" not in name:
+        raise ConfigError(
+            f'there is no model {name!r}; expected one of {", ".join(sorted(MODELS))}, or "module:function"'
+        )
+    function = MODELS[name] if is_reference else import_function(name, what="model")
     _check_accepts(name, function, {"num_classes": num_classes, **options})
     if is_reference:
         _check_types(name, function, options)
@@ -66,42 +69,6 @@ def build_model(name: str, /, num_classes: int, **options: Any) -> nn.Module:
         result = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ConfigError(f"model {name!r} returned {result}; expected an instance of torch.nn.Module")
     return model
-
-
-def _import_function(name: str) -> Callable[..., Any]:
-    module_name, colon, attribute = name.partition(":")
-    if not colon:
-        raise ConfigError(
-            f'there is no model {name!r}; expected one of {", ".join(sorted(MODELS))}, or "module:function"'
-        )
-    if not attribute.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError(
-            f'model {name!r} is not "module:function"; write for example "my_package.models:make_model"'
-        )
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # the module's own code runs here and can raise anything
-        raise ConfigError(f"model {name!r}: {_describe_import_error(module_name, error)}") from error
-    function = getattr(module, attribute, None)
-    if function is None:
-        public = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        choices = ", ".join(public[:20]) or "no functions"
-        raise ConfigError(f"model {name!r}: module {module_name!r} has no {attribute!r}; it has {choices}")
-    if not callable(function):
-        raise ConfigError(
-            f"model {name!r}: {attribute!r} is of type {type(function).__name__}; expected a function or class"
-        )
-    return function  # type: ignore[no-any-return]
-
-
-def _describe_import_error(module_name: str, error: Exception) -> str:
-    # The module itself, or a package above it, is missing. A missing module that it imports is reported at the end.
-    if isinstance(error, ModuleNotFoundError) and error.name and f"{module_name}.".startswith(f"{error.name}."):
-        return f"there is no module {error.name!r}; install it, start in its folder, or add that folder to PYTHONPATH"
-    if isinstance(error, SyntaxError):  # the position is in the exception, not in its traceback
-        return f"importing {module_name!r} failed in {error.filename}:{error.lineno}: SyntaxError: {error.msg}"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"importing {module_name!r} failed in {frame.filename}:{frame.lineno}: {type(error).__name__}: {error}"
 
 
 def _check_accepts(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
 from datasvc.trainer.recipes.settings.groups.cache import CacheSettings
-from datasvc.trainer.recipes.settings.groups.checkpoints import CheckpointSettings
-from datasvc.trainer.recipes.settings.groups.data import DataSettings
+from datasvc.trainer.recipes.settings.groups.checkpoints import CheckpointSettings, StartSettings
+from datasvc.trainer.recipes.settings.groups.data import DataSettings, TokenSettings
 from datasvc.trainer.recipes.settings.groups.decoding import DecodeSettings
 from datasvc.trainer.recipes.settings.groups.evaluation import EvaluationSettings
 from datasvc.trainer.recipes.settings.groups.gradients import GradientSettings
@@ -24,13 +24,13 @@ from datasvc.trainer.recipes.settings.groups.order import OrderSettings
 from datasvc.trainer.recipes.settings.groups.precision import PrecisionSettings
 from datasvc.trainer.recipes.settings.groups.rate import RateSettings
 from datasvc.trainer.recipes.settings.groups.reports import ReportSettings
-from datasvc.trainer.recipes.settings.groups.setting_group import SettingGroup, check_group
-from datasvc.trainer.recipes.settings.groups.start import StartSettings
+from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, SettingGroup, check_group, field_types
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(
     DataSettings,
+    TokenSettings,
     CacheSettings,
     OrderSettings,
     ImageSettings,
@@ -68,10 +68,14 @@ class TrainConfig(
         RateSchedule(
             peak=self.learning_rate, epochs=self.epochs, shape=self.schedule, milestones=self.parse_milestones()
         )
-        # `AugmentConfig` checks its own ranges. It comes last, because its import takes longer than all other checks.
-        from datasvc.loaders.augment.augment import AugmentConfig
+        # These check their own ranges. They come last, because their import takes longer than all other checks.
+        from datasvc.loaders.decode.pixels import PixelFormat
+        from datasvc.loaders.decode_sharing.settings import DecodeGroup
 
-        AugmentConfig(scale=self.scale, ratio=self.ratio, flip=self.flip)
+        self.build_augment()
+        PixelFormat(mean=self.mean, std=self.std)
+        if self.decode_group is not None:
+            DecodeGroup(self.decode_group)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values."""
@@ -86,3 +90,8 @@ def setting_groups() -> tuple[type[SettingGroup], ...]:
 def setting_fields() -> list[dataclasses.Field[Any]]:
     """Return the fields of all settings, group by group. `dataclasses.fields` has the groups in reverse order."""
     return [field for group in setting_groups() for field in dataclasses.fields(group)]
+
+
+def setting_types() -> dict[str, FieldType]:
+    """Return the types of all settings by name."""
+    return {name: field_type for group in setting_groups() for name, field_type in field_types(group).items()}

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from datasvc.trainer.launch.one_line_parser import OneLineParser
-from datasvc.trainer.recipes.settings.config import TrainConfig, setting_fields, setting_groups
+from datasvc.trainer.recipes.settings.config import TrainConfig, setting_fields, setting_groups, setting_types
 from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, SettingGroup, field_types
 from datasvc.trainer.recipes.settings.presets import PRESETS, find_preset
 from datasvc.trainer.recipes.settings.settings_file import PRESET, format_yaml, read_settings
@@ -112,7 +112,7 @@ def parse_options(
     environ = os.environ if environ is None else environ
     parser = _make_parser(prog)
     # Options that are not given are absent (SUPPRESS), so that the sources below can set them.
-    given = {name: _as_tuple(value) for name, value in vars(parser.parse_args(arguments)).items()}
+    given = {name: _as_setting(name, value) for name, value in vars(parser.parse_args(arguments)).items()}
     path, show_config = given.pop("config", None), given.pop("show_config", None)
     written = {} if path is None else read_settings(path)
     preset_name = given.pop(PRESET, written.pop(PRESET, None))
@@ -207,6 +207,8 @@ def _parse_as(field_type: FieldType) -> dict[str, Any]:
         return {"action": argparse.BooleanOptionalAction}
     # The choices are shown here and checked by `TrainConfig`, which also gets values that are no options.
     metavar = f"{{{','.join(field_type.choices)}}}" if field_type.choices else field_type.metavar
+    if field_type.is_words:
+        return {"type": str, "metavar": metavar, "nargs": "+"}
     if not field_type.is_tuple:
         return {"type": field_type.kind, "metavar": metavar}
     if field_type.length is None:
@@ -240,8 +242,11 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _as_setting(name: str, value: Any) -> Any:
+    """Return what argparse has parsed as the value of a setting."""
+    if not isinstance(value, list):
+        return value
+    return " ".join(value) if setting_types()[name].is_words else tuple(value)
 
 
 def _format(value: Any) -> str:

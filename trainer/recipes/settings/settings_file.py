@@ -9,8 +9,8 @@ from typing import Any
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.launch.config_file import parse_file
-from datasvc.trainer.recipes.settings.config import setting_groups
-from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, field_types, naming
+from datasvc.trainer.recipes.settings.config import setting_types
+from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, naming
 
 PRESET = "preset"
 """The name of the only entry of a file that is no setting."""
@@ -31,10 +31,7 @@ def read_settings(path: str) -> dict[str, Any]:
         raise ConfigError(str(error)) from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} has a {type(content).__name__}; expected settings, each as 'name: value'")
-    types_by_name = {
-        name: field_type for group in setting_groups() for name, field_type in field_types(group).items()
-    }
-    types_by_name[PRESET] = FieldType(str)
+    types_by_name = {**setting_types(), PRESET: FieldType(str)}
     settings: dict[str, Any] = {}
     for key, value in content.items():
         name = str(key).replace("-", "_")
@@ -59,6 +56,8 @@ def _convert(value: Any, field_type: FieldType, path: str) -> Any:
     """Return a value of a file as the type of its field. Raises ConfigError: it has another type."""
     if value is None and field_type.is_optional:
         return None
+    if field_type.is_words and isinstance(value, list):
+        return " ".join(_convert_member(word, str, path) for word in value)
     if not field_type.is_tuple:
         return _convert_member(value, field_type.kind, path)
     # A single value stands for a list of one, as on the command line.

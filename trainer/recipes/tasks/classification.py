@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Final, cast
 
 import pyarrow as pa
 import torch
@@ -13,24 +13,27 @@ from torch.nn import functional as F
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.loaders import (
-    AugmentConfig,
     DataRanks,
     DecodeConfig,
+    DecodeGroup,
     ImageBatch,
     ImageLoader,
     Loader,
+    Mixture,
     OrderConfig,
     PixelFormat,
 )
-from datasvc.loaders.augment.augment import parse_evaluation
+from datasvc.loaders.core.mixture import weighted_splits
 from datasvc.shards import Split, open_dataset
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import MAX_CLASSES
 from datasvc.trainer.recipes.models import build_model, combine_losses
+from datasvc.trainer.recipes.models.user_function import import_function
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
 
 _TOP = 5
+_NO_TARGET: Final = -100  # the label that cross entropy ignores by default
 
 
 class Classification:
@@ -42,18 +45,25 @@ class Classification:
 
     unit: ClassVar[str] = "images"
     default_model: ClassVar[str] = "small-cnn"
-    targets_vary: ClassVar[bool] = False
 
-    def __init__(self, config: TrainConfig, split: Split) -> None:
+    def __init__(self, config: TrainConfig, split: Split | Mixture) -> None:
         self._config = config
         self._num_classes = count_classes(split)
+        self._transform = None if config.transform is None else import_function(config.transform, what="transform")
+
+    @property
+    def targets_vary(self) -> bool:
+        """Whether ranks may have different numbers of targets in a step: images that do not decode have none."""
+        return self._config.on_bad == "mask"
 
     def open_loader(
-        self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: DataPlacement
+        self, split: Split | Mixture, *, training: bool, batch_size: int, cache: Cache | None, place: DataPlacement
     ) -> Loader[Any]:
-        """Return this rank's loader of a split."""
+        """Return this rank's loader of a split or mixture."""
         config = self._config
         _check_labels(split, self._num_classes)
+        # A decode group shares batches in the memory of the CPU; `unpack` copies them to the device.
+        group = DecodeGroup(config.decode_group, config.decode_lag) if config.decode_group and training else None
         return ImageLoader(
             split,
             batch_size=batch_size,
@@ -62,16 +72,14 @@ class Classification:
             size=config.size,
             **order_arguments(config, training=training),
             ranks=DataRanks(place.rank, place.world_size),
-            pixels=PixelFormat(layout="NHWC" if config.channels_last else "NCHW"),
-            augment=AugmentConfig(
-                scale=config.scale,
-                ratio=config.ratio,
-                flip=config.flip,
-                resize=config.resize,
-                evaluation=parse_evaluation(config.evaluation),
+            pixels=PixelFormat(layout="NHWC" if config.channels_last else "NCHW", mean=config.mean, std=config.std),
+            augment=config.build_augment(self._transform),
+            device=str(place.device) if group is None else "cpu",
+            decode=DecodeConfig(
+                config.decode, num_threads=place.num_threads, prefetch=config.prefetch, on_bad=config.on_bad
             ),
-            device=str(place.device),
-            decode=DecodeConfig(num_threads=place.num_threads, prefetch=config.prefetch),
+            ledger=config.ledger if training else None,
+            decode_group=group,
         )
 
     def build_model(self, name: str, options: Mapping[str, Any]) -> nn.Module:
@@ -85,11 +93,14 @@ class Classification:
         images = batch.images.to(device)
         if self._config.channels_last:
             images = images.permute(0, 3, 1, 2)  # a view: the loader's memory is channels-last already
-        return Examples(images, batch.labels.to(device), batch.mask.to(device))
+        labels = batch.labels
+        if self._config.on_bad == "mask":
+            labels = labels.masked_fill(~batch.mask, _NO_TARGET)
+        return Examples(images, labels.to(device), batch.mask.to(device))
 
     def count_targets(self, examples: Examples) -> int:
-        """Return the number of images; training batches have no padding."""
-        return len(examples.targets)
+        """Return the number of images that decode; training batches have no padding."""
+        return int(examples.mask.sum()) if self._config.on_bad == "mask" else len(examples.targets)
 
     def sum_loss(self, model: nn.Module, examples: Examples) -> Tensor:
         """Return the cross entropy, including that of auxiliary classifiers of the model."""
@@ -116,21 +127,23 @@ class Classification:
         return {"val_accuracy": right / samples, "val_top5": among_five / samples, "val_loss": loss / samples}
 
 
-def count_classes(split: Split) -> int:
-    """Return the number of classes of a split.
+def count_classes(split: Split | Mixture) -> int:
+    """Return the number of classes of a split or mixture.
 
-    Without class names, the classes are numbered 0 to the largest label in any split of the version.
+    Without class names, the classes are numbered 0 to the largest label in any split of the versions.
 
     Raises:
-        ConfigError: the split has no labels, or labels that are not class numbers.
+        ConfigError: a split has no labels, or labels that are not class numbers.
     """
-    if LABEL not in split.table.sample_schema.names:
-        raise ConfigError(f"{split!r} has no labels to train on: none of its columns is called {LABEL!r}")
+    for part in weighted_splits(split):
+        if LABEL not in part.table.sample_schema.names:
+            raise ConfigError(f"{part!r} has no labels to train on: none of its columns is called {LABEL!r}")
     num_classes = len(split.classes)
     if not num_classes:
         # Count over all splits, so that a label that occurs only in `val` has a logit too.
-        tables = [other.table for other in open_dataset(split.repository, split.dataset).values()]
-        num_classes = 1 + max((max(table.label_counts) for table in tables if table.label_counts), default=-1)
+        versions = [open_dataset(part.repository, part.dataset) for part in weighted_splits(split)]
+        counts = [other.table.label_counts for version in versions for other in version.values()]
+        num_classes = 1 + max((max(labels) for labels in counts if labels), default=-1)
     if num_classes > MAX_CLASSES:
         raise ConfigError(
             f"the labels of {split!r} go up to {num_classes - 1}, but labels must be below {MAX_CLASSES}: "
@@ -140,8 +153,14 @@ def count_classes(split: Split) -> int:
     return num_classes
 
 
-def _check_labels(split: Split, num_classes: int) -> None:
-    """Raise ConfigError if a sample of the split has no label or a label outside the classes."""
+def _check_labels(split: Split | Mixture, num_classes: int) -> None:
+    """Raise ConfigError if a sample has no label or a label outside the classes."""
+    for part in weighted_splits(split):
+        # The labels of a split of a mixture are indices of the split's own class names.
+        _check_labels_of_split(part, len(part.classes) or num_classes)
+
+
+def _check_labels_of_split(split: Split, num_classes: int) -> None:
     table = split.table
     counts = table.label_counts
     if LABEL not in table.sample_schema.names:
@@ -178,5 +197,5 @@ def order_arguments(config: TrainConfig, *, training: bool) -> dict[str, Any]:
     if training and config.shuffle == "windowed":
         if config.block is None and config.lanes == 1:
             return {"seed": config.seed, "shuffle": "windowed"}
-        return {"order": OrderConfig(config.seed, "windowed", config.lanes, config.block)}
+        return {"order": OrderConfig(config.seed, "windowed", config.lanes, config.block, config.sticky)}
     return {"order": OrderConfig(config.seed, "global" if training else None)}

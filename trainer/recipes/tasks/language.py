@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.loaders import DataRanks, Loader, TokenBatch, TokenLoader
+from datasvc.loaders import DataRanks, Loader, Mixture, TokenBatch, TokenFormat, TokenLoader
 from datasvc.shards import Split
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -34,28 +34,41 @@ class LanguageModelling:
     default_model: ClassVar[str] = "gpt"
     targets_vary: ClassVar[bool] = True
 
-    def __init__(self, config: TrainConfig, split: Split) -> None:
+    def __init__(self, config: TrainConfig, split: Split | Mixture) -> None:
         if config.vocabulary is None:
             raise ConfigError(
                 f"{split!r} holds tokens: set the size of its vocabulary, such as --vocabulary 50257 for GPT-2's"
             )
+        for name in ("transform", "jitter", "decode_group"):
+            if getattr(config, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{option} is for images, and {split!r} holds tokens; leave it out")
         self._config = config
         self._vocabulary = config.vocabulary
 
     def open_loader(
-        self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: DataPlacement
+        self, split: Split | Mixture, *, training: bool, batch_size: int, cache: Cache | None, place: DataPlacement
     ) -> Loader[Any]:
-        """Return this rank's loader of a split."""
+        """Return this rank's loader of a split or mixture."""
+        config = self._config
         return TokenLoader(
             split,
             batch_size=batch_size,
             training=training,
             cache=cache,
-            labels="within" if self._config.documents else "across",
-            documents=self._config.documents,
-            **order_arguments(self._config, training=training),
+            tokens=TokenFormat(
+                config.token_column,
+                block_tokens=config.block_tokens,
+                dtype=config.token_dtype,
+                pad=config.pad_token,
+                end=config.end_token,
+            ),
+            labels="within" if config.documents else "across",
+            documents=config.documents,
+            **order_arguments(config, training=training),
             ranks=DataRanks(place.rank, place.world_size),
-            prefetch=self._config.prefetch,
+            prefetch=config.prefetch,
+            ledger=config.ledger if training else None,
         )
 
     def build_model(self, name: str, options: Mapping[str, Any]) -> nn.Module:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from datasvc.cache import Cache
 from datasvc.loaders.core.loader import Loader
+from datasvc.loaders.core.mixture import Mixture
 from datasvc.shards import Split
 
 
@@ -49,16 +50,19 @@ class DataPlacement:
 
 
 class Task(Protocol):
-    """A learning task; built from the settings of a run and the split to train on."""
+    """A learning task; built from the settings of a run and the samples to train on."""
 
     unit: ClassVar[str]  # name of the samples, for throughput, such as "images"
     default_model: ClassVar[str]
-    targets_vary: ClassVar[bool]  # whether ranks may have different numbers of targets in a step
+
+    @property
+    def targets_vary(self) -> bool:
+        """Whether ranks may have different numbers of targets in a step."""
 
     def open_loader(
-        self, split: Split, *, training: bool, batch_size: int, cache: Cache | None, place: DataPlacement
+        self, split: Split | Mixture, *, training: bool, batch_size: int, cache: Cache | None, place: DataPlacement
     ) -> Loader[Any]:
-        """Return this rank's loader of a split."""
+        """Return this rank's loader of a split or mixture."""
 
     def build_model(self, name: str, options: Mapping[str, Any]) -> nn.Module:
         """Return the model, freshly initialised, on the CPU."""

@@ -1,18 +1,21 @@
 import dataclasses
 import subprocess
 import sys
+from fractions import Fraction
 from typing import get_args
 
 import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import Evaluation
+from datasvc.loaders.decode.backend import Decode, OnBad
 from datasvc.models.saving.queue import OVERLAPS
 from datasvc.models.tensors.write import CODECS
 from datasvc.trainer.__main__ import main
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan, plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.groups.checkpoints import CheckpointSettings
+from datasvc.trainer.recipes.settings.groups.decoding import DecodeSettings
 from datasvc.trainer.recipes.settings.groups.images import ImageSettings
 from datasvc.trainer.recipes.settings.groups.setting_group import field_types
 from datasvc.trainer.recipes.settings.options import parse_options
@@ -214,6 +217,23 @@ def test_the_choices_of_the_checkpoint_options_are_those_of_the_manager():
     types = field_types(CheckpointSettings)
     assert (types["checkpoint_overlap"].choices, types["codec"].choices) == (OVERLAPS, CODECS)
     assert field_types(ImageSettings)["evaluation"].choices == get_args(Evaluation)
+
+
+def test_the_choices_of_decoding_are_those_of_the_loader():
+    types = field_types(DecodeSettings)
+    assert (types["decode"].choices, types["on_bad"].choices) == (get_args(Decode), get_args(OnBad))
+
+
+def test_the_parts_of_a_mixture_are_words_of_one_option(tmp_path):
+    words = ["--repo", "r", "--name", "m", "--data", "a@1:0.8", "b@2:0.2"]
+    assert parse_options(words).config().data == "a@1:0.8 b@2:0.2"
+    (tmp_path / "run.yaml").write_text("data: ['a@1:0.8', 'b@2:0.2']\n")
+    assert parse_options([*words[:4], "--config", str(tmp_path / "run.yaml")]).config().data == "a@1:0.8 b@2:0.2"
+    assert config_of("--data", "a@best:val_loss:0.5", "b:1/2").parse_data() == (
+        ("a@best:val_loss", Fraction(1, 2)),
+        ("b", Fraction(1, 2)),
+    )
+    assert config_of("--data", "a@best:val_loss").parse_data() == (("a@best:val_loss", Fraction(1)),)
 
 
 MISTAKES = [

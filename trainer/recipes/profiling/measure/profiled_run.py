@@ -15,6 +15,7 @@ from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import build_learner, choose_place, choose_task, open_cache
+from datasvc.trainer.recipes.training_data import open_data, resolve_data
 from datasvc.trainer.recipes.update import Learner
 
 
@@ -87,10 +88,11 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
     """
     repo = datasvc.open(config.repo)
-    data = call_on_first_rank(lambda: str(repo.dataset(config.data).resolved), name="profile")
-    split = repo.dataset(data)["train"]
-    task = choose_task(config, split)
-    config = dataclasses.replace(config, model=config.model or task.default_model)
+    versions = call_on_first_rank(lambda: resolve_data(repo, config), name="profile")
+    samples = open_data(repo, config, versions).train
+    task = choose_task(config, samples)
+    # A profile is no run of which others have a part: it leaves no ledger, and decodes what it measures.
+    config = dataclasses.replace(config, model=config.model or task.default_model, ledger=None, decode_group=None)
     batches, place = plan_batches(config, hvd.size()), choose_place(config)
     with contextlib.ExitStack() as stack:
         cache, nodes = open_cache(config)
@@ -99,9 +101,9 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
 
         def open_loader(prefetch: int) -> Loader[Any]:
             # Each loader needs its own task, because it takes `prefetch` from the configuration of the task.
-            loader_task = choose_task(dataclasses.replace(config, prefetch=prefetch), split)
+            loader_task = choose_task(dataclasses.replace(config, prefetch=prefetch), samples)
             return loader_task.open_loader(
-                split, training=True, batch_size=batches.batch_size, cache=cache, place=place
+                samples, training=True, batch_size=batches.batch_size, cache=cache, place=place
             )
 
         loaders = LoadersInTurn(open_loader(0), open_loader(max(1, config.prefetch)))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from datasvc.errors import ConfigError
+from datasvc.repository.logs.references import check_name
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, SettingGroup, naming
 
 
@@ -19,6 +20,7 @@ class CacheSettings(SettingGroup):
         cache_budget: budget of the node's cache, such as "50GB"; None keeps its present budget.
         peers: nodes to read from before the repository, written as for `datasvc stage --peers`; "ranks": the nodes of
             this job, each with a server that the job starts; None: no peers.
+        tenant: tenant of the cache whose quota this run is charged to; see `datasvc cache quota`.
     """
 
     title: ClassVar[str] = "cache of the node"
@@ -26,9 +28,13 @@ class CacheSettings(SettingGroup):
     cache: Annotated[str | None, Metavar("FOLDER")] = None
     cache_budget: Annotated[str | None, Metavar("SIZE")] = None
     peers: Annotated[str | None, Metavar("{ranks,NODES}")] = None
+    tenant: Annotated[str, Metavar("NAME")] = "default"
 
     def check(self) -> None:
-        """Check that the settings of a cache come with its folder, and the form of the budget."""
+        """Check that the settings of a cache come with its folder, and the forms of tenant and budget."""
+        check_name(self.tenant, "tenant")
+        if self.tenant != "default" and not self.cache:
+            raise ConfigError("tenant is a tenant of a node cache: set its folder with --cache")
         if self.peers is not None and not self.cache:
             raise ConfigError("peers need a node cache: set its folder with --cache")
         if self.cache_budget is not None:

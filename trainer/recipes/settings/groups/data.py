@@ -1,12 +1,14 @@
-"""The group of settings of the data that a run trains on."""
+"""The groups of settings of the data that a run trains on, and of how tokens are stored in it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Annotated, ClassVar
 
+from datasvc.errors import ConfigError
 from datasvc.repository.logs.references import parse_reference
-from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup, naming
+from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup, Words, naming
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,20 +16,77 @@ class DataSettings(SettingGroup):
     """Which data a run trains on.
 
     Attributes:
-        data: data-set reference, such as "digits@1"; resolved once, at the start of the run.
+        data: data-set reference, such as "digits@1"; resolved once, at the start of the run. Several with weights are
+            a mixture: "digits@1:0.8 letters@2:0.2". A weight is the share of the samples that are trained on.
         repo: repository URL.
-        vocabulary: size of the vocabulary of token data; all tokens are smaller.
-        documents: whether attention and targets of token data stay within each document.
+        mixture_block: samples of a mixture over which the shares are exact; see `Mixture`.
+        epoch_samples: samples of an epoch of a mixture; None: the samples of all its data sets.
     """
 
     title: ClassVar[str] = "data"
 
-    data: Annotated[str, Metavar("NAME@VERSION")]
+    data: Annotated[str, Metavar("NAME@VERSION[:WEIGHT]"), Words()]
     repo: Annotated[str, Metavar("URL")]
-    vocabulary: Annotated[int | None, Metavar("TOKENS"), Range(1)] = None
-    documents: bool = False
+    mixture_block: Annotated[int, Metavar("SAMPLES"), Range(1)] = 4096
+    epoch_samples: Annotated[int | None, Metavar("SAMPLES"), Range(1)] = None
 
     def check(self) -> None:
-        """Check the form of the reference."""
-        with naming("data", self.data):
-            parse_reference(self.data)
+        """Check the form of references and weights."""
+        parts = self.parse_data()
+        for reference, _ in parts:
+            with naming("data", reference):
+                parse_reference(reference)
+        if len(parts) == 1 and (self.mixture_block, self.epoch_samples) != (4096, None):
+            raise ConfigError(
+                "mixture_block and epoch_samples are settings of a mixture; give --data several data sets with "
+                "weights, such as --data digits@1:0.8 letters@2:0.2"
+            )
+
+    def parse_data(self) -> tuple[tuple[str, Fraction], ...]:
+        """Return reference and weight of each data set; the weight is 1 if there is only one.
+
+        Raises:
+            ConfigError: a part of a mixture has no weight, or one that is not a number of 0 or more.
+        """
+        words = self.data.split()
+        if len(words) < 2:
+            return ((self.data.strip(), Fraction(1)),)
+        parts = []
+        for word in words:
+            # From the right, because a reference such as digits@best:val_loss has colons too.
+            reference, _, weight = word.rpartition(":")
+            try:
+                parts.append((reference, Fraction(weight)))
+            except (ValueError, ZeroDivisionError):
+                parts.append((reference, Fraction(-1)))
+            if not reference or parts[-1][1] < 0:
+                raise ConfigError(
+                    f"data has {word!r}; expected each data set of a mixture as REFERENCE:WEIGHT, such as "
+                    "digits@1:0.8, with a weight of 0 or more"
+                )
+        return tuple(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSettings(SettingGroup):
+    """How token data are stored and read; see `TokenFormat`.
+
+    Attributes:
+        vocabulary: size of the vocabulary of token data; all tokens are smaller.
+        documents: whether attention and targets of token data stay within each document.
+        token_column: name of the column of token blocks; data with this column and no images train a language model.
+        block_tokens: tokens of a block, for blobs and for lists of variable size; None: that of the column.
+        token_dtype: dtype of a token in blobs, such as "uint16".
+        pad_token: token to write into padding; None: padding stays as it is stored.
+        end_token: token that ends a document, for `documents` of data without the column `document_starts`.
+    """
+
+    title: ClassVar[str] = "tokens"
+
+    vocabulary: Annotated[int | None, Metavar("TOKENS"), Range(1)] = None
+    documents: bool = False
+    token_column: Annotated[str, Metavar("COLUMN")] = "tokens"  # noqa: S105 - tokens of a text
+    block_tokens: Annotated[int | None, Metavar("TOKENS"), Range(1)] = None
+    token_dtype: Annotated[str | None, Metavar("DTYPE")] = None
+    pad_token: Annotated[int | None, Metavar("TOKEN"), Range(0)] = None
+    end_token: Annotated[int | None, Metavar("TOKEN"), Range(0)] = None

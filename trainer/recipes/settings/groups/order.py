@@ -19,6 +19,8 @@ class OrderSettings(SettingGroup):
         lanes: lanes of a windowed shuffle; see `OrderConfig`. With `lanes=1` and without `block`, the loader derives
             both from the sizes of the shards and of the cache.
         block: block of a windowed shuffle; see `OrderConfig`.
+        sticky: whether each lane of a windowed shuffle has the same samples in every epoch, so that each node reads
+            its own part of the data; needs `block`.
     """
 
     title: ClassVar[str] = "order of the samples"
@@ -27,9 +29,10 @@ class OrderSettings(SettingGroup):
     shuffle: Literal["global", "windowed"] = "global"
     lanes: Annotated[int, Metavar("NUMBER"), Range(1)] = 1
     block: Annotated[int | None, Metavar("SAMPLES"), Range(1)] = None
+    sticky: bool = False
 
     def check(self) -> None:
-        """Check that lanes and block fit the shuffle."""
+        """Check that lanes, block and sticky fit the shuffle."""
         if self.shuffle != "windowed" and (self.lanes > 1 or self.block is not None):
             raise ConfigError(
                 f"lanes is {self.lanes} and block is {self.block}, and shuffle is {self.shuffle!r}; they are for "
@@ -39,4 +42,9 @@ class OrderSettings(SettingGroup):
             raise ConfigError(
                 f"lanes is {self.lanes}, and block is not set; give --block too, the samples that are permuted "
                 "together, or leave out --lanes: the loader then derives both"
+            )
+        if self.sticky and self.block is None:
+            raise ConfigError(
+                "sticky needs a windowed shuffle with numbers of its own; give --shuffle windowed, --lanes (a "
+                "multiple of the number of nodes) and --block"
             )

@@ -17,6 +17,8 @@ class PrecisionSettings(SettingGroup):
         device: "cpu", or "cuda" for the GPU of this rank.
         precision: "fp32"; "bf16" or "fp16": mixed precision, fp16 with a loss scale.
         channels_last: whether images and activations are in channels-last memory format.
+        cudnn_benchmark: whether cuDNN measures which of its convolutions is fastest; faster, but results may differ
+            in the last bits from run to run.
         compile: backend of torch.compile, such as "inductor"; None: not compiled.
     """
 
@@ -25,4 +27,5 @@ class PrecisionSettings(SettingGroup):
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
     channels_last: bool = False
+    cudnn_benchmark: bool = False
     compile: Annotated[str | None, Metavar("BACKEND")] = None

@@ -51,6 +51,11 @@ class Range:
 
 
 @dataclass(frozen=True)
+class Words:
+    """Marks a string that consists of words: its option takes several, and joins them by spaces."""
+
+
+@dataclass(frozen=True)
 class FieldType:
     """The type of a setting, taken apart.
 
@@ -61,6 +66,7 @@ class FieldType:
         metavar: unit or kind of the values for `--help`; empty if the type states none.
         range: range of a number; None for any number.
         is_optional: whether None is a value of the setting.
+        is_words: whether a string consists of words; see `Words`.
     """
 
     kind: type
@@ -69,6 +75,7 @@ class FieldType:
     metavar: str = ""
     range: Range | None = None
     is_optional: bool = False
+    is_words: bool = False
 
     @property
     def is_tuple(self) -> bool:
@@ -130,11 +137,12 @@ def naming(name: str, value: object) -> Iterator[None]:
 
 
 def _take_apart(hint: Any) -> FieldType:
-    metavar, number_range = "", None
+    metavar, number_range, is_words = "", None, False
     if typing.get_origin(hint) is typing.Annotated:
         hint, *notes = typing.get_args(hint)
         metavar = next((note.text for note in notes if isinstance(note, Metavar)), "")
         number_range = next((note for note in notes if isinstance(note, Range)), None)
+        is_words = Words() in notes
     is_optional = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     if is_optional:
         hint = next(member for member in typing.get_args(hint) if member is not type(None))
@@ -144,4 +152,4 @@ def _take_apart(hint: Any) -> FieldType:
         length = None if members[-1] is Ellipsis else len(members)
         hint = members[0]
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
-    return FieldType(str if choices else hint, length, choices, metavar, number_range, is_optional)
+    return FieldType(str if choices else hint, length, choices, metavar, number_range, is_optional, is_words)

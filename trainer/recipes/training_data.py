@@ -1,0 +1,76 @@
+"""The data of a run: the split or mixture to train on, and the one to evaluate on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from datasvc.api import DataRepository
+from datasvc.errors import ConfigError
+from datasvc.loaders import Mixture
+from datasvc.shards import Split
+from datasvc.trainer.recipes.settings.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The data of a run.
+
+    Attributes:
+        train: split or mixture to train on.
+        val: samples to evaluate, each once; None if no data set has a split "val".
+    """
+
+    train: Split | Mixture
+    val: Split | Mixture | None
+
+
+def resolve_data(repo: DataRepository, config: TrainConfig) -> list[str]:
+    """Return the version of each configured data set, such as "digits@1". Call this on one rank only."""
+    return [str(repo.dataset(reference).resolved) for reference, _ in config.parse_data()]
+
+
+def open_data(repo: DataRepository, config: TrainConfig, versions: Sequence[str]) -> TrainingData:
+    """Open the configured data in the versions that `resolve_data` has returned.
+
+    Raises:
+        ConfigError: the data sets do not make a mixture.
+        NotFoundError: a data set has no split "train".
+    """
+    datasets = [repo.dataset(version) for version in versions]
+    if len(datasets) == 1:
+        (dataset,) = datasets
+        val = dataset["val"] if "val" in dataset else None  # noqa: SIM401 - a missing split is no KeyError here
+        return TrainingData(dataset["train"], val)
+    weights = [weight for _, weight in config.parse_data()]
+    train = Mixture(
+        [(dataset["train"], weight) for dataset, weight in zip(datasets, weights, strict=True)],
+        epoch_samples=config.epoch_samples,
+        block=config.mixture_block,
+    )
+    evaluated = [
+        dataset["val"] for dataset, weight in zip(datasets, weights, strict=True) if weight and "val" in dataset
+    ]
+    return TrainingData(train, _join_val(evaluated, train.classes))
+
+
+def _join_val(splits: Sequence[Split], classes: Sequence[str]) -> Split | Mixture | None:
+    """Return the samples of all splits, each once; None if there are none."""
+    # Two versions of a data set often have the same samples in "val".
+    by_digest = {split.digest: split for split in splits if len(split)}
+    if not by_digest:
+        return None
+    val: Split | Mixture = next(iter(by_digest.values()))
+    if len(by_digest) > 1:
+        # Weights equal to the sizes and a block of all samples: an epoch has each sample once.
+        num_samples = sum(map(len, by_digest.values()))
+        val = Mixture(
+            [(split, len(split)) for split in by_digest.values()], epoch_samples=num_samples, block=num_samples
+        )
+    # Labels are numbered in the order in which the data sets name the classes.
+    if tuple(val.classes) != tuple(classes[: len(val.classes)]):
+        raise ConfigError(
+            f"the classes of {val!r} have other numbers than those of the training data, because not every data set "
+            "has a split 'val'; name the data sets that have one first in --data"
+        )
+    return val
