@@ -1,4 +1,7 @@
-"""Saves, ingests, deletions, retention, two gc's and training side by side, while processes die and the power fails.
+"""Saves, ingests, deletions, retention, gc's and training side by side, while processes die and the power fails.
+
+The wall clock of each process is moved by up to three days, alone or with all others; files are dated by the clock of
+the store, which is right. test_moved_clocks.py has a store whose clock is moved.
 
 At the end the books of all processes are compared with the repository. DATASVC_SOAK_S says for how long it runs,
 DATASVC_SOAK_SEED what breaks; the seed is printed.
@@ -10,6 +13,7 @@ import random
 import secrets
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -43,17 +47,18 @@ class Soak:
         self.done = Counter()
         self._folder, self._chance = folder, chance
         self._running = {}
-        self._library = folder / "power_cut.so"
+        self._libraries = [folder / "power_cut.so", folder / "moved_clock.so"]
         self._log = folder / "unsynced"
         self._log.touch()
         compiler = shutil.which("cc")
         if compiler is None:
             pytest.skip("no C compiler (cc) to build the library that notes what is not synced")
-        subprocess.run(
-            [compiler, "-O1", "-shared", "-fPIC", "-o", self._library, HERE / "power_cut.c", "-ldl"], check=True
-        )
+        for library in self._libraries:
+            source = (HERE / library.name).with_suffix(".c")
+            subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
         for name in PROCESSES:
             (folder / name).mkdir()
+            (folder / name / "clock").write_bytes(bytes(8))
             (folder / name / "book").touch()
 
     def start(self):
@@ -78,7 +83,8 @@ class Soak:
                     **os.environ,
                     "PYTHONPATH": str(ROOT),
                     "OMP_NUM_THREADS": "1",
-                    "LD_PRELOAD": str(self._library),
+                    "LD_PRELOAD": ":".join(map(str, self._libraries)),
+                    "MOVED_CLOCK": str(folder / "clock"),
                     "POWER_CUT_ROOT": str(self._folder / "repo"),
                     "POWER_CUT_LOG": str(self._log),
                 },
@@ -97,6 +103,16 @@ class Soak:
         process.wait(120)
         self._check_end(name, self._running.pop(name), ENDS_WHEN_TOLD)
         self.done[number.name] += 1
+
+    def move_clocks(self):
+        """Move the clocks of all machines by the same time, or each by another, or make them right again."""
+        together = self._chance.choice([None, 0, self._chance.randint(-72, 72)])
+        for name in PROCESSES:
+            hours = self._chance.randint(-72, 72) if together is None else together
+            # Written in place: running processes have mapped the file.
+            with (self._folder / name / "clock").open("r+b") as file:
+                file.write(struct.pack("=q", hours * 3600))
+        self.done["clocks moved"] += 1
 
     def cut_power(self):
         """Kill all processes at once, and undo a part of what they have not synced."""
@@ -191,7 +207,7 @@ def test_after_kills_and_power_cuts_the_repository_has_all_that_was_reported_and
         while time.monotonic() < deadline:
             soak.start()
             time.sleep(chance.uniform(2, 12))
-            chance.choice([soak.end_one, soak.end_one, soak.cut_power])()
+            chance.choice([soak.end_one, soak.end_one, soak.move_clocks, soak.move_clocks, soak.cut_power])()
         soak.start()
         soak.stop()
     finally:

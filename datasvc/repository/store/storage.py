@@ -40,6 +40,8 @@ from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.redaction import redact_text, redact_url, safe_cause
 from datasvc.repository.store.retries import map_exceptions, with_retries
 
+# The clock of a remote store is read again after this time.
+_REREAD_CLOCK_S = 3600
 _Result = TypeVar("_Result")
 
 
@@ -109,7 +111,8 @@ class Storage:
         # Option of `info` and `find` to ignore cached listings; some drivers lack it. `_drop_listings` alone is not
         # enough: another thread may cache a listing again before this thread reads it.
         self._refresh_option = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
-        self._clock_offset_s: float | None = None  # the store's time minus `time.monotonic()`, once it is known
+        # When the store's clock was read, by `time.time()`, and the store's time minus `time.monotonic()`.
+        self._store_clock: tuple[float, float] | None = None
         self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
 
     def __repr__(self) -> str:
@@ -371,11 +374,16 @@ class Storage:
         file = self._file(path)
         if file is None or file.size_bytes != size_bytes:
             return False
-        # `now_s` takes requests, so call it once; then add the time that has passed on this machine.
-        if self._clock_offset_s is None:
-            self._clock_offset_s = self.now_s() - time.monotonic()
-        store_now_s = self._clock_offset_s + time.monotonic()
-        return file.modified_s > store_now_s - file_age.REWRITE_S
+        return file.modified_s > self._estimate_now_s() - file_age.REWRITE_S
+
+    def _estimate_now_s(self) -> float:
+        """Return the time of the store's clock as it was read last, plus the time that has passed on this machine."""
+        # `now_s` takes requests, so it is called once an hour, and after a change of the clock of this machine or its
+        # sleep, in which `time.monotonic` stands still: a store's clock may have been corrected in the meantime.
+        own_s = time.time()
+        if self._store_clock is None or not 0 <= own_s - self._store_clock[0] < _REREAD_CLOCK_S:
+            self._store_clock = own_s, self.now_s() - time.monotonic()
+        return self._store_clock[1] + time.monotonic()
 
     def now_s(self) -> float:
         """Return the time of the clock that dates the store's files, in seconds since 1970.

@@ -126,3 +126,20 @@ def test_whether_a_remote_object_is_old_is_told_by_the_stores_clock_alone(monkey
     monkeypatch.setattr(time, "time", lambda: real() + ahead_s)
     assert storage.refresh("young", 3)
     assert not storage.refresh("old", 3)
+
+
+@pytest.mark.parametrize("own_moves_s", [2 * HOUR, 3 * REWRITE_S, -3 * REWRITE_S])
+def test_the_clock_of_a_remote_store_is_read_again_after_an_hour_or_a_jump(monkeypatch, own_moves_s):
+    storage = Storage(f"memory://{secrets.token_hex(8)}")
+    storage.put_bytes("file", b"123")
+    assert storage.refresh("file", 3)
+    # The clock of the store was corrected: all its files are older by it.
+    make_memory_file_old(storage, "file", REWRITE_S + HOUR)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + own_moves_s)
+    reads = []
+    now_s = Storage.now_s
+    monkeypatch.setattr(Storage, "now_s", lambda self: reads.append(1) or now_s(self))
+    assert not storage.refresh("file", 3)
+    assert not storage.refresh("file", 3)
+    assert len(reads) == 1
