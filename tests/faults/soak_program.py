@@ -123,7 +123,8 @@ def collect(worker):
     try:
         report = worker.repo.gc(grace_s=MIN_GRACE_S, dry_run=False)
     except ConfigError as error:
-        assert "the clock of this machine shows" in str(error), error
+        if "the clock of this machine shows" not in str(error):
+            raise
     else:
         assert not report.objects
     worker.book.write("done")
