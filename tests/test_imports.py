@@ -1,4 +1,4 @@
-"""The rooms of the house: who may import whom, how large a room is, and that `import datasvc` stays cheap."""
+"""The rooms of the house: who may import whom, how large a room is, that `import datasvc` and `show` are cheap."""
 
 import ast
 import subprocess
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from datasvc.testing import small_dataset
 
 ROOT = Path(__file__).parents[1]
 # The folders of the product, and the package that each is imported as.
@@ -286,3 +288,17 @@ def test_importing_datasvc_loads_nothing_heavy():
     code = f"import sys, datasvc; print([name for name in {heavy!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
+
+
+def test_showing_a_data_set_of_a_local_repository_loads_nothing_that_it_does_not_need(tmp_path):
+    small_dataset(str(tmp_path), "pets", samples=8)
+    # pandas is imported by some functions of pyarrow where it is installed.
+    unneeded = ("pandas", "pyarrow.compute", "rich", "tenacity", "duckdb", "torch", "PIL", "aiohttp", "lmdb", "s3fs")
+    arguments = ["datasvc", "show", "pets", "--repo", str(tmp_path)]
+    code = (
+        f"import sys; sys.argv = {arguments!r}; from datasvc.cli.main import main\n"
+        f"try: main()\nfinally: print([name for name in {unneeded!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    first, *_, last = done.stdout.splitlines()
+    assert (first, last) == ("version: pets@1", "[]")

@@ -6,14 +6,16 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from datasvc.cli.terminal.values import text_value
+
+# rich is imported on first use: most output is plain lines, and `show` imports little.
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
 
 RepoOption = Annotated[
     str, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
@@ -55,6 +57,8 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
         for row in rows:
             sys.stdout.write("\t".join(text_value(str(value)) for value in row) + "\n")
         return
+    from rich.console import Console
+
     Console().print(_table(columns, rows))
 
 
@@ -65,10 +69,14 @@ def print_line(line: str, *, err: bool = False) -> None:
 
 def plain_text(value: object) -> Text:
     """Return a value as literal text for rich: brackets are no markup, and control characters are escaped."""
+    from rich.text import Text
+
     return Text(text_value(str(value)))
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
+    from rich.table import Table
+
     table = Table(box=None, header_style="bold")
     for column in columns:
         # Fold: a long word, such as a URL, continues on the next line; by default its end is lost.

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 import fsspec
-import tenacity
 
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.extras import how_to_install_driver
@@ -112,6 +111,8 @@ def with_retries(
     protocol = file_system.protocol
     if _NO_RETRY_PROTOCOLS.intersection((protocol,) if isinstance(protocol, str) else protocol):
         return once()
+    import tenacity  # used for remote stores alone
+
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(UnavailableError),
         stop=tenacity.stop_after_attempt(ATTEMPTS),

@@ -1,4 +1,4 @@
-"""Encoding of objects that hold one Arrow table: shard tables, sample indexes, deletions.
+"""Encoding of objects that hold one Arrow table: shard tables, sample indexes, deletions; their columns as arrays.
 
 Equal tables give equal bytes, so that equal objects have one digest and are stored once.
 """
@@ -6,7 +6,10 @@ Equal tables give equal bytes, so that equal objects have one digest and are sto
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError
@@ -74,3 +77,13 @@ def check_columns(table: pa.Table, columns: pa.Schema, message: str) -> None:
     for field in columns:
         if not field.nullable and table.column(field.name).null_count:
             raise CorruptDataError(f"{message}: column {field.name!r} has nulls")
+
+
+def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
+    """Return a column as `dtype[num_rows]`: a read-only view if it is of numbers, has no nulls and one chunk."""
+    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+    if not is_number or column.null_count:
+        return np.asarray(column.to_numpy())
+    # `to_numpy` imports pandas where it is installed, which takes longer than most commands.
+    chunks = [np.from_dlpack(chunk) for chunk in column.chunks]
+    return chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, column.type.to_pandas_dtype()), *chunks])

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of_file
+from datasvc.shards.format.arrow_object import column_to_numpy
 from datasvc.shards.format.digests import joined_bytes, value_offsets
 from datasvc.shards.format.ipc_reader import IpcReader
 from datasvc.shards.format.mapped_file import Bytes, MappedFile
@@ -131,8 +131,8 @@ class Shard:
         """Return a column of numbers: `dtype[num_samples]`, cached, with 0 for null; see `is_valid`."""
         if column not in self._arrays:
             values = self.column(column)
-            filled = pc.fill_null(values, pa.scalar(0).cast(values.type)) if values.null_count else values
-            self._arrays[column] = self._detached(filled.to_numpy() if filled.num_chunks else np.empty(0))
+            filled = values.fill_null(pa.scalar(0).cast(values.type)) if values.null_count else values
+            self._arrays[column] = self._detached(column_to_numpy(filled) if filled.num_chunks else np.empty(0))
             self._release_pages()
         return self._arrays[column]
 

@@ -19,7 +19,7 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.shards.format.arrow_object import check_columns, encode_table
+from datasvc.shards.format.arrow_object import check_columns, column_to_numpy, encode_table
 from datasvc.shards.format.ipc_reader import PARSE_ERRORS, check_schema, read_table
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.schema import HEIGHT, WIDTH, measured_columns
@@ -200,7 +200,7 @@ class ShardTable:
 
     def largest(self, statistic: str) -> int:
         """Return the largest value of a column of statistics, such as "max_width"; 0 without shards."""
-        return int(self.rows.column(statistic).to_numpy().max(initial=0))
+        return int(column_to_numpy(self.rows.column(statistic)).max(initial=0))
 
     def shard(self, number: int) -> ObjectInfo:
         """Return the digest and size of one shard."""
@@ -262,7 +262,7 @@ class ShardTable:
         return replace(self, rows=self.rows.set_column(number, column, pa.array(values, column.type)))
 
     def _integers(self, column: str) -> Integers:
-        return np.asarray(self.rows.column(column).to_numpy(), np.int64)
+        return np.asarray(column_to_numpy(self.rows.column(column)), np.int64)
 
 
 def _upgraded(rows: pa.Table) -> pa.Table:
@@ -273,7 +273,7 @@ def _upgraded(rows: pa.Table) -> pa.Table:
 
 def _check_rows(rows: pa.Table) -> None:
     """Raise ValueError if a count or a size is out of range."""
-    columns = {name: rows.column(name).to_numpy() for name in ("samples", "bytes", "deleted")}
+    columns = {name: column_to_numpy(rows.column(name)) for name in ("samples", "bytes", "deleted")}
     for name, values in columns.items():
         # Sum them as floats, because the int64 sum of hostile values may overflow.
         if values.min(initial=0) < 0 or values.sum(dtype=np.float64) > _MAX_TOTAL:

@@ -15,12 +15,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Objects
-from datasvc.shards.format.arrow_object import decode_table, encode_table
+from datasvc.shards.format.arrow_object import column_to_numpy, decode_table, encode_table
 from datasvc.shards.format.digests import blob_views
 from datasvc.shards.format.reader import open_shard
 from datasvc.shards.format.schema import LABEL
@@ -57,8 +56,8 @@ class Deletions:
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table.combine_chunks()
-        self.shards = np.asarray(self._table.column("shard").to_numpy(), np.int64)
-        self.samples = np.asarray(self._table.column("samples").to_numpy(), np.int64)
+        self.shards = np.asarray(column_to_numpy(self._table.column("shard")), np.int64)
+        self.samples = np.asarray(column_to_numpy(self._table.column("samples")), np.int64)
         # `blob_views` returns None for a null, which this column cannot have: the test is for the type checker.
         views = [view for chunk in self._table.column("bitmap").chunks for view in blob_views(chunk)]
         self._bitmaps = [np.frombuffer(view, np.uint8) for view in views if view is not None]
@@ -86,11 +85,12 @@ class Deletions:
         table = decode_table(
             content, name, what=what, format_key=_FORMAT_KEY, latest=DELETIONS_FORMAT, columns=_SCHEMA
         )
-        samples = table.column("samples").to_numpy()
+        deletions = cls(table)
+        samples, num_bytes = deletions.samples, np.array([bitmap.size for bitmap in deletions._bitmaps], np.int64)
         # A damaged number of samples must not make `flags` allocate much: each sample needs a bit that was stored.
-        if ((samples < 1) | (pc.binary_length(table.column("bitmap")).to_numpy() != (samples - 1) // 8 + 1)).any():
+        if ((samples < 1) | (num_bytes != (samples - 1) // 8 + 1)).any():
             raise CorruptDataError(f"{name} is not a {what}: a bitmap does not have one bit for each sample")
-        return cls(table)
+        return deletions
 
     @property
     def counts(self) -> Integers:
