@@ -33,6 +33,14 @@ def test_ranks_killed_one_after_the_other_are_replaced_and_nothing_differs(elast
 
 
 @pytest.mark.slow
+def test_hierarchical_allreduces_go_on_with_a_rank_that_replaces_another(elastic):
+    options = ("--min-num-proc", "4", *SAME_SIZE[2:], "-H", "localhost:2,127.0.0.1:2", "--hierarchical-allreduce")
+    undisturbed = elastic.result(4, options)
+    assert "not hierarchical" not in undisturbed["errors"]
+    check_equal(elastic.result(4, options, faults={"3": ["backward", 7]}), undisturbed)
+
+
+@pytest.mark.slow
 def test_when_rank_0_dies_between_save_and_agreement_the_other_goes_on_in_its_process(elastic, undisturbed):
     result = elastic.result(2, SHRINKING, faults={"0": ["saved", 8]})
     check_alike(result, undisturbed)

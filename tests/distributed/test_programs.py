@@ -1,10 +1,14 @@
 """Real ranks. Each program makes many checks per start, because loading torch takes longer than most."""
 
 import pickle
+import re
 import sys
 
 import pytest
 import torch
+
+# Two nodes of two ranks.
+HIERARCHICAL = ("-H", "localhost:2,127.0.0.1:2", "--hierarchical-allreduce")
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -45,6 +49,11 @@ def test_gradients_are_combined_however_they_are_grouped_compressed_or_shared_ou
     launcher.run_program(num_ranks, "combining.py")
 
 
+@pytest.mark.parametrize("arguments", [(), pytest.param(("training",), marks=pytest.mark.slow)])
+def test_hierarchical_allreduces_equal_flat_ones(launcher, arguments):
+    launcher.run_program(4, "hierarchical.py", *arguments)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_batch_norm_over_ranks_equals_batch_norm_over_all_batches(launcher, num_ranks):
@@ -52,13 +61,18 @@ def test_batch_norm_over_ranks_equals_batch_norm_over_all_batches(launcher, num_
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_numbers"), [(2, 1000), pytest.param(4, 5_000_000, marks=pytest.mark.slow)]
+    ("num_ranks", "num_numbers", "options"),
+    [
+        (2, 1000, ()),
+        pytest.param(4, 5_000_000, (), marks=pytest.mark.slow),
+        pytest.param(4, 5_000_000, HIERARCHICAL, marks=pytest.mark.slow),
+    ],
 )
-def test_a_killed_rank_is_an_error_on_the_others_and_named_by_the_launcher(launcher, num_ranks, num_numbers):
+def test_a_killed_rank_is_an_error_on_the_others_and_named_by_the_launcher(launcher, num_ranks, num_numbers, options):
     program = launcher.program("victim.py")
-    done = launcher.run(num_ranks, sys.executable, "-X", "faulthandler", program, str(num_numbers))
+    done = launcher.run(num_ranks, sys.executable, "-X", "faulthandler", program, str(num_numbers), options=options)
     assert done.returncode == 128 + 9
-    assert f"rank {num_ranks - 1} was the first to fail: it was killed by SIGKILL" in done.stderr
+    assert re.search(rf"rank {num_ranks - 1}( on \S+)? was the first to fail: it was killed by SIGKILL", done.stderr)
     for survivor in range(num_ranks - 1):
         assert f"[{survivor}] survived" in done.stderr
 

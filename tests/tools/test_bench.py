@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,26 @@ def test_finding_model_versions_is_measured(tmp_path):
     sizes = ("--versions", 200, "--behind", 3, "--folder", tmp_path)
     check(run_json("models_find.py", "--repeats", 2, *sizes), repeats=2)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_hierarchical_allreduces_are_measured_beside_flat_ones_and_predicted():
+    found = run_on_nodes("hierarchical.py", "--repeats", 2, "--mbit", 1000, "--sizes", 1)
+    assert [ratio["name"].rpartition(": ")[2] for ratio in found["ratios"]] == [
+        "flat / hierarchical",
+        "predicted / measured, flat",
+        "predicted / measured, hierarchical",
+    ]
+
+
+def run_on_nodes(program, *arguments):
+    """Run a benchmark that makes network namespaces, or skip where the machine refuses them."""
+    try:
+        tried = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode
+    except OSError:
+        tried = 1
+    if tried or not all(map(shutil.which, ("ip", "tc", "nsenter"))):
+        pytest.skip("this machine refuses network namespaces, or has no iproute2")
+    found = run_json(program, *arguments)
+    check(found, repeats=2)
+    return found

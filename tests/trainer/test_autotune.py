@@ -7,9 +7,9 @@ from datasvc.trainer.engine.negotiation.messages import Tuning
 GRID = [Tuning(fusion * 2**20, cycle / 1e3) for fusion in FUSION_MIB for cycle in CYCLE_TIME_MS]
 
 
-def run(start, bytes_per_s_of):
+def run(start, bytes_per_s_of, **options):
     """Lets a job run under the tuner, a second between two looks."""
-    tuner, now_s, seen = Autotuner(start), 0.0, []
+    tuner, now_s, seen = Autotuner(start, **options), 0.0, []
     tuner.observe(0, now_s)
     while not tuner.is_done:
         seen.append(tuner.tuning)
@@ -48,3 +48,10 @@ def test_pauses_of_the_job_do_not_count():
     tuner.observe(0, now_s + 1000.0)  # and one between two steps
     tuner.observe(7, now_s + 1001.0)
     assert tuner._samples == [7.0]
+
+
+def test_hierarchical_allreduces_are_tried_only_where_the_nodes_allow_them():
+    for options, expected in (({"tries_hierarchical": True}, True), ({}, False)):
+        tuner, _ = run(GRID[0], lambda tuning: 1 + tuning.is_hierarchical, **options)
+        assert tuner.tuning.is_hierarchical == expected
+        assert {trial.tuning.is_hierarchical for trial in tuner.trials} == {False, expected}

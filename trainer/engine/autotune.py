@@ -1,8 +1,8 @@
 """Search for the fusion size and the cycle time with the highest throughput, for `tuning.Tuner`.
 
-The search is a hill climb on a grid of fusion sizes and cycle times. Horovod fits a Gaussian process instead; on a
-grid of forty points a hill climb needs no more trials, and is simpler. The module reads no clock: its caller passes
-the time.
+The search is a hill climb on a grid of fusion sizes and cycle times, for flat allreduces and, if the nodes of the job
+allow them, for hierarchical ones. Horovod fits a Gaussian process instead; on such a small grid a hill climb needs no
+more trials, and is simpler. The module reads no clock: its caller passes the time.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from datasvc.trainer.engine.negotiation.messages import Tuning
 
@@ -25,24 +25,40 @@ _MIN_SAMPLE_S: Final = 0.2
 
 @dataclass(frozen=True)
 class Trial:
-    """A pair of fusion size and cycle time, and the throughput measured with it."""
+    """The values of a trial, and the throughput measured with them."""
 
     tuning: Tuning
     bytes_per_s: float
 
 
-class Autotuner:
-    """A hill climb from the grid point nearest to `start`, until all neighbours of the best point have been tried."""
+class _Point(NamedTuple):
+    """A point of the grid: indices of `FUSION_MIB` and `CYCLE_TIME_MS`, and the kind of the allreduces."""
 
-    def __init__(self, start: Tuning) -> None:
+    fusion: int
+    cycle: int
+    is_hierarchical: bool
+
+
+class Autotuner:
+    """A hill climb from the grid point nearest to `start`, until all neighbours of the best point have been tried.
+
+    Args:
+        start: first values.
+        tries_hierarchical: whether to search among flat and hierarchical allreduces; otherwise they stay as in
+            `start`.
+    """
+
+    def __init__(self, start: Tuning, *, tries_hierarchical: bool = False) -> None:
+        self._tries_hierarchical = tries_hierarchical
         self.trials: list[Trial] = []
-        # The point that is being tried, and the best one so far, as indices of `FUSION_MIB` and `CYCLE_TIME_MS`.
-        self._point = (
+        # The point that is being tried, and the best one so far.
+        self._point = _Point(
             _nearest(FUSION_MIB, start.fusion_bytes / 2**20),
             _nearest(CYCLE_TIME_MS, start.cycle_time_s * 1e3),
+            start.is_hierarchical,
         )
         self._best = self._point
-        self._scores: dict[tuple[int, int], float] = {}  # throughput of each point that was tried
+        self._scores: dict[_Point, float] = {}  # throughput of each point that was tried
         self._samples: list[float] = []  # throughputs of the current trial
         # Bytes and start of the current sample; the first call of `observe` starts the first sample.
         self._num_bytes = 0
@@ -90,7 +106,10 @@ class Autotuner:
         self.trials.append(Trial(self.tuning, bytes_per_s))
         if bytes_per_s > self._scores[self._best]:
             self._best = self._point
-        untried = [point for point in _neighbours(self._best) if point not in self._scores]
+        neighbours = _neighbours(self._best)
+        if self._tries_hierarchical:
+            neighbours.append(self._best._replace(is_hierarchical=not self._best.is_hierarchical))
+        untried = [point for point in neighbours if point not in self._scores]
         self.is_done = not untried
         self._point = untried[0] if untried else self._best
 
@@ -100,11 +119,13 @@ def _nearest(grid: Sequence[float], value: float) -> int:
     return min(range(len(grid)), key=lambda index: abs(grid[index] - value))
 
 
-def _neighbours(point: tuple[int, int]) -> list[tuple[int, int]]:
-    fusion, cycle = point
-    points = [(fusion + 1, cycle), (fusion - 1, cycle), (fusion, cycle + 1), (fusion, cycle - 1)]
-    return [(f, c) for f, c in points if 0 <= f < len(FUSION_MIB) and 0 <= c < len(CYCLE_TIME_MS)]
+def _neighbours(point: _Point) -> list[_Point]:
+    steps = [(1, 0), (-1, 0), (0, 1), (0, -1)]
+    points = [_Point(point.fusion + f, point.cycle + c, point.is_hierarchical) for f, c in steps]
+    return [
+        near for near in points if near.fusion in range(len(FUSION_MIB)) and near.cycle in range(len(CYCLE_TIME_MS))
+    ]
 
 
-def _tuning(point: tuple[int, int]) -> Tuning:
-    return Tuning(FUSION_MIB[point[0]] * 2**20, CYCLE_TIME_MS[point[1]] / 1e3)
+def _tuning(point: _Point) -> Tuning:
+    return Tuning(FUSION_MIB[point.fusion] * 2**20, CYCLE_TIME_MS[point.cycle] / 1e3, point.is_hierarchical)

@@ -64,7 +64,11 @@ class Engine:
         self._cache = RequestCache(settings.cache_capacity)
         self._stall_watch = StallWatch(settings.stall_warning_s, settings.stall_shutdown_s)
         self._timeline = Timeline()
-        self._tuner = Tuner(settings) if settings.autotune and transport.rank == 0 else None
+        self._tuner = (
+            Tuner(settings, has_node_groups=transport.has_node_groups)
+            if settings.autotune and transport.rank == 0
+            else None
+        )
         self._changed = threading.Condition()
         self._queue: list[Submission] = []  # submissions for the next cycle
         self._in_flight: dict[Key, Submission] = {}  # submissions that are not finished
@@ -86,7 +90,9 @@ class Engine:
             finish=self._succeed,
             cuda_device=self._choose_cuda_device,
         )
-        self._executor.set_fusion(settings.fusion_bytes)
+        self._executor.set_reduction(
+            fusion_bytes=settings.fusion_bytes, is_hierarchical=bool(settings.hierarchical_allreduce)
+        )
         # A daemon thread: Python waits for all others before it runs the exit handler that closes the engine.
         self._thread = threading.Thread(target=self._run, name="trainer-engine", daemon=True)
         self._thread.start()
@@ -187,7 +193,7 @@ class Engine:
         if tuning is not None:
             # All ranks adopt the values in the same cycle, because different fusion sizes lead to different buffers.
             self._cycle_time_s = tuning.cycle_time_s
-            self._executor.set_fusion(tuning.fusion_bytes)
+            self._executor.set_reduction(fusion_bytes=tuning.fusion_bytes, is_hierarchical=tuning.is_hierarchical)
         self._watch_stalls()
         return messages
 

@@ -25,10 +25,18 @@ class Tuner:
     """Passes the engine's measurements to an `Autotuner`, and the autotuner's values to the engine.
 
     The search starts at the values of the settings.
+
+    Args:
+        settings: settings of the engine.
+        has_node_groups: whether allreduces of this job can be hierarchical.
     """
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self._autotuner = Autotuner(Tuning(settings.fusion_bytes, settings.cycle_time_s))
+    def __init__(self, settings: EngineSettings, *, has_node_groups: bool) -> None:
+        is_hierarchical = has_node_groups and bool(settings.hierarchical_allreduce)
+        self._autotuner = Autotuner(
+            Tuning(settings.fusion_bytes, settings.cycle_time_s, is_hierarchical),
+            tries_hierarchical=has_node_groups and settings.hierarchical_allreduce is None,
+        )
         self._log_path = None if settings.autotune_log is None else Path(settings.autotune_log)
         self._has_changed = True  # the first proposal is the point of the grid that is nearest to the settings
 
@@ -53,14 +61,20 @@ class Tuner:
         self._has_changed = True
         if self._autotuner.is_done:
             best = self._autotuner.tuning
-            logger.info("autotuned: fusion %d bytes, cycle %g ms", best.fusion_bytes, best.cycle_time_s * 1e3)
+            logger.info(
+                "autotuned: fusion %d bytes, cycle %g ms, %s allreduces",
+                best.fusion_bytes,
+                best.cycle_time_s * 1e3,
+                "hierarchical" if best.is_hierarchical else "flat",
+            )
         self._write_log()
 
     def _write_log(self) -> None:
         if self._log_path is None:
             return
-        lines = ["fusion_bytes,cycle_time_ms,bytes_per_s"] + [
-            f"{trial.tuning.fusion_bytes},{trial.tuning.cycle_time_s * 1e3:g},{trial.bytes_per_s:.0f}"
+        lines = ["fusion_bytes,cycle_time_ms,bytes_per_s,hierarchical"] + [
+            f"{trial.tuning.fusion_bytes},{trial.tuning.cycle_time_s * 1e3:g},{trial.bytes_per_s:.0f},"
+            f"{trial.tuning.is_hierarchical:d}"
             for trial in self._autotuner.trials
         ]
         try:

@@ -21,6 +21,9 @@ class EngineSettings:
         start_timeout_s: seconds for which `init` waits for all ranks.
         timeline: path for a Chrome trace of all operations, written by rank 0; None for no trace.
         timeline_marks_cycles: whether the trace contains the cycles of the engine.
+        hierarchical_allreduce: whether sums and averages of floating-point tensors over all ranks are reduced inside
+            each node first, if there are several nodes with equally many ranks, more than one; otherwise they are
+            flat. None: flat, but `autotune` tries both.
         autotune: whether to search for the best `fusion_bytes` and `cycle_time_s` while the job runs.
         autotune_log: path for a CSV file of the values that `autotune` tried, written by rank 0; None for no file.
 
@@ -37,6 +40,7 @@ class EngineSettings:
     start_timeout_s: float = 600.0
     timeline: str | None = None
     timeline_marks_cycles: bool = False
+    hierarchical_allreduce: bool | None = None
     autotune: bool = False
     autotune_log: str | None = None
 

@@ -144,6 +144,11 @@ def read_engine_settings(environ: Mapping[str, str]) -> EngineSettings:
         # "DYNAMIC" means that the program starts the trace by start_timeline(), which needs no setting.
         timeline=None if timeline == "DYNAMIC" else timeline,
         timeline_marks_cycles=_is_on(environ, "HOROVOD_TIMELINE_MARK_CYCLES"),
+        hierarchical_allreduce=(
+            _is_on(environ, "HOROVOD_HIERARCHICAL_ALLREDUCE")
+            if environ.get("HOROVOD_HIERARCHICAL_ALLREDUCE")
+            else None
+        ),
         autotune=_is_on(environ, "HOROVOD_AUTOTUNE"),
         autotune_log=environ.get("HOROVOD_AUTOTUNE_LOG") or None,
     )

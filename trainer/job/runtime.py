@@ -265,7 +265,7 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
     try:
         if owns_default_group:
             _create_default_group(placement, settings, has_gpu=bool(gpu))
-        transport = GroupTransport(settings, gpu=gpu, local_size=placement.local_size)
+        transport = GroupTransport(settings, gpu=gpu, local_size=placement.local_size, node=placement.cross_rank)
     except RuntimeError as error:
         # Destroy the new group: a retry would treat it as one that the user created.
         if owns_default_group and dist.is_initialized():

@@ -115,6 +115,12 @@ SWITCHES = (
         "--autotune", "--no-autotune", "HOROVOD_AUTOTUNE", "search for the best fusion threshold and cycle time"
     ),
     EngineSwitch(
+        "--hierarchical-allreduce",
+        "--no-hierarchical-allreduce",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "sum inside each node before sums are sent between nodes",
+    ),
+    EngineSwitch(
         "--log-hide-timestamp", "--no-log-hide-timestamp", "HOROVOD_LOG_HIDE_TIME", "omit the time in log lines"
     ),
     EngineSwitch(
@@ -123,7 +129,6 @@ SWITCHES = (
 )
 # Flags that are accepted without effect, so that command lines for Horovod work; True if the flag takes a value.
 WITHOUT_MEANING = {
-    "--hierarchical-allreduce": False,
     "--hierarchical-allgather": False,
     "--no-hierarchical-allgather": False,
     "--torus-allreduce": False,
@@ -141,7 +146,7 @@ WITHOUT_MEANING = {
 # Those of `WITHOUT_MEANING` that choose Horovod's controller, the part that starts and connects the ranks.
 CONTROLLERS = ("--mpi", "--jsrun", "--mpi-args")
 # Flags that are accepted without effect and without a note: the trainer always behaves as they request.
-ALREADY_SO = ("--gloo", "--disable-cache", "--no-hierarchical-allreduce", "--no-torus-allreduce")
+ALREADY_SO = ("--gloo", "--disable-cache", "--no-torus-allreduce")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:

@@ -87,7 +87,9 @@ def _connect(placement: RankPlacement, settings: EngineSettings, store: Store) -
             world_size=placement.size,
             timeout=dt.timedelta(seconds=timeout_s),
         )
-        transport = GroupTransport(settings, gpu=gpu, local_size=placement.local_size, timeout_s=timeout_s)
+        transport = GroupTransport(
+            settings, gpu=gpu, local_size=placement.local_size, node=placement.cross_rank, timeout_s=timeout_s
+        )
         # Once all members are connected, the limit of the settings applies.
         transport.set_timeout(transport.settings.timeout_s)
     except BaseException:

@@ -131,7 +131,7 @@ def check_autotuning_goes_on_while_operations_run():
         lines = log.read_text().splitlines() if RANK == 0 and log.exists() else []
         is_tried = hvd.broadcast(torch.tensor([len(lines) > 1]), 0).item()
     if RANK == 0:
-        assert lines[0] == "fusion_bytes,cycle_time_ms,bytes_per_s"
+        assert lines[0] == "fusion_bytes,cycle_time_ms,bytes_per_s,hierarchical"
         assert float(lines[1].split(",")[2]) > 0
     hvd.shutdown()
     del os.environ["HOROVOD_AUTOTUNE"], os.environ["HOROVOD_AUTOTUNE_LOG"]

@@ -109,7 +109,7 @@ def test_flags_that_mean_nothing_here_are_accepted_with_a_note(capsys):
     flags = [word for name, takes in WITHOUT_MEANING.items() for word in ([name, "1"] if takes else [name])]
     job_of("-np", "2", *ALREADY_SO, *flags)
     said = capsys.readouterr().err
-    assert "--hierarchical-allreduce has no effect on torch.distributed and is ignored" in said
+    assert "--hierarchical-allgather has no effect on torch.distributed and is ignored" in said
     assert "--mpi-args" in said
     assert not [flag for flag in ALREADY_SO if flag in said]
 
@@ -204,6 +204,7 @@ def test_a_configuration_file_stands_for_flags_and_the_command_line_wins(tmp_pat
     assert job.variables == {
         "HOROVOD_FUSION_THRESHOLD": str(32 << 20),
         "HOROVOD_CYCLE_TIME": "9.0",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
         "HOROVOD_AUTOTUNE": "1",
         "HOROVOD_AUTOTUNE_LOG": "tune.csv",
         "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "5",

@@ -54,9 +54,15 @@ class Executor:
         self._movements = Movements(transport=transport, streams=streams, buffers=buffers, finish=finish)
         self._timeline = Timeline()
 
-    def set_fusion(self, fusion_bytes: int) -> None:
-        """Set the maximum size of fusion buffers from the next operation on; all ranks call it in the same cycle."""
+    def set_reduction(self, *, fusion_bytes: int, is_hierarchical: bool) -> None:
+        """Set how allreduces are run from the next one on; all ranks call it in the same cycle.
+
+        Args:
+            fusion_bytes: maximum size of fusion buffers.
+            is_hierarchical: whether allreduces are hierarchical where they can be.
+        """
         self._reductions.fusion_bytes = fusion_bytes
+        self._reductions.is_hierarchical = is_hierarchical
 
     def set_timeline(self, timeline: Timeline) -> None:
         """Set the timeline that records later operations."""

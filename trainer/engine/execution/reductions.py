@@ -21,7 +21,7 @@ from datasvc.trainer.engine.execution.profiler_ranges import profiled
 from datasvc.trainer.engine.execution.streams import EngineStreams
 from datasvc.trainer.engine.execution.timeline import Timeline
 from datasvc.trainer.engine.execution.transport import CollectiveWork, CompletedWork, Transport
-from datasvc.trainer.engine.execution.wire import can_send_directly, copy_into, wire_dtype
+from datasvc.trainer.engine.execution.wire import can_send_directly, copy_into, named_dtype, wire_dtype
 from datasvc.trainer.engine.negotiation.negotiation import Ready
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp, Request
 
@@ -35,6 +35,7 @@ class Reductions:
 
     Attributes:
         fusion_bytes: maximum size of a fusion buffer, from the next operation on.
+        is_hierarchical: whether allreduces are hierarchical where they can be, from the next one on.
         timeline: timeline that records later operations.
         _has_node_sets: whether the process sets of the nodes, which Adasum uses, have been created.
     """
@@ -45,6 +46,7 @@ class Reductions:
     buffers: FusionBuffers
     finish: Finish
     fusion_bytes: int = 0
+    is_hierarchical: bool = False
     timeline: Timeline = field(default_factory=Timeline)
     _has_node_sets: bool = False
 
@@ -84,12 +86,15 @@ class Reductions:
         outputs = [submissions[slot.operation].outputs[slot.member] for slot in buffer.slots]
         ready_events = [submissions[slot.operation].cuda_ready for slot in buffer.slots]
         keys = [submissions[operation].request.key for operation in buffer.operations]
+        is_hierarchical = self._can_be_hierarchical(buffer, request)
         timeline = self.timeline
         timeline.begin(keys, request.kind.value.upper())
         with self.streams.on_engine_stream(outputs[0].device, ready_events, inputs + outputs):
             timeline.activity(keys, "MEMCPY_IN_FUSION_BUFFER")
             with profiled("pack"):
-                flat, borrowed = self._pack(buffer, inputs, outputs)
+                # A hierarchical allreduce divides the tensor among the ranks of a node.
+                multiple = self.transport.local_size if is_hierarchical else 1
+                flat, packed = self._pack(buffer, inputs, outputs, multiple=multiple)
                 # Usually no submission was scaled by the caller; then one pass scales the whole buffer.
                 if not any(submissions[operation].is_prescaled for operation in buffer.operations):
                     _scale(flat, factor=request.prescale_factor)
@@ -97,7 +102,14 @@ class Reductions:
                     self._prescale(buffer, submissions, flat)
             timeline.activity(keys, "ALLREDUCE")
             with profiled("reduce"):
-                work = self._reduce(buffer, request, flat)
+                sent = flat if packed is None else packed
+                scratch = None
+                if is_hierarchical:
+                    # On a GPU nothing is written to it.
+                    scratch = self.buffers.take(torch.uint8, sent.device, 0 if sent.is_cuda else sent.nbytes)
+                    work = self.transport.begin_hierarchical_allreduce(sent, scratch.view(sent.dtype))
+                else:
+                    work = self._reduce(buffer, request, sent)
 
         def complete(work: CollectiveWork) -> None:
             # The stream got the events and tensors when the buffer was packed.
@@ -109,8 +121,9 @@ class Reductions:
                     divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
                     _scale(flat, factor=request.postscale_factor, divisor=divisor)
                     _unpack(buffer, flat, outputs)
-            if borrowed is not None:
-                self.buffers.give_back(borrowed)
+            for taken in (packed, scratch):
+                if taken is not None:
+                    self.buffers.give_back(taken)
             timeline.end(keys)
             for submission in finishing:
                 self.finish(submission, submission.result)
@@ -118,18 +131,34 @@ class Reductions:
         is_short = flat.numel() * flat.element_size() <= _SHORT_BYTES
         self.completions.add(work, complete, is_short=is_short)
 
+    def _can_be_hierarchical(self, buffer: Buffer, request: Request) -> bool:
+        return (
+            self.is_hierarchical
+            and self.transport.has_node_groups
+            and request.process_set == GLOBAL_SET
+            and request.reduce_op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+            and named_dtype(buffer.dtype).is_floating_point
+            and buffer.num_elements > 0
+        )
+
     def _pack(
-        self, buffer: Buffer, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+        self, buffer: Buffer, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, multiple: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the flat tensor to send, and the fusion buffer to give back later, if one is used."""
+        """Return the flat tensor of all slots, and the fusion buffer that begins with it, if one is used.
+
+        The fusion buffer is to be sent, and given back later. Its length is padded to a multiple of `multiple`.
+        """
         dtype, device = wire_dtype(buffer.dtype), self.transport.wire_device(outputs[0].device)
+        num_padding = -buffer.num_elements % multiple
         # A single tensor that can be sent as it is needs no fusion buffer: it is reduced in place, in its output.
-        if len(outputs) == 1 and can_send_directly(outputs[0], dtype, device):
+        if len(outputs) == 1 and not num_padding and can_send_directly(outputs[0], dtype, device):
             return copy_into(inputs[0], outputs[0]).view(-1), None
-        flat = self.buffers.take(dtype, device, buffer.num_elements)
+        packed = self.buffers.take(dtype, device, buffer.num_elements + num_padding)
+        packed[buffer.num_elements :].zero_()
+        flat = packed[: buffer.num_elements]
         for slot, tensor in zip(buffer.slots, inputs, strict=True):
             flat[slot.offset : slot.offset + slot.length].view(tensor.shape).copy_(tensor)
-        return flat, flat
+        return flat, packed
 
     @staticmethod
     def _prescale(buffer: Buffer, submissions: Sequence[Submission], flat: Tensor) -> None:

@@ -20,6 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from datasvc.trainer.engine.execution.hierarchical import (
+    HierarchicalWork,
+    NodeGroups,
+    explain_flat,
+    group_by_node,
+)
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp
 from datasvc.trainer.env.engine_settings import EngineSettings
 
@@ -70,6 +76,7 @@ class Transport:
     size: int = 1
     local_size: int = 1
     is_homogeneous: bool = True
+    has_node_groups: bool = False
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Send data to all ranks, and return the data of all ranks in rank order. Lengths may differ."""
@@ -88,6 +95,10 @@ class Transport:
     def begin_allreduce(self, tensor: Tensor, op: ReduceOp, process_set: int) -> CollectiveWork:  # noqa: ARG002 - one rank
         """Begin to reduce a tensor in place; AVERAGE only sums, because the engine divides afterwards."""
         return CompletedWork()
+
+    def begin_hierarchical_allreduce(self, tensor: Tensor, scratch: Tensor) -> CollectiveWork:  # noqa: ARG002 - one rank
+        """Begin to sum a tensor in place over all ranks, node by node; see `HierarchicalWork` for the arguments."""
+        raise AssertionError("this transport has no node groups")
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:  # noqa: ARG002 - one rank
         """Fill one output per rank of the set; all have the shape and dtype of `tensor`."""
@@ -162,16 +173,25 @@ class GroupTransport(Transport):
         gpu: unique name of the GPU of this rank; empty without one. NCCL rejects two ranks on one GPU, so CUDA
             tensors are sent over NCCL if every rank has a GPU of its own, otherwise through host memory over gloo.
         local_size: number of ranks on this node.
+        node: number of this node; None if each node has `local_size` ranks with adjacent numbers.
         timeout_s: seconds after which a collective fails if a rank does not answer; None for `settings.timeout_s`.
 
     Attributes:
         settings: settings of rank 0, which all ranks use: different settings would plan different fusion buffers.
         local_size: number of ranks on each node; 1 if nodes differ.
         is_homogeneous: whether all nodes have the same number of ranks.
+        has_node_groups: whether allreduces can be hierarchical: the settings of rank 0 allow it, and there are
+            several nodes, each with the same number of ranks, more than one.
     """
 
     def __init__(
-        self, settings: EngineSettings, *, gpu: str, local_size: int, timeout_s: float | None = None
+        self,
+        settings: EngineSettings,
+        *,
+        gpu: str,
+        local_size: int,
+        node: int | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self._timeout = dt.timedelta(seconds=timeout_s or settings.timeout_s)
         self.rank = dist.get_rank()
@@ -182,7 +202,8 @@ class GroupTransport(Transport):
         self._steps = plan_exchange(self.rank, self.size)
         # Use gloo also on GPUs, because requests are bytes in host memory.
         self._control: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=self._timeout)
-        local_facts = json.dumps([gpu, local_size, asdict(settings)]).encode()
+        node = self.rank // local_size if node is None else node
+        local_facts = json.dumps([gpu, local_size, asdict(settings), node]).encode()
         facts = [json.loads(data) for data in self.exchange(local_facts)]  # by rank
         self.settings = EngineSettings(**facts[0][2])
         if self.settings != settings:
@@ -192,11 +213,17 @@ class GroupTransport(Transport):
                 self.rank,
             )
         # All ranks have the same facts, so they make the same choice.
-        self._uses_nccl = len({gpu_name for gpu_name, _, _ in facts if gpu_name}) == self.size
-        self.is_homogeneous = all(num_local_ranks == local_size for _, num_local_ranks, _ in facts)
+        self._uses_nccl = len({gpu_name for gpu_name, *_ in facts if gpu_name}) == self.size
+        self.is_homogeneous = all(num_local_ranks == local_size for _, num_local_ranks, *_ in facts)
         self.local_size = local_size if self.is_homogeneous else 1
         self._groups: dict[int, dist.ProcessGroup] = {}
         self.add_process_set(GLOBAL_SET, range(self.size))
+        self._node_groups: NodeGroups | None = None
+        is_wanted = self.settings.hierarchical_allreduce
+        # Autotune tries them if the settings leave it open.
+        if is_wanted or (is_wanted is None and self.settings.autotune):
+            self._make_node_groups(group_by_node([facts_of_rank[3] for facts_of_rank in facts]))
+        self.has_node_groups = self._node_groups is not None
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Exchange data in log2(ranks) steps. If the data of a rank do not fit into a slot, add a collective."""
@@ -227,10 +254,8 @@ class GroupTransport(Transport):
 
     def add_process_set(self, process_set: int, ranks: Sequence[int]) -> None:
         """Create the group of a process set; ranks outside the set do not keep it."""
-        backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
-        # torch requires this call on all ranks.
-        group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
-        if self.rank in ranks:
+        group = self._new_group(ranks)
+        if group is not None:
             self._groups[process_set] = group
 
     def remove_process_set(self, process_set: int) -> None:
@@ -245,6 +270,11 @@ class GroupTransport(Transport):
             tensor, op=_REDUCE_OPS[op], group=self._groups[process_set], async_op=True
         )
         return work
+
+    def begin_hierarchical_allreduce(self, tensor: Tensor, scratch: Tensor) -> CollectiveWork:
+        """Begin to sum a tensor in place over all ranks, node by node. Needs `has_node_groups`."""
+        assert self._node_groups is not None
+        return HierarchicalWork(self._node_groups, tensor, scratch)
 
     def allgather(self, outputs: list[Tensor], tensor: Tensor, process_set: int) -> None:
         """Fill one output per rank of the set, in the order of the set."""
@@ -275,19 +305,43 @@ class GroupTransport(Transport):
         """Set the seconds after which a collective fails if a rank does not answer, also for the default group."""
         self._timeout = dt.timedelta(seconds=timeout_s)
         # None stands for the default group.
-        for group in (None, self._control, *self._groups.values()):
+        for group in (None, self._control, *self._groups.values(), *(self._node_groups or ())):
             _set_pg_timeout(self._timeout, group)
 
     def close(self) -> None:
         """Destroy the groups, except for the default group, which the transport does not own."""
         # The connections close when the last reference to a group is deleted, so no reference may remain here.
-        groups, self._groups = [self._control, *self._groups.values()], {}
-        self._control = None
+        groups = [self._control, *self._groups.values(), *(self._node_groups or ())]
+        self._control, self._groups, self._node_groups = None, {}, None
         while groups:
             group = groups.pop()
             # If the user has destroyed the default group, torch has destroyed every other group too.
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
+
+    def _new_group(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """Create a group for tensors; return None on the ranks outside it. torch requires this call on all ranks."""
+        backend = "cpu:gloo,cuda:nccl" if self._uses_nccl else "gloo"
+        group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout)
+        return group if self.rank in ranks else None
+
+    def _make_node_groups(self, nodes: list[list[int]]) -> None:
+        """Create the groups for hierarchical allreduces, or log why they are flat."""
+        reason = explain_flat(nodes)
+        if not reason and len(nodes[0]) != self.local_size:
+            reason = "the local sizes of the ranks are not the numbers of ranks on the nodes; check LOCAL_WORLD_SIZE"
+        if reason:
+            # If only autotune would have tried them, nobody has asked for them.
+            if self.rank == 0 and self.settings.hierarchical_allreduce:
+                logger.warning("allreduces are not hierarchical, but flat: %s", reason)
+            return
+        # Every rank creates every group, in the same order.
+        scatters = [self._new_group(ranks) for ranks in nodes]
+        acrosses = [self._new_group(ranks) for ranks in zip(*nodes, strict=True)]
+        gathers = [self._new_group(ranks) for ranks in nodes]
+        # This rank is in one group of each kind.
+        own = [group for groups in (scatters, acrosses, gathers) for group in groups if group is not None]
+        self._node_groups = NodeGroups(*own)
 
     def _slot_range(self, first: int, num_slots: int) -> Tensor:
         return self._slot_tensor[first * _SLOT_BYTES : (first + num_slots) * _SLOT_BYTES]

@@ -8,17 +8,18 @@ tuning if at least one of them is set.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from datasvc.trainer.engine.negotiation.requests import Request, request_fields, request_from_fields
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """A fusion size and a cycle time. All ranks adopt them at the end of the cycle in which rank 0 sends them."""
+    """Values of engine settings. All ranks adopt them at the end of the cycle in which rank 0 sends them."""
 
     fusion_bytes: int
     cycle_time_s: float
+    is_hierarchical: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ def encode_message(message: CycleMessage) -> bytes:
     fields = [int(message.is_leaving), entries]
     if message.failure or message.tuning:
         tuning = message.tuning
-        fields += [message.failure, [tuning.fusion_bytes, tuning.cycle_time_s] if tuning else None]
+        fields += [message.failure, astuple(tuning) if tuning else None]
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
