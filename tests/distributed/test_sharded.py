@@ -20,3 +20,11 @@ def test_four_ranks_save_and_any_number_restores(launcher, tmp_path):
     launcher.run_program(1, "sharded.py", url)
     for number in range(1, 6):
         assert_one_process_restores(url, f"layouts@{number}")
+
+
+@pytest.mark.slow
+def test_managers_of_four_ranks_save_their_parts_and_any_layout_restores(launcher, tmp_path):
+    url = str(tmp_path / "repo")
+    launcher.run_program(1, "sharded_saves.py", url)
+    for number in range(1, 6):
+        assert_one_process_restores(url, f"layouts@{number}")

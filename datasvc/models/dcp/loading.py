@@ -20,6 +20,7 @@ from datasvc.models.dcp.metadata import Sharding, decode_sharding, describe_unsh
 from datasvc.models.dcp.paths import find
 from datasvc.models.dcp.values import decode_opaque, wrap_value
 from datasvc.models.restoring.copies import StoredCopies
+from datasvc.models.restoring.fill_state import UsedRecords
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.chunks import Box, is_inside
@@ -131,22 +132,10 @@ def _find_tensors_in_values(stored: ShardedVersion, items: Sequence[ReadItem]) -
 
     Raises CorruptDataError: a tensor is not in the table.
     """
-    used = _UsedRecords(stored.records)
+    used = UsedRecords(stored.records)
     for item in items:
         unflatten(_skeleton_of(stored, item), used)  # looks up every tensor of the value
     return list(used.values())
-
-
-class _UsedRecords(dict[str, Any]):
-    """The records that were looked up, by tensor name. A look-up takes a record from `records` and adds it."""
-
-    def __init__(self, records: Mapping[str, TensorRecord]) -> None:
-        super().__init__()
-        self._records = records
-
-    def __missing__(self, name: str) -> TensorRecord:
-        self[name] = record = self._records[name]
-        return record
 
 
 def _skeleton_of(stored: ShardedVersion, item: ReadItem) -> Any:

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -19,15 +19,12 @@ from datasvc.errors import ConfigError
 from datasvc.models.dcp.metadata import planned_paths
 from datasvc.models.dcp.paths import path_of
 from datasvc.models.dcp.values import encode_value, nest
-from datasvc.models.tensors.chunks import CHUNK_BYTES, Box, Shape, plan_chunks, slices
+from datasvc.models.tensors.chunks import Shape, slices
 from datasvc.models.tensors.dtypes import dtype_name
+from datasvc.models.tensors.sharded import plan_part_chunks
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks, whole_blocks
 from datasvc.repository import Repository
-
-# Chunks of a sharded tensor have 1/16 of its bytes, but at least 512 KiB and at most `CHUNK_BYTES`.
-_MIN_CHUNK_BYTES: Final = 512 << 10
-_CHUNKS_PER_TENSOR: Final = 16
 
 
 @dataclass(frozen=True)
@@ -92,27 +89,11 @@ def _blocks(planner: SavePlanner, item: WriteItem) -> list[TensorBlock]:
         )
     name, start, tensor = item.index.fqn, tuple(block.offsets), tensor.detach()
     tensor_shape = tuple(item.tensor_data.size)
-    boxes = _plan_boxes(start, tuple(block.sizes), tensor_shape, tensor.itemsize)
+    boxes = plan_part_chunks((start, tuple(block.sizes)), tensor_shape, tensor.itemsize)
     if not boxes:
         # A rank with an empty block must still report the dtype of the tensor.
         return [TensorBlock(name, start, tensor)]
     return [TensorBlock(name, box[0], tensor[slices(box, origin=start)]) for box in boxes]
-
-
-def _plan_boxes(start: Shape, shape: Shape, tensor_shape: Shape, item_bytes: int) -> list[Box]:
-    """Return the boxes of the chunks of a rank's block in a tensor of `tensor_shape`; [] for an empty block."""
-    if shape == tensor_shape:
-        # Plan the same chunks as an ordinary save does, so that equal tensors are stored only once.
-        chunk_bytes = CHUNK_BYTES
-    else:
-        # Plan smaller chunks: a load on another number of ranks needs parts of the block, but reads whole chunks.
-        tensor_bytes = math.prod(tensor_shape) * item_bytes
-        chunk_bytes = min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, tensor_bytes // _CHUNKS_PER_TENSOR))
-    # `plan_chunks` counts from the first element of the block; add the index of this element in the tensor.
-    return [
-        (tuple(a + b for a, b in zip(start, inner, strict=True)), size)
-        for inner, size in plan_chunks(shape, item_bytes, chunk_bytes=chunk_bytes)
-    ]
 
 
 def join_shares(metadata: Metadata, shares: Sequence[RankShare]) -> StoredState:

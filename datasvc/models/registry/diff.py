@@ -134,7 +134,7 @@ def diff(
         pairs = [(records_a[name], records_b[name]) for name in tensors.changed]
         progress.begin(sum(record.nbytes for record, _ in pairs))
         measure = partial(measure_change, repository.objects, progress=progress)
-        tensors = replace(tensors, changes=tuple(run_in_threads(measure, pairs, _TENSORS_AT_ONCE)))
+        tensors = _with_changes(tensors, pairs, run_in_threads(measure, pairs, _TENSORS_AT_ONCE))
     return ModelDifference(
         versions[0],
         versions[1],
@@ -142,6 +142,21 @@ def diff(
         {part: compare_values(_part(first, part), _part(second, part)) for part in _PARTS},
         tensors,
     )
+
+
+def _with_changes(
+    tensors: TensorsDifference, pairs: Sequence[tuple[TensorRecord, TensorRecord]], changes: Sequence[TensorChange]
+) -> TensorsDifference:
+    """Return `tensors` with the measured changes of `pairs`, the tensors that may differ."""
+    # Runs with other layouts store the same tensor in other chunks: only its elements show whether it has changed.
+    changed = tuple(
+        change
+        for change, (a, b) in zip(changes, pairs, strict=True)
+        if change.num_changed or [chunk.box for chunk in a.chunks] == [chunk.box for chunk in b.chunks]
+    )
+    names = tuple(change.name for change in changed)
+    num_equal = tensors.num_equal + len(changes) - len(changed)
+    return replace(tensors, changed=names, num_equal=num_equal, changes=changed)
 
 
 def compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> ValueChanges:
@@ -163,7 +178,7 @@ def compare_tables(a: Sequence[TensorRecord], b: Sequence[TensorRecord]) -> Tens
     """Compare two tensor tables without reading any tensor.
 
     A tensor whose chunks have other boundaries in `b` than in `a` counts as changed, because digests of different
-    slices cannot be compared.
+    slices cannot be compared; `diff` compares its elements.
     """
     records_a, records_b = ({record.name: record for record in table} for table in (a, b))
     common = [(records_a[name], records_b[name]) for name in sorted(records_a.keys() & records_b.keys())]

@@ -13,7 +13,9 @@ from typing import Any
 
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
+from datasvc.errors import ConfigError
 from datasvc.models.restoring.copies import StoredCopies
+from datasvc.models.restoring.fill_state import fill_state
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.name_filter import map_names, select_names
@@ -50,6 +52,7 @@ def restore(
     only: Collection[str] = (),
     exclude: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
+    into: Mapping[str, Any] | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> Checkpoint:
@@ -69,6 +72,10 @@ def restore(
             dotted name, and nothing else of the version is read; see `name_filter.select_names`.
         exclude: patterns of tensors to leave out.
         rename: map from stored names to new names; see `name_filter.map_names`.
+        into: state tree, such as the one that a save gets. Its tensors are filled in place; of a DTensor, only the
+            part of this rank is read, however the version was sharded. `Checkpoint.state` is this tree, with stored
+            values in place of all parts without tensors; a part that the version lacks stays as it is. Nothing else
+            is read. Not with `only`, `exclude` or `rename`.
         trusted_keys: files of public keys, one of which must have signed the version; () for no check, None for the
             files that `DATASVC_TRUSTED_KEYS` names.
         progress: counts the bytes of each chunk that was loaded.
@@ -77,7 +84,8 @@ def restore(
         The checkpoint; the caller owns its tensors, and none of them is a view of a mapped file.
 
     Raises:
-        ConfigError: `ref`, a setting or a key is invalid; or a stored format is newer than this release.
+        ConfigError: `ref`, a setting or a key is invalid; a stored format is newer than this release; or the version
+            lacks a tensor of `into`, or has it with another dtype or shape (nothing was changed then).
         NotFoundError: the version or a fallback repository does not exist, or no place has an object.
         CorruptDataError: no place has a good copy of an object (the message names tensors and places); or the version
             is not signed by a trusted key.
@@ -88,10 +96,16 @@ def restore(
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
     # Check the patterns and the state before the tensors are read, because the tensors are by far the largest part.
     is_part = bool(only or exclude or rename)
+    if is_part and into is not None:
+        raise ConfigError("into= cannot be combined with only=, exclude= or rename=; leave parts out of the state")
     records = _select(stored.records, only, exclude, rename) if is_part else stored.records
     skeleton = None
     if not is_part:
         skeleton = decode_state(copies.direct.read(stored.state, MAX_STATE_BYTES), str(stored.version))
+    if into is not None:
+        by_name = {record.name: record for record in records}
+        state, read = fill_state(into, copies, skeleton, by_name, str(stored.version), progress)
+        return Checkpoint(stored.version, state, stored.entry, copies.report(read, time.monotonic() - began))
     progress.begin(sum([record.nbytes for record in records]))
     tensors = copies.load(records, progress=progress)
     state = tensors if is_part else unflatten(skeleton, tensors)

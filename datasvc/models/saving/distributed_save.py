@@ -1,9 +1,9 @@
 """The steps of a save by all ranks: each rank stores its part, rank 0 commits, and all ranks get the same outcome.
 
 `writer.VersionWriter` calls the steps in the order `agree_on_tensors`, `store_part`, `gather_parts`, `join_parts`,
-`share_outcome`. The part of a rank is the chunks that it stores; `RankWrites` describes it. The shared state is saved
-as rank 0 has it. So another rank stores chunks of a shared tensor only if its bytes are the same on all ranks. Each
-rank also stores the state that it alone has, such as its random state.
+`share_outcome`. The part of a rank is the chunks that it stores; `RankWrites` describes it. A block that several
+ranks hold is saved as the first of them has it. So another rank stores chunks of it only if its bytes are the same on
+all of these ranks. Each rank also stores the state that it alone has, such as its random state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from datasvc.errors import ConfigError, UnavailableError, UnknownOutcomeError
 from datasvc.models.saving.flat_state import RANK_STATE, FlatState
 from datasvc.models.saving.partition import partition_writes
 from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
-from datasvc.models.tensors.chunks import Shape, slices
+from datasvc.models.saving.shared_plan import BlockId, merge_skeletons
+from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks, whole_blocks
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 # A fingerprint is the first bits of a digest. `_find_differing` needs it and its negative as int64.
 _FINGERPRINT_BITS: Final = 62
+_NO_FINGERPRINT: Final = -(1 << _FINGERPRINT_BITS)
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class RankWrites:
         rank_skeleton: skeleton of the state that only this rank has; None: it has none.
         new_bytes: bytes that were not in the repository before.
         num_nonfinite: number of NaN and infinite elements by tensor.
+        skeleton: skeleton of the shared state, if it has keys that those of lower ranks may lack; else None.
     """
 
     chunks: Sequence[tuple[str, Chunk]]
@@ -52,40 +55,56 @@ class RankWrites:
     rank_skeleton: Any
     new_bytes: int
     num_nonfinite: Mapping[str, int]
+    skeleton: Any = None
 
     def encode(self) -> bytes:
         """Return the message for rank 0."""
         chunks = [[name, chunk.to_json()] for name, chunk in self.chunks]
         return json.dumps(
-            [chunks, self.rank_tensors, self.rank_skeleton, self.new_bytes, dict(self.num_nonfinite)]
+            [
+                chunks,
+                self.rank_tensors,
+                self.rank_skeleton,
+                self.new_bytes,
+                dict(self.num_nonfinite),
+                self.skeleton,
+            ]
         ).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> RankWrites:
         """Return the content of an `encode` result."""
-        rows, rank_tensors, rank_skeleton, new_bytes, num_nonfinite = json.loads(raw)
+        rows, rank_tensors, rank_skeleton, new_bytes, num_nonfinite, skeleton = json.loads(raw)
         chunks = [(name, Chunk.from_json(chunk)) for name, chunk in rows]
         dtypes_and_shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in rank_tensors.items()}
-        return cls(chunks, dtypes_and_shapes, rank_skeleton, new_bytes, num_nonfinite)
+        return cls(chunks, dtypes_and_shapes, rank_skeleton, new_bytes, num_nonfinite, skeleton)
 
 
-def agree_on_tensors(channel: RankChannel, step: int, state: FlatState, error: Exception | None) -> frozenset[str]:
-    """Check that all ranks can store the same step; return the shared tensors whose bytes differ between ranks.
+def agree_on_tensors(
+    channel: RankChannel, step: int, state: FlatState, error: Exception | None
+) -> frozenset[BlockId]:
+    """Check that all ranks can store the same step; return the blocks whose bytes differ between their ranks.
 
-    Every rank calls this before it stores anything. Rank 0 alone stores the returned tensors. The shared tensors of
-    `state` must have the same names, dtypes and shapes on all ranks; `CheckpointManager.save` has checked this. If
-    this rank cannot store the state, `error` is the reason; all ranks then raise it.
+    Every rank calls this before it stores anything. The first of its ranks alone stores a returned block. The plan of
+    `state` must be that of all ranks; `CheckpointManager.save` has checked this. If this rank cannot store the state,
+    `error` is the reason; all ranks then raise it.
 
     Raises:
         ConfigError: the ranks are at different steps.
         DatasvcError: a rank cannot store its state.
         UnavailableError: a rank is lost.
     """
-    fingerprints: Mapping[str, int] = {}
+    fingerprints: Mapping[BlockId, int | None] = {}
     try:
         if channel.size > 1 and error is None:
-            # Sort by name, because the collective compares fingerprints by position. With one rank, nothing differs.
-            fingerprints = {name: _fingerprint(tensor) for name, tensor in sorted(state.tensors.items())}
+            # Blocks are sorted, because the collective compares fingerprints by position.
+            fingerprints = {
+                block.id: _fingerprint(state.block(block.name, block.box).tensor)
+                if channel.rank in block.ranks
+                else None
+                for block in state.planned(channel.size).blocks
+                if len(block.ranks) > 1  # what only one rank holds cannot differ
+            }
     except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
         error = failure
     # A rank with an error also sends its message: otherwise the other ranks would wait for it.
@@ -143,21 +162,24 @@ def share_outcome(channel: RankChannel, version: Resolved | None, error: BaseExc
     return Resolved("models", name, number)
 
 
-def _find_differing(channel: RankChannel, fingerprints: Mapping[str, int]) -> frozenset[str]:
-    """Return the tensors whose bytes differ between ranks, such as the statistics of a batch normalisation.
+def _find_differing(channel: RankChannel, fingerprints: Mapping[BlockId, int | None]) -> frozenset[BlockId]:
+    """Return the blocks whose bytes differ between ranks, such as the statistics of a batch normalisation.
 
-    `fingerprints` has this rank's value for each tensor, in an order that is the same on all ranks.
+    `fingerprints` has this rank's value for each block, None for a block that it does not hold. The order of blocks
+    is the same on all ranks.
     """
     import torch
 
-    if channel.size == 1:
+    if channel.size == 1 or not fingerprints:
         return frozenset()
-    # One collective gives the maximum and the minimum, -max(-x). Both are equal if all ranks have the same x.
-    values = torch.tensor(list(fingerprints.values()), dtype=torch.int64)
-    reduced = channel.all_reduce_max(torch.cat([values, -values]))
+    # One collective gives the maximum and the minimum, -max(-x). Both are equal if all ranks have the same x. A rank
+    # without the block sends a value below every x and -x.
+    values = torch.tensor([_NO_FINGERPRINT if x is None else x for x in fingerprints.values()], dtype=torch.int64)
+    negatives = torch.tensor([_NO_FINGERPRINT if x is None else -x for x in fingerprints.values()], dtype=torch.int64)
+    reduced = channel.all_reduce_max(torch.cat([values, negatives]))
     largest, smallest = reduced[: len(values)], -reduced[len(values) :]
     is_different = largest != smallest
-    return frozenset(name for name, differs in zip(fingerprints, is_different.tolist(), strict=True) if differs)
+    return frozenset(block for block, differs in zip(fingerprints, is_different.tolist(), strict=True) if differs)
 
 
 def _fingerprint(tensor: torch.Tensor) -> int:
@@ -169,34 +191,38 @@ def store_part(
     channel: RankChannel,
     objects: Objects,
     state: FlatState,
-    rank0_only: frozenset[str],
+    differing: frozenset[BlockId],
     *,
     base: Sequence[TensorRecord],
-    base_tensors: Mapping[str, torch.Tensor],
+    base_chunks: Sequence[TensorBlock],
     codec: Codec,
 ) -> RankWrites:
     """Store this rank's part: its chunks of the shared tensors, and all tensors that only this rank has.
 
-    `rank0_only` is the result of `agree_on_tensors`. `base` has the tensors of an earlier version, to which
-    differences are stored; `base_tensors` are in memory and may equal them. For `codec` and the errors see
+    `differing` is the result of `agree_on_tensors`. `base` has the tensors of an earlier version, to which
+    differences are stored; `base_chunks` are in memory and may equal its chunks. For `codec` and the errors see
     `store_chunks`.
     """
-    if rank0_only and channel.rank == 0:
+    if differing and channel.rank == 0:
         logger.info(
-            "%d tensors differ between the ranks, such as %r: rank 0's are saved", len(rank0_only), min(rank0_only)
+            "%d tensors differ between the ranks, such as %r: those of the first rank that has them are saved",
+            len(differing),
+            min(differing).name,
         )
-    shared, rank_tensors = _describe(state.tensors), _describe(state.rank_tensors)
+    plan = state.planned(channel.size)
     # All ranks compute the same plan. A box is the start and the shape of a chunk.
-    assigned = partition_writes(shared, channel.size, rank0_only=rank0_only)[channel.rank]
-    blocks = [TensorBlock(name, box[0], state.tensors[name][slices(box)]) for name, box in assigned]
+    assigned = partition_writes(plan, channel.size, first_only=differing)[channel.rank]
+    blocks = [state.block(name, box) for name, box in assigned]
     blocks += whole_blocks(state.rank_tensors)
-    stored = store_chunks(objects, blocks, base=base, base_tensors=whole_blocks(base_tensors), codec=codec)
-    return RankWrites(stored.chunks, rank_tensors, state.rank_skeleton, stored.new_bytes, stored.num_nonfinite)
-
-
-def _describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[str, Shape]]:
-    """Return the dtype and the shape of each tensor."""
-    return {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    stored = store_chunks(objects, blocks, base=base, base_tensors=base_chunks, codec=codec)
+    return RankWrites(
+        stored.chunks,
+        {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in state.rank_tensors.items()},
+        state.rank_skeleton,
+        stored.new_bytes,
+        stored.num_nonfinite,
+        state.skeleton if channel.rank in plan.skeleton_ranks else None,
+    )
 
 
 def join_parts(state: FlatState, parts: Sequence[RankWrites]) -> StoredState:
@@ -205,7 +231,7 @@ def join_parts(state: FlatState, parts: Sequence[RankWrites]) -> StoredState:
     `state` is rank 0's state, and `parts` is the result of `gather_parts`. Raises ConfigError: two tensors have the
     same name.
     """
-    described = _describe(state.tensors)
+    described = dict(state.planned(len(parts)).tensors)
     for part in parts:
         for name, dtype_and_shape in part.rank_tensors.items():
             if name in described:
@@ -218,6 +244,9 @@ def join_parts(state: FlatState, parts: Sequence[RankWrites]) -> StoredState:
             chunks[name].append(chunk)
         num_nonfinite.update(part.num_nonfinite)
     skeleton = dict(state.skeleton)
+    for part in parts:
+        if part.skeleton is not None:
+            skeleton = merge_skeletons(skeleton, part.skeleton)
     if any(part.rank_skeleton is not None for part in parts):
         skeleton[RANK_STATE] = [part.rank_skeleton for part in parts]
     return StoredState(

@@ -13,6 +13,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,12 +23,13 @@ from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.models.restoring.restore import Checkpoint, restore
-from datasvc.models.saving.flat_state import FlatState, describe_mismatch, flatten_state
+from datasvc.models.saving.flat_state import FlatState, flatten_state
 from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.queue import OVERLAPS, SaveQueue
 from datasvc.models.saving.rank_channel import describe_error, open_channels, raise_on_all_ranks
 from datasvc.models.saving.save_policy import SaveCost, SaveScheduler, parse_duration, parse_policy
 from datasvc.models.saving.save_task import SaveHandle, SaveTask
+from datasvc.models.saving.shared_plan import HeldTensor, SharedPlan, outline, plan_shared
 from datasvc.models.saving.shared_store import check_same_store
 from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
 from datasvc.models.saving.writer import VersionWriter
@@ -140,6 +142,8 @@ class CheckpointManager:
         self._buffers = deque(HostBuffer() for _ in range(_NUM_BUFFERS))
         # Saves whose device copies are not yet counted in the cost, oldest first.
         self._copying: deque[SaveHandle] = deque()
+        # Digests of what the ranks held when the plan of their sharded or different tensors was made, and the plan.
+        self._planned: tuple[list[Any], SharedPlan] | None = None
         self._next_check = 0  # step at which the ranks next exchange messages in `should_save`
         self.stop_signal: int | None = None
 
@@ -257,9 +261,8 @@ class CheckpointManager:
                 flat_state = flatten_state(state, rank_state, self._main_channel.rank)
         except Exception as failure:  # noqa: BLE001 - `_agree` raises it, on all ranks
             error = failure
-        self._agree(step, flat_state, reported, error)
+        flat_state = self._agree(step, flat_state, reported, error)
         assert metadata is not None
-        assert flat_state is not None
         self._count_device_copies()
         try:
             handle = self._submit(metadata, flat_state, began_s)
@@ -281,6 +284,7 @@ class CheckpointManager:
         only: Collection[str] = (),
         exclude: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
+        into: Mapping[str, Any] | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Checkpoint: ...
 
@@ -293,6 +297,7 @@ class CheckpointManager:
         only: Collection[str] = (),
         exclude: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
+        into: Mapping[str, Any] | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Checkpoint | _Default: ...
 
@@ -304,6 +309,7 @@ class CheckpointManager:
         only: Collection[str] = (),
         exclude: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
+        into: Mapping[str, Any] | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Any:
         """Return a verified checkpoint, the same on every rank. Its version becomes the parent of the next save.
@@ -318,6 +324,7 @@ class CheckpointManager:
             only: see `models.restore`.
             exclude: see `models.restore`.
             rename: see `models.restore`.
+            into: see `models.restore`; each rank passes the state that it holds, as for `save`.
             progress: see `models.restore`.
         """
         self._queue.finish()
@@ -339,7 +346,9 @@ class CheckpointManager:
         if resolved is None:
             return default
         try:
-            checkpoint = self._restore(resolved, only=only, exclude=exclude, rename=rename, progress=progress)
+            checkpoint = self._restore(
+                resolved, only=only, exclude=exclude, rename=rename, into=into, progress=progress
+            )
         except Exception as failure:
             if self._main_channel.size == 1:
                 raise
@@ -396,27 +405,41 @@ class CheckpointManager:
             if received is not None and self.stop_signal is None:
                 signal.raise_signal(received)
 
-    def _agree(self, step: int, flat_state: FlatState | None, reported: list[int], error: Exception | None) -> None:
-        """Check that no rank has an error, and that all ranks save the same step and tensors. For errors see `save`.
+    def _agree(
+        self, step: int, flat_state: FlatState | None, reported: list[int], error: Exception | None
+    ) -> FlatState:
+        """Check that no rank has an error, and that all ranks save the same step; return the state with its plan.
 
-        `reported`: numbers of the earlier saves whose errors this rank reports in this call.
+        `reported`: numbers of the earlier saves whose errors this rank reports in this call. For errors see `save`.
         """
-        if self._main_channel.size == 1:
+        channel = self._main_channel
+        if channel.size == 1:
             if error is not None:
                 raise error
-            return
-        # The tensor signature is long, so send its digest; send the signature only if the digests differ.
-        digest = None if flat_state is None else digest_of("\n".join(flat_state.signature).encode())
+            assert flat_state is not None
+            if not flat_state.parts:
+                return flat_state
+        # What a rank holds is a long text, so send its digest; send the text only if the ranks hold different things.
+        digests = [] if flat_state is None else [digest_of(text.encode()) for text in flat_state.descriptions]
         # A rank with an error takes part too: otherwise the other ranks would wait for it.
-        answers = self._main_channel.exchange([describe_error(error), None if error else step, digest, reported])
+        answers = channel.exchange([describe_error(error), None if error else step, digests, reported])
         # A save fails on all ranks. If one rank reports the error, the others must not report it again.
         self._queue.mark_reported({number for answer in answers for number in answer[3]})
         raise_on_all_ranks([answer[0] for answer in answers], error)
         if len({answer[1] for answer in answers}) > 1:
             raise ConfigError(f"the ranks save different steps; by rank: {[answer[1] for answer in answers]}")
         assert flat_state is not None
-        if len({answer[2] for answer in answers}) > 1:
-            raise ConfigError(describe_mismatch(self._main_channel.exchange(flat_state.signature)))
+        digests_by_rank = [answer[2] for answer in answers]
+        if not flat_state.parts and all(digests == digests_by_rank[0] for digests in digests_by_rank):
+            return flat_state
+        # Sharded tensors, or ranks with different tensors. Both stay the same during a run, and so does the plan.
+        if self._planned is None or self._planned[0] != digests_by_rank:
+            described = channel.exchange([flat_state.held, outline(flat_state.skeleton)])
+            held = [
+                {name: HeldTensor.from_json(tensor) for name, tensor in tensors.items()} for tensors, _ in described
+            ]
+            self._planned = digests_by_rank, plan_shared(held, [skeleton for _, skeleton in described])
+        return replace(flat_state, plan=self._planned[1])
 
     def _submit(self, metadata: VersionMetadata, flat_state: FlatState, began_s: float) -> SaveHandle:
         """Copy the state, and queue the write. If the copy fails or is interrupted, queue a save that fails."""

@@ -1,31 +1,35 @@
 """Partitions the writes of a distributed save: a pure function assigns each chunk of the shared tensors to a rank.
 
-`distributed_save` calls it. Shared tensors are those that all ranks hold; only one rank stores each of their chunks.
+`distributed_save` calls it. Shared tensors may be whole on all ranks, or divided among them; only one of the ranks
+that hold a chunk stores it.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Final
 
-from datasvc.models.tensors.chunks import Box, Shape, plan_chunks
+from datasvc.models.saving.shared_plan import BlockId, SharedPlan
+from datasvc.models.tensors.chunks import Box
+from datasvc.models.tensors.sharded import plan_part_chunks
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 
 SMALL_BYTES: Final = 64 << 10
-"""Chunks below this size are packed, several into one object. Rank 0 stores all of them, so that packs are few."""
+"""Chunks below this size are packed, several into one object. The first rank that holds one stores it, so that packs
+are few."""
 
 
 def partition_writes(
-    tensors: Mapping[str, tuple[str, Shape]], num_ranks: int, *, rank0_only: Collection[str] = ()
+    plan: SharedPlan, num_ranks: int, *, first_only: Collection[BlockId] = ()
 ) -> list[list[tuple[str, Box]]]:
-    """Assign the chunks of tensors to ranks, balanced by bytes as far as whole chunks allow.
+    """Assign the chunks of blocks to ranks that hold them, balanced by bytes as far as whole chunks allow.
 
     Args:
-        tensors: dtype and shape by tensor name.
+        plan: blocks of the shared tensors, and the ranks that hold each.
         num_ranks: number of ranks, at least 1.
-        rank0_only: tensors that rank 0 alone stores, because their bytes differ between ranks.
+        first_only: blocks that the first of their ranks alone stores, because their bytes differ between the ranks.
 
     Returns:
         For each rank the chunks that it stores, each as the tensor's name and the chunk's box (start and shape).
@@ -33,23 +37,32 @@ def partition_writes(
         without messages.
     """
     assigned: list[list[tuple[str, Box]]] = [[] for _ in range(num_ranks)]
-    rank0_bytes = 0
+    load_bytes = [0] * num_ranks
     large = []
-    # Sort by name, because the ranks may have flattened the same state in different orders.
-    for name, (dtype, shape) in sorted(tensors.items()):
-        for box in plan_chunks(shape, ITEM_BYTES[dtype]):
+    for block in plan.blocks:
+        dtype, shape = plan.tensors[block.name]
+        is_fixed = len(block.ranks) == 1 or block.id in first_only
+        for box in plan_part_chunks(block.box, shape, ITEM_BYTES[dtype]):
             nbytes = math.prod(box[1]) * ITEM_BYTES[dtype]
-            if nbytes < SMALL_BYTES or name in rank0_only:
-                assigned[0].append((name, box))
-                rank0_bytes += nbytes
+            if is_fixed or nbytes < SMALL_BYTES:
+                assigned[block.ranks[0]].append((block.name, box))
+                load_bytes[block.ranks[0]] += nbytes
             else:
-                large.append((nbytes, name, box))
-    # Heap of (assigned bytes, rank). Rank 0 already has the small chunks, and those that it stores alone.
-    loads = [(rank0_bytes if rank == 0 else 0, rank) for rank in range(num_ranks)]
-    heapq.heapify(loads)
+                large.append((nbytes, block, box))
     # Assign the largest chunk first, to the rank with the smallest load: the greedy rule for balanced partitions.
-    for nbytes, name, box in sorted(large, key=lambda chunk: -chunk[0]):
-        load_bytes, rank = heapq.heappop(loads)
-        assigned[rank].append((name, box))
-        heapq.heappush(loads, (load_bytes + nbytes, rank))
+    large.sort(key=lambda chunk: -chunk[0])
+    # Chunks that only some ranks hold come first. A search over these few ranks is fast; for chunks that all ranks
+    # hold, a heap of (load, rank) finds the rank.
+    for nbytes, block, box in large:
+        if len(block.ranks) < num_ranks:
+            rank = min(block.ranks, key=lambda rank: (load_bytes[rank], rank))
+            assigned[rank].append((block.name, box))
+            load_bytes[rank] += nbytes
+    loads = [(load, rank) for rank, load in enumerate(load_bytes)]
+    heapq.heapify(loads)
+    for nbytes, block, box in large:
+        if len(block.ranks) == num_ranks:
+            load, rank = heapq.heappop(loads)
+            assigned[rank].append((block.name, box))
+            heapq.heappush(loads, (load + nbytes, rank))
     return assigned

@@ -7,10 +7,9 @@ with an exchange of messages, so that an error on one rank is raised on all of t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.saving.distributed_save import (
@@ -28,9 +27,6 @@ from datasvc.models.tensors.write import Codec, StoredState
 from datasvc.models.versions.commit import base_records, commit
 from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.repository import Repository, Resolved
-
-if TYPE_CHECKING:
-    import torch
 
 
 class VersionWriter:
@@ -50,9 +46,9 @@ class VersionWriter:
         self._channel = channel
         # Reference and records of the version that this rank committed last; ("", ()): none. Only rank 0 commits.
         self._committed: tuple[str, Sequence[TensorRecord]] = ("", ())
-        # Tensors of the last save, in its host buffer. A later save may overwrite them while they are used here, so
-        # `store_chunks` checks their digests.
-        self._base_tensors: Mapping[str, torch.Tensor] = {}
+        # State of the last save, with its tensors in a host buffer. A later save may overwrite them while they are
+        # used here, so `store_chunks` checks their digests.
+        self._base_state: FlatState | None = None
         self._is_base_usable = True  # False after a save that failed
         self.newest: Resolved | None = None
 
@@ -76,7 +72,7 @@ class VersionWriter:
             state = _finish_copies(task)
         except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
             error = failure
-        rank0_only = agree_on_tensors(channel, task.metadata.step, state, error)
+        differing = agree_on_tensors(channel, task.metadata.step, state, error)
         try:
             # After a failure, store in full: if the base lacks objects, every difference to it would fail too.
             base = self._base(task.metadata) if self._codec == "delta" and is_base_usable else ()
@@ -84,9 +80,9 @@ class VersionWriter:
                 channel,
                 self._repository.objects,
                 state,
-                rank0_only,
+                differing,
                 base=base,
-                base_tensors=self._base_tensors,
+                base_chunks=self._base_state.chunks() if base and self._base_state is not None else (),
                 codec=self._codec,
             )
         except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
@@ -99,13 +95,13 @@ class VersionWriter:
             error = failure
         version = share_outcome(channel, version, error)
         self._is_base_usable = True
-        self._base_tensors = state.all_tensors
+        self._base_state = state
         self.newest = version
         return version
 
     def release_copies(self) -> None:
         """Delete the references to the copies of the last save, so that their memory can be freed."""
-        self._base_tensors = {}
+        self._base_state = None
 
     def _parent(self, metadata: VersionMetadata) -> str | None:
         """Return the parent of the version: that of the metadata, else the newest version."""

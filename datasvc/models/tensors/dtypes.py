@@ -53,8 +53,8 @@ def check_storable(name: str, tensor: torch.Tensor) -> None:
     # A DTensor has this attribute, so its class need not be imported.
     if hasattr(tensor, "placements"):
         raise ConfigError(
-            f"tensor {name!r} is a DTensor: each rank holds only a part of it. Save it with "
-            "torch.distributed.checkpoint and datasvc.models.dcp, or save its full_tensor()"
+            f"tensor {name!r} is a DTensor: each rank holds only a part of it. Save it on every rank with a "
+            "CheckpointManager (repo.models.manager) or datasvc.models.dcp, or save its full_tensor()"
         )
     is_dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
     if not is_dense or dtype_name(tensor) not in ITEM_BYTES:

@@ -1,0 +1,185 @@
+"""Restores a version into a given state tree: tensors are filled in place, and a sharded tensor only on its own part.
+
+A rank reads only the chunks that overlap its parts. How the version was saved does not matter: by one process or by
+many ranks, and with another sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from datasvc.errors import ConfigError
+from datasvc.models.restoring.copies import StoredCopies
+from datasvc.models.restoring.fit import LoadReport, Mismatch, TensorSpec
+from datasvc.models.tensors.chunks import Box
+from datasvc.models.tensors.dtypes import dtype_name
+from datasvc.models.tensors.read import load_tensors, plan_reads, read_chunks
+from datasvc.models.tensors.sharded import local_part
+from datasvc.models.tensors.state_tree import unflatten
+from datasvc.models.tensors.tensor_table import TensorRecord
+from datasvc.progress import Progress
+
+if TYPE_CHECKING:
+    import torch
+
+_ABSENT: Any = object()
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor to fill: its path in the tree, this rank's part of it, and the record of the stored tensor."""
+
+    path: str
+    part: torch.Tensor
+    box: Box | None
+    record: TensorRecord
+
+
+def fill_state(
+    into: Any,
+    copies: StoredCopies,
+    skeleton: Any,
+    records: Mapping[str, TensorRecord],
+    version: str,
+    progress: Progress,
+) -> tuple[Any, list[TensorRecord]]:
+    """Fill the tensors of `into` in place; return the restored tree, and the records of the chunks that were read.
+
+    Args:
+        into: state tree; see the argument `into` of `restore.restore`.
+        copies: places to read from.
+        skeleton: skeleton of the stored state.
+        records: stored tensors by name.
+        version: name of the version, for messages.
+        progress: counts the bytes of each chunk that was read.
+
+    Raises:
+        ConfigError: the version lacks a tensor of `into`, or has it with another dtype or shape (the message lists
+            these in a table); or a tensor of `into` has no memory, or cannot be filled. Nothing was changed.
+        CorruptDataError, NotFoundError, UnavailableError: see `load_tensors`. Tensors may be filled in part.
+    """
+    targets, used = _plan(into, skeleton, records, version)
+    _check_tied(targets)
+    reads = plan_reads((target.record, target.box, target.part) for target in targets if target.box is not None)
+    needed = [*(replace(read.record, chunks=(read.chunk,)) for read in reads), *used]
+    progress.begin(sum([record.chunk_bytes(chunk) for record in needed for chunk in record.chunks]))
+    with copies.open_source(needed) as source:
+        read_chunks(source, reads, progress)
+        tensors = load_tensors(source, used, progress=progress)
+    return _assemble(into, skeleton, "", tensors, lambda _path, target, _skeleton: target), needed
+
+
+def _plan(
+    into: Any, skeleton: Any, records: Mapping[str, TensorRecord], version: str
+) -> tuple[list[_Target], list[TensorRecord]]:
+    """Return the tensors to fill, and the records of the other tensors that the restored tree will have."""
+    targets: list[_Target] = []
+    missing: dict[str, TensorSpec] = {}
+    mismatched: list[Mismatch] = []
+
+    def plan_target(path: str, target: torch.Tensor, stored: Any) -> None:
+        expected = TensorSpec(dtype_name(target), tuple(target.shape))
+        record = None
+        if stored is _ABSENT:
+            # The stored tree may be nested in another way, as a flattened optimizer state is; then the name is equal.
+            record = records.get(path)
+        elif isinstance(stored, dict) and "$tensor" in stored:
+            record = records.get(stored["$tensor"])
+        if record is None:
+            missing[path] = expected
+            return
+        found = TensorSpec(record.dtype, record.shape)
+        if found != expected:
+            mismatched.append(Mismatch(path, expected, found))
+            return
+        if target.is_meta:
+            raise ConfigError(f"{path} has no memory yet; call to_empty(device=...) of its module before the restore")
+        targets.append(_Target(path, *local_part(path, target), record))
+
+    used = UsedRecords(records)
+    _assemble(into, skeleton, "", used, plan_target)
+    if missing or mismatched:
+        report = LoadReport(tuple(target.path for target in targets), missing, {}, tuple(mismatched))
+        raise ConfigError(
+            f"{version} does not fit the state to restore into, nothing was restored: {report}\n"
+            "pass the state of the same model and optimizer, with the names that it was saved with"
+        )
+    return targets, list(used.values())
+
+
+def _check_tied(targets: list[_Target]) -> None:
+    """Raise ConfigError if tensors that share memory, such as tied weights, are stored with different values."""
+    first: dict[Any, _Target] = {}
+    for target in targets:
+        part = target.part
+        if target.box is None:
+            continue
+        other = first.setdefault((part.device, part.data_ptr(), part.dtype, part.shape, part.stride()), target)
+        boxes, other_boxes = ([chunk.box for chunk in each.record.chunks] for each in (target, other))
+        if boxes == other_boxes and target.record.content != other.record.content:
+            raise ConfigError(
+                f"{other.path!r} and {target.path!r} share memory, but the version has different values for them; "
+                "restore into a model in which they are not tied, or leave one of them out"
+            )
+
+
+def _assemble(
+    into: Any,
+    skeleton: Any,
+    path: str,
+    tensors: Mapping[str, Any],
+    visit: Callable[[str, torch.Tensor, Any], Any],
+) -> Any:
+    """Return `into` with stored values: `visit` returns those of its tensors, `unflatten` all others."""
+    import torch
+
+    if isinstance(into, torch.Tensor):
+        return visit(path, into, skeleton)
+    if path and not _has_tensors(into):  # at the root, the keys choose what is restored
+        return into if skeleton is _ABSENT else unflatten(skeleton, tensors)
+    children = _children(skeleton)
+
+    def assemble_child(key: Any, child: Any) -> Any:
+        return _assemble(child, children.get(key, _ABSENT), f"{path}.{key}" if path else str(key), tensors, visit)
+
+    if isinstance(into, Mapping):
+        return {key: assemble_child(key, child) for key, child in into.items()}
+    restored = [assemble_child(index, child) for index, child in enumerate(into)]
+    return tuple(restored) if isinstance(into, tuple) else restored
+
+
+def _has_tensors(value: Any) -> bool:
+    import torch
+
+    if isinstance(value, Mapping):
+        return any(map(_has_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_tensors, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _children(skeleton: Any) -> dict[Any, Any]:
+    """Return the children of a dict, list or tuple in a skeleton, by key or index; {} for any other value."""
+    if isinstance(skeleton, dict) and "$tuple" in skeleton:
+        skeleton = skeleton["$tuple"]
+    if isinstance(skeleton, list):
+        return dict(enumerate(skeleton))
+    if not isinstance(skeleton, dict):
+        return {}
+    if "$dict" in skeleton:
+        return dict(skeleton["$dict"])
+    return {} if any(key.startswith("$") for key in skeleton) else skeleton
+
+
+class UsedRecords(dict[str, Any]):
+    """The records that were looked up, by tensor name. A look-up takes a record from `records` and adds it."""
+
+    def __init__(self, records: Mapping[str, TensorRecord]) -> None:
+        super().__init__()
+        self._records = records
+
+    def __missing__(self, name: str) -> TensorRecord:
+        self[name] = record = self._records[name]
+        return record
