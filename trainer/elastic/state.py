@@ -36,7 +36,8 @@ class State:
         self._rank = get_rank
         # The arguments of `on_hosts_updated` for each change of hosts that was not checked yet.
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
-        self._last_updated_timestamp: float = 0  # number of the last change that was checked
+        # The number of the last change that was checked. "Timestamp" is Horovod's name for such a number.
+        self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], None]] = []
         self._serial = 0
         self.num_commits = 0
@@ -55,7 +56,7 @@ class State:
 
     def on_reset(self) -> None:
         """Adapt to a new round: discard old host messages, then call `reset` and the reset callbacks."""
-        # The new round includes the changes in the queue. If a newer change is discarded too, `run` has it repeated.
+        # The new round includes these changes. A newer one may be lost too, so `run` then calls `repeat_notice`.
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
@@ -96,7 +97,8 @@ class State:
             HorovodInternalError: a rank is lost.
         """
         # All ranks must raise in the same call, so all use the values of rank 0: the number of the change that was
-        # checked last, the number of the newest change, and the kinds of the changes in between.
+        # checked last, the number of the newest change, and the kinds of the changes in between. If hosts were only
+        # removed, no new rank needs a copy of the state.
         local_update = (self._last_updated_timestamp, *self._drain_messages())
         previous, self._last_updated_timestamp, result = self._bcast_object(local_update)
         if self._last_updated_timestamp > previous:
@@ -177,8 +179,7 @@ class ObjectState(State):
             setattr(self, name, value)
 
 
-# Horovod defines these names in its module `state`. Here they are in other modules. Some of those modules import this
-# module, so they are imported only when a name is used.
+# Names of Horovod's module `state`, and their modules here. These are imported on use: some of them import this one.
 _MODULE_OF = {
     "ElasticSampler": "sampler",
     "TorchState": "torch_state",

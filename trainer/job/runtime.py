@@ -237,6 +237,7 @@ def stop_timeline() -> None:
 
 
 def _check_comm(comm: Sequence[int] | None, placement: RankPlacement) -> None:
+    """Check the argument of `init`: it is None, or has all ranks in any order."""
     if comm is None:
         return
     if not isinstance(comm, Sequence) or sorted(comm) != list(range(placement.size)):
@@ -278,10 +279,11 @@ def _connect(placement: RankPlacement, settings: EngineSettings) -> tuple[Transp
 
 
 def _create_default_group(placement: RankPlacement, settings: EngineSettings, *, has_gpu: bool) -> None:
+    """Create the default process group of torch, after all ranks have connected to the store."""
     global _store
     timeout = dt.timedelta(seconds=settings.timeout_s)
-    # Open the store only once in each process, and use new keys for each `init`: with a second store server, or with
-    # the keys of an earlier `init`, the ranks would hang.
+    # Each process opens the store only once, but uses new keys in each `init`: the ranks would hang with a second
+    # store server, or with the keys of an earlier `init`.
     if _store is None:
         # torch reads the variables of torchrun, so set them from those of mpirun or Slurm.
         os.environ.update(translate(os.environ))

@@ -31,7 +31,7 @@ _UNNAMED = ".noname."
 class _Counts:
     """Numbers for the names of unnamed operations: `allreduce.noname.JOINS.COUNT`, equal on all ranks.
 
-    Ranks that join early count fewer operations, so after a join all ranks count from 1 again.
+    Ranks that join early (see `submit_join`) count fewer operations. So after a join, all ranks count from 1 again.
 
     Attributes:
         init_number: value of `runtime.num_inits` when this object was created; each `init` gets a new object.
@@ -69,10 +69,11 @@ def submit_allreduce(
         op: reduction, such as Sum or Average.
         prescale_factor: factor for each input before the reduction.
         postscale_factor: factor for the result of the reduction.
-        is_grouped: whether `inputs` are a group, which has a buffer of its own; single tensors share one.
-        is_prescaled: whether `inputs` are multiplied already; only for groups: a shared buffer is scaled as a whole.
+        is_grouped: whether `inputs` are a group. A group has a buffer of its own; single tensors may share a buffer.
+        is_prescaled: whether `inputs` are multiplied by `prescale_factor` already. Only for groups, because a shared
+            buffer is scaled as a whole.
         process_set: ranks that take part.
-        layout: checksum of the inputs' memory layout, compared between the ranks; 0 for no check.
+        layout: checksum of the inputs' shapes and strides, compared between the ranks; 0 for no check.
 
     Raises:
         ValueError: there is no tensor, a dtype that cannot be reduced, a sparse tensor, or tensors on different
@@ -214,10 +215,7 @@ def submit_join() -> Handle:
 
 
 def submit_process_set(ranks: Sequence[int], *, is_new: bool) -> Handle:
-    """Submit the addition or removal of a process set; the result is its number.
-
-    The operation finishes when every rank has submitted it.
-    """
+    """Submit the addition (`is_new`) or removal of a process set; every rank does so. The result is its number."""
     kind = CollectiveKind.ADD_PROCESS_SET if is_new else CollectiveKind.REMOVE_PROCESS_SET
     return _submit(Request(name=kind.value, kind=kind, ranks=tuple(ranks)), [], [], None)
 
@@ -230,7 +228,7 @@ def new_output(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 
 
 def choose_name(kind: CollectiveKind, name: str | None) -> str:
-    """Return the name of an operation. If `name` is None, it is a prefix, and `_submit` appends the numbers."""
+    """Return the name of an operation. If `name` is None, return a prefix, to which `_submit` appends numbers."""
     return f"{kind.value}{_UNNAMED}" if name is None else f"{kind.value}.{name}"
 
 

@@ -109,7 +109,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         self._reducer: GradientReducer | None = None
         self._passes_per_step = passes_per_step
         if _takes_part(exchange.reduction.process_set):
-            self._reducer = self._hook_parameters(parameters_of(self), self._reducer_name)
+            self._reducer = self._make_reducer(parameters_of(self), self._reducer_name)
 
     # Arguments of `DistributedOptimizer`, for programs that read them from the optimizer; they cannot be set.
     op = property(attrgetter("_exchange.reduction.op"))
@@ -199,7 +199,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the base class, and the memory of this rank's compression as "compression"."""
+        """Return the state of the base class. "compression" has what this rank's compression keeps between steps."""
         state: dict[str, Any] = super().state_dict()
         if isinstance(self._exchange.compression, CompressionWithMemory):
             memory = copy_memory(self._exchange.memory, residuals=True)
@@ -256,8 +256,8 @@ class _DistributedOptimizer(torch.optim.Optimizer):
 
         return synchronized
 
-    def _hook_parameters(self, parameters: Sequence[Tensor], name: str) -> GradientReducer:
-        """Return a new reducer for some of the optimizer's parameters."""
+    def _make_reducer(self, parameters: Sequence[Tensor], name: str) -> GradientReducer:
+        """Return a new reducer for some of the optimizer's parameters; it sets hooks on them."""
         positions = {parameter: i for i, parameter in enumerate(parameters_of(self))}
         return GradientReducer(
             {positions[parameter]: parameter for parameter in parameters},
@@ -273,7 +273,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     def _reduce_new_parameters(self) -> None:
         """Combine the gradients of parameters that became trainable, or were added, after the buckets were planned.
 
-        Also plan new buckets if parameters were frozen. All ranks must have changed the same parameters.
+        Plan new buckets for them, and also after parameters were frozen. All ranks must change the same parameters.
         """
         assert self._reducer is not None
         parameters = parameters_of(self)
@@ -282,12 +282,12 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         if covered == trainable:
             return
         self._reducer.close()
-        self._reducer = self._hook_parameters(parameters, self._reducer_name)
+        self._reducer = self._make_reducer(parameters, self._reducer_name)
         new_positions = sorted(trainable - covered)
         if new_positions:
             # The new reducer has missed this backward pass, so a temporary reducer sends the new gradients.
             new_parameters = [parameters[position] for position in new_positions]
-            temporary_reducer = self._hook_parameters(new_parameters, f"{self._reducer_name}.late")
+            temporary_reducer = self._make_reducer(new_parameters, f"{self._reducer_name}.late")
             temporary_reducer.finish()
             temporary_reducer.close()
 
@@ -306,6 +306,7 @@ def _takes_part(process_set: ProcessSet) -> bool:
 
 
 def _choose_groups(num_groups: int, groups: Groups) -> Groups:
+    """Return `groups`, checked; if it is None, the deprecated argument `num_groups` instead."""
     if num_groups:
         warnings.warn("num_groups is deprecated: use groups", DeprecationWarning, stacklevel=3)
         if groups is None:

@@ -2,7 +2,7 @@
 
 It runs in the launcher. A worker is a process of the job; a round is a period with a fixed assignment of ranks to
 workers. Invariant: one thread takes events from one queue and executes the actions. Each of the other threads only
-waits, for a message or the end of a process for example, and puts an event into the queue.
+waits, such as for a message or for the end of a process, and puts an event into the queue.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
 
 
 class _Driver:
-    """The event loop of the driver: executes the actions of `membership`, and owns the store of the job.
+    """The event loop of the driver: executes the actions of `membership`, and owns the job's store, a `TCPStore`.
 
     Args:
         job: command and settings of the job.
@@ -166,6 +166,7 @@ class _Driver:
         return self._describe(self._finish)
 
     def _next_event(self) -> Event:
+        """Wait for the next event. If a deadline of `membership` passes first, return that as an event."""
         now_s = time.monotonic()
         deadline_s = self._membership.next_deadline_s(now_s)
         try:
@@ -178,7 +179,7 @@ class _Driver:
             case Start():
                 self._start(action)
             case TerminateWorker(worker):
-                self._stop(worker)
+                self._begin_termination(worker)
             case AssignRank(worker, number, assignment):
                 self._ranks[worker] = assignment.placement.rank
                 self._set(messages.answer_key(worker, number), messages.encode(assignment))
@@ -217,7 +218,7 @@ class _Driver:
         try:
             process = self._group.start(plan)
         except OSError as error:
-            # As the launcher of other jobs: 1 if the program is not the cause, such as output that cannot be written.
+            # 1, as in a job that is not elastic, if the program is not the cause, such as a full disk for output.
             status = error.exit_status if isinstance(error, StartError) else 1
             end, trouble = RankEnd(start.worker, status, has_started=False), f"was not started: {error}"
             self._events.put(lambda: self._handle_end(end, trouble))
@@ -232,8 +233,8 @@ class _Driver:
         process.startup_done.wait()
         self._events.put(lambda: self._membership.worker_started(process.worker_id, time.monotonic()))
 
-    def _stop(self, worker: str) -> None:
-        """Begin to terminate a worker, and kill it after the grace period."""
+    def _begin_termination(self, worker: str) -> None:
+        """Begin to terminate a worker. A timer kills it if it still runs after the grace period."""
         process = self._group.processes.get(worker)
         if process is None:
             return
@@ -268,13 +269,13 @@ class _Driver:
             has_started=end.has_started,
             trouble=trouble,
             last_line=next((line for line in reversed(last_lines) if line.strip()), ""),
-            # Read a key of the store: a message might be handled only after this event.
+            # A key of the store, not a message, because a message might be handled only after this event.
             is_training=self._store is not None and self._store.check([messages.training_key(end.worker_id)]),
         )
 
     def _receive_ends(self) -> None:
         while self._finish is None:
-            # With a time-out, because after the job no process ends, and this thread would wait forever.
+            # With a time-out: after the job no process ends, and without one this thread would wait forever.
             end = self._group.next_end(timeout_s=1.0)
             if end is not None:
                 self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # binds this `end`
@@ -294,7 +295,7 @@ class _Driver:
         store = connect({**self._environ, **address})
         # In effect infinite: a job may send no message for days.
         store.set_timeout(dt.timedelta(days=1000))
-        # Only this driver ends its queue, once it has finished.
+        # Only this driver ends its queue, after the job. An earlier end is handled as an invalid message.
         while (data := store.queue_pop(messages.MESSAGE_QUEUE)) != messages.END_OF_QUEUE or self._finish is None:
             self._events.put(lambda data=data: self._handle_message(data))  # type: ignore[misc]  # binds this `data`
 

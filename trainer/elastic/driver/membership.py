@@ -5,10 +5,10 @@ its members. A slot is a place for one worker on a host. A worker joins the job 
 passes each event and the time to this module, and executes the actions that the module returns. Invariants:
 
 - A round has each rank once, and its members are alive when it begins.
-- Rank 0 of a round has the newest state that any live worker has committed. If the job has a committed state and no
-  live worker has it, the job ends; it never restarts silently from the beginning.
+- Rank 0 of a round has the newest state that any live worker has committed (`State.commit`). If the job has a
+  committed state and no live worker has it, the job ends; it never restarts silently from the beginning.
 - A host that `Blacklist` blocks gets no new worker.
-- A round has at least the minimum number of ranks. Only after a worker has finished, it may have fewer.
+- A round has at least the minimum number of ranks. It may have fewer only after a worker has finished its training.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class JobMembership:
         )
 
     def _add_death(self, death: Death, now_s: float) -> list[Action]:
-        # A program that fails on one host may work on others. So a death ends the job at once only if the program
-        # reported an error that a new round cannot repair.
+        """Record a death, block its host, and return a message; or return the `Finish` if the death ends the job."""
+        # The program may work on other hosts, unless it has reported an error that a new round cannot repair.
         worker = death.worker
         if self._deaths.ends_job(worker.name):
             return [self._deaths.finish(death)]
@@ -241,7 +241,7 @@ class JobMembership:
         return max(0, host.num_slots - num_taken)
 
     def _stop_late(self, now_s: float) -> list[Action]:
-        """Terminate the workers that have missed a binding deadline. Print a note for other missed deadlines."""
+        """Terminate the workers that have missed a binding deadline (see `Deadline`); print a note for the others."""
         actions: list[Action] = []
         for deadline in self._deadlines():
             worker, duty = deadline.worker, deadline.duty
@@ -293,7 +293,7 @@ class JobMembership:
             # All workers that have the state have lost their slots. They take part in one more round, so that the
             # other workers can copy the state from them.
             chosen = [worker for worker in waiting if not worker.has_lost_slot or worker.may_have_state]
-        # New workers do not have the job's state, so after the first round they wait for a worker that may have it.
+        # New workers do not have the job's state. So after the first round, they wait for a worker that may have it.
         if self._round and chosen and not any(worker.may_have_state for worker in chosen):
             return []
         if not self._is_enough(chosen, now_s):

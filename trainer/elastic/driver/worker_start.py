@@ -42,10 +42,10 @@ def plan_worker_start(
     inherited = {name: value for name, value in {**environ, **job.variables}.items() if name not in _NOT_INHERITED}
     own_addresses: Sequence[str] = ()  # of this machine
     if not is_local(start.host, environ):
-        # The worker connects to the store of this machine at one of them.
+        # The worker connects to the store at one of these addresses.
         own_addresses = list_addresses([start.host], job.remote.network_interfaces)
     elif other_hosts is not None:
-        # A worker here uses the network interface towards the other hosts. One of them is enough to find it.
+        # A worker on this machine uses the interface towards the other hosts. One host is enough to find it.
         own_addresses = list_addresses(other_hosts[:1], job.remote.network_interfaces)
     # A worker's name is `host:slot:seniority`, see `Worker`. Remove the host first: it may contain colons (IPv6).
     slot, _, seniority = start.worker.removeprefix(f"{start.host}:").partition(":")
