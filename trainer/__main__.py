@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         sys.exit(1)
     except KeyboardInterrupt:
-        # A Ctrl-C before the run can save, or a second one: the first one in the training saves, and ends the run.
-        # A launcher interrupts all ranks, and one of them is enough to say so.
+        # This Ctrl-C came before the run could save, or was the second: the first one during the training saves, and
+        # ends the run. A launcher interrupts all ranks, but one message is enough.
         if os.environ.get("RANK", "0") == "0":
             sys.stderr.write("error: interrupted by Ctrl-C; steps since the last checkpoint are lost\n")
         sys.exit(128 + signal.SIGINT)

@@ -33,8 +33,8 @@ class ElasticLoader(Generic[B]):
     """A wrapper of a loader for the current rank and size. Attributes not defined here are those of the loader.
 
     Its state is the position of the whole job, not of one rank. So after a change of size, the ranks together deliver
-    each remaining sample exactly once. Create a new iterator in every call of the training function,
-    because an older one belongs to the loader or the position before the change.
+    each remaining sample exactly once. Create a new iterator in every call of the training function: an older one
+    belongs to the loader before the change, or to an older position.
 
     Args:
         make_loader: factory, called as `make_loader(rank, size)` in each round. Loaders of `datasvc.loaders` take

@@ -1,7 +1,4 @@
-"""Handlers that save, restore and synchronize the values of a `TorchState`: one class per type of value.
-
-A `TorchState` has one handler for each value that is not a plain attribute.
-"""
+"""Handlers that save, restore and synchronize the values of a `TorchState` that are not plain attributes."""
 
 from __future__ import annotations
 

@@ -141,8 +141,7 @@ class ObjectState(State):
     """A state of plain attributes: `ObjectState(epoch=0, step=0)` has `state.epoch` and `state.step`.
 
     Args:
-        bcast_object: see `State`.
-        get_rank: see `State`.
+        bcast_object, get_rank: see `State`.
         kwargs: attributes with their initial values, which must be picklable.
     """
 

@@ -40,7 +40,7 @@ class _Point(NamedTuple):
 
 
 class Autotuner:
-    """A hill climb from the grid point nearest to `start`, until all neighbours of the best point have been tried.
+    """A hill climb from the grid point nearest to `start`. It ends at a point whose neighbours are all worse.
 
     Args:
         start: first values.
@@ -67,7 +67,7 @@ class Autotuner:
 
     @property
     def tuning(self) -> Tuning:
-        """The values to use now: the candidate during the search, the best values after it."""
+        """The values to use now: those of the current trial during the search, the best values after it."""
         return _tuning(self._point)
 
     def observe(self, num_bytes: int, now_s: float) -> bool:
@@ -83,8 +83,7 @@ class Autotuner:
             self._since_s = now_s
             return False
         if not (num_bytes or self._num_bytes):
-            # Nothing was reduced in this sample yet: start it again, because a pause, such as an evaluation, must not
-            # count.
+            # Nothing was reduced in this sample yet. Start it again: a pause, such as an evaluation, must not count.
             self._since_s = now_s
             return False
         self._num_bytes += num_bytes
@@ -94,8 +93,7 @@ class Autotuner:
         self._num_bytes, self._since_s = 0, now_s
         if len(self._samples) < _NUM_WARMUPS + _NUM_SAMPLES:
             return False
-        # The first sample is left out, because some of its operations ran with the previous values. The median of the
-        # other samples is used, so that one sample with a pause has no effect.
+        # Some operations of the warm-up ran with the previous values. The median ignores one sample with a pause.
         self._score(median(self._samples[_NUM_WARMUPS:]))
         self._samples = []
         return True
@@ -120,6 +118,7 @@ def _nearest(grid: Sequence[float], value: float) -> int:
 
 
 def _neighbours(point: _Point) -> list[_Point]:
+    """Return the points of the grid that differ by one step in one of the two indices."""
     steps = [(1, 0), (-1, 0), (0, 1), (0, -1)]
     points = [_Point(point.fusion + f, point.cycle + c, point.is_hierarchical) for f, c in steps]
     return [

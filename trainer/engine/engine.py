@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum pause of an idle rank between two exchanges, in cycles.
 _MAX_IDLE_CYCLES = 5.0
-_MAX_UNNEEDED_CYCLES = 50.0  # the same, while no operation can run before this rank submits one
+_MAX_UNNEEDED_CYCLES = 50.0  # the same, while no operation can run without a submission of this rank
 
 
 class Engine:
@@ -241,8 +241,7 @@ class Engine:
                 if submission is not None:
                     self._fail(submission, outcome.reason)
                 continue
-            # Cache a request only if it is equal on all ranks: one number then stands for the requests of all. In an
-            # allgather, for example, the rows may differ.
+            # Cache only a request that is equal on all ranks. In an allgather, for example, the rows may differ.
             if all(request == outcome.request for request in outcome.requests.values()):
                 self._cache.remember(outcome.request)
             if self._transport.rank in outcome.members:

@@ -76,10 +76,7 @@ def placement_variables(placement: RankPlacement) -> dict[str, str]:
 
 
 def choose_gloo_interface(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that makes Gloo use the network interface in Horovod's variable.
-
-    The result is {} if Horovod's variable is not set, or Gloo's is set already.
-    """
+    """Return Gloo's variable for the interface in Horovod's variable; {} if there is none, or Gloo's is set."""
     name = environ.get("HOROVOD_GLOO_IFACE")
     return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in environ else {}
 

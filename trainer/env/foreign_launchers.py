@@ -86,6 +86,7 @@ def _address(environ: Mapping[str, str], placement: Mapping[str, str]) -> dict[s
 
 
 def _first_host(environ: Mapping[str, str], placement: Mapping[str, str]) -> str:
+    """Return the name or the address of the host of rank 0."""
     if placement["LOCAL_WORLD_SIZE"] == placement["WORLD_SIZE"]:
         return "127.0.0.1"
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):

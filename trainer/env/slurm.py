@@ -6,8 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping
 
-# A short text such as a[0-99999]b[0-99999] names billions of nodes. This limit ends the expansion before it fills the
-# memory.
+# A short text such as a[0-99999]b[0-99999] names billions of nodes, so this limit protects the memory.
 _MAX_NUM_NODES = 1 << 20
 # A name consists of text and ranges in brackets. A comma outside brackets separates two names.
 _NAME = re.compile(r"(?:[^\[\],\s]|\[[^\[\]]*\])+")

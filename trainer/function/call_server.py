@@ -5,8 +5,8 @@ answer, which contains the result or the exception. Each connection carries one 
 any pickle is read, both sides prove by the challenge of `multiprocessing` that they have the key of the job. The data
 is not encrypted, like all communication between ranks.
 
-Any process can connect. A connection that has not proved its key has a deadline, and there are few of them at a time;
-further ones, also of ranks, wait in the queue of the kernel.
+Any process can connect. So the proof of the key, the hello of a connection, has a deadline, and the number of hellos
+at the same time is limited. Further connections, also those of ranks, wait in the queue of the kernel.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class CallServer:
         call: pickled function with its arguments.
         key: secret key of the job, with which both sides authenticate.
         for_other_hosts: whether to listen on all interfaces, or on the loopback interface only.
-        hello_timeout_s: seconds in which a connection must prove that it has the key; otherwise it is closed.
-        max_hellos: number of connections that may be without this proof at the same time.
+        hello_timeout_s: maximum duration of a hello, in seconds; then the connection is closed.
+        max_hellos: maximum number of hellos at the same time.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class _CallTcpServer(socketserver.ThreadingTCPServer):
         super().__init__(address, _Handler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start the thread of a connection, once the number of those without a proof permits it."""
+        """Start the thread of a connection, as soon as there are fewer than `max_hellos` hellos."""
         while not self.hellos.acquire(timeout=_POLL_PERIOD_S):
             if self.is_closing.is_set():
                 self.shutdown_request(request)
@@ -176,19 +176,19 @@ class _CallTcpServer(socketserver.ThreadingTCPServer):
         try:
             super().process_request(request, client_address)
         except BaseException:
-            self.hellos.release()  # no thread has started that would
+            self.hellos.release()  # otherwise the thread does this, in `limiting_hello`
             raise
 
     @contextlib.contextmanager
     def limiting_hello(self, request: socket.socket) -> Iterator[None]:
-        """Shut the connection down if the block does not end in time, so that what reads from it fails."""
+        """Shut the connection down if the block does not end in time; reads in the block then fail."""
 
         def end() -> None:
             # The other side may have closed it already.
             with contextlib.suppress(OSError):
                 request.shutdown(socket.SHUT_RDWR)
 
-        # One deadline for the whole block: a time-out of each read would let a client hold it by single bytes.
+        # One deadline for the whole block: with a time-out for each read, a client could send single bytes for ever.
         timer = threading.Timer(self.hello_timeout_s, end)
         timer.daemon = True
         try:
@@ -210,5 +210,5 @@ class _Handler(socketserver.BaseRequestHandler):
             # `Connection` closes its file descriptor, and socketserver closes the one of `request`.
             connection = stack.enter_context(Connection(os.dup(self.request.fileno())))
             self.server.authenticate(connection)
-            hello.close()
+            hello.close()  # ends the deadline, and permits another hello
             self.server.serve(connection)

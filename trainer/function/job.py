@@ -1,6 +1,7 @@
 """`datasvc.trainer.run`: starts a job whose ranks call a function, and returns the results in rank order.
 
-The launcher, in this process, starts the ranks. A server, also here, sends them the call and receives the results.
+The launcher, in this process, starts the ranks. A server, also here, sends them the call: the pickled function with
+its arguments. Each rank sends back an answer, which has its result or its exception.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def run(
 
 def _run(job: LaunchJob, elastic: ElasticOptions | None, environ: Mapping[str, str], call: bytes) -> list[Any]:
     """Run a job whose ranks make the pickled call; for results and errors, see `run`."""
-    # Only processes that have the key can fetch the call. The ranks get it in their environment.
+    # Only processes that have the key can fetch the call. The ranks get the key in their environment.
     key = secrets.token_bytes(32)
     # A discovery script may return any host, so the server then accepts connections from other hosts.
     has_discovery = elastic is not None and elastic.discovery_script is not None
@@ -206,6 +207,7 @@ def _merge_aliases(older: str, older_value: T | None, newer: str, value: T | Non
 
 
 def _check_controller(*, use_gloo: bool | None, use_mpi: bool | None, mpi_args: str | None) -> None:
+    """Check the arguments that choose between Gloo and MPI in Horovod. Only Gloo exists here, so warn of MPI."""
     if use_gloo and use_mpi:
         raise ValueError("use_gloo=True and use_mpi=True contradict each other: give one; both use gloo here")
     if use_mpi or mpi_args:

@@ -31,10 +31,11 @@ class RankTracebackError(Exception):
 class CallResult:
     """The message by which a rank reports the result or the exception of the call.
 
-    If `text` is empty, `content` is the pickled result. Otherwise `text` is the traceback, and `content` is the
-    pickled exception, or None if the exception cannot be pickled. `worker` is the name of the process in an elastic
-    job, where the rank may change; None in any other job. `has_left` is True if the function ended the process with
-    status 0 instead of returning.
+    Attributes:
+        content: pickled result or exception; None for an exception that cannot be pickled.
+        text: traceback of the exception; empty for a result.
+        worker: name of the process in an elastic job, where the rank may change; None in any other job.
+        has_left: whether the function ended the process with status 0 instead of returning.
     """
 
     rank: int
@@ -115,8 +116,8 @@ def unpickle_error(answer: CallResult) -> BaseException:
 
 
 def _pickle_exception(error: BaseException) -> bytes | None:
-    # pickle rebuilds an exception as `type(error)(*error.args)`, which fails if the constructor has other parameters.
-    # So unpickle each candidate here as a test.
+    """Return a pickle from which the exception can be rebuilt; None if there is none."""
+    # pickle calls `type(error)(*error.args)`, which may fail. So unpickle each candidate here as a test.
     for candidate in (error, _ExceptionParts(error)):
         # The code of third-party exceptions may raise anything.
         with contextlib.suppress(Exception):
@@ -139,4 +140,5 @@ class _ExceptionParts:
 
 
 def _rebuild(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    """Return an exception whose constructor was not called."""
     return kind.__new__(kind, *args)

@@ -108,6 +108,7 @@ def parse_arguments(
 
 
 def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[LaunchJob, ElasticOptions | None]:
+    """Return the result of `parse_arguments` for parsed flags; raise ValueError if one of them is invalid."""
     # argparse keeps the separator "--" in the remaining arguments.
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
@@ -149,7 +150,7 @@ def _read_job(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[
 def _read_hosts(
     options: argparse.Namespace, environ: Mapping[str, str], *, is_elastic: bool
 ) -> tuple[tuple[Host, ...], str]:
-    """Return the hosts, and the remote shell for them."""
+    """Return the hosts with their slots (places for ranks), and the remote shell: "ssh" or "srun"."""
     default_slots = options.slots_per_host or 1
     shell = options.remote_shell or "ssh"
     if options.hosts is not None and options.hostfile is not None:
@@ -166,14 +167,14 @@ def _read_hosts(
     if options.remote_shell is None and hosts and shutil.which("srun", path=environ.get("PATH")):
         shell = "srun"
     if len(hosts) == 1 and options.num_proc is not None and is_local(hosts[0].name, environ):
-        # The allocation is only this machine. Then -np may exceed Slurm's number of tasks, so ignore the allocation.
+        # Ignore an allocation of this machine only, because -np may then exceed Slurm's number of tasks.
         hosts = ()
     return hosts, shell
 
 
 def _count_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
+    """Return the value of -np; without -np, the minimum of --min-num-proc, or else the number of all slots."""
     num_ranks = options.num_proc
-    # Without -np, a job with --min-num-proc starts with this minimum, and any other job fills all slots.
     if num_ranks is None:
         num_ranks = options.min_num_proc or sum(host.num_slots for host in hosts)
     if num_ranks == 0:
@@ -183,6 +184,7 @@ def _count_ranks(options: argparse.Namespace, hosts: Sequence[Host]) -> int:
 
 
 def _read_elastic(options: argparse.Namespace) -> ElasticOptions | None:
+    """Return the options of an elastic job; None if no flag makes the job elastic."""
     elastic_flags = (options.min_num_proc, options.max_num_proc, options.host_discovery_script)
     if all(value is None for value in elastic_flags):
         for name in ("elastic_timeout", "reset_limit", "blacklist_cooldown_range"):

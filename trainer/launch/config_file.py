@@ -85,6 +85,7 @@ def parse_file(path: Path) -> Any:
 
 
 def _list_arguments(content: Mapping[str, Any], path: Path, switches: Collection[str]) -> Iterator[str]:
+    """Yield the command-line arguments for the content of the file."""
     for key, settings in content.items():
         section = _dashed(key)
         if section == "controller":
@@ -103,13 +104,14 @@ def _list_arguments(content: Mapping[str, Any], path: Path, switches: Collection
 
 
 def _argument(flag: str, value: object, path: Path, switches: Collection[str]) -> Iterator[str]:
+    """Yield the command-line arguments for one setting; none if it needs none."""
     if value is True:
         yield flag
     elif value is False:
         name = flag.removeprefix("--")
         opposite = f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}"
-        # A switch without an opposite is off by default, so it needs no argument. False for a flag that takes a value
-        # is a mistake: yield the opposite here, which the parser does not know, so that it reports an error.
+        # A switch without an opposite is off by default, so it needs no argument. For a flag with a value, False is a
+        # mistake: the parser does not know the opposite either, and reports the error.
         if opposite in switches or flag not in switches:
             yield opposite
     elif isinstance(value, list):

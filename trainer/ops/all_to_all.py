@@ -58,6 +58,7 @@ def alltoall_async(
 
 
 def _with_splits(result: Result, received: tuple[int, ...], splits: Tensor | Sequence[int]) -> Result:
+    """Return the received rows and their numbers, as `alltoall` does."""
     assert isinstance(result, Tensor)
     device = splits.device if isinstance(splits, Tensor) else None
     return result, torch.tensor(received, dtype=torch.int32, device=device)

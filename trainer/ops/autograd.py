@@ -209,5 +209,6 @@ def _average(gradients: Sequence[Tensor], name: str, process_set: ProcessSet, *,
 
 
 def _tensor(result: object) -> Tensor:
+    """Return the result of an operation on one tensor, with its type for the type checker."""
     assert isinstance(result, Tensor)
     return result

@@ -32,8 +32,7 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, methods: type) -> Any:
     subclass: Any = type(base.__name__, (methods, base), {})
     # Do not call the constructor, because it would create new state and parameter groups.
     wrapped = subclass.__new__(subclass)
-    # Do not copy "step": a learning-rate scheduler stores a bound step() in the optimizer's __dict__. A copy
-    # of it would hide the step() of `methods`.
+    # Leave out "step": a learning-rate scheduler stores a step() of the instance, which would hide that of `methods`.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     return wrapped
 
@@ -105,13 +104,13 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
             self._combine(parameters, old_values)
         return loss
 
-    # With this attribute, torch does not add profiling and user hooks to step(). The step() of the base class, which
-    # this one calls, has them already.
+    # This attribute prevents profiling and user hooks by torch: the step() of the base class has them already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def _combine(self, parameters: list[Tensor], old_values: list[Tensor]) -> None:
         """Set the parameters to their values before the step plus the Adasum of the changes of all ranks."""
         changes = [parameter.detach() - old for parameter, old in zip(parameters, old_values, strict=True)]
+        # Pairs of a compressed tensor and the context that `decompress` needs.
         compressed = [self._compression.compress(change) for change in changes]
         # Send all parameters as one operation; Adasum still computes a dot product for each parameter.
         tensors = [tensor for tensor, _ in compressed]

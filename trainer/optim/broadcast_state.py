@@ -146,8 +146,8 @@ def broadcast_optimizer_state(
 
 
 def _pickle(obj: Any) -> bytes:
-    # Try pickle first: it sends classes and functions by name, so the receiver unpickles instances of its own classes
-    # and members of its own enums. cloudpickle may send a copy of the class.
+    """Return a pickle of the object, by cloudpickle if pickle rejects the object."""
+    # pickle first: it sends classes by name, so the receiver uses its own class. cloudpickle may send a copy of it.
     try:
         return pickle.dumps(obj)
     except (pickle.PicklingError, AttributeError, TypeError):

@@ -181,8 +181,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         # Do not call step(None), because the step of some optimizers takes no argument.
         return super().step(closure) if closure is not None else super().step()
 
-    # With this attribute, torch does not add profiling and user hooks to step(). The step() of the base class, which
-    # this one calls, has them already.
+    # This attribute prevents profiling and user hooks by torch: the step() of the base class has them already.
     step.hooked = True  # type: ignore[attr-defined]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:

@@ -34,9 +34,8 @@ _CONNECT_TIMEOUT_S = 60.0
 # Maximum wait at exit for the end of the thread that receives notices.
 _JOIN_TIMEOUT_S = 10.0
 
-# A function such as `State.on_hosts_updated`. Its arguments are the number of a change of hosts, and the value of
-# `HostUpdateResult` for the change. It must not block, because the thread that calls it also receives later notices,
-# or begins the next round.
+# Such as `State.on_hosts_updated`: gets the number of a change of hosts, and its `HostUpdateResult`. Must not block,
+# because the thread that calls it also receives later notices, or begins the next round.
 Listener = Callable[[float, int], None]
 
 

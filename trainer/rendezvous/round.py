@@ -21,9 +21,8 @@ from datasvc.trainer.rendezvous.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
 
-# The limits of a wait for a key and of a collective, while the members of a round connect. They can be short, because
-# all members connect at the same time. They must be short, because the other members wait for a few times the second
-# limit if a member dies while it connects.
+# The limits of a wait for a key and of a collective, while the members of a round connect, all at the same time. They
+# are short: if a member dies while it connects, the other members wait for a few times the second limit.
 _KEY_TIMEOUT_S = 60.0
 _CONNECT_TIMEOUT_S = 10.0
 # The job ends after this many consecutive failed rounds: the likely cause is then a network that blocks connections.

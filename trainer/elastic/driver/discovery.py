@@ -65,8 +65,7 @@ class Discovery:
     """Periodic host discovery in a background thread, as a context manager.
 
     Args:
-        script: see `run_discovery`.
-        default_slots: see `run_discovery`.
+        script, default_slots: see `run_discovery`.
         interval_s: seconds between the end of one run of the script and the start of the next.
         on_hosts: callback that gets the hosts, after the first run and after each change; called from the thread.
         on_error: callback that gets the message of a failure, if the run before did not fail with the same message;

@@ -77,8 +77,8 @@ def plan_limits(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, s
         max_num_ranks=options.max_num_ranks,
         elastic_timeout_s=timeout_s,
         start_timeout_s=job.start_timeout_s,
-        # The timeout of collectives is no substitute: a healthy rank may work longer between two
-        # collectives. The user may set this variable for the ranks only, so read their variables too.
+        # The user may set this variable for the ranks only, so read their variables too. The timeout of collectives
+        # is no substitute, because a healthy rank may work longer between two collectives.
         hang_timeout_s=_seconds({**environ, **job.variables}, _HANG_VARIABLE, _DEFAULT_TIMEOUT_S),
         reset_limit=options.reset_limit,
         cooldown_range_s=options.cooldown_range_s,

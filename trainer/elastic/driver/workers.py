@@ -142,16 +142,13 @@ class Workers:
         return [worker for worker in self.by_name.values() if worker.phase is phase]
 
     def deadlines(self, *, start_timeout_s: float | None, hang_timeout_s: float) -> list[Deadline]:
-        """Return the deadlines of all workers. The arguments are limits of the job; see `Limits`.
-
-        Without a start timeout, the deadlines of starting workers are not binding.
-        """
+        """Return the deadlines of all workers. The arguments are limits of the job; see `Limits`."""
         waiting = self.in_phase(Phase.WAITING)
         deadlines = self._start_deadlines(start_timeout_s, [worker.since_s for worker in waiting])
-        # The round ends for all members when the first of them requests a new rank. Before that, this list is empty.
+        # The round ends for all members when the first of them requests a new rank. Until then, this list is empty.
         round_end_s = sorted(worker.since_s for worker in waiting if worker.may_have_state)[:1]
         for worker in self.in_phase(Phase.MEMBER):
-            # A member must also leave the round after it has lost its slot.
+            # For a member that has lost its slot, the round ends at that time too.
             ends_s = round_end_s if worker.slot_lost_s is None else [*round_end_s, worker.slot_lost_s]
             if ends_s:
                 # Count from the beginning of the round if the slot was lost earlier.

@@ -58,8 +58,7 @@ def find_disagreement(requests: Mapping[int, Request]) -> str | None:
     """
     first = next(iter(requests.values()))
     if len(requests) > 1 and all(request is first for request in requests.values()):
-        # One object for all ranks comes from the request cache, so the ranks have agreed on it before. With one rank
-        # this proves nothing: its only request may be new.
+        # One object for several ranks comes from the request cache, so the ranks have agreed on it before.
         return None
     # `_EVERY_KIND` compares the kinds first, because the other properties depend on the kind.
     for title, get_value in (*_EVERY_KIND, *_BY_KIND[first.kind]):

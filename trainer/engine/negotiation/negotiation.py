@@ -67,7 +67,7 @@ Outcome = Ready | Refused
 class Negotiation:
     """The state machine: pending operations, joined ranks and process sets.
 
-    An operation is pending while only some of its ranks have submitted it.
+    An operation is pending while it waits for some of its ranks, and complete when it waits for none.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -164,18 +164,18 @@ class Negotiation:
         return outcomes
 
     def _complete_if_ready(self, key: Key) -> list[Outcome]:
-        """Remove a pending operation and return its outcomes, or return none if a rank is missing."""
+        """Remove a pending operation that is complete, and return its outcomes; none if it still waits for a rank."""
         if key not in self._pending or self._missing(key):
             return []
         # Sort by rank, so that every rank has the same first request and the same error message.
         requests = dict(sorted(self._pending.pop(key).items()))
         members = self._sets[key.process_set]
-        reason = self._find_objection(requests, members)
+        reason = self._find_refusal_reason(requests, members)
         if reason is not None:
             return [Refused(key, reason, requests)]
         return self._accept(Ready(requests, members))
 
-    def _find_objection(self, requests: Mapping[int, Request], members: Sequence[int]) -> str | None:
+    def _find_refusal_reason(self, requests: Mapping[int, Request], members: Sequence[int]) -> str | None:
         """Return the reason why a complete operation cannot run; None if it can."""
         request = next(iter(requests.values()))
         joined = [rank for rank in members if rank not in requests]
@@ -204,11 +204,12 @@ class Negotiation:
         return [ready]
 
     def _remove_set(self, ready: Ready) -> list[Outcome]:
+        """Remove a process set; return the refusals of its pending operations, then the outcome of the removal."""
         ranks = ready.request.ranks
         number = next((number for number, members in self._sets.items() if members == ranks), None)
         if number is None:
             return [Refused(ready.key, f"there is no process set of the ranks {ranks}", ready.requests)]
-        # Pending operations of the set can no longer complete: they fail instead of waiting.
+        # No rank can submit to the set any more, so its pending operations fail instead of waiting.
         del self._sets[number]
         refusals = [
             Refused(key, f"{key.describe()}: the process set was removed", self._pending.pop(key))

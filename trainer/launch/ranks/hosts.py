@@ -97,14 +97,14 @@ def _parse_line(tokens: list[str], default_slots: int) -> Host:
         match = _SLOTS.fullmatch(token)
         if match is None:
             raise ValueError(f"{token!r} is not of the form slots=N")
-        # max_slots limits how many ranks Open MPI may start beyond the slots. This launcher never starts any beyond
-        # the slots, so it ignores max_slots.
+        # Ignore max_slots: it is for ranks beyond the slots, which only Open MPI starts.
         if token.startswith("slots"):
             num_slots = int(match[1])
     return _make_host(host.name, num_slots)
 
 
 def _make_host(name: str, num_slots: int) -> Host:
+    """Return a host. Raises ValueError: it has no slots."""
     if num_slots < 1:
         raise ValueError(f"host {name} has no slots; leave it out")
     return Host(name, num_slots)

@@ -103,7 +103,7 @@ class JobFailure:
         exit_status: exit status of the launcher.
         text: description of the first failure, followed by those of other workers.
         rank: rank that failed first; None if the cause was not a rank.
-        worker: in an elastic job, name of the worker that failed first; else None.
+        worker: in an elastic job, name of the worker (process) that failed first; else None.
         last_lines: last output lines of the rank or worker that failed first.
     """
 

@@ -79,8 +79,7 @@ class OrphanGuard:
 def release_in_forked_children(pipe: IO[bytes]) -> None:
     """Release the write end of a pipe in processes that are forked from this one without exec.
 
-    Otherwise such a process would keep the pipe open after the death of the launcher. The reader of the pipe would
-    wait for its end.
+    Otherwise such a process would keep the pipe open after the death of the launcher, and the reader would wait.
     """
     _pipes.add(pipe)
 

@@ -66,11 +66,11 @@ class RankGroup:
 
     @property
     def first_signal(self) -> int | None:
-        """Number of the first signal that was forwarded; None: none so far."""
+        """Number of the first signal that was forwarded; None before that."""
         return self._signals[0] if self._signals else None
 
     def next_end(self, timeout_s: float | None = None) -> RankEnd | None:
-        """Wait for the next process exit and return it; None after `timeout_s`. Exits are returned in their order."""
+        """Wait for the next end of a process and return it; None after `timeout_s`. The ends come in their order."""
         try:
             return self._ends.get(timeout=timeout_s)
         except queue.Empty:
@@ -108,6 +108,7 @@ class RankGroup:
             del self.processes[worker_id]
 
     def _start_remote(self, start: RankStart) -> RankProcess:
+        """Start a process on another host. Slots limit the number of logins to this host at the same time."""
         slot = self._login_slots.setdefault(start.host, threading.Semaphore(_MAX_LOGINS_PER_HOST))
         # After the time-out, log in without a slot: a slow host must not stop the start of the job.
         has_slot = slot.acquire(timeout=_LOGIN_TIMEOUT_S)

@@ -79,7 +79,7 @@ class LinePump:
             self._close(file)
 
     def _count_forwardable(self, partial_line: bytes) -> int:
-        """Return how many bytes of an incomplete line to forward now: 0 of a short line, and none of a report."""
+        """Return how many bytes of an incomplete line to forward now. Short lines and reports wait for their end."""
         if len(partial_line) <= _MAX_LINE_BYTES:
             return 0
         if self._mark is None:

@@ -79,8 +79,8 @@ class RankStart:
 class RankEnd:
     """The end of a process.
 
-    `returncode` is -N if signal N ended the process. `has_started` is False if the command never ran. The return code
-    is then that of ssh if the host was unreachable, or `StartError.exit_status`.
+    `returncode` is -N if signal N ended the process. `has_started` is False if the command never ran. `returncode` is
+    then that of ssh if the host was unreachable, or `StartError.exit_status`.
     """
 
     worker_id: str
@@ -113,7 +113,7 @@ class RankProcess:
         self._guard = guard
         self._ends = ends
         self._has_ended = threading.Event()
-        # Whether the process has been reaped or is about to be; then no signal is sent any more.
+        # Whether the process has been reaped or will be reaped next; then no signal is sent any more.
         self._is_closed = False
         with contextlib.ExitStack() as files:
             # Opened first, so that a failure here leaves no process to terminate.
@@ -148,7 +148,7 @@ class RankProcess:
         self.send(signal.SIGTERM)
 
     def finish_termination(self, deadline_s: float) -> None:
-        """Wait for the end until `deadline_s` of the monotonic clock; then kill the group, and reap the process."""
+        """Wait for the end until `deadline_s` (monotonic clock). Then kill the process group, and reap its leader."""
         if self._is_closed:
             return
         self._has_ended.wait(max(0.0, deadline_s - time.monotonic()))

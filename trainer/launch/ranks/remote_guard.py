@@ -3,7 +3,8 @@
 The launcher sends this source over standard input to a bare interpreter, so it uses only Python's standard library.
 After the source, the launcher sends one line of JSON, the order to start, and later lines `signal N` and
 `end SECONDS`. The end of standard input means that the launcher or the connection is lost. The guard reports on
-standard error: `started PID`, `ended RETURNCODE`, `refused STATUS REASON`, each after a mark from the order.
+standard error: `started PID`, `ended RETURNCODE`, `refused STATUS REASON`. Each report begins with a mark that the
+order contains.
 """
 
 from __future__ import annotations

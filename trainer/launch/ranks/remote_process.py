@@ -92,6 +92,7 @@ class RemoteRankProcess(RankProcess):
         threading.Thread(target=self._write_orders, daemon=True).start()
 
     def _first_order(self) -> bytes:
+        """Return the length and the source of the guard for `BOOTSTRAP`, and the order to start the rank."""
         source = Path(remote_guard.__file__).read_bytes()
         order = {
             "mark": self._mark,

@@ -51,10 +51,10 @@ def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> JobFailure | N
     """
     hosts = job.hosts or (Host("localhost", job.num_ranks),)
     ranks = place_ranks(job.num_ranks, hosts)
-    others = [name for name in dict.fromkeys(hosted.host for hosted in ranks) if not is_local(name, environ)]
-    addresses = list_addresses(others, job.remote.network_interfaces) if others else ()
+    other_hosts = [name for name in dict.fromkeys(hosted.host for hosted in ranks) if not is_local(name, environ)]
+    addresses = list_addresses(other_hosts, job.remote.network_interfaces) if other_hosts else ()
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=bool(others)))
+        listener = stack.enter_context(open_listener(job.num_ranks, for_other_hosts=bool(other_hosts)))
         group = stack.enter_context(RankGroup(grace_s=job.grace_s))
         stack.enter_context(handling_signals(group.forward_signal))
         for hosted in ranks:
@@ -71,6 +71,7 @@ def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> JobFailure | N
 def _plan_start(
     job: LaunchJob, hosted: HostedRank, environ: Mapping[str, str], port: int, addresses: tuple[str, ...]
 ) -> RankStart:
+    """Return the description of the process of a rank. Print its host and command if the job is verbose."""
     rank = hosted.placement.rank
     if job.is_verbose:
         shell = "" if is_local(hosted.host, environ) else f" by {job.remote.shell}"
@@ -134,12 +135,13 @@ class _RankMonitor:
         return end
 
     def _reports_only_loss(self, end: RankEnd, deadline_s: float) -> bool:
-        """Return whether the rank failed only because another rank was lost."""
+        """Return whether the rank failed only because another rank was lost: it ended with `_LOSS_ERROR`."""
         left_s = max(0.0, deadline_s - time.monotonic())
         last_lines = self._group.processes[end.worker_id].last_lines(timeout_s=left_s)
         return end.returncode == 1 and any(_LOSS_ERROR in line for line in last_lines)
 
     def _failure_of(self, end: RankEnd) -> JobFailure:
+        """Return the failure of the job for the end of the rank that failed first."""
         number = self._group.first_signal
         if number is not None and exit_status_of(end.returncode) == 128 + number:
             # The rank ended because of the signal, so it has not failed, and its last lines explain nothing.
@@ -155,8 +157,8 @@ class _RankMonitor:
         ended = set(range(self._job.num_ranks)) - self._running
         unknown = self._running - self._called_init
         self._called_init |= {rank for rank in unknown if self._store.check([arrival_key(rank)])}
-        # Ended ranks count as ranks that have called init(), but only after a running rank has called it. A program
-        # may never call init(); then the end of a rank must not start the time limit for the other ranks.
+        # An ended rank counts as one that has called init(), but only after a running rank has called it. Otherwise
+        # the end of a rank would start the time limit even for a program that never calls init().
         called = self._called_init | ended if self._called_init else set()
         late = self._arrivals.find_late(now_s=time.monotonic(), started=started | ended, called=called)
         if late is None:

@@ -1,7 +1,4 @@
-"""The store of a job, torch's `TCPStore`, through which the ranks find each other.
-
-The launcher serves the store, so the store outlives every rank.
-"""
+"""The store of a job, torch's `TCPStore`, through which the ranks find each other; the launcher serves it."""
 
 from __future__ import annotations
 
@@ -71,7 +68,7 @@ def plan_interfaces(settings: RemoteSettings, addresses: Sequence[str], environ:
     Args:
         settings: settings with the interfaces that the user names.
         addresses: addresses of this machine that other hosts may reach, the most likely first. Empty if there are no
-            other hosts, or if these addresses are not those of the rank's machine.
+            other hosts, and for a rank on another host.
         environ: environment of the launcher.
     """
     if settings.network_interfaces:
@@ -97,6 +94,7 @@ def _address_towards(host: str) -> str | None:
 
 
 def _hostname_address() -> str | None:
+    """Return the address that the name of this machine resolves to; None if it resolves to none."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
