@@ -40,7 +40,7 @@ class _Point(NamedTuple):
 
 
 class Autotuner:
-    """A hill climb from the grid point nearest to `start`. It ends at a point whose neighbours are all worse.
+    """A hill climb from the grid point nearest to `start`. It ends at a point without a better neighbour.
 
     Args:
         start: first values.
@@ -51,7 +51,7 @@ class Autotuner:
     def __init__(self, start: Tuning, *, tries_hierarchical: bool = False) -> None:
         self._tries_hierarchical = tries_hierarchical
         self.trials: list[Trial] = []
-        # The point that is being tried, and the best one so far.
+        # The point of the current trial, and the best point so far.
         self._point = _Point(
             _nearest(FUSION_MIB, start.fusion_bytes / 2**20),
             _nearest(CYCLE_TIME_MS, start.cycle_time_s * 1e3),

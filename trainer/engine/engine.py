@@ -187,7 +187,7 @@ class Engine:
                     self._timeline.submitted(request.key, request.kind.value.upper(), rank)
             outcomes = self._negotiation.advance(submitted)
             if outcomes:
-                self._stall_watch.restart(JOIN)  # a join that waits for ranks that make progress is not stalled
+                self._stall_watch.restart(JOIN)  # a join that waits for ranks that make progress is no stall
             self._process_outcomes(outcomes)
         tuning = messages[0].tuning
         if tuning is not None:

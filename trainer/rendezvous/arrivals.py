@@ -19,7 +19,7 @@ def arrival_key(rank: int) -> str:
 
 @dataclass(frozen=True)
 class LateRanks:
-    """Ranks for which the others have waited too long, and the step that is missing, such as "start"."""
+    """Ranks that have not made a step in time. `missing_step` follows "did not", such as "start"."""
 
     ranks: tuple[int, ...]
     missing_step: str
@@ -32,7 +32,7 @@ class Arrivals:
 
     Args:
         num_ranks: number of ranks of the job.
-        limit_s: maximum time for which the others wait for a rank.
+        limit_s: maximum time for a step: from the start of the job, or from the first call of `init`.
         now_s: time of the start; all calls use the same clock.
 
     Attributes:
@@ -67,6 +67,7 @@ class Arrivals:
         return None
 
     def _report_once(self, late: LateRanks, waited_s: float) -> LateRanks | None:
+        """Return `late`; None before the limit, or if this step was reported before."""
         if late.missing_step in self._reported_steps or waited_s < self._limit_s:
             return None
         self._reported_steps.add(late.missing_step)

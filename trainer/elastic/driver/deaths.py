@@ -41,7 +41,7 @@ class Death:
 
     @property
     def is_program_error(self) -> bool:
-        """Whether the program itself failed, so that it may fail on every host."""
+        """Whether the program itself failed, not by a signal or by ssh, so that it may fail on every host."""
         return self.has_started and self.trouble is None and 0 < self.returncode != _UNREACHABLE_STATUS
 
 

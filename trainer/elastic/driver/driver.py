@@ -197,7 +197,7 @@ class _Driver:
                 self._finish = self._finish or action  # the first one counts
 
     def _set(self, key: str, value: str) -> None:
-        # The store is open: these values follow requests, and requests arrive through it.
+        # The store is open, because the driver sets keys only after requests, which arrive through the store.
         assert self._store is not None
         self._store.set(key, value)
 
@@ -230,6 +230,7 @@ class _Driver:
             threading.Thread(target=self._report_start, args=(process,), daemon=True).start()
 
     def _report_start(self, process: RankProcess) -> None:
+        """Wait until the command has started, or cannot start, and queue the event."""
         process.startup_done.wait()
         self._events.put(lambda: self._membership.worker_started(process.worker_id, time.monotonic()))
 
@@ -244,6 +245,7 @@ class _Driver:
         timer.start()
 
     def _kill(self, worker: str) -> list[Action]:
+        """Kill a worker that still runs; as an event, it leads to no actions."""
         process = self._group.processes.get(worker)
         if process is not None and process.is_running:
             process.send(signal.SIGKILL)

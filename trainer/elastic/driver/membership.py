@@ -60,7 +60,7 @@ class JobMembership:
         self._has_state = False  # whether a worker has committed a state
         self._is_finishing = False  # whether a worker has finished its training; then no worker is started any more
         self._deaths = Deaths()
-        self._notice = Notice()  # the last notice sent
+        self._notice = Notice()  # the last notice of changed hosts; its number is 0 if none was sent
         self._announced: set[str] = set()  # workers whose join or lost slot was announced in this round
         self._too_few_since_s: float | None = now_s  # start of the wait for slots; None if there are enough
         self._last_wait_message: str | None = None  # so that an equal message is not printed again
@@ -81,7 +81,7 @@ class JobMembership:
         worker.failing_since_s = None
         worker.request = request
         worker.enter(Phase.WAITING, now_s)
-        self._has_state = self._has_state or request.serial > 0
+        self._has_state = self._has_state or request.serial > 0  # see `Worker.serial`
         return self._advance(now_s)
 
     def worker_started(self, name: str, now_s: float) -> list[Action]:
@@ -143,7 +143,7 @@ class JobMembership:
         times = [deadline.at_s for deadline in self._deadlines()]
         if self._too_few_since_s is not None and not self._has_waited_too_long(now_s):
             times.append(self._too_few_since_s + self._limits.elastic_timeout_s)
-        release_s = self._blacklist.next_release_s(now_s)
+        release_s = self._blacklist.next_release_s(now_s)  # when a blocked host may get workers again
         return min([*times, *([] if release_s is None else [release_s])], default=None)
 
     def _deadlines(self) -> list[Deadline]:
@@ -262,7 +262,6 @@ class JobMembership:
             worker.stop(now_s)
             actions.append(TerminateWorker(worker.name))
             if was_member:
-                # Members that wait to connect to this worker stop waiting.
                 actions.append(Break(self._round, f"{worker.describe()} does not respond"))
         return actions
 

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any, Final, NamedTuple
 
 GLOBAL_SET: Final = 0
-"""The process set of all ranks."""
+"""The number of the process set of all ranks."""
 
 
 class CollectiveKind(Enum):
@@ -57,7 +57,7 @@ class Request:
     """The request of one rank for one named operation.
 
     Attributes:
-        name: name of the operation; no other operation in flight of the same process set has this name.
+        name, process_set: name of the operation, and number of its process set. No operation in flight has the same.
         dtypes, shapes: one entry per tensor; only a grouped operation may have several tensors.
         device_type: device of the tensors, such as "cuda".
         reduce_op, prescale_factor, postscale_factor: reduction, and the factors before and after it (allreduce,
@@ -108,5 +108,5 @@ def request_from_fields(values: list[Any]) -> Request:
 
 
 def _with_tuples(value: Any) -> Any:
-    # JSON has lists only; a request with lists would not equal the request of another rank.
+    # JSON has no tuples. A request with lists would not be equal to the request of another rank.
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

@@ -27,10 +27,7 @@ class StallWatch:
         self._waiting_since: dict[Key, float] = {}
 
     def restart(self, key: Key) -> None:
-        """Delete the waiting time of an operation, so that it starts at zero in the next check.
-
-        The engine restarts a join when other operations complete: a join that waits for working ranks is no stall.
-        """
+        """Delete the waiting time of an operation, so that it starts at zero in the next check."""
         self._waiting_since.pop(key, None)
         self._last_warning.pop(key, None)
 

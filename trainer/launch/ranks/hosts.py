@@ -1,7 +1,7 @@
 """Reads the hosts of a job and their slots: from `-H a:2,b:2`, a host file, or the launcher's Slurm allocation.
 
-In all functions, `default_slots` is the number of slots of a host that is given without one. Slots of repeated hosts
-add up, and hosts keep the order in which they first appear.
+A slot is the place of one rank. `default_slots` is the number for hosts whose slots are not given. The slots of
+repeated hosts add up, and hosts keep the order in which they first appear.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def _make_host(name: str, num_slots: int) -> Host:
 
 
 def _merge_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    slots: Counter[str] = Counter()
+    """Return each host once, with the sum of its slots."""
+    num_slots: Counter[str] = Counter()
     for host in hosts:
-        slots[host.name] += host.num_slots
-    return tuple(starmap(Host, slots.items()))
+        num_slots[host.name] += host.num_slots
+    return tuple(starmap(Host, num_slots.items()))

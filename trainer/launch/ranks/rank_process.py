@@ -1,8 +1,8 @@
 """Starts the process of one rank on this machine, forwards its output, and signals it together with its children.
 
 `remote_process` has the class for other hosts. Invariant: signals are sent only to process groups that these two
-modules have started. Once a group's leader is reaped, the system may give the number of the group to another one, so
-a leader is reaped only after the last signal to its group.
+modules have started. Once the leader of a group is reaped, another group may get the same number. So a leader is
+reaped only after the last signal to its group.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class RankStart:
             for a process on this machine.
         master_addresses: addresses of this machine; the first one at which a remote rank reaches MASTER_PORT becomes
             its MASTER_ADDR. Empty to keep MASTER_ADDR from `environ`.
-        num_neighbours: for a remote rank, number of ranks on its host, with this one. Unless `environ` sets the
-            number of threads, they share the processors of the host equally.
+        num_neighbours: for a remote rank, number of ranks on its host, this one included. These ranks share the
+            processors of the host equally, unless `environ` sets the number of threads.
         label: prefix of lines of output, printed as `[label]`; empty for no prefix.
         stamps_lines: whether lines of output begin with the time.
         output_folder: folder for the files `stdout` and `stderr`; None for no files.
@@ -238,6 +238,7 @@ class RankProcess:
         )
 
     def _open_files(self, stream: str, files: contextlib.ExitStack) -> list[IO[bytes]]:
+        """Return a list of the output file of a stream; an empty list if there is no output folder."""
         folder = self._start.output_folder
         if folder is None:
             return []
