@@ -79,7 +79,7 @@ class ElasticSampler(Sampler[int]):
             random.Random(self.seed + self.epoch).shuffle(order)  # noqa: S311 - not for secrets
         remaining = order[self.processed_num :]
         self.remaining_indices = [index for index in remaining if index not in self.processed_indices]
-        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)  # rounded up
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
@@ -93,6 +93,6 @@ class ElasticSampler(Sampler[int]):
         remaining = self.remaining_indices
         if not remaining:
             return []
-        # Repeat samples from the beginning, so that every rank has the same number of them.
+        # Repeat samples from the beginning, up to the total size. Each rank takes every `num_replicas`-th of them.
         repeats = -(-self.total_size // len(remaining))
         return (remaining * repeats)[: self.total_size][self.rank :: self.num_replicas]

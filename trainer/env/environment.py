@@ -61,7 +61,7 @@ def read_placement(environ: Mapping[str, str]) -> RankPlacement:
             f"invalid placement: rank {rank} of {size}, local rank {local_rank} of {local_size}; "
             "check RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
-    # Without variables for the nodes, assume that every node has as many ranks as this one.
+    # Without variables for the nodes, assume that every node has as many ranks as this one, except perhaps the last.
     cross_rank, cross_size = _read_cross(environ) or (rank // local_size, -(-size // local_size))
     return RankPlacement(rank, size, local_rank, local_size, cross_rank, cross_size)
 

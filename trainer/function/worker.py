@@ -40,8 +40,8 @@ def main() -> None:
 
 
 def _rank() -> int:
-    # In an elastic job the rank may differ from RANK. If the function has called init(), the runtime is imported and
-    # has the current rank.
+    """Return the current rank; in an elastic job it may differ from RANK."""
+    # If the function has called init(), the runtime is imported and has the current rank.
     runtime = sys.modules.get("datasvc.trainer.job.runtime")
     if runtime is not None and runtime.is_initialized():
         return int(runtime.rank())

@@ -330,7 +330,7 @@ def _check_adasum(name: str, tensors: Sequence[Tensor], process_set: ProcessSet)
     if process_set is not global_process_set:
         raise ValueError(f"'{name}': Adasum works with the global process set only, not with {process_set}")
     size = runtime.size()
-    if size & (size - 1):
+    if size & (size - 1):  # some bit besides the highest one is set
         raise ValueError(f"'{name}': Adasum needs a power of two as the number of ranks, not {size}")
     for tensor in tensors:
         if not tensor.is_floating_point():

@@ -52,7 +52,7 @@ def make_adasum_optimizer(
     """
     if process_set is not global_process_set:
         raise ValueError(f"Adasum works with the global process set only, not with {process_set}")
-    if runtime.size() & (runtime.size() - 1):
+    if runtime.size() & (runtime.size() - 1):  # some bit besides the highest one is set
         raise ValueError(f"Adasum needs a power of two as the number of ranks, not {runtime.size()}")
     wrapped = wrap_optimizer(optimizer, _DistributedAdasumOptimizer)
     # `DistributedOptimizer` has checked this: a compression with memory supports only Average and Sum.

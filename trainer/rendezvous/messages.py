@@ -1,4 +1,4 @@
-"""Messages between the workers and the driver of an elastic job, and their keys in the store of the job.
+"""Messages between the workers and the driver of an elastic job, and their keys in the job's store, a `TCPStore`.
 
 A worker is a process that the driver starts. A round is a period with a fixed assignment of ranks to workers. All
 workers push their messages onto one queue. The driver stores the answer to each request under a separate key. It

@@ -258,6 +258,7 @@ class JobMembership:
             if worker.phase is Phase.LEAVING:  # its end is expected, so it is no death
                 actions.append(PrintMessage(f"{worker.describe()} {trouble}"))
             else:
+                # The worker has no return code yet, so take 1, the status of a general error.
                 actions += self._add_death(Death(worker, 1, trouble, has_started=False), now_s)
             worker.stop(now_s)
             actions.append(TerminateWorker(worker.name))

@@ -33,7 +33,7 @@ class RequestCache:
         return self._requests[number]
 
     def remember(self, request: Request) -> None:
-        """Store a request. A new key gets a new number or, in a full cache, that of the oldest request."""
+        """Store a request. In a full cache, a new key gets the number of the least recently agreed key."""
         key = request.key
         if self._capacity == 0:
             return
@@ -44,7 +44,7 @@ class RequestCache:
             self._numbers[key] = len(self._requests)
             self._requests.append(request)
         else:
-            # The number of the evicted request is reused, so numbers stay below the capacity.
+            # Reuse the number of that key, so that numbers stay below the capacity.
             _, number = self._numbers.popitem(last=False)
             self._numbers[key] = number
             self._requests[number] = request

@@ -57,7 +57,7 @@ class Request:
     """The request of one rank for one named operation.
 
     Attributes:
-        name, process_set: name of the operation, and number of its process set. No operation in flight has the same.
+        name, process_set: name of the operation, and number of its set; no other operation in flight has the same.
         dtypes, shapes: one entry per tensor; only a grouped operation may have several tensors.
         device_type: device of the tensors, such as "cuda".
         reduce_op, prescale_factor, postscale_factor: reduction, and the factors before and after it (allreduce,

@@ -1,7 +1,7 @@
 """Runs a job with a fixed number of ranks.
 
-Invariant: no rank outlives the job. If a rank fails, the launcher ends the others. It forwards signals to all ranks.
-If the launcher dies, the guard processes (`orphan_guard`, `remote_guard`) end the ranks.
+Invariant: no rank outlives the job. If a rank fails, the launcher terminates the others. It forwards signals to all
+ranks. If the launcher dies, the guard processes (`orphan_guard`, `remote_guard`) terminate the ranks.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _RankMonitor:
         reason = f"did not {late.missing_step} within {self._job.start_timeout_s:g} s"
         if len(late.ranks) > 1:
             reason += f"; {self._names_of(late.ranks[1:])} did not either"
-        return self._make_failure(late.ranks[0], 1, reason)
+        return self._make_failure(late.ranks[0], 1, reason)  # 1: the rank has no return code yet
 
     def _make_failure(self, rank: int, returncode: int, reason: str) -> JobFailure:
         return JobFailure(

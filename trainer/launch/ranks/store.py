@@ -84,7 +84,7 @@ def plan_interfaces(settings: RemoteSettings, addresses: Sequence[str], environ:
 
 def _address_towards(host: str) -> str | None:
     """Return the local address of the route to a host; None without a route or if the name is unknown."""
-    # Connecting a datagram socket sends nothing; the kernel only chooses the route.
+    # Connecting a datagram socket, here to any port, sends nothing; the kernel only chooses the route.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))
