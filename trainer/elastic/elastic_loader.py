@@ -59,16 +59,16 @@ class ElasticLoader(Generic[B]):
         """In a new round, create a new loader at the same position of the job.
 
         Raises:
-            HorovodInternalError: a rank was lost while the loaders agreed; call it again in the next round.
+            HorovodInternalError: a rank was lost while the loader was made; call this again in the next round.
         """
-        # Also if rank and size stay: loaders agree on values once in each round, and new ranks wait for the others.
+        # Also if rank and size stay: the loaders of a round agree on values, and those of new ranks wait for all.
         made_for = (runtime.num_inits(), runtime.rank(), runtime.size())
         if made_for == self._made_for:
             return
         if self._loader is not None:
             self._state = self._loader.state_dict()
             self.close()
-            # Keep only the position, because the next line fails if another rank is lost at that time.
+            # Keep only the position, because `_make_loader` fails if another rank is lost at that time.
             self._loader = self._made_for = None
         loader = self._make_loader(runtime.rank(), runtime.size())
         # The state is the position of the job, so it is valid for another rank and size.

@@ -72,9 +72,9 @@ def _list_counts(text: str) -> list[int]:
 def read_nodes(environ: Mapping[str, str]) -> list[tuple[str, int]] | None:
     """Return the nodes of the Slurm allocation, with the number of tasks on each; None without an allocation.
 
-    `SLURM_TASKS_PER_NODE` takes precedence over `SLURM_NTASKS_PER_NODE` if it has a number for each node. Inside a
-    step it may cover only the nodes of the step; then `SLURM_NTASKS_PER_NODE` is used, if it is set. If neither is
-    set, each node has one task.
+    `SLURM_TASKS_PER_NODE` takes precedence over `SLURM_NTASKS_PER_NODE`, which is the same number for all nodes. But
+    inside a step, the former may cover only the nodes of the step; then the latter is used, if it is set. If neither
+    is set, each node has one task.
 
     Raises:
         ValueError: the variables contradict each other.

@@ -188,7 +188,7 @@ class _CallTcpServer(socketserver.ThreadingTCPServer):
             with contextlib.suppress(OSError):
                 request.shutdown(socket.SHUT_RDWR)
 
-        # One deadline for the whole block: with a time-out for each read, a client could send single bytes for ever.
+        # One deadline for the whole block: with a timeout for each read, a client could send single bytes forever.
         timer = threading.Timer(self.hello_timeout_s, end)
         timer.daemon = True
         try:

@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 
 _TORCH_BUILDS = "https://pytorch.org/get-started/locally"
-# Operations that exist in Horovod only.
+# Libraries for tensor operations that only Horovod can use.
 _FOREIGN_OPERATIONS = ("MPI", "CCL", "DDL")
 
 

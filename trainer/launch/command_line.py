@@ -93,7 +93,7 @@ def parse_arguments(
         parser.exit(0)
     try:
         if options.config_file is not None:
-            # Parse the command line after the file, so that it takes precedence.
+            # Parse the command line after the file, so that its flags take precedence.
             command_line = sys.argv[1:] if arguments is None else arguments
             switches = {  # flags without a value
                 flag

@@ -276,7 +276,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """
         assert self._reducer is not None
         parameters = parameters_of(self)
-        covered = self._reducer.covers
+        covered = self._reducer.covers  # positions of parameters
         trainable = {i for i, parameter in enumerate(parameters) if parameter.requires_grad}
         if covered == trainable:
             return

@@ -139,7 +139,7 @@ class Rendezvous:
         Args:
             store: connection for this method alone, because its wait blocks all other calls on the connection.
         """
-        # Do not report the loss of the driver here, because the next request for a rank raises an error.
+        # Ignore the loss of the driver here, because the next request for a rank raises an error.
         with contextlib.suppress(RuntimeError):
             while (data := store.queue_pop(messages.notice_queue(self._worker))) != messages.END_OF_QUEUE:
                 try:

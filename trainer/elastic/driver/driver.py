@@ -277,7 +277,7 @@ class _Driver:
 
     def _receive_ends(self) -> None:
         while self._finish is None:
-            # With a time-out: after the job no process ends, and without one this thread would wait forever.
+            # With a timeout: after the job no process ends, and without one this thread would wait forever.
             end = self._group.next_end(timeout_s=1.0)
             if end is not None:
                 self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # binds this `end`

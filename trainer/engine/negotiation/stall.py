@@ -13,7 +13,7 @@ from datasvc.trainer.engine.negotiation.requests import Key
 
 
 class StallWatch:
-    """The waiting times of the pending operations, and the times of their last warnings.
+    """The waiting times of the pending operations (only some ranks submitted them), and their last warnings.
 
     Args:
         warning_s: seconds between two warnings about one operation; 0 for no warnings.

@@ -110,7 +110,7 @@ class RankGroup:
     def _start_remote(self, start: RankStart) -> RankProcess:
         """Start a process on another host. Slots limit the number of logins to this host at the same time."""
         slot = self._login_slots.setdefault(start.host, threading.Semaphore(_MAX_LOGINS_PER_HOST))
-        # After the time-out, log in without a slot: a slow host must not stop the start of the job.
+        # After the timeout, log in without a slot: a slow host must not stop the start of the job.
         has_slot = slot.acquire(timeout=_LOGIN_TIMEOUT_S)
         try:
             process = RemoteRankProcess(start, guard=self._guard, ends=self._ends, grace_s=self._grace_s)

@@ -96,7 +96,7 @@ def choose_address(addresses: list[str], port: int, timeout_s: float = 5.0) -> t
 
 
 def find_interface(address: str) -> str | None:
-    """Return the network interface that has this address; None for a loopback address."""
+    """Return the network interface that has this address; None if none has it, and for a loopback address."""
     if address.startswith("127."):
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

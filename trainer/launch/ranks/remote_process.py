@@ -1,9 +1,9 @@
 """The process of a rank on another host, started through a remote shell: ssh or srun.
 
 The standard input of the shell carries the source of the guard (see `remote_guard`), then the order to start the
-rank, then lines for signals and termination. The order has the environment, so that no list of processes shows it.
-The shell needs no orphan guard: when the launcher dies, the input of the shell ends, and the remote guard terminates
-the rank.
+rank, then lines for signals and termination. The environment is in the order, not in the command line, where a list
+of processes would show it. The shell needs no orphan guard: when the launcher dies, the input of the shell ends, and
+the remote guard terminates the rank.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ _SHELL_MARGIN_S = 5.0
 class RemoteRankProcess(RankProcess):
     """The process of a rank on another host. `pid` is that of the shell on this machine.
 
-    For the arguments and errors, see `RankProcess`; here they are about the shell. OSError may also mean that the
-    current folder does not exist any more. `grace_s` is the number of seconds between SIGTERM and SIGKILL if the
-    launcher is lost.
+    The arguments and errors are those of `RankProcess`, for the shell. OSError may also mean that the current folder
+    does not exist any more. `grace_s` is the time from SIGTERM to SIGKILL, in seconds, if the launcher is lost.
     """
 
     def __init__(
@@ -135,6 +134,7 @@ class RemoteRankProcess(RankProcess):
         self._report_once(returncode or 255, f"was {'lost' if self._has_started else 'not started'}: {shell_end}")
 
     def _report_once(self, returncode: int, trouble: str | None = None) -> None:
+        """Report the end of the rank if it was not reported before; for `trouble`, see `RankProcess`."""
         with self._lock:
             if self.is_running:
                 self.trouble = trouble

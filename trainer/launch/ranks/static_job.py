@@ -151,7 +151,7 @@ class _RankMonitor:
         return self._make_failure(int(end.worker_id), end.returncode, reason)
 
     def _check_late_ranks(self) -> JobFailure | None:
-        """Return a failure if ranks are late. Without a start time-out, only print a note, and return None."""
+        """Return a failure if ranks are late. Without a start timeout, only print a note, and return None."""
         processes = self._group.processes
         started = {rank for rank in range(self._job.num_ranks) if processes[str(rank)].startup_done.is_set()}
         ended = set(range(self._job.num_ranks)) - self._running
