@@ -163,6 +163,7 @@ def test_a_query_sees_all_fields_of_an_entry(repository):
         config={"lr": 1, "amp": True, "layers": [{"n": 1}, {"n": 2}]}, data=(),
         parent="x@1", merged=["y@2"], message="hi", num_nonfinite={"w": 2, "b": 1}, bytes=7, stored_bytes=5,
         environment={"python": "3.11"}, num_tensors=2, code={"revision": None, "dirty": False, "remote": "u"},
+        execution={"layout": {"data": 2}, "consistency": "synchronous"},
     )  # fmt: skip
     repository.tag("models", "m@1", "prod")
     repository.tag("models", "m@1", "best")
@@ -171,7 +172,8 @@ def test_a_query_sees_all_fields_of_an_entry(repository):
     assert row == {
         "model": "m", "version": 1, "tags": ["best", "prod"], "step": 5, "epoch": None, "message": "hi",
         "metrics": {"loss": 0.25}, "config": {"amp": True, "layers": {"n": [1.0, 2.0]}, "lr": 1.0},
-        "environment": {"python": "3.11"}, "code": {"dirty": False, "remote": "u", "revision": None},
+        "environment": {"python": "3.11"}, "execution": {"consistency": "synchronous", "layout": {"data": 2.0}},
+        "code": {"dirty": False, "remote": "u", "revision": None},
         "data": [], "evaluation": [], "parents": ["x@1", "y@2"],
         "size_bytes": 7, "stored_bytes": 5, "num_tensors": 2, "num_nonfinite": 3,
     }  # fmt: skip
@@ -181,7 +183,10 @@ def test_a_query_sees_all_fields_of_an_entry(repository):
 
 
 def test_the_guide_lists_every_column_with_its_type(repository):
-    commit_entry(repository, "m", metrics={"loss": 1.0}, config={"lr": 1}, environment={"python": "3"})
+    execution = {"layout": {"data": 2}}
+    commit_entry(
+        repository, "m", metrics={"loss": 1.0}, config={"lr": 1}, environment={"python": "3"}, execution=execution
+    )
     guide = (Path(__file__).parents[2] / "docs/models.md").read_text()
     for column in rows_of(repository, "describe all_versions"):
         kind = column["column_type"].partition("(")[0]

@@ -36,7 +36,7 @@ def find(
     Example: datasvc models find "metrics.top1 > 0.75 and 'imagenet@3' in data" --by loss --repo ./repo
 
     The condition is SQL over the columns model, version, created, tags, step, epoch, message, metrics, config,
-    environment, code, data, evaluation, parents, size_bytes, stored_bytes, num_tensors and num_nonfinite.
+    environment, execution, code, data, evaluation, parents, size_bytes, stored_bytes, num_tensors and num_nonfinite.
     """
     from datasvc.models.registry.registry import describe_versions
     from datasvc.models.search import find_versions

@@ -98,7 +98,9 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
         print_facts({"data": "no consumed samples were recorded"})
     for use in entry["data"]:
         print_facts({f"data {use['dataset']}/{use['split']}": use["state"]})
-    print_facts({part: entry[part] for part in ("environment", "duration", "config", "metrics") if part in entry})
+    print_facts(
+        {part: entry[part] for part in ("environment", "execution", "duration", "config", "metrics") if part in entry}
+    )
 
 
 def version_facts(version: ModelVersion) -> dict[str, Any]:

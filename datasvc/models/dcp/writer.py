@@ -25,6 +25,7 @@ from datasvc.models.tensors.write import CODECS, Codec
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import base_records, commit
 from datasvc.models.versions.data_use import DataUse
+from datasvc.models.versions.execution import Execution
 from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
@@ -63,6 +64,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         message: free text for readers of the log.
         code: code of the run.
         environment: environment of the run.
+        execution: how the ranks of the run computed its steps.
 
     Attributes:
         save_id: id of the current save on this rank.
@@ -87,6 +89,7 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         message: str = "",
         code: CodeRevision | None = None,
         environment: Mapping[str, Any] | None = None,
+        execution: Execution | None = None,
     ) -> None:
         if codec not in CODECS:
             raise ConfigError(f"{codec!r} is not a valid codec; expected one of {', '.join(CODECS)}")
@@ -94,7 +97,15 @@ class DcpWriter(CheckpointIdMixin, StorageWriter):
         self.name = check_name(name, "model")
         self.codec: Codec = codec
         self.version_metadata = VersionMetadata(
-            step, data, config, metrics, parent, message=message, code=code, environment=environment
+            step,
+            data,
+            config,
+            metrics,
+            parent,
+            message=message,
+            code=code,
+            environment=environment,
+            execution=execution,
         )
         self.save_id = str(uuid.uuid4())
         self.committed: Resolved | None = None

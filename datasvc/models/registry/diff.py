@@ -1,4 +1,4 @@
-"""Compare two model versions: data, code, configuration, metrics, environment, and every tensor.
+"""Compare two model versions: data, code, configuration, metrics, environment, execution, and every tensor.
 
 Tensors that are equal according to the tensor tables are not read. The others are read chunk by chunk, so memory does
 not grow with the model.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _TENSORS_AT_ONCE: Final = 2  # read and measured in parallel
 _BLOCK_ELEMENTS: Final = 1 << 20  # of a chunk, converted to float64 together
-_PARTS: Final = ("data", "code", "config", "metrics", "environment")
+_PARTS: Final = ("data", "code", "config", "metrics", "environment", "execution")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class ModelDifference:
 
     Attributes:
         steps: optimizer steps of `a` and of `b`.
-        values: changes under "data", "code", "config", "metrics" and "environment".
+        values: changes under "data", "code", "config", "metrics", "environment" and "execution".
         tensors: changes of all tensors of the state, those of the optimizer included.
     """
 

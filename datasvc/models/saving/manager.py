@@ -38,6 +38,7 @@ from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.commit import exact_version
 from datasvc.models.versions.data_use import DataUse
 from datasvc.models.versions.entry_fields import read_step
+from datasvc.models.versions.execution import Execution
 from datasvc.models.versions.metadata import VersionMetadata, check_step
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
@@ -215,6 +216,7 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         parent: str | None = None,
         message: str = "",
+        execution: Execution | None = None,
         wait: bool = False,
     ) -> SaveHandle:
         """Copy a state to host memory and return; the write continues in the background. Every rank calls this.
@@ -231,6 +233,7 @@ class CheckpointManager:
             metrics: metric values by name.
             parent: version that this one continues; default: the newest that this manager committed or restored.
             message: free text for readers of the log.
+            execution: how the ranks of the run compute its steps; None: not recorded.
             wait: whether to return only after the commit.
 
         Returns:
@@ -257,7 +260,9 @@ class CheckpointManager:
             if error is None:
                 # Resolve a tag now: it may point at another version by the time this save is committed.
                 parent = None if parent is None else exact_version(self._repository, parent)
-                metadata = copy.deepcopy(VersionMetadata(step, data, config, metrics, parent, message=message))
+                metadata = copy.deepcopy(
+                    VersionMetadata(step, data, config, metrics, parent, message=message, execution=execution)
+                )
                 flat_state = flatten_state(state, rank_state, self._main_channel.rank)
         except Exception as failure:  # noqa: BLE001 - `_agree` raises it, on all ranks
             error = failure

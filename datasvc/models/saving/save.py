@@ -11,6 +11,7 @@ from datasvc.models.tensors.write import Codec, store_tensors
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import base_records, commit, exact_version
 from datasvc.models.versions.data_use import DataUse
+from datasvc.models.versions.execution import Execution
 from datasvc.models.versions.metadata import VersionMetadata
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
@@ -31,6 +32,7 @@ def save(
     message: str = "",
     code: CodeRevision | None = None,
     environment: Mapping[str, Any] | None = None,
+    execution: Execution | None = None,
     codec: Codec = "delta",
     progress: Progress = NO_PROGRESS,
 ) -> Resolved:
@@ -50,6 +52,7 @@ def save(
         message: free text for readers of the log.
         code: code of the run; default: the git checkout of the working folder, with its local changes.
         environment: environment of the run; default: that of this process.
+        execution: how the ranks of the run computed its steps; None: not recorded.
         codec: "none", "planes" or "delta": encoding of chunks that are not stored yet, see `store_tensors`.
         progress: counts the bytes of each chunk that was stored.
 
@@ -65,7 +68,7 @@ def save(
     # Resolve references first: a tag may be moved while tensors are stored.
     parent = None if parent is None else exact_version(repository, parent)
     merged = [exact_version(repository, ref) for ref in merged]
-    metadata = VersionMetadata(step, data, config, metrics, parent, merged, message, code, environment)
+    metadata = VersionMetadata(step, data, config, metrics, parent, merged, message, code, environment, execution)
     skeleton, tensors = flatten(state)
     # Encode the state for the errors only: a state that is too large must fail before tensors are stored.
     encode_state(skeleton)

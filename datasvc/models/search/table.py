@@ -1,4 +1,4 @@
-"""Builds the table that `query` reads by SQL: `metrics`, `config`, `environment` and `code` become typed structs."""
+"""Builds the table that `query` reads by SQL: `metrics`, `config` and other trees become typed structs."""
 
 from __future__ import annotations
 

@@ -71,6 +71,7 @@ def commit(
         "parent": None if metadata.parent is None else exact_version(repository, metadata.parent),
         "message": metadata.message,
         **({"merged": [exact_version(repository, ref) for ref in metadata.merged]} if metadata.merged else {}),
+        **({} if metadata.execution is None else {"execution": metadata.execution.to_dict()}),
         **(extra or {}),
     }
     # Check before the append: an entry must never name an object that is missing.

@@ -13,6 +13,7 @@ import numpy as np
 from datasvc.errors import ConfigError
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.data_use import DataUse
+from datasvc.models.versions.execution import Execution
 
 _MAX_STEP: Final = (1 << 63) - 1  # largest int64
 _MAX_DEPTH: Final = 100  # levels of nesting; a cycle of values ends here instead of in a RecursionError
@@ -37,10 +38,13 @@ class VersionMetadata:
     message: str = ""
     code: CodeRevision | None = None
     environment: Mapping[str, Any] | None = None
+    execution: Execution | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.message, str):
             raise ConfigError(f"message is {self.message!r}; expected a string")
+        if self.execution is not None and not isinstance(self.execution, Execution):
+            raise ConfigError(f"execution is a {type(self.execution).__name__}; expected an Execution")
         checked = {
             "step": check_step(self.step),
             "data": _check_data(self.data),

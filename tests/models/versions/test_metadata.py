@@ -32,6 +32,7 @@ WRONG = [
     ({"config": {"a": {(1, 2): 3}}}, r"config.a has the key \(1, 2\); expected a string"),
     ({"config": argparse.Namespace(lr=1)}, "config is a Namespace; expected a dict"),
     ({"environment": {"host": b"x"}}, "environment.host is a bytes"),
+    ({"execution": {"layout": {}}}, "execution is a dict; expected an Execution"),
     ({"data": "imagenet@3"}, "data is 'imagenet@3'; expected a list of DataUse"),
     ({"data": ["imagenet@3"]}, "expected a list of DataUse"),
     ({"data": 3}, "expected a list of DataUse"),

@@ -1,0 +1,79 @@
+"""How a run was executed: checked when it is made, in the entry, printed by `show`, found by `find`."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import datasvc
+from datasvc.cli.main import make_app
+from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.models import Execution, describe_model, save
+from datasvc.models.versions.entry_fields import check_fields
+
+STATE = {"w": torch.ones(2)}
+HYBRID = Execution({"data": 2, "tensor": 4}, "hybrid", communication="all-reduce, reduce-scatter")
+
+
+def run(*words):
+    return CliRunner().invoke(make_app(), ["models", *words], env={"COLUMNS": "200"})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"layout": {"tensor": 0}}, "layout has 'tensor': 0"),
+        ({"layout": {"two words": 2}}, "layout has 'two words': 2"),
+        ({"layout": {"data": True}}, "layout has 'data': True"),
+        ({"parallelism": "both"}, "parallelism is 'both'; expected one of none, data, model, hybrid"),
+        ({"consistency": "strict"}, "consistency is 'strict'; expected one of synchronous, bounded, asynchronous"),
+        ({"topology": "ring"}, "topology is 'ring'; expected one of centralised, decentralised"),
+        ({"communication": 3}, "communication is 3"),
+    ],
+)
+def test_what_is_not_on_the_axes_is_refused(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        Execution(**wrong)
+
+
+def test_a_version_has_it_show_prints_it_and_find_filters_by_it(repository):
+    save(repository, "net", STATE, step=1)
+    save(repository, "net", STATE, step=2, execution=HYBRID)
+    with datasvc.open(repository.url).models.manager("net") as model:
+        model.save(STATE, step=3, execution=Execution({"data": 2}), wait=True)
+    assert "execution" not in describe_model(repository, "net@1").entry
+    entry = describe_model(repository, "net@2").entry
+    assert entry["execution"] == {
+        "layout": {"data": 2, "tensor": 4},
+        "parallelism": "hybrid",
+        "consistency": "synchronous",
+        "topology": "decentralised",
+        "communication": "all-reduce, reduce-scatter",
+    }
+    shown = run("show", "net@2", "--repo", repository.url).stdout
+    assert "execution" in shown
+    assert "hybrid" in shown
+    assert "execution" not in run("show", "net@1", "--repo", repository.url).stdout
+    for condition, versions in (
+        ("execution.layout.tensor > 1", [2]),
+        ("execution.consistency = 'synchronous'", [3, 2]),
+        ("execution.layout.data = 2 and execution.parallelism = 'data'", [3]),
+        ("execution.consistency is null", [1]),
+    ):
+        found = json.loads(run("find", condition, "--repo", repository.url, "--json").stdout)
+        assert [version["version"] for version in found] == versions, condition
+    assert datasvc.open(repository.url).models.diff("net@2", "net@3").values["execution"].changed["parallelism"] == (
+        "hybrid",
+        "data",
+    )
+
+
+def test_an_entry_of_a_wrong_form_is_named(repository):
+    save(repository, "net", STATE, step=1, execution=HYBRID)
+    entry = dict(describe_model(repository, "net").entry)
+    check_fields(entry, "net@1")
+    for wrong in ("data=2", {"layout": {"data": -1}}, {"layout": ["data"]}, {"topology": 3}):
+        with pytest.raises(CorruptDataError, match=r"field 'execution' is .*; expected a layout of counts"):
+            check_fields({**entry, "execution": wrong}, "net@1")
+    check_fields({**entry, "execution": {"layout": {"data": 2}, "later": "text"}}, "net@1")
