@@ -135,6 +135,7 @@ ROOMS = {
         "tasks",
         ".",
         "profiling",
+        "planning",
     ],
     "datasvc.trainer.recipes.settings": ["groups", "."],
     "datasvc.trainer.recipes.profiling": ["predict", "measure", "."],

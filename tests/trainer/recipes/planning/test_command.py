@@ -1,0 +1,112 @@
+"""The command line of `plan`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from datasvc.errors import ConfigError
+from datasvc.trainer import __main__ as program
+from datasvc.trainer.recipes.planning.command import main, parse_rate
+
+ROOT = Path(__file__).parents[4]
+GPT = ["--vocabulary", "64", "--model-option", "layers=4", "heads=2", "width=16", "context=32"]
+RATE = ["--flops", "1TFLOP/s"]
+
+
+def plan(capsys, *words):
+    main([*GPT, *words])
+    return capsys.readouterr().out
+
+
+def test_the_ranking_is_printed_as_a_table(capsys):
+    out = plan(capsys, *RATE, "--nodes", "2", "--gpus", "2", "--global-batch", "16", "--top", "3")
+    assert out.startswith("gpt, 0.0 M parameters, fp32; 16 blocks per step\nnumber of nodes: 2; nodes of 2 ranks, ")
+    assert "and 11 more that fit" in out
+    assert "\nbest: --layout " in out
+
+
+def test_json_has_an_object_for_each_number_of_nodes(capsys):
+    out = plan(capsys, *RATE, "--nodes", "1", "2", "--ranks-per-node", "2", "--batch-size", "4", "--json")
+    first, second = json.loads(out)
+    assert (first["num_nodes"], second["num_nodes"], second["ranks_per_node"]) == (1, 2, 2)
+    # Without --global-batch every rank has --batch-size samples.
+    assert (first["global_batch"], second["global_batch"]) == (8, 16)
+    assert len(first["ranked"]) == 5
+
+
+def test_choices_limit_what_is_tried(capsys):
+    words = ["--gpus", "4", "--global-batch", "16", "--micro-batch", "2", "--recompute", "--zero", "2"]
+    out = plan(capsys, *RATE, *words, "--pipeline-schedule", "gpipe", "--json")
+    (ranking,) = json.loads(out)
+    for each in ranking["ranked"]:
+        assert (each["micro_batch"], each["recompute"], each["schedule"] in ("1f1b", "gpipe")) == (2, True, True)
+        assert each["zero"] in (0, 2)
+    assert {each["schedule"] for each in ranking["ranked"] if "pipeline" in each["layout"]} == {"gpipe"}
+
+
+def test_a_convolutional_net_is_planned_over_data_and_shard(capsys):
+    main(["--model", "resnet18", "--size", "32", "--classes", "10", "--gpus", "2", *RATE, "--json"])
+    (ranking,) = json.loads(capsys.readouterr().out)
+    assert {each["layout"] for each in ranking["ranked"]} == {"data=2", "shard=2"}
+
+
+def test_the_memory_of_a_device_is_a_limit(capsys):
+    out = plan(capsys, *RATE, "--device-memory", "100kB")
+    assert "and a device has 100.00 kB" in out
+    assert "no layout fits" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "give either --flops, the rate of a device, such as 150TFLOP/s, or --measured"),
+        ([*RATE, "--measured", "x"], "give either --flops"),
+        (["--flops", "fast"], "'fast' is not a rate of computation; write it as 150TFLOP/s"),
+        ([*RATE, "--device-memory", "much"], "'much' is not a valid size"),
+        ([*RATE, "--memory-bandwidth", "much"], "'much' is not a bandwidth"),
+        ([*RATE, "--overlap", "2"], r"overlap is 2\.0; expected a number from 0"),
+        ([*RATE, "--top", "0"], "top is 0; expected at least 1"),
+        ([*RATE, "--nodes", "0"], "0 nodes of 1 ranks"),
+        ([*RATE, "--profile", "x.json"], "use --measured FILE"),
+        (["--measured", "x", "--memory-bandwidth", "2TB/s"], "--memory-bandwidth has no effect with --measured"),
+        (["--measured", "missing.json"], "missing.json is no profile"),
+        ([*RATE, "--optimizer", "best"], "optimizer is 'best'"),
+    ],
+)
+def test_bad_options_are_refused_with_what_to_do(words, says):
+    with pytest.raises(ConfigError, match=says):
+        main([*GPT, *words])
+
+
+@pytest.mark.parametrize(("text", "rate"), [("150TFLOP/s", 150e12), ("40 GFLOPS", 40e9), ("1.5pflop/s", 1.5e15)])
+def test_rates_are_read_with_their_unit(text, rate):
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize("text", ["", "10", "0TFLOP/s", "-1TFLOP/s", "10TB/s"])
+def test_what_is_no_rate_is_refused(text):
+    with pytest.raises(ConfigError, match="not a rate of computation"):
+        parse_rate(text)
+
+
+def test_the_program_plans_and_shows_its_settings(monkeypatch, capsys):
+    program.main(["plan", *GPT, *RATE, "--gpus", "2", "--global-batch", "4"])
+    assert "best: --layout" in capsys.readouterr().out
+    program.main(["plan", *GPT, "--show-config"])
+    assert "vocabulary" in capsys.readouterr().out
+
+
+def test_bad_options_are_refused_before_torch_is_imported():
+    code = (
+        "import sys\n"
+        "from datasvc.trainer.recipes.planning.command import main\n"
+        "try:\n"
+        "    main(['--flops', 'fast'])\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["ConfigError", "False"]

@@ -1,0 +1,134 @@
+"""Memory of a rank: the papers' cases, and laws."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.layouts.layout import Layout
+from datasvc.trainer.recipes.planning.candidate import Candidate
+from datasvc.trainer.recipes.planning.memory import (
+    RankMemory,
+    StateBytes,
+    divide_states,
+    estimate_memory,
+    rank_parameters,
+    state_bytes,
+)
+from datasvc.trainer.recipes.planning.model_costs import ModelCosts, PartCosts
+from datasvc.trainer.recipes.planning.stages import divide_parts
+from tests.trainer.recipes.planning.examples import ADAM, SMALL_GPT, candidates
+
+ALONE = Layout()
+# A block of 100 parameters, 80 of which tensor parallelism divides, and 10 activations, 8 of them divided.
+BLOCK = PartCosts(20, 80, 1000.0, kept_elements=2, split_elements=8)
+MODEL = ModelCosts("m", "blocks", PartCosts(50), BLOCK, PartCosts(7), layers=4, boundary_elements=3, heads=4)
+
+
+def memory(layout=ALONE, **settings):
+    return estimate_memory(MODEL, Candidate(layout, **settings), ADAM, precision="fp32")
+
+
+@pytest.mark.parametrize(("zero", "gigabytes"), [(0, 120), (1, 31.4), (2, 16.6), (3, 1.9)])
+def test_zero_divides_the_states_as_in_its_paper(zero, gigabytes):
+    # Figure 1 of Rajbhandari et al. 2020: 7.5 billion parameters, 64 ranks, 2 + 2 + 12 bytes.
+    states = divide_states(StateBytes(2, 2, 12), 64, zero)
+    total = states.parameter + states.gradient + states.optimizer
+    assert 7.5 * total == pytest.approx(gigabytes, abs=0.05)
+
+
+def test_a_stage_that_zero_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="zero is 4; expected a stage of 0, 1, 2 or 3"):
+        divide_states(ADAM, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "states"),
+    [
+        ("adamw", "fp32", StateBytes(4, 4, 8)),
+        ("lamb", "bf16", StateBytes(4, 4, 8, cast=2)),
+        ("sgd", "fp16", StateBytes(4, 4, 4, cast=2)),
+    ],
+)
+def test_the_training_program_has_float32_weights_and_moments(optimizer, precision, states):
+    assert state_bytes(optimizer, precision) == states
+
+
+def test_sgd_without_momentum_has_no_state():
+    assert state_bytes("sgd", "fp32", momentum=0.0).optimizer == 0
+
+
+def test_one_rank_has_everything():
+    # 50 + 4 * 100 + 7 parameters, and 4 blocks of 10 activations for 3 samples, 4 bytes each.
+    assert memory(micro_batch=3) == RankMemory(457 * 4, 457 * 4, 457 * 8, 0, 4 * 10 * 3 * 4)
+
+
+def test_a_tensor_group_divides_the_matrices_of_blocks_and_the_activations_between_them():
+    found = memory(Layout(tensor=4))
+    assert found.parameters == (57 + 4 * (20 + 80 / 4)) * 4
+    assert found.activations == 4 * (2 + 8 / 4) * 4
+
+
+def test_a_context_group_divides_activations_but_has_all_keys_and_values():
+    found = memory(Layout(context=2), zero=2)
+    assert found.activations == 4 * (10 / 2 + 2 * 3 / 2) * 4
+    assert found.optimizer == 457 / 2 * 8
+
+
+def test_zero_3_gathers_two_blocks_and_what_is_outside_the_blocks():
+    found = memory(Layout(shard=2), zero=3)
+    assert (found.parameters, found.gathered) == (457 / 2 * 4, (57 + 2 * 100) * 4)
+    assert memory(Layout(shard=2), zero=2).parameters == 457 * 4
+
+
+def test_recomputation_keeps_the_inputs_of_blocks_and_one_block():
+    assert memory(recompute=True).activations == (4 * 3 + 10) * 4
+
+
+def test_a_pipeline_holds_the_activations_of_several_micro_batches():
+    first = memory(Layout(pipeline=2), num_micro_batches=8)
+    # The first rank has the most parameters, and two blocks for two micro-batches.
+    assert first.parameters == (50 + 200) * 4
+    assert first.activations == 2 * 2 * 10 * 4
+    assert memory(Layout(pipeline=2), num_micro_batches=8, schedule="gpipe").activations == 8 * 2 * 10 * 4
+
+
+def test_both_ends_of_a_pipeline_have_tied_weights():
+    model = dataclasses.replace(MODEL, tied_parameters=40)
+    first, last = divide_parts(4, 2, "1f1b")
+    assert rank_parameters(model, first, 1) == 50 + 200
+    assert rank_parameters(model, last, 1) == 200 + 7 + 40
+    (alone,) = divide_parts(4, 1, "1f1b")
+    assert rank_parameters(model, alone, 1) == model.parameters
+
+
+def test_mixed_precision_keeps_a_cast_of_the_weights_for_each_micro_batch():
+    states = dataclasses.replace(ADAM, cast=2)
+    found = estimate_memory(MODEL, Candidate(Layout(pipeline=2), num_micro_batches=8), states, precision="bf16")
+    assert found.gathered == 2 * 250 * 2
+    assert found.activations == 2 * 2 * 10 * 2
+
+
+def estimate(candidate):
+    return estimate_memory(SMALL_GPT, candidate, ADAM, precision="fp32")
+
+
+@given(candidates(), st.sampled_from(["shard", "tensor"]))
+def test_more_ranks_of_an_axis_never_need_more_memory_each(candidate, axis):
+    size = candidate.layout.size_of(axis)
+    layout = dataclasses.replace(candidate.layout, **{axis: 2 * size})
+    # What ZeRO-3 gathers counts only beside other ranks.
+    if axis == "shard" and candidate.num_shards == 1:
+        candidate = dataclasses.replace(candidate, zero=2)
+    more = dataclasses.replace(candidate, layout=layout)
+    assert estimate(more).total <= estimate(candidate).total
+
+
+@given(candidates())
+def test_larger_passes_need_more_memory_and_recomputation_less(candidate):
+    larger = dataclasses.replace(candidate, micro_batch=2 * candidate.micro_batch)
+    assert estimate(candidate).total < estimate(larger).total
+    kept = dataclasses.replace(candidate, recompute=False)
+    assert estimate(dataclasses.replace(candidate, recompute=True)).total <= estimate(kept).total

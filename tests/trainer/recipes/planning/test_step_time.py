@@ -1,0 +1,174 @@
+"""Duration of a step: by hand, and by laws."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.layouts.layout import AXES, Layout, plan_layout
+from datasvc.trainer.recipes.planning.candidate import Candidate
+from datasvc.trainer.recipes.planning.model_costs import ModelCosts, PartCosts
+from datasvc.trainer.recipes.planning.step_time import (
+    ComputeTimes,
+    estimate_step,
+    peers_of_first,
+    rate_compute,
+)
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
+from tests.trainer.recipes.planning.examples import ADAM, SMALL_GPT, TIMES, candidates, clusters, layouts
+
+ALONE = Layout()
+# Four blocks with all FLOPs and all parameters; the output of a block is 25 numbers, 100 bytes.
+MODEL = ModelCosts(
+    "m", "blocks", PartCosts(), PartCosts(0, 100, 10.0), PartCosts(), layers=4, boundary_elements=25, heads=4
+)
+CLUSTER = Cluster(1, Link(100.0, 0.5), 8)
+
+
+def step(layout=ALONE, *, model=MODEL, cluster=CLUSTER, overlap=0.0, **settings):
+    return estimate_step(
+        model, Candidate(layout, **settings), TIMES, ADAM, cluster, precision="fp32", overlap=overlap
+    )
+
+
+@given(layouts, st.sets(st.sampled_from(AXES), min_size=1))
+def test_peers_are_those_of_the_plan_of_the_layout(layout, axes):
+    place = plan_layout(layout).ranks
+    expected = [each.rank for each in place if not any(each.coordinates[axis] for axis in AXES if axis not in axes)]
+    assert peers_of_first(layout, *axes) == expected
+
+
+def test_one_rank_computes_and_does_not_communicate():
+    found = step(micro_batch=2, num_micro_batches=3)
+    assert found.compute_s == pytest.approx(3 * 2 * (1.0 + 2.0))
+    assert found.step_s == pytest.approx(18.0 + 0.5)
+
+
+@given(clusters, st.sampled_from([1, 2, 4]), st.booleans(), st.floats(0, 1))
+def test_one_rank_needs_no_link(cluster, micro_batch, recompute, overlap):
+    found = step(micro_batch=micro_batch, recompute=recompute, cluster=cluster, overlap=overlap)
+    assert found.step_s == pytest.approx(micro_batch * (3.0 + recompute) + 0.5)
+
+
+def test_recomputation_adds_a_forward_pass():
+    assert step(recompute=True).compute_s == pytest.approx(1.0 + 2.0 + 1.0)
+
+
+def test_a_tensor_group_has_four_all_reduces_of_each_block():
+    found = step(Layout(tensor=2))
+    assert found.compute_s == pytest.approx(1.5)
+    # Shoeybi et al. 2019: two all-reduces forward, two backward; each takes 2 * (0.5 + 0.5) s here. The exchange of
+    # queries, keys and values sends a quarter of 3 * 100 bytes once in each direction.
+    assert found.tensor_s == pytest.approx(4 * 4 * 2.0 + 4 * 2 * (0.5 + 0.75))
+    # Recomputation repeats the forward pass with its all-reduces.
+    assert step(Layout(tensor=2), recompute=True).tensor_s == pytest.approx(1.5 * found.tensor_s)
+
+
+def test_a_context_group_gathers_keys_and_values_and_sums_their_gradients():
+    found = step(Layout(context=2), zero=2)
+    assert found.compute_s == pytest.approx(1.5)
+    # Keys and values of 100 bytes each, of four blocks: half of them comes in a message; the same backward.
+    assert found.context_s == pytest.approx(4 * 2 * 2 * (0.5 + 0.5))
+
+
+def test_a_pipeline_sends_boundaries_and_waits_in_its_bubble():
+    found = step(Layout(pipeline=2), num_micro_batches=4)
+    assert found.compute_s == pytest.approx(4 * 1.5)
+    # 100 bytes take 1.5 s, forward and backward.
+    assert found.send_s == pytest.approx(4 * 2 * 1.5)
+    assert found.idle_s == pytest.approx(1.5 + 2 * 1.5)
+    assert found.update_s == pytest.approx(0.25)
+
+
+def test_the_slowest_rank_of_a_pipeline_sets_the_pace():
+    # The logits cost as much as the blocks.
+    model = dataclasses.replace(MODEL, last=PartCosts(0, 0, 40.0), boundary_elements=0.0)
+    cluster = Cluster(1, Link(math.inf, 0.0), 8)
+    found = step(Layout(pipeline=2), model=model, cluster=cluster, num_micro_batches=4)
+    assert found.compute_s == pytest.approx(4 * 3.0 * 0.75)
+    assert found.idle_s == pytest.approx(3.0 * 0.25)
+
+
+def test_the_ends_of_a_pipeline_add_the_gradients_of_tied_weights():
+    model = dataclasses.replace(MODEL, tied_parameters=25)
+    assert step(Layout(pipeline=2), model=model).data_s == pytest.approx(2 * (0.5 + 0.5))
+    assert step(Layout(pipeline=2), model=model, schedule="zbv").data_s == 0
+
+
+def test_replicas_add_up_their_gradients_once_per_step():
+    # 1600 bytes over four ranks: 2 * 3 * (0.5 + 4) s.
+    assert step(Layout(data=4)).data_s == pytest.approx(27.0)
+    assert step(Layout(data=4), num_micro_batches=8).data_s == pytest.approx(27.0)
+
+
+def test_zero_3_gathers_twice_and_reduces_once_in_each_pass():
+    # Four blocks and the rest: five units of 320 bytes over two ranks, each in one message of 160 bytes.
+    unit_s = 0.5 + 1.6
+    assert step(Layout(shard=2), zero=3).shard_s == pytest.approx(3 * 5 * unit_s)
+    assert step(Layout(shard=2), zero=2).shard_s == pytest.approx(2 * 5 * unit_s)
+    assert step(Layout(shard=2), zero=3, num_micro_batches=4).shard_s == pytest.approx(4 * 3 * 5 * unit_s)
+    assert step(Layout(shard=2), zero=3).update_s == pytest.approx(0.25)
+
+
+def test_replicas_of_shards_add_up_a_part_of_the_gradients_each():
+    # Half of 1600 bytes over two ranks.
+    assert step(Layout(data=2, shard=2), zero=3).data_s == pytest.approx(2 * (0.5 + 4.0))
+
+
+def test_computation_hides_collectives_but_not_the_last_unit():
+    # 27 s of all-reduces; four of five units are hidden by 2 s of the backward pass.
+    assert step(Layout(data=4), overlap=1.0).data_s == pytest.approx(27.0 - 2.0 * 4 / 5)
+    fast = Cluster(1, Link(1e5, 0.0), 8)
+    hidden = step(Layout(data=4), overlap=1.0, cluster=fast).data_s
+    assert hidden == pytest.approx(step(Layout(data=4), cluster=fast).data_s / 5)
+
+
+def test_an_overlap_of_more_than_all_is_refused():
+    with pytest.raises(ConfigError, match=r"overlap is 1\.5; expected a number from 0"):
+        step(overlap=1.5)
+
+
+def test_a_rate_gives_the_times_of_a_device():
+    times = rate_compute(MODEL, 20.0, states=ADAM, memory_bytes_per_s=1000.0)
+    # 40 FLOPs forward, twice as many backward. The update moves 2 * 4 + 4 + 2 * 8 bytes of each of 400 parameters.
+    assert dataclasses.astuple(times) == pytest.approx((2.0, 4.0, 11.2))
+    assert rate_compute(MODEL, 20.0, states=ADAM).update_s == 0
+
+
+@pytest.mark.parametrize("times", [(0.0, 1.0), (-1.0, 1.0), (1.0, math.nan)])
+def test_times_that_cannot_be_are_refused(times):
+    with pytest.raises(ConfigError, match="expected finite numbers"):
+        ComputeTimes(*times)
+
+
+def small(candidate, cluster, overlap=0.5):
+    return estimate_step(SMALL_GPT, candidate, TIMES, ADAM, cluster, precision="fp32", overlap=overlap)
+
+
+@given(candidates(), clusters)
+def test_no_part_is_negative_and_the_computation_is_divided_at_most_by_all_ranks(candidate, cluster):
+    found = small(candidate, cluster)
+    assert min(dataclasses.astuple(found)) >= 0
+    copies = candidate.layout.tensor * candidate.layout.pipeline * candidate.layout.context
+    samples = candidate.micro_batch * candidate.num_micro_batches
+    assert found.compute_s >= 3.0 * samples / copies * (1 - 1e-9)
+
+
+@given(candidates(), clusters, st.floats(1, 10))
+def test_slower_links_never_make_a_step_faster(candidate, cluster, factor):
+    slower = dataclasses.replace(
+        cluster,
+        network=Link(cluster.network.bytes_per_s / factor, cluster.network.latency_s * factor),
+        inside=cluster.inside and Link(cluster.inside.bytes_per_s / factor, cluster.inside.latency_s * factor),
+    )
+    assert small(candidate, slower).step_s >= small(candidate, cluster).step_s * (1 - 1e-9)
+
+
+@given(candidates(), clusters, st.floats(0, 1), st.floats(0, 1))
+def test_more_overlap_never_makes_a_step_slower(candidate, cluster, less, more):
+    less, more = sorted((less, more))
+    found_less, found_more = small(candidate, cluster, less).step_s, small(candidate, cluster, more).step_s
+    assert found_more <= found_less * (1 + 1e-9)

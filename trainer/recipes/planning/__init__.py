@@ -1,0 +1,5 @@
+"""Estimates memory and step time of the layouts of a training run, and ranks them. Pure but for `count_costs`.
+
+`model_costs` describes a model, `memory` and `step_time` estimate one candidate, `collectives` has the costs of
+communication, `ranking` compares all candidates of `enumerate`. `command` is `python -m datasvc.trainer plan`.
+"""

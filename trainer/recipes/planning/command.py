@@ -1,0 +1,194 @@
+"""`python -m datasvc.trainer plan`: the command line. It is checked before torch is imported."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from typing import Final
+
+from datasvc.errors import ConfigError
+from datasvc.sizes import parse_size
+from datasvc.trainer.launch.one_line_parser import OneLineParser
+from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES
+from datasvc.trainer.recipes.planning.enumerate import ZERO_STAGES, Choices
+from datasvc.trainer.recipes.planning.measured import MeasuredStep, choose_model, read_measured
+from datasvc.trainer.recipes.planning.memory import state_bytes
+from datasvc.trainer.recipes.planning.ranking import Workload, rank_layouts
+from datasvc.trainer.recipes.planning.step_time import rate_compute
+from datasvc.trainer.recipes.profiling.predict.cluster import (
+    Cluster,
+    add_cluster_options,
+    parse_bandwidth,
+    parse_clusters,
+)
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.options import parse_options
+
+_NUM_CLASSES: Final = 1000
+_RATE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)FLOPS?(?:/s)?", re.IGNORECASE)
+_FACTORS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+# Options that a training run must have, and a plan does not read.
+_UNUSED: Final = ("--data", "plan", "--repo", "plan", "--name", "plan")
+
+
+def main(arguments: Sequence[str], *, prog: str = "python -m datasvc.trainer plan") -> None:
+    """Run `plan` with the arguments of a command line, on one process.
+
+    Args:
+        arguments: arguments of the command line.
+        prog: name of the program in usage messages.
+
+    Raises:
+        ConfigError: an option is not valid, or does not fit the model.
+    """
+    # `chosen` has the options of `plan`; all other arguments are options of the training.
+    chosen, training_arguments = _make_parser(prog).parse_known_args(arguments)
+    options = parse_options([*_UNUSED, *training_arguments], prog=prog)
+    if options.show_config:
+        sys.stdout.write(f"{options.describe()}\n")
+        return
+    config = options.config()
+    _check_options(chosen, config)
+    clusters = parse_clusters(chosen)
+    measured = None if chosen.measured is None else read_measured(chosen.measured, config)
+    choices = Choices(
+        micro_batches=_choose_micro_batches(config, measured),
+        recompute=(False, True) if chosen.recompute is None else (chosen.recompute,),
+        schedules=tuple(chosen.pipeline_schedule),
+        zero_stages=tuple(chosen.zero),
+    )
+    rankings = [
+        rank_layouts(workload, cluster, choices)
+        for workload, cluster in _make_workloads(chosen, config, measured, clusters)
+    ]
+    print(
+        json.dumps([each.to_dict() for each in rankings])
+        if chosen.json
+        else "\n\n".join(each.describe(chosen.top) for each in rankings)
+    )
+
+
+def parse_rate(text: str) -> float:
+    """Return the floating-point operations per second of "150TFLOP/s" or "150 TFLOPS". Raises ConfigError."""
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
+        raise ConfigError(f"{text!r} is not a rate of computation; write it as 150TFLOP/s or 40GFLOP/s")
+    return float(match[1]) * _FACTORS[match[2].lower()]
+
+
+def _make_workloads(
+    chosen: argparse.Namespace, config: TrainConfig, measured: MeasuredStep | None, clusters: Sequence[Cluster]
+) -> list[tuple[Workload, Cluster]]:
+    # Imported here, because it imports torch, which takes seconds, and all options are checked before.
+    from datasvc.trainer.recipes.planning.count_costs import count_costs
+
+    costs = count_costs(
+        choose_model(config),
+        config.vocabulary or chosen.classes,
+        config.parse_model_options(),
+        tokens=chosen.block_tokens,
+        size=config.size,
+    )
+    states = state_bytes(config.optimizer, config.precision, momentum=config.momentum)
+    if measured is not None:
+        times = measured.times
+    else:
+        memory_bytes_per_s = math.inf
+        if chosen.memory_bandwidth is not None:
+            memory_bytes_per_s = parse_bandwidth(chosen.memory_bandwidth)
+        times = rate_compute(costs, parse_rate(chosen.flops), states=states, memory_bytes_per_s=memory_bytes_per_s)
+    message_s = 0.0 if measured is None else measured.message_s
+    memory_bytes = None if chosen.device_memory is None else parse_size(chosen.device_memory)
+    workloads = []
+    for named in clusters:
+        cluster = dataclasses.replace(named, message_s=message_s)
+        batch = config.global_batch or config.batch_size * cluster.world_size
+        workload = Workload(costs, times, states, config.precision, batch, memory_bytes, chosen.overlap)
+        workloads.append((workload, cluster))
+    return workloads
+
+
+def _choose_micro_batches(config: TrainConfig, measured: MeasuredStep | None) -> tuple[int, ...]:
+    if config.micro_batch is not None:
+        return (config.micro_batch,)
+    # Measured times hold for passes of the measured size: a device needs more time per sample for smaller ones.
+    return () if measured is None else (measured.micro_batch,)
+
+
+def _make_parser(prog: str) -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog=prog,
+        description="Estimate memory and step time of every layout of a cluster, and rank the layouts. Nothing is "
+        "trained, and no data are read. Takes the options of python -m datasvc.trainer as well: the model and its "
+        "options, --vocabulary, --global-batch, --micro-batch, --precision, --optimizer, --size.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add_cluster_options(parser, num_nodes=(1,), default_help="1")
+    add("--gpus", type=int, dest="ranks_per_node", default=argparse.SUPPRESS, help="the same as --ranks-per-node")
+    add("--device-memory", metavar="SIZE", help="memory of a device: 80GB [not limited]")
+    add("--flops", metavar="RATE", help="rate that a device reaches in training: 150TFLOP/s; or give --measured")
+    add("--memory-bandwidth", metavar="RATE", help="of a device: 2TB/s; the time of the update [no time]")
+    add("--measured", metavar="FILE", help="profile of this model, written by profile --json: its measured times")
+    add("--block-tokens", type=int, metavar="N", help="tokens of a sample [the model's context]")
+    add("--classes", type=int, default=_NUM_CLASSES, metavar="N", help="classes of images [%(default)s]")
+    add(
+        "--recompute",
+        action=argparse.BooleanOptionalAction,
+        help="compute blocks again in the backward pass, to save memory [try both]",
+    )
+    add(
+        "--zero",
+        type=int,
+        nargs="+",
+        choices=ZERO_STAGES,
+        default=ZERO_STAGES,
+        help="ZeRO stages of the axis shard to try [all]",
+    )
+    add(
+        "--pipeline-schedule",
+        nargs="+",
+        choices=PIPELINE_SCHEDULES,
+        default=PIPELINE_SCHEDULES,
+        help="schedules of pipelines to try [all]",
+    )
+    add(
+        "--overlap",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="share of the computation that hides collectives of gradients and parameters, from 0 to 1 [%(default)s]",
+    )
+    add("--top", type=int, default=10, metavar="N", help="number of layouts to print [%(default)s]")
+    add("--json", action="store_true", help="print one JSON array, with an object for each number of nodes")
+    return parser
+
+
+def _check_options(chosen: argparse.Namespace, config: TrainConfig) -> None:
+    if config.profile is not None:
+        raise ConfigError("--profile is an option of training runs; use --measured FILE for the profile of a step")
+    if (chosen.flops is None) == (chosen.measured is None):
+        raise ConfigError(
+            "give either --flops, the rate of a device, such as 150TFLOP/s, or --measured, a file that "
+            "python -m datasvc.trainer profile --json wrote"
+        )
+    if chosen.measured is not None and chosen.memory_bandwidth is not None:
+        raise ConfigError("--memory-bandwidth has no effect with --measured, which has the time of the update")
+    for name in ("block_tokens", "classes", "top"):
+        value = getattr(chosen, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}; expected at least 1")
+    if not 0 <= chosen.overlap <= 1:
+        raise ConfigError(f"overlap is {chosen.overlap}; expected a number from 0, nothing, to 1, all")
+    # Parsed here for their errors, before torch is imported.
+    if chosen.flops is not None:
+        parse_rate(chosen.flops)
+    if chosen.memory_bandwidth is not None:
+        parse_bandwidth(chosen.memory_bandwidth)
+    if chosen.device_memory is not None:
+        parse_size(chosen.device_memory)

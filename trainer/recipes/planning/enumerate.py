@@ -1,0 +1,102 @@
+"""Enumerates the layouts of a number of ranks, and the candidates of a layout."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES, Layout, ModelSizes, check_layout
+from datasvc.trainer.recipes.planning.candidate import Candidate
+
+ZERO_STAGES = (2, 3)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Settings to try with each layout.
+
+    Attributes:
+        micro_batches: samples of a pass of a data rank; empty: every power of two that divides its batch.
+        recompute: whether to compute blocks again in the backward pass.
+        schedules: schedules of pipelines.
+        zero_stages: ZeRO stages of layouts with `shard` or `context`.
+    """
+
+    micro_batches: tuple[int, ...] = ()
+    recompute: tuple[bool, ...] = (False, True)
+    schedules: tuple[str, ...] = PIPELINE_SCHEDULES
+    zero_stages: tuple[int, ...] = ZERO_STAGES
+
+    def __post_init__(self) -> None:
+        if any(size < 1 for size in self.micro_batches):
+            raise ConfigError(f"micro_batch is {min(self.micro_batches)}; expected at least 1")
+
+
+def enumerate_layouts(world_size: int) -> Iterator[Layout]:
+    """Yield every layout of `world_size` ranks once; those that divide the model least come first.
+
+    Raises:
+        ConfigError: `world_size` is below 1.
+    """
+    if world_size < 1:
+        raise ConfigError(f"there are {world_size} ranks; expected at least 1")
+    for context in _divisors(world_size):
+        for pipeline in _divisors(world_size // context):
+            for tensor in _divisors(world_size // context // pipeline):
+                num_data_ranks = world_size // context // pipeline // tensor
+                for shard in _divisors(num_data_ranks):
+                    yield Layout(num_data_ranks // shard, shard, tensor, pipeline, context)
+
+
+def enumerate_candidates(
+    layout: Layout, *, global_batch: int, sizes: ModelSizes, choices: Choices
+) -> tuple[list[Candidate], str]:
+    """Return the candidates of a layout, and, if there is none, the reason.
+
+    Args:
+        layout: layout to run.
+        global_batch: samples of all ranks per step.
+        sizes: sizes of the model that the layout must divide.
+        choices: settings to try.
+    """
+    batch = global_batch // layout.num_data_ranks
+    micro_batches = (
+        choices.micro_batches or tuple(size for size in _powers_of_two(batch) if batch % size == 0) or (1,)
+    )
+    candidates, reason = [], ""
+    # Settings without effect on a layout have one value.
+    for schedule, zero, recompute, size in itertools.product(
+        choices.schedules if layout.pipeline > 1 else ("1f1b",),
+        choices.zero_stages if layout.shard * layout.context > 1 else (0,),
+        choices.recompute if sizes.layers is not None else (False,),
+        micro_batches,
+    ):
+        try:
+            check_layout(
+                layout,
+                world_size=layout.size,
+                global_batch=global_batch,
+                micro_batch=size,
+                sizes=sizes,
+                pipeline_schedule=schedule,
+            )
+        except ConfigError as error:
+            reason = reason or str(error)
+            continue
+        micro_batch = min(size, batch)
+        # Rounded up, because the last pass takes the remaining samples.
+        candidates.append(Candidate(layout, micro_batch, -(-batch // micro_batch), recompute, schedule, zero))
+    return candidates, "" if candidates else reason
+
+
+def _powers_of_two(limit: int) -> Iterator[int]:
+    size = 1
+    while size <= limit:
+        yield size
+        size *= 2
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]

@@ -1,0 +1,178 @@
+"""Memory of a rank: parameters, gradients, optimizer state, gathered parameters and activations.
+
+ZeRO stages are those of Rajbhandari et al. 2020 (arXiv:1910.02054): stage 1 divides the optimizer's state over the
+ranks of the axis `shard`, stage 2 also the gradients, stage 3 also the parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Final
+
+from datasvc.errors import ConfigError
+from datasvc.sizes import format_size
+from datasvc.trainer.recipes.planning.candidate import Candidate
+from datasvc.trainer.recipes.planning.model_costs import ModelCosts
+from datasvc.trainer.recipes.planning.stages import RankParts, divide_parts, held_micro_batches
+
+_FLOAT32_BYTES: Final = 4
+_ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
+# Float32 numbers of state for each parameter.
+_MOMENTS: Final = {"sgd": 1, "lars": 1, "lamb": 2, "adamw": 2, "rmsprop-sgd": 2}
+_GATHERED_BLOCKS: Final = 2  # the block that computes, and the next one, which is prefetched
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that training needs for each parameter, without activations.
+
+    Attributes:
+        parameter: the parameter itself.
+        gradient: its gradient.
+        optimizer: the state of the optimizer, with a float32 copy of the parameter if there is one.
+        cast: a copy in the precision of the computation, beside the parameter; 0 without one.
+    """
+
+    parameter: float
+    gradient: float
+    optimizer: float
+    cast: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank by what they hold.
+
+    Attributes:
+        parameters: the rank's parameters.
+        gradients: their gradients.
+        optimizer: state of the optimizer.
+        gathered: parameters of other ranks, or casts of parameters, that the rank holds for the computation.
+        activations: results of the forward pass that the backward pass needs.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """Sum of all."""
+        return self.parameters + self.gradients + self.optimizer + self.gathered + self.activations
+
+    def describe(self) -> str:
+        """Return the parts that are not empty: "parameters 1.50 GB, gradients 1.50 GB, ..."."""
+        parts = dataclasses.asdict(self)
+        return ", ".join(f"{name} {format_size(size_bytes)}" for name, size_bytes in parts.items() if size_bytes)
+
+
+def state_bytes(optimizer: str, precision: str, *, momentum: float = 0.9) -> StateBytes:
+    """Return the bytes per parameter of the training program: weights, gradients and moments are float32.
+
+    Args:
+        optimizer: name of the optimizer.
+        precision: "fp32", "bf16" or "fp16"; mixed precision casts the weights for the computation.
+        momentum: momentum of SGD, which has no state at 0.
+    """
+    moments = 0 if optimizer == "sgd" and not momentum else _MOMENTS[optimizer]
+    cast = 0 if precision == "fp32" else _ELEMENT_BYTES[precision]
+    return StateBytes(_FLOAT32_BYTES, _FLOAT32_BYTES, moments * _FLOAT32_BYTES, cast)
+
+
+def element_bytes(precision: str) -> int:
+    """Return the bytes of an activation."""
+    return _ELEMENT_BYTES[precision]
+
+
+def estimate_memory(costs: ModelCosts, candidate: Candidate, states: StateBytes, *, precision: str) -> RankMemory:
+    """Return the memory of the rank that needs most.
+
+    Args:
+        costs: costs of the model.
+        candidate: layout and settings; its pipeline divides the blocks.
+        states: bytes per parameter.
+        precision: precision of the activations.
+    """
+    layout = candidate.layout
+    ranks = divide_parts(costs.layers, layout.pipeline, candidate.schedule)
+    # Those between have the same blocks as the first, and hold fewer micro-batches.
+    ends = {0, layout.pipeline - 1}
+    memories = [_rank_memory(costs, candidate, states, precision, ranks[rank], rank) for rank in ends]
+    return max(memories, key=lambda memory: memory.total)
+
+
+def rank_parameters(costs: ModelCosts, parts: RankParts, tensor: int) -> float:
+    """Return the number of parameters of a rank of a pipeline and of a tensor group; `shard` divides them further."""
+    count = parts.blocks * costs.block.parameters_on_rank(tensor)
+    if parts.has_first:
+        count += costs.first.parameters_on_rank(tensor)
+    if parts.has_last:
+        count += costs.last.parameters_on_rank(tensor)
+        # The weights that the logits share with the embedding are on both ranks.
+        count += 0 if parts.has_first else costs.tied_parameters
+    return count
+
+
+def divide_states(states: StateBytes, shard: int, zero: int) -> StateBytes:
+    """Return the bytes per parameter on a rank of a shard group of `shard` ranks at a ZeRO stage of 0 to 3."""
+    if zero not in range(4):
+        raise ConfigError(f"zero is {zero}; expected a stage of 0, 1, 2 or 3")
+    return StateBytes(
+        parameter=states.parameter / (shard if zero >= 3 else 1),
+        gradient=states.gradient / (shard if zero >= 2 else 1),
+        optimizer=states.optimizer / (shard if zero >= 1 else 1),
+        cast=states.cast,
+    )
+
+
+def _rank_memory(
+    costs: ModelCosts, candidate: Candidate, states: StateBytes, precision: str, parts: RankParts, rank: int
+) -> RankMemory:
+    count = rank_parameters(costs, parts, candidate.layout.tensor)
+    divided = divide_states(states, candidate.num_shards, candidate.zero)
+    held = held_micro_batches(candidate.schedule, rank, candidate.layout.pipeline, candidate.num_micro_batches)
+    return RankMemory(
+        # Under ZeRO-2, FSDP2 also stores the parameters in parts, and gathers all of them for a step.
+        parameters=count * divided.parameter,
+        # A pipeline sums the gradients of its micro-batches before it reduces them.
+        gradients=count * (divided.gradient if candidate.layout.pipeline == 1 else states.gradient),
+        optimizer=count * divided.optimizer,
+        gathered=_gathered_bytes(costs, candidate, states, parts, count, held),
+        activations=_activation_bytes(costs, candidate, element_bytes(precision), parts, held),
+    )
+
+
+def _gathered_bytes(
+    costs: ModelCosts, candidate: Candidate, states: StateBytes, parts: RankParts, count: float, held: float
+) -> float:
+    block = costs.block.parameters_on_rank(candidate.layout.tensor)
+    # The parts outside the blocks are one unit, which stays gathered while the blocks compute.
+    in_use = count - max(0, parts.blocks - _GATHERED_BLOCKS) * block
+    gathered_bytes = in_use * states.parameter if candidate.zero == 3 and candidate.num_shards > 1 else 0.0
+    # Autograd keeps the casts that a forward pass has used, those of each micro-batch.
+    return gathered_bytes + states.cast * (in_use if candidate.recompute else count * held)
+
+
+def _activation_bytes(
+    costs: ModelCosts, candidate: Candidate, size_of_element: int, parts: RankParts, held: float
+) -> float:
+    layout = candidate.layout
+    block = costs.block.activation_bytes(size_of_element, layout.tensor) / layout.context
+    if layout.context > 1 and costs.heads is not None:
+        # Each rank of a context group keeps the keys and values of all tokens.
+        block += 2 * costs.boundary_elements / layout.tensor * size_of_element * (1 - 1 / layout.context)
+    if candidate.recompute:
+        # The input of each block is kept, and all activations of the one block that is computed again.
+        kept, once = parts.blocks * costs.boundary_elements * size_of_element / layout.context, block
+    else:
+        kept, once = parts.blocks * block, 0.0
+    if parts.has_first:
+        kept += costs.first.activation_bytes(size_of_element) / layout.context
+    if parts.has_last:
+        # The last rank runs the backward pass of a micro-batch right after its forward pass; only GPipe holds all.
+        last = costs.last.activation_bytes(size_of_element) / layout.context
+        kept, once = (kept + last, once) if candidate.schedule == "gpipe" else (kept, once + last)
+    return candidate.micro_batch * (kept * held + once)

@@ -1,0 +1,270 @@
+"""Ranks the layouts of a training run on a cluster by the estimated duration of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from datasvc.errors import ConfigError
+from datasvc.sizes import format_size
+from datasvc.trainer.recipes.layouts.layout import Layout, ModelSizes
+from datasvc.trainer.recipes.planning.candidate import Candidate
+from datasvc.trainer.recipes.planning.enumerate import Choices, enumerate_candidates, enumerate_layouts
+from datasvc.trainer.recipes.planning.memory import RankMemory, StateBytes, estimate_memory
+from datasvc.trainer.recipes.planning.model_costs import ModelCosts
+from datasvc.trainer.recipes.planning.step_time import ComputeTimes, StepEstimate, estimate_step
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster
+
+_HEADINGS = ("compute", "tensor", "context", "send", "idle", "shard", "data", "update")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training run to plan.
+
+    Attributes:
+        costs: costs of the model.
+        times: compute times of one rank with the whole model.
+        states: bytes per parameter.
+        precision: precision of the activations.
+        global_batch: samples of all ranks per step.
+        memory_bytes: memory of a device; None: not limited.
+        overlap: share of the computation that hides collectives of gradients and parameters.
+    """
+
+    costs: ModelCosts
+    times: ComputeTimes
+    states: StateBytes
+    precision: str
+    global_batch: int
+    memory_bytes: float | None = None
+    overlap: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.global_batch < 1:
+            raise ConfigError(f"global_batch is {self.global_batch}; expected at least 1")
+
+
+@dataclass(frozen=True)
+class RankedLayout:
+    """A layout that fits, with the candidate of it that takes the shortest step.
+
+    Attributes:
+        candidate: layout and settings.
+        step: duration of a step, by part.
+        memory: memory of the rank that needs most.
+    """
+
+    candidate: Candidate
+    step: StepEstimate
+    memory: RankMemory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        candidate = {**dataclasses.asdict(self.candidate), "layout": str(self.candidate.layout)}
+        return {
+            **candidate,
+            "step_s": self.step.step_s,
+            "step": dataclasses.asdict(self.step),
+            "memory_bytes": self.memory.total,
+            "memory": dataclasses.asdict(self.memory),
+        }
+
+
+@dataclass(frozen=True)
+class RefusedLayout:
+    """A layout that cannot run.
+
+    Attributes:
+        layout: the layout.
+        reason: what it does not divide, or how much memory it needs.
+        memory_bytes: memory that it needs at least, if that is the reason.
+    """
+
+    layout: Layout
+    reason: str
+    memory_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class LayoutRanking:
+    """All layouts of a cluster.
+
+    Attributes:
+        cluster: the cluster.
+        workload: the training run.
+        ranked: layouts that fit; the shortest step is first.
+        refused: layouts that do not fit.
+    """
+
+    cluster: Cluster
+    workload: Workload
+    ranked: Sequence[RankedLayout]
+    refused: Sequence[RefusedLayout]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        costs, batch = self.workload.costs, self.workload.global_batch
+        return {
+            "num_nodes": self.cluster.num_nodes,
+            "ranks_per_node": self.cluster.ranks_per_node,
+            "model": costs.name,
+            "parameters": costs.parameters,
+            "forward_flops": costs.forward_flops,
+            "global_batch": batch,
+            "ranked": [{**each.to_dict(), "samples_per_s": batch / each.step.step_s} for each in self.ranked],
+            "refused": [{"layout": str(each.layout), "reason": each.reason} for each in self.refused],
+        }
+
+    def describe(self, top: int) -> str:
+        """Return a table of the `top` fastest layouts, the reasons of those that do not fit, and the best flags."""
+        costs, workload = self.workload.costs, self.workload
+        model = f"{costs.name}, {costs.parameters / 1e6:,.1f} M parameters, {workload.precision}"
+        lines = [
+            f"{model}; {workload.global_batch:,} {costs.unit} per step",
+            f"number of nodes: {self.cluster.num_nodes}; {self.cluster.describe()}",
+        ]
+        if self.ranked:
+            lines += ["", *self._table(top)]
+        if self.refused:
+            lines += ["", *self._refusals()]
+        lines += ["", self._advice()]
+        return "\n".join(lines)
+
+    def _table(self, top: int) -> list[str]:
+        rows = [_row(number, each, self.workload.global_batch) for number, each in enumerate(self.ranked[:top], 1)]
+        # Parts that are 0 everywhere say nothing.
+        shown = [
+            index
+            for index, name in enumerate(_HEADINGS)
+            if any(getattr(each.step, f"{name}_s") for each in self.ranked[:top])
+        ]
+        names = ["", "layout", "settings", "memory", "ms/step", f"{self.workload.costs.unit}/s"]
+        table = [names + [f"{_HEADINGS[index]} ms" for index in shown]]
+        for row, each in zip(rows, self.ranked[:top], strict=True):
+            parts_s = dataclasses.astuple(each.step)
+            table.append(row + [f"{parts_s[index] * 1e3:,.2f}" for index in shown])
+        widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column in (1, 2) else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in table
+        ]
+        num_others = len(self.ranked) - len(rows)
+        return [*lines, *([f"and {num_others} more that fit"] if num_others else [])]
+
+    def _refusals(self) -> list[str]:
+        """Return one line for each kind of reason: layouts with the same problem differ in the numbers only."""
+        kinds: dict[str, list[RefusedLayout]] = {}
+        for each in self.refused:
+            kind = re.sub(r"\d+(\.\d+)?(, )?", "", re.sub(r"layout \S+", "layout", each.reason))
+            kinds.setdefault("memory" if each.memory_bytes is not None else kind, []).append(each)
+        lines = [f"{len(self.refused)} layouts do not fit:"]
+        for group in sorted(kinds.values(), key=len, reverse=True):
+            # Of those that are too large, the smallest is closest to fit.
+            example = min(group, key=lambda each: each.memory_bytes or 0)
+            lines.append(f"  {len(group)}, such as {example.layout}: {example.reason}")
+        return lines
+
+    def _advice(self) -> str:
+        if not self.ranked:
+            return "no layout fits; use more ranks, a smaller batch or model, or devices with more memory"
+        return f"best: {_flags(self.ranked[0].candidate)}"
+
+
+def rank_layouts(workload: Workload, cluster: Cluster, choices: Choices) -> LayoutRanking:
+    """Return all layouts of a cluster, with the fastest candidate of each that fits into memory.
+
+    Args:
+        workload: the training run.
+        cluster: nodes and links.
+        choices: settings to try with each layout.
+    """
+    ranked, refused = [], []
+    for layout in enumerate_layouts(cluster.world_size):
+        result = _choose_candidate(layout, workload, cluster, choices)
+        if isinstance(result, RankedLayout):
+            ranked.append(result)
+        else:
+            refused.append(result)
+    ranked.sort(key=lambda each: (each.step.step_s, each.memory.total))
+    return LayoutRanking(cluster, workload, ranked, refused)
+
+
+def _choose_candidate(
+    layout: Layout, workload: Workload, cluster: Cluster, choices: Choices
+) -> RankedLayout | RefusedLayout:
+    costs = workload.costs
+    sizes = ModelSizes(costs.layers, costs.heads, costs.width, costs.tokens) if costs.heads else ModelSizes()
+    candidates, reason = enumerate_candidates(
+        layout, global_batch=workload.global_batch, sizes=sizes, choices=choices
+    )
+    if not candidates:
+        return RefusedLayout(layout, reason)
+    memories = [
+        (candidate, estimate_memory(costs, candidate, workload.states, precision=workload.precision))
+        for candidate in candidates
+    ]
+    limit_bytes = workload.memory_bytes
+    fitting = [each for each in memories if limit_bytes is None or each[1].total <= limit_bytes]
+    if not fitting:
+        candidate, memory = min(memories, key=lambda each: each[1].total)
+        assert limit_bytes is not None
+        reason = (
+            f"needs {format_size(memory.total)} with {_describe_settings(candidate)}, and a device has "
+            f"{format_size(limit_bytes)}: {memory.describe()}"
+        )
+        return RefusedLayout(layout, reason, memory.total)
+    estimated = [
+        RankedLayout(
+            candidate,
+            estimate_step(
+                costs,
+                candidate,
+                workload.times,
+                workload.states,
+                cluster,
+                precision=workload.precision,
+                overlap=workload.overlap,
+            ),
+            memory,
+        )
+        for candidate, memory in fitting
+    ]
+    # Devices are faster with larger passes, which the estimate does not contain.
+    return min(estimated, key=lambda each: (each.step.step_s, -each.candidate.micro_batch, each.memory.total))
+
+
+def _row(number: int, each: RankedLayout, global_batch: int) -> list[str]:
+    seconds = each.step.step_s
+    return [
+        f"{number}",
+        str(each.candidate.layout),
+        _describe_settings(each.candidate),
+        format_size(each.memory.total),
+        f"{seconds * 1e3:,.2f}",
+        f"{global_batch / seconds:,.1f}",
+    ]
+
+
+def _describe_settings(candidate: Candidate) -> str:
+    """Return the settings that have an effect: "4 x 2, 1f1b, recompute"."""
+    parts = [f"{candidate.num_micro_batches} x {candidate.micro_batch}"]
+    parts += [candidate.schedule] * (candidate.layout.pipeline > 1)
+    parts += [f"zero {candidate.zero}"] * (candidate.zero > 0)
+    parts += ["recompute"] * candidate.recompute
+    return ", ".join(parts)
+
+
+def _flags(candidate: Candidate) -> str:
+    """Return the options of the training program for a candidate."""
+    flags = [f"--layout {candidate.layout}", f"--micro-batch {candidate.micro_batch}"]
+    flags += [f"--pipeline-schedule {candidate.schedule}"] * (candidate.layout.pipeline > 1)
+    flags += [f"--zero {candidate.zero}"] * (candidate.zero > 0)
+    flags += ["--recompute"] * candidate.recompute
+    return " ".join(flags)

@@ -1,0 +1,292 @@
+"""Estimates the duration of a step of a candidate, from the compute times of one rank and the costs of collectives.
+
+For the slowest rank of a pipeline, with m micro-batches, and the symbols f and b for its forward and backward pass of
+one of them:
+
+    T = m (f + b) + bubble + shard + data + update
+
+f and b contain the collectives that no computation can hide: two all-reduces per block and pass in a tensor group
+(Shoeybi et al. 2019, arXiv:1909.08053), and an exchange of queries, keys and values there; an all-gather of keys and
+values in a context group; sends to the next rank of a pipeline. Recomputation adds the forward pass of the blocks to
+b (Chen et al. 2016, arXiv:1604.06174). The bubble is that of `stages.idle_s`. `shard` and `data` are the parts of the
+gradients' and parameters' collectives that do not overlap with computation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Final
+
+from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.layouts.layout import AXES, Layout, stages_per_rank
+from datasvc.trainer.recipes.planning.candidate import Candidate
+from datasvc.trainer.recipes.planning.collectives import (
+    RankGroup,
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    place_group,
+    reduce_scatter_s,
+    send_s,
+)
+from datasvc.trainer.recipes.planning.memory import StateBytes, element_bytes, rank_parameters
+from datasvc.trainer.recipes.planning.model_costs import ModelCosts
+from datasvc.trainer.recipes.planning.stages import RankParts, divide_parts, idle_s
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster
+
+_BACKWARD_FLOPS: Final = 2  # a backward pass computes gradients of activations and of weights
+_BUCKET_BYTES: Final = 25 << 20  # gradients of one all-reduce, as in `gradients.buckets`, whose module imports torch
+
+
+@dataclass(frozen=True)
+class ComputeTimes:
+    """Seconds of one rank that has the whole model, without communication.
+
+    Attributes:
+        forward_s: forward pass of one sample.
+        backward_s: backward pass of one sample.
+        update_s: update of all parameters.
+    """
+
+    forward_s: float
+    backward_s: float
+    update_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not all(0 <= value < math.inf for value in dataclasses.astuple(self)) or not self.forward_s:
+            raise ConfigError(f"{self}; expected finite numbers, not below 0, and a forward pass that takes time")
+
+
+@dataclass(frozen=True)
+class StepEstimate:
+    """Seconds of a step of the slowest rank, by part.
+
+    Attributes:
+        compute_s: forward and backward passes, with what is computed again.
+        tensor_s: all-reduces of the tensor group.
+        context_s: exchange of keys and values in the context group.
+        send_s: messages between stages.
+        idle_s: bubble of the pipeline.
+        shard_s: gathers of parameters and reduce-scatters of gradients that computation does not hide.
+        data_s: all-reduces of gradients that computation does not hide.
+        update_s: update of the rank's parameters.
+    """
+
+    compute_s: float
+    tensor_s: float = 0.0
+    context_s: float = 0.0
+    send_s: float = 0.0
+    idle_s: float = 0.0
+    shard_s: float = 0.0
+    data_s: float = 0.0
+    update_s: float = 0.0
+
+    @property
+    def step_s(self) -> float:
+        """Duration of the step."""
+        state_s = self.shard_s + self.data_s + self.update_s
+        return self.compute_s + self.tensor_s + self.context_s + self.send_s + self.idle_s + state_s
+
+
+@dataclass(frozen=True)
+class _PassTimes:
+    """Seconds of a forward or a backward pass of one micro-batch on one rank."""
+
+    compute_s: float
+    tensor_s: float
+    context_s: float
+    send_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.tensor_s + self.context_s + self.send_s
+
+
+def rate_compute(
+    costs: ModelCosts, flops_per_s: float, *, states: StateBytes, memory_bytes_per_s: float = math.inf
+) -> ComputeTimes:
+    """Return the compute times of a device with a given rate.
+
+    Args:
+        costs: costs of the model.
+        flops_per_s: floating-point operations per second that the device reaches in training.
+        states: bytes per parameter.
+        memory_bytes_per_s: bandwidth of the device's memory, which limits the update; infinite: the update is free.
+    """
+    forward_s = costs.forward_flops / flops_per_s
+    # An update reads and writes parameter and state, and reads the gradient.
+    moved_bytes = costs.parameters * (2 * states.parameter + states.gradient + 2 * states.optimizer)
+    return ComputeTimes(forward_s, _BACKWARD_FLOPS * forward_s, moved_bytes / memory_bytes_per_s)
+
+
+def peers_of_first(layout: Layout, *axes: str) -> list[int]:
+    """Return the ranks that differ from rank 0 in the given axes only, in order."""
+    strides, stride = {}, 1
+    for axis in reversed(AXES):
+        strides[axis] = stride
+        stride *= layout.size_of(axis)
+    spans = [range(0, strides[axis] * layout.size_of(axis), strides[axis]) for axis in axes]
+    return sorted(sum(place) for place in itertools.product(*spans))
+
+
+def estimate_step(
+    costs: ModelCosts,
+    candidate: Candidate,
+    times: ComputeTimes,
+    states: StateBytes,
+    cluster: Cluster,
+    *,
+    precision: str,
+    overlap: float = 1.0,
+) -> StepEstimate:
+    """Return the seconds of a step, for batches that are always ready and ranks that are equally fast.
+
+    Args:
+        costs: costs of the model.
+        candidate: layout and settings; its pipeline divides the blocks.
+        times: compute times of one rank with the whole model.
+        states: bytes per parameter.
+        cluster: nodes and links.
+        precision: precision of the activations.
+        overlap: share of the computation during which collectives of gradients and parameters make progress; 0 if
+            the two compete for the same processors.
+    """
+    if not 0 <= overlap <= 1:
+        raise ConfigError(f"overlap is {overlap}; expected a number from 0, nothing, to 1, all")
+    layout, num_passes = candidate.layout, candidate.num_micro_batches
+    ranks = divide_parts(costs.layers, layout.pipeline, candidate.schedule)
+    # Most ranks of a long pipeline have equal parts.
+    times_of = {
+        parts: _pass_times(costs, candidate, times, cluster, element_bytes(precision), parts) for parts in set(ranks)
+    }
+    passes = [times_of[parts] for parts in ranks]
+    forward, backward = max(passes, key=lambda each: each[0].total_s + each[1].total_s)
+    bubble_s = idle_s(candidate.schedule, [each[0].total_s for each in passes], [each[1].total_s for each in passes])
+    # The rank with most parameters is not always the slowest one; it sends most.
+    largest = max(ranks, key=lambda parts: rank_parameters(costs, parts, layout.tensor))
+    count = rank_parameters(costs, largest, layout.tensor)
+    shard_s, data_s = _state_s(candidate, states, cluster, count, largest.blocks + 1, forward, backward, overlap)
+    updated = count / (candidate.num_shards if candidate.zero else 1)
+    return StepEstimate(
+        compute_s=num_passes * (forward.compute_s + backward.compute_s),
+        tensor_s=num_passes * (forward.tensor_s + backward.tensor_s),
+        context_s=num_passes * (forward.context_s + backward.context_s),
+        send_s=num_passes * (forward.send_s + backward.send_s),
+        idle_s=bubble_s,
+        shard_s=shard_s,
+        data_s=data_s + _sum_tied_s(costs, candidate, states, cluster),
+        update_s=times.update_s * updated / costs.parameters,
+    )
+
+
+def _pass_times(
+    costs: ModelCosts,
+    candidate: Candidate,
+    times: ComputeTimes,
+    cluster: Cluster,
+    size_of_element: int,
+    parts: RankParts,
+) -> tuple[_PassTimes, _PassTimes]:
+    """Return the times of the forward and of the backward pass of a micro-batch on a rank with these parts."""
+    layout, samples = candidate.layout, candidate.micro_batch
+    blocks_flops = parts.blocks * costs.block.forward_flops / layout.tensor
+    # The logits are computed by every rank of a tensor group.
+    flops = blocks_flops + parts.has_first * costs.first.forward_flops + parts.has_last * costs.last.forward_flops
+    share = samples / layout.context / costs.forward_flops
+    again_s = times.forward_s * blocks_flops * share if candidate.recompute else 0.0
+    again = 1 if candidate.recompute else 0
+
+    stream_bytes = samples * costs.boundary_elements * size_of_element
+    tensor_group, context_group = _group(layout, cluster, "tensor"), _group(layout, cluster, "context")
+    token_bytes = stream_bytes / layout.context
+    tensor_s = 2 * parts.blocks * all_reduce_s(token_bytes, tensor_group, cluster)
+    # Queries, keys and values of this rank's channels go to the ranks of their heads.
+    tensor_s += parts.blocks * all_to_all_s(3 * token_bytes / layout.tensor, tensor_group, cluster)
+    # Keys, then values, of all tokens and of the heads of this rank. Backward, their gradients are summed.
+    context_s = 2 * parts.blocks * all_gather_s(stream_bytes / layout.tensor, context_group, cluster)
+    message_s = send_s(stream_bytes / layout.context, _group(layout, cluster, "pipeline"), cluster)
+    message_s *= stages_per_rank(candidate.schedule)
+    forward = _PassTimes(times.forward_s * flops * share, tensor_s, context_s, message_s)
+    backward = _PassTimes(
+        times.backward_s * flops * share + again_s, (1 + again) * tensor_s, (1 + again) * context_s, message_s
+    )
+    return forward, backward
+
+
+def _state_s(
+    candidate: Candidate,
+    states: StateBytes,
+    cluster: Cluster,
+    count: float,
+    num_units: int,
+    forward: _PassTimes,
+    backward: _PassTimes,
+    overlap: float,
+) -> tuple[float, float]:
+    """Return the seconds of collectives of parameters and gradients that computation does not hide: shard, and data.
+
+    Args:
+        candidate: layout and settings.
+        states: bytes per parameter.
+        cluster: nodes and links.
+        count: number of parameters of the rank, before the axis `shard` divides them.
+        num_units: parts that are gathered and reduced one after the other: the blocks, and all parameters outside.
+        forward: times of a forward pass.
+        backward: times of a backward pass.
+        overlap: see `estimate_step`.
+    """
+    layout, num_passes = candidate.layout, candidate.num_micro_batches
+    # A pipeline sums the gradients of its micro-batches first, as a layout without shards does.
+    num_reduced = num_passes if layout.pipeline == 1 and candidate.zero else 1
+    before_s, beside_s = overlap * forward.compute_s, overlap * backward.compute_s
+    shard_s, gather_again_s, reduce_s = 0.0, 0.0, 0.0
+    if candidate.zero:
+        group = _group(layout, cluster, "shard", "context")
+        gather_s = num_units * all_gather_s(count * states.parameter / num_units, group, cluster)
+        reduce_s = num_units * reduce_scatter_s(count * states.gradient / num_units, group, cluster)
+        gather_again_s = gather_s if candidate.zero == 3 else 0.0
+        # A pipeline keeps gathered parameters until the end of the step, unless the forward pass frees them.
+        num_gathers = num_passes if layout.pipeline == 1 or candidate.zero == 3 else 1
+        shard_s = num_gathers * _exposed_s(gather_s, before_s, num_units)
+    sharded_s = _exposed_s(gather_again_s + reduce_s, beside_s, num_units)
+    shard_s += num_reduced * sharded_s + (num_passes - num_reduced) * _exposed_s(gather_again_s, beside_s, num_units)
+    # The same computation hides the collectives of both axes.
+    reduced_s = _all_reduce_gradients_s(candidate, states, cluster, count)
+    data_s = num_reduced * (_exposed_s(gather_again_s + reduce_s + reduced_s, beside_s, num_units) - sharded_s)
+    return shard_s, data_s
+
+
+def _all_reduce_gradients_s(candidate: Candidate, states: StateBytes, cluster: Cluster, count: float) -> float:
+    """Return the seconds of the all-reduces of gradients over the ranks that hold the same parameters."""
+    size_bytes = count * states.gradient / candidate.num_shards
+    num_messages = max(1, math.ceil(size_bytes / _BUCKET_BYTES))
+    group = _group(candidate.layout, cluster, "data")
+    return num_messages * all_reduce_s(size_bytes / num_messages, group, cluster)
+
+
+def _sum_tied_s(costs: ModelCosts, candidate: Candidate, states: StateBytes, cluster: Cluster) -> float:
+    """Return the seconds in which the first and the last rank of a pipeline add the gradients of shared weights."""
+    if not costs.tied_parameters or candidate.layout.pipeline == 1 or candidate.schedule == "zbv":
+        return 0.0
+    ranks = peers_of_first(candidate.layout, "pipeline")
+    group = place_group([ranks[0], ranks[-1]], cluster.ranks_per_node)
+    return all_reduce_s(costs.tied_parameters * states.gradient / candidate.num_shards, group, cluster)
+
+
+def _exposed_s(collectives_s: float, compute_s: float, num_units: int) -> float:
+    """Return the part of collectives that computation does not hide: at least one of `num_units`, first or last."""
+    return max(collectives_s / num_units, collectives_s - compute_s * (num_units - 1) / num_units)
+
+
+def _group(layout: Layout, cluster: Cluster, *axes: str) -> RankGroup:
+    return _place(layout, cluster.ranks_per_node, axes)
+
+
+@functools.lru_cache(maxsize=64)
+def _place(layout: Layout, ranks_per_node: int, axes: tuple[str, ...]) -> RankGroup:
+    # All candidates of a layout have the same groups, some with thousands of ranks.
+    return place_group(peers_of_first(layout, *axes), ranks_per_node)
