@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from datasvc.api.operation import Collection, Operation
-from datasvc.models.interop import export_model, import_model
+from datasvc.models.interop import export_distributed, export_model, import_model
 from datasvc.models.interop.onnx_file import export_onnx
 from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.models.provenance.lineage import read_lineage
@@ -60,6 +60,7 @@ class Models(Collection):
 
     import_ = Operation(import_model)
     export = Operation(export_model)
+    export_distributed = Operation(export_distributed)
     export_onnx = Operation(export_onnx)
     push = Operation(transfer)
 

@@ -22,7 +22,7 @@ from datasvc.models.interop.torch_files import CHECKPOINT_FILE, write_torch_file
 from datasvc.models.interop.whole_folder import check_target, create_folder
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.restoring.load_into_module import spec_of
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.restoring.stored_version import StoredVersion, read_version
 from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.dtypes import cast
 from datasvc.models.tensors.name_filter import is_below, map_names, select_names
@@ -57,7 +57,7 @@ class ModelExport:
 
 
 @dataclass(frozen=True)
-class _ExportPart:
+class ExportPart:
     """Tensors to export. Floating-point tensors are converted to `dtype`, unless it is None."""
 
     source: ChunkSource
@@ -68,7 +68,13 @@ class _ExportPart:
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
+        """Dtypes and shapes of the exported tensors, by new name."""
         return {name: TensorSpec(self._dtype_of(record), record.shape) for name, record in self.records.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the exported tensors in memory."""
+        return sum(spec.nbytes for spec in self.specs.values())
 
     def load(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return the tensors with these new names, in the dtype of the export; every byte is verified."""
@@ -131,33 +137,25 @@ def export_model(
     """
     if format not in FORMATS:
         raise ConfigError(f"{format!r} is not a supported format; expected one of: {', '.join(FORMATS)}")
-    if dtype is not None and dtype not in FLOATS:
-        raise ConfigError(f"{dtype!r} is not a floating-point dtype; expected one of: {', '.join(FLOATS)}")
-    if max_shard_bytes < 1:
-        raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; expected 1 or more")
+    check_options(dtype, max_shard_bytes)
     check_target(Path(folder))
     stored = read_version(repository, ref, trusted_keys=trusted_keys)
-    records = stored.records
     if format == "huggingface":
-        only, rename = select_weights(records, only, exclude, rename)
-    new_names = map_names(select_names([record.name for record in records], only, exclude), rename)
-    chosen: dict[str, TensorRecord] = {}
-    for record in records:
-        if record.name in new_names:
-            new_name = new_names[record.name]
-            chosen[new_name] = replace(record, name=new_name)
-    part = _ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, progress)
+        only, rename = select_weights(stored.records, only, exclude, rename)
+    part = select_part(repository, stored, only, exclude, rename, dtype, progress, source=source)
     skeleton = None
     # The state tree needs all tensors under their stored names. Otherwise the exported state is a flat dict.
     if not (only or exclude or rename):
         skeleton = decode_state(repository.objects.read(stored.state, MAX_STATE_BYTES), str(stored.version))
-    progress.begin(sum(record.nbytes for record in chosen.values()))
+    progress.begin(sum(record.nbytes for record in part.records.values()))
     target = Path(folder)
     with create_folder(target) as temporary:
         if format == "safetensors":
             safetensors.write_checkpoint(temporary, part.specs, part.load, skeleton, stored.entry)
         elif format == "huggingface":
-            _write_huggingface(temporary, part, stored.entry, max_shard_bytes)
+            files_to_write = plan_files(part.specs, max_shard_bytes)
+            write_weights(temporary, part, files_to_write)
+            write_small_files(temporary, part, stored.entry, files_to_write)
         else:
             tensors = part.load(list(part.records))
             state = tensors if skeleton is None else unflatten(skeleton, tensors)
@@ -166,7 +164,37 @@ def export_model(
             else:
                 write_dcp_folder(temporary, state)
         files = tuple(target / file.name for file in sorted(temporary.iterdir()))
-    return ModelExport(stored.version, format, files, len(chosen), sum(spec.nbytes for spec in part.specs.values()))
+    return ModelExport(stored.version, format, files, len(part.records), part.num_bytes)
+
+
+def check_options(dtype: str | None, max_shard_bytes: int) -> None:
+    """Raise ConfigError if the dtype or the size of a file is not valid for an export."""
+    if dtype is not None and dtype not in FLOATS:
+        raise ConfigError(f"{dtype!r} is not a floating-point dtype; expected one of: {', '.join(FLOATS)}")
+    if max_shard_bytes < 1:
+        raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; expected 1 or more")
+
+
+def select_part(
+    repository: Repository,
+    stored: StoredVersion,
+    only: Collection[str],
+    exclude: Collection[str],
+    rename: Mapping[str, str] | None,
+    dtype: str | None,
+    progress: Progress,
+    *,
+    source: ChunkSource | None = None,
+) -> ExportPart:
+    """Return the tensors of a version to export, see `export_model`. Raises ConfigError: a pattern does not fit."""
+    records = {record.name: record for record in stored.records}
+    new_names = map_names(select_names(list(records), only, exclude), rename)
+    chosen = {
+        new_names[name]: replace(record, name=new_names[name])
+        for name, record in records.items()
+        if name in new_names
+    }
+    return ExportPart(source or repository.objects, repository.objects.read, chosen, dtype, progress)
 
 
 def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> list[Path]:
@@ -216,13 +244,19 @@ def plan_files(specs: Mapping[str, TensorSpec], max_shard_bytes: int) -> dict[st
     }
 
 
-def _write_huggingface(folder: Path, part: _ExportPart, entry: Mapping[str, Any], max_shard_bytes: int) -> None:
+def write_weights(folder: Path, part: ExportPart, files: Mapping[str, Sequence[str]]) -> None:
+    """Write safetensors files; `files` has the names of their tensors by file name."""
     specs = part.specs
-    files = plan_files(specs, max_shard_bytes)
     for name, names in files.items():
         safetensors.write_safetensors(folder / name, {tensor: specs[tensor] for tensor in names}, part.load)
+
+
+def write_small_files(
+    folder: Path, part: ExportPart, entry: Mapping[str, Any], files: Mapping[str, Sequence[str]]
+) -> None:
+    """Write what a folder in Hugging Face's layout has beside the files of `write_weights`, such as the index."""
     if len(files) > 1:
-        safetensors.write_index(folder, files, sum(spec.nbytes for spec in specs.values()))
+        safetensors.write_index(folder, files, part.num_bytes)
     imported_files = _imported_files(entry)
     # transformers builds the model from `config.json`.
     config = _config_content(part, entry, imported_files.get(CONFIG_FILE))
@@ -241,7 +275,7 @@ def _imported_files(entry: Mapping[str, Any]) -> dict[str, Digest]:
     return {name: parse_digest(str(digest)) for name, digest in files.items()} if isinstance(files, Mapping) else {}
 
 
-def _config_content(part: _ExportPart, entry: Mapping[str, Any], digest: Digest | None) -> bytes | None:
+def _config_content(part: ExportPart, entry: Mapping[str, Any], digest: Digest | None) -> bytes | None:
     """Return the content of `config.json`, with the dtype of this export; None if the version has no configuration.
 
     The content is the file `digest`, which an earlier import stored. Without such a file, it is the value of

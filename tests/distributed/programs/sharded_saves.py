@@ -1,13 +1,16 @@
 """Four ranks save sharded states in the background; any number restores, at other layouts. Takes a URL."""
 
 import sys
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from checking import raises, run_checks
 from forked_ranks import run_ranks
+from safetensors.torch import load_file
 from sharded_states import VALUES, assert_whole, distributed, whole_of, whole_tensors
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import datasvc
 from datasvc.errors import ConfigError, UnavailableError
+from datasvc.models.interop import exporting
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.saving.staging_buffer import HostBuffer
 from datasvc.repository.objects.batch import ObjectBatch
@@ -288,6 +292,42 @@ def check_stages_of_a_pipeline_hold_different_keys():
     assert_same(found["model"], whole)
     assert found["moments"].keys() == {f"state.{name}.step" for name in whole}
     assert found["plain"]["bias1"].tolist() == [1.0] * 3
+
+
+def check_every_rank_exports_files_of_its_own():
+    weights = {f"layer{number}": torch.full((64, 32), float(number)) for number in range(8)}
+    models = repo().models
+    with models.manager("exported") as model:
+        model.save({"model": distributed(weights, mesh("line"), "rows")}, step=1, wait=True)
+    folder = Path(f"{URL}-export")
+    read, load = [], exporting.load_tensors
+
+    def counted(source, records, **options):
+        read.extend(record.name for record in records)
+        return load(source, records, **options)
+
+    with mock.patch.object(exporting, "load_tensors", counted):
+        done = models.export_distributed("exported", folder)
+        assert len(read) == 2, read
+        full = mock.patch.object(exporting, "load_tensors", side_effect=UnavailableError("the disk is full"))
+        with full if dist.get_rank() == 1 else nullcontext(), raises(UnavailableError, "rank 1: the disk is full"):
+            models.export_distributed("exported", f"{folder}-failed")
+    assert total(len(read)) >= 8, "each tensor is read by one rank"
+    dist.barrier()
+    assert not Path(f"{folder}-failed").exists()
+    assert [path.name for path in done.files] == sorted(path.name for path in folder.iterdir())
+    assert len(done.files) == 5, "a file of each rank, and the index"
+    found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert_same(found, weights)
+    if dist.get_rank() == 0:
+        models.import_(folder, "imported")
+        assert not models.diff("exported", "imported").tensors.changed
+        models.export("exported", f"{folder}-alone", "safetensors")
+        assert_same(
+            load_file(f"{folder}-alone/tensors.safetensors"), {f"model.{name}": w for name, w in weights.items()}
+        )
+        assert models.verify(["exported"])
+    dist.barrier()
 
 
 def check_what_cannot_be_saved_is_an_error_on_every_rank():
