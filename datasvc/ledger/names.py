@@ -15,7 +15,7 @@ from datasvc.shards.versions.keys import SplitKeys
 
 
 class SampleNames:
-    """Lookup of the sample keys at positions of a run.
+    """Lookup of the names of samples, that is, of their keys, at positions of a run.
 
     Args:
         repository: repository with the data that the run read.
@@ -29,7 +29,7 @@ class SampleNames:
 
     def __init__(self, repository: Repository, header: Header) -> None:
         try:
-            # The header has no epoch and no position. Here only the order is needed, so any values will do.
+            # Only the parameters of the order are needed. The header lacks an epoch and a position: set them to 0.
             state = OrderState.from_dict({**header.order, "epoch": 0, "position": 0})
         except ConfigError as error:
             # The state of a mixture has other fields.
@@ -37,7 +37,7 @@ class SampleNames:
                 f"{header.source} is not a single split, so positions have no keys; leave out --repo"
             ) from error
         self._config = state.config
-        ref, _, split = header.source.rpartition("/")
+        ref, _, split = header.source.rpartition("/")  # such as "pets@3/train"
         # A version that was removed since, also by a rename, keeps its shard tables and sample indexes.
         self._split = read_version(repository, repository.resolve("datasets", ref, removed=True))[split]
         # A data set of the same name in another repository may have other samples, so compare the shard tables.

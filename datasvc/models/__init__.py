@@ -1,7 +1,7 @@
 """Versions of models: checkpoints with deduplicated tensors, and log entries that record data, code and parents.
 
-A name imports its module, and torch, when it is first used. So a program can check its settings by modules of this
-package that do not need torch, and reports a mistake at once.
+A name imports its module when it is first used. Most of these modules import torch, which takes seconds. A program
+that first checks its settings, with modules that do not need torch, can report a mistake at once.
 """
 
 from __future__ import annotations

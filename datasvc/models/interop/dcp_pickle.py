@@ -1,4 +1,4 @@
-"""Reads the metadata of a DCP folder, a pickle. Classes other than those that torch writes there are refused.
+"""Reads the metadata of a DCP folder, which is a pickle. It may name only the classes that torch writes there.
 
 Only the child process of `torch_reader` may use this module, because it does not limit the memory of a pickle.
 """
@@ -42,7 +42,7 @@ class _DcpUnpickler(pickle.Unpickler):
 
 
 def describe_metadata(extent: Extent) -> dict[str, Any]:
-    """Return the metadata of a DCP folder as lists by name. The elements are not checked, and may have any type.
+    """Return the metadata whose pickle is a whole file, as JSON lists. Their elements are not checked.
 
     Returns:
         "items": [name, [dtype, shape, [[start, shape] of each block]]] for a tensor, [name, None] for another value;
@@ -67,7 +67,7 @@ def describe_metadata(extent: Extent) -> dict[str, Any]:
         ],
         "extents": [
             [
-                index.fqn,
+                index.fqn,  # torch's fully qualified name: the name of the tensor or value
                 None if index.offset is None else list(index.offset),
                 info.relative_path,
                 info.offset,

@@ -16,8 +16,7 @@ from datasvc.models.interop.torch_reader import Extent, TorchReader, check_share
 
 CHECKPOINT_FILE: Final = "checkpoint.pt"
 ZIP: Final = b"PK\x03\x04"  # first bytes of a zip archive, which torch.save writes since torch 1.6
-# torch's magic number as a pickle of protocol 2: the first bytes of a file from before torch 1.6.
-LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")  # first bytes of a file from before torch 1.6
 
 
 def read_torch_file(path: Path, memory_bytes: int) -> ForeignState:
@@ -37,9 +36,10 @@ def read_torch_files(paths: Sequence[Path], memory_bytes: int) -> list[ForeignSt
     reader = TorchReader(memory_bytes)
     states = []
     for path in paths:
-        extent = Extent(path, 0, path.stat().st_size, str(path))
+        extent = Extent(path, 0, path.stat().st_size, str(path))  # the whole file
         state = reader.read_state(extent)
         check_shared_bytes(state.tensors, extent.length, extent.location)
+        # The state is bare if it is one tensor or a flat dict of tensors. Then the names alone describe it.
         states.append(ForeignState("torch", state.tensors, None if state.is_bare else state.skeleton))
     return states
 

@@ -25,8 +25,8 @@ class Served:
 
     Attributes:
         positions: `int64[n]`, positions in the epoch, ascending.
-        keys: `int64[n]`, index in the requested keys of the key served at each position.
-        sources: `int64[n]`, index in `ReadOrder.tables` of the split that serves each key.
+        keys: `int64[n]`, for each position, the index of its sample's key in the list of requested keys.
+        sources: `int64[n]`, for each position, the index in `ReadOrder.tables` of the split that serves it.
     """
 
     positions: Integers
@@ -47,8 +47,8 @@ class KeyPositions:
             samples may be absent.
 
     Attributes:
-        keys: `int64[n]`, indices in the requested keys of those that the order serves; a key is repeated if several
-            splits have it.
+        keys: `int64[n]`, indices in the list of requested keys: only keys that the order serves. An index is
+            repeated if several splits have the key.
         num_samples: number of samples of an epoch.
     """
 
@@ -91,13 +91,14 @@ class KeyPositions:
         return self._find_mixed(self._mixed, source, places, epoch)
 
     def _find_mixed(self, mixed: MixOrder, source: int, places: KeyPlaces, epoch: int) -> Served:
-        """Return the positions at which an epoch of a mixture serves these samples of the split `source`."""
+        """Return the positions at which an epoch of a mixture serves the samples of one split."""
         counts = self._counts[source]
         # In a mixture, each split has an access order with a seed of its own.
         config = own_order(self._order.config, self._order.tables[source])
         size = int(counts.sum())
         # An ordinal numbers the samples of this split through all its epochs: from 0 in epoch 0, from `size` in epoch
-        # 1. An epoch of the mixture serves the ordinals from `start` to `stop`, which need not be whole split epochs.
+        # 1. An epoch of the mixture serves the ordinals `start` to `stop` - 1, which need not be whole split epochs.
+        # `cursors` returns the split epoch and position with which this and the next epoch of the mixture begin.
         first_epoch, first_position = mixed.cursors(epoch, 0)[source]
         last_epoch, last_position = mixed.cursors(epoch + 1, 0)[source]
         start = first_epoch * size + first_position

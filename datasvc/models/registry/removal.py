@@ -1,4 +1,4 @@
-"""Remove versions of models: those that are named, or those that a policy does not keep."""
+"""Removes versions of models: those that are named, or those that a policy does not keep."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from datasvc.models.registry.retention import RetentionPlan, RetentionPolicy, pl
 from datasvc.repository import Repository
 from datasvc.repository.removal import RemovalReport, remove_untagged, remove_versions, tags_on
 
-# Lineage and the search for consumers read these fields of removed versions.
+# Lineage and the search for consumers read these fields of removed versions: "data" and "history" are the samples
+# that the version, and its ancestors in other repositories, consumed.
 _KEPT_FIELDS: Final = ("data", "code", "history")
 
 
@@ -26,7 +27,7 @@ def retain(
     """Remove the versions of a model that a policy does not keep; with `dry_run`, only plan it.
 
     Returns:
-        The versions that the plan covers, oldest first, and the plan.
+        All versions that were not removed before, oldest first, and the plan for them.
 
     Raises:
         ConfigError, NotFoundError, CorruptDataError: see `plan_retention` and `Repository.entries`.
@@ -45,5 +46,5 @@ def retain(
 
 
 def kept_of_removed(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those fields of a removed version's entry whose objects `gc` keeps: consumed samples and code."""
+    """Return those fields of a removed version's entry whose objects `gc` keeps."""
     return {field: entry[field] for field in _KEPT_FIELDS if field in entry}

@@ -1,4 +1,4 @@
-"""Verify model versions, and replace their bad objects by good copies from other repositories."""
+"""Verifies model versions, and replaces their bad objects by good copies from other repositories."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def verify_and_repair(
     by_name = {str(version): version for version in resolve_versions(repository, versions)}
     opened = [copy if isinstance(copy, Repository) else Repository.open(copy) for copy in copies]
     first_pass = verify(repository, by_name.values(), deep=deep, trusted_keys=trusted_keys, progress=progress)
-    problems, remaining, repairs = list(first_pass.problems), list(first_pass.problems), dict[Digest, Repair]()
+    problems, remaining = list(first_pass.problems), list(first_pass.problems)
+    repairs: dict[Digest, Repair] = {}  # by object
     while opened:
         # Try each object once: the same copies would fail again.
         untried = [problem for problem in remaining if problem.digest not in repairs]
@@ -87,14 +88,14 @@ def verify_and_repair(
         repaired = [problem for problem in remaining if problem.digest in good and problem.kind in _REPAIRABLE]
         remaining = [problem for problem in remaining if problem not in repaired]
         # A bad object can hide problems of its versions. An object of tensors can do so only with `deep`, because
-        # only then its tensors are decoded.
-        hidden = {version for problem in repaired if deep or problem.role != "tensors" for version in problem.hit}
-        if not hidden:
+        # only then its tensors are decoded. Verify the versions (`hit`) of the repaired objects again.
+        hit = {version for problem in repaired if deep or problem.role != "tensors" for version in problem.hit}
+        if not hit:
             break
-        again = [version for name, version in by_name.items() if name in hidden]
-        more = verify(repository, again, deep=deep, trusted_keys=trusted_keys, progress=progress).problems
-        listed = set(map(_identity, remaining))
-        new = [problem for problem in more if _identity(problem) not in listed]
+        again = [version for name, version in by_name.items() if name in hit]
+        found = verify(repository, again, deep=deep, trusted_keys=trusted_keys, progress=progress).problems
+        known = set(map(_identity, remaining))
+        new = [problem for problem in found if _identity(problem) not in known]
         remaining += new
         problems += new
     return RepairReport(replace(first_pass, problems=tuple(problems)), tuple(repairs.values()), tuple(remaining))

@@ -39,7 +39,7 @@ class StoredCopies:
         direct: source over the repository and the fallbacks, without the cache.
 
     Raises:
-        ConfigError: `peers` is set without a cache, or with a Cache object, which has peers of its own.
+        ConfigError: `peers` is set without a cache; or with a Cache object, which has its own peers.
         NotFoundError: a fallback repository does not exist.
     """
 
@@ -66,8 +66,8 @@ class StoredCopies:
         """Open a source for the bytes of tensors. The caller must read each chunk of `records` exactly once."""
         if self._cache is None:
             yield self.direct
-            # Without a cache, all bytes are read directly, so `records` determine their number. After an error this
-            # line is not reached, but then there is no report.
+            # Without a cache, the bytes that were read are those of `records`. After an error this line is not
+            # reached, but then there is no report.
             self._bytes_by_place[DIRECT] += count_bytes(records).total()
             return
         with ExitStack() as opened:
@@ -89,7 +89,7 @@ class StoredCopies:
 
 
 def _open_fallback(place: Repository | str) -> Repository:
-    """Open a fallback repository. Raises NotFoundError: it does not exist; no error if it cannot be reached now."""
+    """Open a fallback repository, even if it cannot be reached now. Raises NotFoundError: it does not exist."""
     if isinstance(place, Repository):
         return place
     try:

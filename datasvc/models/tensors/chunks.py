@@ -1,4 +1,4 @@
-"""Splits tensors into chunks, and checks that chunks tile a tensor: that they cover each element exactly once.
+"""Splits tensors into chunks, and checks that chunks tile a tensor: that each element is in exactly one chunk.
 
 All functions are pure and compute with boxes. A box is the start and the shape of a block of a tensor, each with one
 number per dimension.
@@ -22,9 +22,9 @@ _MAX_COMPARISONS: Final = 50_000_000
 
 
 def plan_chunks(shape: Shape, item_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> list[Box]:
-    """Return boxes of at most `chunk_bytes` that tile a tensor, split along leading dimensions, in row-major order.
+    """Return the boxes of the chunks of a tensor, in row-major order. Each has at most `chunk_bytes`.
 
-    Each box is contiguous in a row-major tensor. A tensor without elements has no boxes.
+    The tensor is split along its first dimensions, so each box is contiguous in memory. An empty tensor has no boxes.
     """
     if not math.prod(shape):
         return []
@@ -89,8 +89,8 @@ def _may_overlap(boxes: Sequence[Box]) -> bool:
     stops = starts + np.array([size for _, size in boxes], np.int64)
     swept = max(range(starts.shape[1]), key=lambda dimension: len(np.unique(starts[:, dimension])))
     order = np.argsort(starts[:, swept], kind="stable")
-    starts, stops = starts[order], stops[order]
-    # Compare each box only with boxes `first` to `end`, which follow in this order and start before the box stops.
+    starts, stops = starts[order], stops[order]  # `int64[boxes, dimensions]`
+    # Compare each box only with boxes `first` to `end` - 1: the next ones in this order that start before it stops.
     ends = np.searchsorted(starts[:, swept], stops[:, swept], side="left")
     firsts = np.arange(1, len(boxes) + 1)
     if int(np.maximum(ends - firsts, 0).sum()) > _MAX_COMPARISONS:
@@ -98,7 +98,7 @@ def _may_overlap(boxes: Sequence[Box]) -> bool:
     # Compare a box with all of these at once: with a hundred thousand boxes, a loop over pairs would take minutes.
     for index, (first, end) in enumerate(zip(firsts.tolist(), ends.tolist(), strict=True)):
         if first < end:
-            # Two boxes are disjoint if they are apart in at least one dimension.
+            # Two boxes are disjoint if, in at least one dimension, one starts where the other stops, or later.
             apart = (starts[first:end] >= stops[index]) | (stops[first:end] <= starts[index])
             if not apart.any(axis=1).all():
                 return True

@@ -8,7 +8,7 @@ copy. The objects in a pointer are checked before a tensor table names them agai
 
 Limit: in a remote store the age of an object cannot be reset without writing it again (see `Objects.reuse`), so a
 chain with an object older than a day is not reused. A later save of an equal chunk then stores it again. This takes
-more space only if the first save stored the chunk as a difference: raw bytes and planes give the same object again.
+more space only if the first save stored a difference to an earlier chunk: the other encodings give equal objects.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pointed_digest(path: str) -> Digest | None:
 
 def write_pointer(objects: Objects, digest: Digest, chain: tuple[ChainLink, ...]) -> None:
     """Write the pointer of a chunk whose objects are stored. Raises UnavailableError: the store failed."""
-    chunk = Chunk((), (), digest, chain).to_json()
+    chunk = Chunk((), (), digest, chain).to_json()  # the position in a tensor, () here, is not part of a pointer
     content = encode_entry({"format": POINTER_FORMAT, "digest": digest, "chain": chunk["chain"]})
     # Not synced: a pointer that a power cut damages fails its checksum and is ignored.
     objects.storage.put_bytes(pointer_path(digest), content, synced=False)

@@ -1,4 +1,4 @@
-"""Parts of sharded tensors: which box of a DTensor this rank holds, and how a part is split into chunks.
+"""Finds which part of a sharded tensor (DTensor) this rank holds, and splits a part into chunks.
 
 Saves store the parts of all ranks as the chunks of one tensor. Restores fill the part of each rank.
 """

@@ -16,7 +16,7 @@ from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import ObjectInfo, Objects
 from datasvc.threads import map_in_threads
 
-AT_ONCE: Final = 8
+AT_ONCE: Final = 8  # number of threads
 # Larger objects are copied through a file, so that the threads together hold at most 64 MiB of objects in memory.
 _IN_MEMORY_BYTES: Final = 8 << 20
 
@@ -50,7 +50,7 @@ def copy_missing(
         CorruptDataError: an object is damaged at the source; it was not written to the target.
         UnavailableError: a store does not respond. Objects that were copied stay, and a repeated call skips them.
     """
-    lock, reachable_once = threading.Lock(), list[Container[ObjectInfo]]()
+    lock, reachable_once = threading.Lock(), list[Container[ObjectInfo]]()  # the result of `reachable`, once called
 
     def is_reachable(info: ObjectInfo) -> bool:
         with lock:
@@ -66,8 +66,8 @@ def copy_missing(
         return is_copied
 
     infos = list(objects)
-    is_new = map_in_threads(copy_one, infos, AT_ONCE)
-    return list(compress(infos, is_new))
+    are_copied = map_in_threads(copy_one, infos, AT_ONCE)
+    return list(compress(infos, are_copied))
 
 
 def _copy(source: Objects, target: Objects, info: ObjectInfo, is_reachable: Callable[[ObjectInfo], bool]) -> bool:
@@ -86,7 +86,7 @@ def _copy(source: Objects, target: Objects, info: ObjectInfo, is_reachable: Call
 
 
 def _copy_bytes(source: Objects, target: Objects, info: ObjectInfo) -> None:
-    # `fetch` verifies the digest before the object is published at the target.
+    """Copy an object. `fetch` verifies its digest before the object is visible at the target."""
     if info.size_bytes <= _IN_MEMORY_BYTES:
         content = io.BytesIO()
         source.fetch(info.digest, info.size_bytes, content)

@@ -24,10 +24,10 @@ _RENEW_INTERVAL_S: Final = 3600.0
 def declare_intent(
     target: Repository, objects: Mapping[Resolved, Sequence[ObjectInfo]]
 ) -> Iterator[Callable[[], None]]:
-    """Write the intent journal. During the `with` block, it protects the objects of `objects` from `gc`.
+    """Write the intent journal. During the `with` block, it protects `objects` (by version) from `gc`.
 
     Yields a function that renews the journal; call it regularly, from one thread at a time. It writes the journal at
-    most once per hour. If the block fails, the journal stays and expires like any other journal.
+    most once per hour. If the block fails, the journal stays, and expires like any other journal.
 
     Raises:
         UnavailableError, UnknownOutcomeError: the journal cannot be written.
@@ -40,13 +40,13 @@ def declare_intent(
     journal.begin()
     for number, digests_of_version in enumerate(digests.values()):
         journal.write(f"{number:06d}", {"objects": digests_of_version})
-    renewed_s = time.monotonic()
+    last_renewal_s = time.monotonic()
 
     def renew() -> None:
-        nonlocal renewed_s
-        if time.monotonic() - renewed_s >= _RENEW_INTERVAL_S:
-            journal.begin()  # a journal expires by its age; this resets it
-            renewed_s = time.monotonic()
+        nonlocal last_renewal_s
+        if time.monotonic() - last_renewal_s >= _RENEW_INTERVAL_S:
+            journal.begin()  # a journal expires by its age; this resets the age
+            last_renewal_s = time.monotonic()
 
     # No `finally`: after a failure the journal must stay, so that a repeated transfer finds the copied objects.
     yield renew

@@ -35,8 +35,8 @@ def reachable_objects(repository: Repository, version: Resolved, content: Mappin
         raise CorruptDataError(f"the entry of {version} has no valid list of its objects: {error!r}") from error
     except NotFoundError as error:
         raise NotFoundError(f"{version} is incomplete: {error}") from error
-    # A later release of datasvc may add fields that name objects: include every other digest in the entry for which
-    # the repository has an object. A digest without an object, such as that in the field `content`, is left out.
+    # A later release of datasvc may add fields that name objects: also include every other digest in the entry, if
+    # the repository has an object for it. The digest in the field `content`, for example, has no object.
     for digest in set(_digests_in(content)) - sizes.keys():
         size_bytes = repository.objects.size(digest)
         if size_bytes is not None:
@@ -57,6 +57,7 @@ def _of_model(repository: Repository, version: Resolved, content: Mapping[str, A
 def _of_dataset(
     repository: Repository, version: Resolved, content: Mapping[str, Any]
 ) -> Iterator[tuple[Digest, int]]:
+    """Like `_of_model`, for a data-set version: its shard tables, and the objects that these name."""
     for digest in split_tables(content, str(version)).values():
         table = ShardTable.decode(repository.objects.read(digest), repository.objects.location(digest))
         rows = table.rows.select(["digest", "bytes"]).to_pylist()
@@ -76,7 +77,7 @@ def _with_sizes(repository: Repository, digests: Iterable[Digest]) -> Iterator[t
 
 
 def _digests_in(value: Any) -> Iterator[Digest]:
-    """Yield every digest in the texts of a JSON value."""
+    """Yield every digest in the strings of a JSON value, at any depth."""
     if isinstance(value, str):
         yield from map(Digest, _DIGEST.findall(value))
     elif isinstance(value, Mapping):

@@ -15,7 +15,7 @@ _BY_NAME: Final = attrgetter("name", "version")
 def sort_topologically(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[Resolved]:
     """Return the versions with parents before children; ties are broken by name and number.
 
-    `parents` has the parents of each version. A parent is ignored if it is not itself a key, or would close a cycle.
+    `parents` has the parents of each version. A parent is ignored if it is not a key, or if it closes a cycle.
     """
     ordered: dict[Resolved, None] = {}  # an ordered set
     for version in sorted(parents, key=_BY_NAME):
@@ -46,27 +46,27 @@ def read_parents(
 
     `content` returns the content of a version's entry. Parents that do not exist or were removed are left out.
     """
-    remaining: dict[str, frozenset[int]] = {}  # by model: the versions that are not removed
+    living: dict[str, frozenset[int]] = {}  # by model: the versions that are not removed
     parents: dict[Resolved, list[Resolved]] = {}
     pending = list(versions)
     while pending:
-        parents |= {version: _parents(repository, version, content(version), remaining) for version in pending}
+        parents |= {version: _parents(repository, version, content(version), living) for version in pending}
         older = {parent for version in pending for parent in parents[version]} if with_ancestors else set()
         pending = sorted(older - parents.keys(), key=_BY_NAME)
     return parents
 
 
 def _parents(
-    repository: Repository, version: Resolved, entry: Mapping[str, Any], remaining: dict[str, frozenset[int]]
+    repository: Repository, version: Resolved, entry: Mapping[str, Any], living: dict[str, frozenset[int]]
 ) -> list[Resolved]:
-    """Return the parents of a version that are not removed; `remaining` keeps the listing of each model."""
+    """Return the parents of a version that are not removed; `living` caches the listing of each model."""
     parents = []
-    references = ModelVersion(version.name, version.version, (), entry).parents
-    # References without a version number are left out.
+    references = ModelVersion(version.name, version.version, (), entry).parents  # its tags are not needed: ()
+    # `parse_version` returns None for a reference without a version number.
     for name, number in filter(None, map(parse_version, references)):
         # List a model once, not once for each of its versions.
-        if name not in remaining:
-            remaining[name] = frozenset(repository.living("models", name))
-        if number in remaining[name]:
+        if name not in living:
+            living[name] = frozenset(repository.living("models", name))
+        if number in living[name]:
             parents.append(Resolved("models", name, number))
     return parents

@@ -39,7 +39,7 @@ class EntryReader:
             stop = bisect_right(listed, number)
             # Add `number` itself: a version that was committed after the listing is not in `listed`.
             self._fill_cache(model, {*listed[max(0, stop - _BATCH) : stop], number})
-        # `_fill_cache` leaves out damaged entries. If this entry is one of them, read it again to raise its error.
+        # A damaged entry is not in the cache: read it again, to raise its error.
         return cached[number] if number in cached else self._repository.entry(Resolved("models", model, number))
 
     def entries(self, model: str) -> list[Entry]:
@@ -52,6 +52,7 @@ class EntryReader:
         return self.entry(model, number).content
 
     def _fill_cache(self, model: str, numbers: Iterable[int]) -> None:
+        """Read those entries that are not in the cache yet. Damaged entries are left out."""
         cached = self._entries.setdefault(model, {})
         missing = [number for number in numbers if number not in cached]
         readable, _ = self._repository.versions("models", model).try_entries(missing)

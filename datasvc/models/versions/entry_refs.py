@@ -25,8 +25,8 @@ class EntryObjects:
 
     Attributes:
         tensors: tensor table.
-        state: skeleton of the state.
-        sharding: layout of a sharded save; None for a save by one process.
+        state: state object, which has the skeleton.
+        sharding: sharding of a save by several ranks; None for a save by one process.
         code: local changes of the code; None if there were none or they were not stored.
     """
 

@@ -39,7 +39,7 @@ class Execution:
         communication: how updates are exchanged, such as "all-reduce"; "" if there is one rank.
 
     Raises:
-        ConfigError: a value is not one of these.
+        ConfigError: a value is not one of those that are listed above.
     """
 
     layout: Mapping[str, int] = field(default_factory=dict)

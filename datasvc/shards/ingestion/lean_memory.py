@@ -1,7 +1,7 @@
 """Settings of the memory allocators for an ingest: freed memory is returned to the operating system at once.
 
-An ingest processes much more data than it holds at a time, in batches of different sizes. So the caches of allocators
-cost memory and save no time. The process that calls `ingest` uses `lean_arrow`, whose setting ends with the call.
+An ingest processes much data in batches of different sizes. Allocators would cache the memory of a batch, but it does
+not fit the next batch. The process that calls `ingest` uses `lean_arrow`, whose setting ends with the call.
 Worker processes (not those of Ray) use `keep_lean`, whose settings last until they exit.
 """
 

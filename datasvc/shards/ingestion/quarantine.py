@@ -14,7 +14,7 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.ingestion.duplicates import DuplicateSample
 from datasvc.shards.sources.common.source import BadSample, Source
 
-_MAX_LISTED: Final = 10
+_MAX_LISTED: Final = 10  # number of bad samples that a message names
 
 
 def check_bad(
@@ -32,7 +32,7 @@ def check_bad(
         repeated: samples that were stored, but have the key of another sample.
         tables: shard tables of the stored samples by split.
         source: the source, for messages.
-        fails: whether any bad sample prevents the commit; if False, only a split without any good sample prevents it.
+        fails: whether any bad sample prevents the commit. If False, only a split without any good sample does.
 
     Raises:
         NotFoundError: the source has no samples, not even bad ones.
@@ -41,11 +41,11 @@ def check_bad(
     if not bad and not tables:
         raise NotFoundError(f"cannot ingest {redact_url(source.url)}: it contains no samples")
     # A split without any good sample would silently disappear from the version.
-    emptied = {sample.split for sample in bad} - set(tables)
+    without_good = {sample.split for sample in bad} - set(tables)
     all_bad = [*bad, *repeated]
-    if not all_bad or not (fails or emptied):
+    if not all_bad or not (fails or without_good):
         return
-    total = len(bad) + sum(table.num_samples for table in tables.values())
+    total = len(bad) + sum(table.num_samples for table in tables.values())  # the tables count `repeated` too
     listed = [f"{sample.split}/{sample.key}: {sample.reason}" for sample in _ordered(all_bad)]
     raise BadSampleError(
         f"{len(all_bad)} of {total} samples of {redact_url(source.url)} are bad, nothing was committed: "
@@ -55,7 +55,7 @@ def check_bad(
 
 
 def check_duplicates(duplicates: Mapping[str, Sequence[DuplicateSample]], source: Source) -> None:
-    """Raise BadSampleError if a split has duplicates; `duplicates` has the duplicate samples of each split."""
+    """Raise BadSampleError if `duplicates`, the lists of samples with equal content by split, are not all empty."""
     listed = [
         f"{split}/{sample.key} has the same content as {sample.first_key}"
         for split, samples in duplicates.items()

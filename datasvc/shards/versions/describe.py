@@ -30,7 +30,7 @@ def describe_dataset(dataset: DatasetVersion) -> dict[str, Any]:
 def describe_version(repository: Repository, ref: str) -> dict[str, Any]:
     """Return the description of the version that `ref` refers to, even if it is removed; see `describe_dataset`.
 
-    Of a removed version, only the log entry is described, with `removed` and `removal`, the entry of its removal.
+    For a removed version, return only its log entry and the fields `removed` and `removal`: the entry of the removal.
 
     Raises:
         ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
@@ -49,11 +49,10 @@ def describe_version(repository: Repository, ref: str) -> dict[str, Any]:
 def read_bad_samples(repository: Repository, ref: str) -> list[dict[str, str]]:
     """Return the bad samples that the ingest of a version left out: `split`, `key` and `reason` of each.
 
-    The list is that of the ingest or append that made this version; it is empty for a version made from others.
+    The list is that of the ingest or append that made this version. It is empty for a version that a command made
+    from other versions.
 
-    Raises:
-        ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`.
-        CorruptDataError: the log entry or the list is corrupt.
+    Raises CorruptDataError: the log entry or the list is corrupt. For other errors, see `Repository.resolve`.
     """
     resolved = repository.resolve("datasets", ref, removed=True)
     digest = repository.entry(resolved).content.get("quarantine")
@@ -68,7 +67,7 @@ def read_bad_samples(repository: Repository, ref: str) -> list[dict[str, str]]:
 
 
 def describe_split(split: Split) -> dict[str, Any]:
-    """Return statistics, columns and class histogram of a split as JSON values. Raise what `Split.table` raises."""
+    """Return statistics, columns and class histogram of a split as JSON values. For errors see `Split.table`."""
     table = split.table
     num_stored = int(table.stored_per_shard.sum())
     return {

@@ -18,7 +18,7 @@ from datasvc.shards.format.schema import LABEL
 
 
 def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[str, ...]:
-    """Return the class names of both sides: those of `head`, then the new ones.
+    """Return the class names of existing and new data together.
 
     Args:
         head: class names of the existing data, by label.
@@ -32,7 +32,7 @@ def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[
     """
     lists = [tuple(head), *map(tuple, new)]
     for names in lists:
-        repeated = sorted(Counter(names) - Counter(set(names)))
+        repeated = sorted(Counter(names) - Counter(set(names)))  # names that occur more than once
         if repeated:
             raise ConfigError(
                 f"two classes have the name {repeated[0]!r}, so their labels cannot be distinguished; rename one"
@@ -56,7 +56,7 @@ def plan_labels(names: Sequence[str], combined: Sequence[str]) -> dict[int, int]
 
     `combined` contains all `names`.
     """
-    # If the lists are equal, or `combined` only appends names, no label changes, and no shard is stored again.
+    # If `combined` starts with `names`, no label changes, and no shard is stored again.
     if tuple(combined[: len(names)]) == tuple(names):
         return {}
     indexes = {name: index for index, name in enumerate(combined)}
@@ -64,7 +64,7 @@ def plan_labels(names: Sequence[str], combined: Sequence[str]) -> dict[int, int]
 
 
 def map_labels(labels: pa.Array, mapping: Mapping[int, int]) -> pa.Array:
-    """Return the labels mapped to other indexes. Null and negative labels, which have no class, stay unchanged.
+    """Return the labels changed by `mapping`. Null and negative labels, which have no class, stay unchanged.
 
     `mapping` has all labels from 0 to its length - 1, as `plan_labels` returns them.
 
@@ -94,7 +94,7 @@ def relabel_batch(batch: pa.RecordBatch, mapping: Mapping[int, int]) -> pa.Recor
 
 
 def check_unnamed(label_counts: Mapping[int, int], names: Sequence[str], what: str) -> None:
-    """Raise ConfigError if a label without a name is not an index of the class names that it is combined with.
+    """Raise ConfigError if data with plain integer labels are combined with too few class names for these labels.
 
     Args:
         label_counts: number of samples by label, for labels without names.

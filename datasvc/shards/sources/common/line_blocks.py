@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Final
 
 BLOCK_BYTES: Final = 1 << 20
-LINE_BYTES: Final = 64 << 20  # a longer line is skipped
+LINE_BYTES: Final = 64 << 20  # a longer line is skipped, because a file without newlines would not fit into memory
 _NEWLINE: Final = b"\n"
 
 
@@ -20,7 +20,7 @@ class LineBlock:
     """Consecutive lines of a file.
 
     Attributes:
-        content: the lines with their newlines (the last of a file may have none); None for one of over `LINE_BYTES`.
+        content: the lines with their newlines (the last of a file may have none); None for one longer line (skipped).
         offset: offset of the first byte in the decompressed file.
         line: number of the first line, counted from 1 at the start of the range.
     """
@@ -50,14 +50,13 @@ def read_line_blocks(stream: BinaryIO, *, start: int = 0, stop: int | None = Non
         content = lines.take()
         if content == b"":
             return
-        # `take` has skipped a line longer than `LINE_BYTES`: a file without newlines would need unbounded memory.
-        if content is None:
+        if content is None:  # `take` has skipped a line longer than `LINE_BYTES`
             yield LineBlock(None, offset, line)
             line += 1
             continue
         # The line with the byte before `stop` is the last one of this range; the lines after it are cut off.
         if stop is not None and offset + len(content) > stop:
-            newline = content.find(_NEWLINE, stop - 1 - offset)
+            newline = content.find(_NEWLINE, stop - 1 - offset)  # -1 if the file does not end with a newline
             content = content if newline < 0 else content[: newline + 1]
         yield LineBlock(content, offset, line)
         line += content.count(_NEWLINE)

@@ -16,7 +16,7 @@ class SourceOptions:
     Attributes:
         format: kind of the source, such as "webdataset"; None: detected from its files.
         split: split of all samples; None: taken from the names of folders and files.
-        key: column that holds the keys; None: a column called `key`, or else keys are made of file and row.
+        key: column that holds the keys; None: the column `key` if there is one, else keys are made of file and row.
         manifest: for image folders: URL of a CSV, JSON lines or Parquet file of files, labels and other columns.
         ground_truth: for ImageNet validation: URL of `ILSVRC2012_validation_ground_truth.txt`.
         synsets: for ImageNet validation: URL of the synset list of the devkit as a text file (not `meta.mat`), one

@@ -52,7 +52,7 @@ def parse_index(content: bytes, location: str) -> list[MdsShard]:
 
     Raises:
         CorruptDataError: the index is not JSON.
-        ConfigError: it is not an index of version 2 of MDS shards, or a path in it leads out of its folder.
+        ConfigError: it is not an index of MDS shards in version 2; or a path in it leads out of the folder.
     """
     try:
         index = json.loads(content)
@@ -98,7 +98,7 @@ def _shard(shard: dict[str, Any], location: str) -> MdsShard:
 
 
 def _file(described: dict[str, Any], compression: str | None, location: str) -> MdsFile:
-    """Return a file of a shard from its description in the index. Raise ConfigError if its path leads out."""
+    """Return a file of a shard from its description in the index. Raise ConfigError if it is not in the folder."""
     # An index that was written on Windows has backslashes.
     name = described["basename"].replace("\\", "/")
     if name.startswith("/") or ".." in name.split("/"):

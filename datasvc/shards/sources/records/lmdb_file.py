@@ -1,7 +1,7 @@
 """Open LMDB files for their source, so that a damaged or truncated file is an error, never a crash.
 
 A database is open only while one batch is read, for two reasons. A process may open a database only once at a time,
-but several parts of it may be read at the same time. The pages of an open database count as memory of the process.
+but several threads may read parts of it. The pages of an open database count as memory of the process.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def open_lmdb(path: str) -> Iterator[lmdb.Environment]:
 
 def _check_size(env: lmdb.Environment, path: str) -> None:
     # LMDB maps the file into memory, and the kernel kills a process (SIGBUS) that reads beyond the end of the file.
-    expected = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+    expected = (env.info()["last_pgno"] + 1) * env.stat()["psize"]  # number of pages * bytes of a page
     actual = os.path.getsize(path)
     if actual < expected:
         raise CorruptDataError(f"{path} is truncated: it has {actual} bytes of {expected}; restore another copy")

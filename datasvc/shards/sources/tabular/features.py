@@ -17,8 +17,7 @@ from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import LABEL
 
 _METADATA: Final = b"huggingface"
-# Usual names of the label column, by priority.
-_LABEL_COLUMNS: Final = (LABEL, "labels")
+_LABEL_COLUMNS: Final = (LABEL, "labels")  # usual names of the label column, by priority
 
 
 def features_of(schema: pa.Schema) -> Mapping[str, Any]:
@@ -93,6 +92,7 @@ def _kind(feature: Any) -> str | None:
 
 
 def _class_names(names: Any) -> tuple[str, ...]:
+    """Return the class names that a feature declares, in the order of their labels; () if they are not valid."""
     if isinstance(names, dict):  # as in the cards of hub data sets: {"0": "cat"}
         if not all(str(number).isdecimal() for number in names):
             return ()

@@ -17,7 +17,7 @@ _LABEL_COLUMNS: Final = (LABEL, "class", "cls", "target")
 
 
 def partition_of(name: str) -> dict[str, str | None]:
-    """Return {column: value} from the folder names in the path `name`."""
+    """Return the value by column from the folder names in a path: {"label": "cat"} for "label=cat/0.parquet"."""
     pairs = [folder.partition("=") for folder in name.split("/")[:-1] if "=" in folder]
     return {unquote(column): None if value == _NULL else unquote(value) for column, _, value in pairs if column}
 

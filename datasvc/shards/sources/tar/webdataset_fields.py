@@ -28,7 +28,7 @@ from datasvc.shards.images.header import EXTENSIONS
 KEY_FIELD: Final = "key.txt"
 _IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)  # without the dot
 _INTEGER, _TEXTS = "cls", frozenset({"txt", "text", "json"})
-_DIGITS: Final = re.compile(rb"\s*([+-]?[0-9]{1,19})\s*")
+_DIGITS: Final = re.compile(rb"\s*([+-]?[0-9]{1,19})\s*")  # an int64 has at most 19 digits
 _SOURCE_PREFIX: Final = "source_"
 _NULLABLE_FROM_ONE_IN: Final = 10  # `image` is nullable if at least one in this many first samples lacks it
 
@@ -42,26 +42,27 @@ def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], 
     Args:
         samples: field names of each of the first samples.
     """
-    count = Counter(name for fields in samples for name in fields if name != KEY_FIELD)
-    images = _main_images(samples, [name for name in count if _last(name) in _IMAGES])
+    # Number of samples that have each field.
+    counts = Counter(name for names in samples for name in names if name != KEY_FIELD)
+    images = _main_images(samples, [name for name in counts if _last(name) in _IMAGES])
     # A field must not get the name of a column that loaders read as something else.
     taken = {KEY}
     if images:
         taken |= {IMAGE, WIDTH, HEIGHT}
-    if _INTEGER in count:
+    if _INTEGER in counts:
         taken.add(LABEL)
-    columns = {name: f"{_SOURCE_PREFIX}{name}" if name in taken else name for name in count}
+    columns = {name: f"{_SOURCE_PREFIX}{name}" if name in taken else name for name in counts}
     columns |= dict.fromkeys(images, IMAGE)
-    if _INTEGER in count:
+    if _INTEGER in counts:
         columns[_INTEGER] = LABEL
     fields = {KEY: pa.field(KEY, pa.string(), nullable=False)}
     for name, column in columns.items():
         if column == IMAGE:
-            # Several image fields may be the one column `image`; no sample has two of them.
-            num_without_image = len(samples) - sum(count[image] for image in images)
+            # No sample has two of the fields `images`, so each field counts other samples.
+            num_without_image = len(samples) - sum(counts[image] for image in images)
             nullable = num_without_image * _NULLABLE_FROM_ONE_IN >= len(samples)
         else:
-            nullable = count[name] < len(samples)
+            nullable = counts[name] < len(samples)
         fields[column] = _field(name, column, nullable=nullable)
     return columns, pa.schema(list(fields.values()))
 
@@ -88,7 +89,7 @@ def _main_images(samples: Sequence[Collection[str]], images: Sequence[str]) -> S
     if not extension_only:
         return images if len(images) == 1 else []
     # Two of these fields in one sample cannot both be the column `image`.
-    if len(extension_only) > 1 and any(sum(name in extension_only for name in fields) > 1 for fields in samples):
+    if len(extension_only) > 1 and any(sum(name in extension_only for name in names) > 1 for names in samples):
         return []
     return sorted(_IMAGES)  # all extensions, because later samples may have another one
 

@@ -64,7 +64,7 @@ class BlockPacker:
         assert 1 <= num_blocks <= self.num_full
         num_taken = num_blocks * self._block_tokens
         tokens = self._documents[0] if len(self._documents) == 1 else np.concatenate(self._documents)
-        num_starts = int(np.searchsorted(self._starts, num_taken))
+        num_starts = int(np.searchsorted(self._starts, num_taken))  # documents that start in the taken blocks
         blocks = self._to_blocks(tokens[:num_taken], np.array(self._starts[:num_starts], np.int64))
         # Keep the tokens after the taken blocks, and the starts of the documents in these tokens.
         self._documents = [tokens[num_taken:]]
@@ -90,7 +90,7 @@ class BlockPacker:
     def _to_blocks(self, tokens: npt.NDArray[Any], starts: npt.NDArray[np.int64]) -> Blocks:
         """Divide `tokens` into full blocks. `starts`: positions at which documents start in `tokens`, ascending."""
         num_blocks = len(tokens) // self._block_tokens
-        # Starts are ascending, so the cumulative counts of starts per block are the offsets in `starts`.
+        # Starts are ascending, so the sum of the counts of the blocks before a block is its offset in `starts`.
         counts = np.bincount(starts // self._block_tokens, minlength=num_blocks)
         return Blocks(
             tokens=tokens.reshape(num_blocks, self._block_tokens),
