@@ -28,7 +28,7 @@ class CachedShards:
     def __init__(self, job: CacheJob, repository: Repository) -> None:
         self._job = job
         self._repository = repository
-        self._held: Counter[Digest] = Counter()
+        self._held: Counter[Digest] = Counter()  # number of holds (locks against eviction) on each shard
         # The finalizer refers to the job, which therefore stays open until the holds are released.
         weakref.finalize(self, job.abandon, self._held)
 

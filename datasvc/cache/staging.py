@@ -18,7 +18,7 @@ from datasvc.threads import run_in_threads
 
 _MIN_THREADS = 8
 _MAX_THREADS = 64
-_BYTES_AT_ONCE = 512 << 20  # of the objects that are fetched at once, by their mean size
+_BYTES_AT_ONCE = 512 << 20  # about the total size of the objects that are fetched at once
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ def stage_objects(
 ) -> StageReport:
     """Make objects resident; see `Cache.stage`. Each is held until all have arrived, so that no fetch evicts it."""
     objects = {info.digest: (info, repository) for info, repository in requests}
-    needed = sum(footprint(info.size_bytes) for info, _ in objects.values())
+    needed_bytes = sum(footprint(info.size_bytes) for info, _ in objects.values())
     # Checked before the first fetch: a set above this limit can never fit, and would evict other data for nothing.
     # A smaller set may fail later, because pinned objects and objects in use are not subtracted here.
     available_bytes = job.budget_bytes
-    if needed > available_bytes:
+    if needed_bytes > available_bytes:
         raise CacheFullError(
-            f"staging needs {needed} bytes, and {available_bytes} of the budget of {job.folder} "
+            f"staging needs {needed_bytes} bytes, and {available_bytes} of the budget of {job.folder} "
             "are available; raise the budget with --budget, or do not stage: a loader with shuffle='windowed' "
             "streams through a smaller cache"
         )
@@ -80,7 +80,7 @@ def stage_objects(
 
     try:
         # After an error, `run_in_threads` waits for the fetches in progress, and starts no others.
-        run_in_threads(stage_one, list(objects.values()), num_threads or _choose_threads(len(objects), needed))
+        run_in_threads(stage_one, list(objects.values()), num_threads or _choose_threads(len(objects), needed_bytes))
     finally:
         for digest in held:
             job.release(digest)

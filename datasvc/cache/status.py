@@ -79,23 +79,23 @@ def read_status(folder: CacheFolder) -> CacheStatus:
             tables.counters(),
         )
     )
-    resident, reserved, held, pinned_bytes, num_resident = 0, 0, 0, 0, 0
+    resident_bytes, reserved_bytes, held_bytes, pinned_bytes, num_resident = 0, 0, 0, 0, 0
     for digest, record in records.items():
         if record.state == RESERVED:
-            reserved += record.used_bytes
+            reserved_bytes += record.used_bytes
             continue
         num_resident += 1
-        resident += record.used_bytes
-        held += record.used_bytes if folder.locks.is_held(digest) else 0
+        resident_bytes += record.used_bytes
+        held_bytes += record.used_bytes if folder.locks.is_held(digest) else 0
         pinned_bytes += record.used_bytes if digest in pinned else 0
     return CacheStatus(
         folder=str(folder.files.folder),
         budget_bytes=configuration.budget_bytes,
         limit_bytes=account.budget_bytes,  # an account has the present limit as its budget
-        resident_bytes=resident,
-        reserved_bytes=reserved,
+        resident_bytes=resident_bytes,
+        reserved_bytes=reserved_bytes,
         quarantined_bytes=account.quarantined_bytes,
-        held_bytes=held,
+        held_bytes=held_bytes,
         pinned_bytes=pinned_bytes,
         num_resident=num_resident,
         pins={name: sum(map(footprint, pin.objects.values())) for name, pin in read_pins(folder.files.pins).items()},

@@ -1,4 +1,4 @@
-"""Settings of a node: the options of `datasvc serve`, or those that the ranks of a job agree on."""
+"""Settings of a node, from the options of `datasvc serve`, or from a job that runs its own nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NodeSettings:
         ca_file: CA certificates for peers with "https"; None: those of the system.
         tls_name: name in the certificates of all peers; None: each certificate has the name of the peer's host.
         budget: budget of the cache, see `Cache`; None: unchanged.
-        tenant: tenant whose quota is charged for what the node fetches.
+        tenant: tenant whose quota is charged for the objects that the node fetches.
         peers: the nodes as text: a list of URLs, "file:PATH" or "dns:NAME:PORT".
         own_url: URL of this node as in `peers`; None: found by the addresses of this machine.
         max_connections: maximum number of open connections; further ones are refused.

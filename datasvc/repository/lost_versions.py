@@ -1,10 +1,10 @@
-"""Declares versions lost if their entries cannot be read, so that the rest of the repository works again.
+"""Marks versions as lost if their entries cannot be read, so that `gc` works again.
 
 An entry names the objects of its version. While an entry cannot be read, it is unknown which objects it names, so
 `gc` deletes nothing. Only a backup of the same repository can restore the entry: another repository may have another
-version under the same number. If there is no backup, a removal that is marked as `lost` gives the version up: readers
-treat it as removed, and `gc` deletes objects again when the removal is older than the grace period of `gc`. If the
-entry is restored later, the version stays removed.
+version under the same number. If there is no backup, the version can be marked as lost, by a removal with the field
+`lost`. Readers then treat the version as removed, and `gc` deletes objects again when the removal is older than the
+grace period of `gc`. If the entry is restored later, the version stays removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LostVersions:
 def mark_lost(
     repository: Repository, kind: Kind, refs: Sequence[str], *, force: bool = False, message: str = ""
 ) -> LostVersions:
-    """Declare versions lost if their entries cannot be read, with one commit per data set or model.
+    """Mark versions as lost if their entries cannot be read, with one commit per data set or model.
 
     Args:
         repository: repository of the versions.
@@ -39,9 +39,9 @@ def mark_lost(
         message: message of the commit.
 
     Raises:
-        ConfigError: nothing was changed, because the entry of a version can be read, or has a later format; because a
-            reference is a name alone; or because a version is tagged and `force` is not set.
-        NotFoundError: a version does not exist; nothing was changed.
+        ConfigError: the entry of a version can be read, or has a later format; a reference is a name alone; or a
+            version is tagged and `force` is not set. Nothing was changed.
+        NotFoundError: a version does not exist. Nothing was changed.
         ConflictError: another process moved a tag of one of the versions meanwhile. Versions that it tagged are not
             lost, and keep their tags.
         UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.

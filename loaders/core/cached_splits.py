@@ -73,19 +73,19 @@ def window_need(samples: Split | Mixture) -> Need:
         # Padding repeats samples from the start of the epoch, so their shards are needed too. In two cases they are
         # counted already: a split without a shuffle begins its next epoch with them, and a global shuffle needs all.
         padding = batches.global_batch if batches.tail == "pad" and (is_mixture or order.shuffle == "windowed") else 0
-        run_positions, skipped = batches.run, batches.skipped
+        run_positions, skipped = batches.run, batches.skipped  # the run: the positions of the batches in progress
         if is_mixture:
             # `skipped` counts positions at the end of a split's epoch. A mixture skips positions anywhere in the
             # epochs of its splits, so count them as a part of the run.
             run_positions, skipped = run_positions + skipped, 0
-        runs = most_of(samples, run_positions)
+        runs = most_of(samples, run_positions)  # the largest number of samples that a split has in the run
         needed_bytes = 0
         for table, run, padding_run in zip(tables, runs, most_of(samples, padding), strict=True):
             counts, sizes = table.samples_per_shard, table.bytes_per_shard
             if run:
                 window = window_bytes(counts, sizes, order, run, skipped=skipped)
                 padded = window_bytes(counts, sizes, order, padding_run) if padding_run else 0
-                all_bytes = window_bytes(counts, sizes, OrderConfig(), run)  # all shards, as a global shuffle needs
+                all_bytes = window_bytes(counts, sizes, OrderConfig(), run)  # all shards: for a global shuffle
                 needed_bytes += min(window + padded, all_bytes)
         return needed_bytes
 

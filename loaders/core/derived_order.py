@@ -41,7 +41,7 @@ def derive_windowed(
     seed: int,
     find_store: Callable[[], Store | None] = default_store,
 ) -> OrderConfig:
-    """Return a windowed order for the sizes of the shards, and for the cache if there is one; see `choose_windowed`.
+    """Return a windowed order that suits the sizes of the shards, and the cache if any; see `choose_windowed`.
 
     The budgets of several nodes may differ, so all ranks take the choice of data rank 0, if there is a process group.
 
@@ -85,7 +85,7 @@ def derive_windowed(
                 order.block,
             )
     else:
-        # The ranks agree on one order for these values. Of the budgets, that of data rank 0 is used.
+        # Ranks that create the same loader find each other's decision by this text.
         question = repr([[split.digest for split in splits_of(samples)], seed, batches])
 
         def choose_for_all() -> str:

@@ -34,7 +34,7 @@ class LoaderCollector(Collector):
     """Metrics of loaders: counters over all steps, gauges over the steps since the last `restart_report`.
 
     Args:
-        loaders: value of the label `loader` -> the loader. Metrics per stage have the label `stage` too.
+        loaders: loaders by the value of the label `loader`. Metrics per stage have the label `stage` too.
     """
 
     def __init__(self, loaders: Mapping[str, Loader[Any]]) -> None:
@@ -47,8 +47,8 @@ class LoaderCollector(Collector):
         reports = {name: loader.report() for name, loader in self._loaders.items()}
         for metric, text, count_of in _COUNTERS:
             counter = CounterMetricFamily(f"datasvc_loader_{metric}", text, labels=["loader"])
-            for name, sums in totals.items():
-                counter.add_metric([name], count_of(sums))
+            for name, loader_totals in totals.items():
+                counter.add_metric([name], count_of(loader_totals))
             yield counter
         for metric, text, value_of in _GAUGES:
             gauge = GaugeMetricFamily(f"datasvc_loader_{metric}", text, labels=["loader"])
@@ -56,19 +56,19 @@ class LoaderCollector(Collector):
                 gauge.add_metric([name], value_of(report))
             yield gauge
         yield _make_stage_counter(
-            "blocked_seconds", "Seconds that the consumer waited, by stage", totals, lambda sums: sums.blocked_s
+            "blocked_seconds", "Seconds that the consumer waited, by stage", totals, lambda times: times.blocked_s
         )
         yield _make_stage_counter(
-            "beside_seconds", "Seconds of work in other threads, by stage", totals, lambda sums: sums.beside_s
+            "beside_seconds", "Seconds of work in other threads, by stage", totals, lambda times: times.beside_s
         )
 
 
 def _make_stage_counter(
-    metric: str, text: str, totals: Mapping[str, Totals], times: Callable[[Totals], Mapping[Stage, float]]
+    metric: str, text: str, totals: Mapping[str, Totals], seconds_of: Callable[[Totals], Mapping[Stage, float]]
 ) -> Metric:
-    """Return a counter with a value for each loader and stage; 0 for a stage that took no time."""
+    """Return a counter with the seconds of each loader and stage; 0 for a stage that took no time."""
     family = CounterMetricFamily(f"datasvc_loader_{metric}", text, labels=["loader", "stage"])
-    for name, sums in totals.items():
+    for name, loader_totals in totals.items():
         for stage in Stage:
-            family.add_metric([name, stage.value], times(sums).get(stage, 0.0))
+            family.add_metric([name, stage.value], seconds_of(loader_totals).get(stage, 0.0))
     return family

@@ -70,7 +70,7 @@ class CropDecoder:
             return None
         codec = self._codec
         try:
-            # If the data set has a wrong width or height of 0, the region has no pixels and raises an error too.
+            # Top, left, bottom, right. If the data set has a wrong width or height of 0, this raises an error too.
             region = codec.Region(start[0], start[1], start[0] + shape[0], start[1] + shape[1])
             stream = codec.CodeStream(blob).get_sub_code_stream(region=region)
             image = self._decoder.decode(stream, image=self._image, params=self._params)

@@ -30,13 +30,12 @@ def decode_window(
     box: Sequence[float] | None = None,
     out: Pixels | None = None,
 ) -> Pixels:
-    """Decode an image upright, crop a window, and scale it, or its box, with Pillow's anti-aliased BILINEAR filter.
+    """Decode an image upright, crop a window, and scale the window, or a box in it, by `scale_box`.
 
-    Pixels outside the window do not affect the result, as in decoders that decode only the window;
-    `resize(box=window)` of the complete image would mix them into the border. Every image becomes 8-bit RGB.
-    Grey values are repeated, palettes are resolved, and an alpha channel is dropped. CMYK and YCCK are converted
-    without a colour profile, 16-bit values are rounded to 8 bits, and floats 0..1 become 0..255. Of an animation, the
-    first frame is used.
+    Pixels outside the window do not affect the result, as in decoders that decode only the window. So the window is
+    cropped before it is scaled. Every image becomes 8-bit RGB: grey values are repeated, palettes are resolved, and
+    an alpha channel is dropped. CMYK and YCCK are converted without a colour profile. 16-bit values are rounded to 8
+    bits. Floats 0..1 become 0..255. Of an animation, the first frame is used.
 
     Args:
         blob: the complete encoded image.
@@ -60,9 +59,9 @@ def decode_window(
         kind = image.format or ""
         orientation = read_orientation(content, kind)
         upright_size = image.size[::-1] if swaps_sides(orientation) else image.size
-        sides = (left, top, left + width, top + height)
-        _check_window(upright_size, sides)  # before the image is decoded
-        scaled = scale_box(to_rgb(turn_upright(image, orientation).crop(sides), kind), scaled_box, size)
+        window = (left, top, left + width, top + height)
+        _check_window(upright_size, window)  # before the image is decoded
+        scaled = scale_box(to_rgb(turn_upright(image, orientation).crop(window), kind), scaled_box, size)
     out = np.empty((size, size, 3), np.uint8) if out is None else out
     np.copyto(out, scaled)
     return out
@@ -88,7 +87,8 @@ def to_rgb(image: Image.Image, kind: str) -> Image.Image:
     if image.mode == "RGB":
         return image
     if image.mode.startswith("I;16") or (image.mode == "I" and kind != "TIFF"):
-        # Pillow's own conversion clips 16-bit values at 255. 65535 is odd, so no value is exactly between two levels.
+        # 16-bit values; only in TIFF, the mode I has 32 bits. Pillow's own conversion clips them at 255. Round to the
+        # nearest level: no value is exactly between two levels, because 65535 is odd.
         levels = (np.asarray(image).astype(np.uint32) * 255 + 32767) // 65535
         return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
     if image.mode == "F":
@@ -101,9 +101,9 @@ def to_rgb(image: Image.Image, kind: str) -> Image.Image:
     return image.convert("RGB")
 
 
-def _check_window(image_size: tuple[int, int], box: tuple[int, int, int, int]) -> None:
+def _check_window(image_size: tuple[int, int], window: tuple[int, int, int, int]) -> None:
     """Raise BadSampleError if the window is not inside the image."""
-    (width, height), (left, top, right, bottom) = image_size, box
+    (width, height), (left, top, right, bottom) = image_size, window
     if not (0 <= left < right <= width and 0 <= top < bottom <= height):
         raise BadSampleError(
             f"is {width}x{height} pixels, too small for its window {left}..{right} x {top}..{bottom}"

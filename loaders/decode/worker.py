@@ -39,7 +39,7 @@ class ImageWorker:
         self._resize = make_resizer(framework, size)
         self._writer = PixelWriter(pixels, size)
         self._encoded = np.empty(0, np.uint8)  # memory of `buffer`
-        self._window, self._edited = np.empty((2, size, size, 3), np.uint8)
+        self._window, self._edited = np.empty((2, size, size, 3), np.uint8)  # images of Pillow, and images to edit
 
     def buffer(self, size: int) -> Bytes:
         """Return a buffer for an encoded image, `uint8[size]`, valid until the next call."""

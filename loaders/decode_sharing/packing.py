@@ -49,7 +49,7 @@ class _Pickler(pickle.Pickler):
 def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function and its arguments, from which pickle rebuilds a tensor. The first argument has the bytes.
 
-    They are the bytes of the tensor's storage. So the axes may be in any order, and NumPy need not have the dtype.
+    The bytes are those of its storage, so its axes may be in any order, and its dtype may be one that NumPy lacks.
     """
     tensor = tensor.detach().cpu()
     flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())

@@ -27,7 +27,7 @@ _RESIZE_RATIO = 256 / 224
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """The settings of crops and edits, from which each batch's windows and edits are computed.
+    """Plans the windows (crops) and edits of batches by the settings of a loader.
 
     Attributes:
         training: True: random windows, flips and colours; False: centre crops.
@@ -63,7 +63,7 @@ class ImagePlan:
 
     @property
     def has_boxes(self) -> bool:
-        """Whether the windows have boxes."""
+        """Whether only a box of each window is scaled, see `Windows.boxes`."""
         return self.evaluation == "torchvision"
 
     @property
@@ -72,7 +72,7 @@ class ImagePlan:
         return self._colours is not None
 
     def windows(self, batch: SampleBatch) -> Windows:
-        """Return the window (the crop) of each image of a batch."""
+        """Return the window of each image of a batch."""
         widths, heights = batch.columns[WIDTH], batch.columns[HEIGHT]
         if self.training:
             return plan_random_windows(

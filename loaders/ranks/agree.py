@@ -18,7 +18,7 @@ from datasvc.errors import ConfigError, UnavailableError
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-_TIMEOUT: Final = timedelta(minutes=20)  # longer than all trials together
+_TIMEOUT: Final = timedelta(minutes=20)  # longer than data rank 0 takes to try all decoding backends
 
 
 def default_store() -> Store | None:

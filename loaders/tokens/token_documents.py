@@ -40,7 +40,7 @@ def number_documents(segments: Integers, length: Integers, block: int, out: npt.
     """Write each token's document number to `out`, `int32[blocks, block]`, from 0 in each block; -1 for padding."""
     if not len(segments):
         return  # a batch without blocks
-    row, start = np.divmod(segments, block)
+    row, start = np.divmod(segments, block)  # the block of each segment, and the segment's start in it
     # Index of each segment, minus that of the first segment of its block.
     numbers = np.arange(len(segments)) - np.searchsorted(row, np.arange(len(length)))[row]
     # A segment that starts after the real tokens of its block is padding.

@@ -21,7 +21,7 @@ from datasvc.keyed_random import Keys, derive_keys
 from datasvc.loaders.augment.augment import generators
 from datasvc.loaders.torch.served import ServedIndex
 
-_GLOBAL_GENERATORS = 48  # purpose of the keys. No other keys have it, so that draws are independent
+_GLOBAL_GENERATORS = 48  # number of this use of keys. Each use has another number, so that draws are independent
 _BOUND: Final = 1 << 63  # all seeds are below this number, so that they fit into int64
 
 
@@ -62,7 +62,7 @@ def generator_without_order() -> np.random.Generator:
 @contextmanager
 def global_generators_at(index: ServedIndex) -> Iterator[None]:
     """Seed the global generators of torch (CPU), numpy and Python for one served sample. Restore them afterwards."""
-    counter = np.array([0, 0, index.position, 0], np.uint64)
+    counter = np.array([0, 0, index.position, 0], np.uint64)  # so far apart that positions share no random numbers
     bits = np.random.Generator(np.random.Philox(key=_keys(index.seed, index.epoch), counter=counter))
     torch_seed, numpy_seed, python_seed = bits.integers(0, _BOUND, 3).tolist()
     # Replace numpy's generator during the block, because saving its state takes ten times as long.

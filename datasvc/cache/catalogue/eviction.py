@@ -35,7 +35,7 @@ class EvictionCandidate:
     Attributes:
         freed_bytes: disk space that its eviction frees.
         tenant: tenant that is charged for it.
-        distance_bytes: bytes that its job still reads before it needs the object again, see `distance_bytes`.
+        distance_bytes: result of `distance_bytes` for its next use.
     """
 
     digest: Digest
@@ -55,7 +55,8 @@ def choose_victims(
 ) -> list[EvictionCandidate]:
     """Return the objects to evict so that `tenant` may use `size_bytes` more.
 
-    If this is impossible, return all objects that may be evicted; `account.missing` is then above 0.
+    If this is impossible, return all objects that may be evicted. `account.missing`, the bytes that are still needed,
+    is then above 0.
 
     Args:
         candidates: objects in the order of eviction; iterated no further than needed.

@@ -1,4 +1,4 @@
-"""A simulated cache: its resident shards and evictions, by the policy of the real cache, without any data. Pure.
+"""A simulated cache: its resident shards and evictions, by the policy of the real cache. It has no data.
 
 `replay` creates one for each node.
 """
@@ -60,14 +60,14 @@ class SimulatedCache:
 
         Args:
             shard: number of the shard.
-            now: current time. Bytes.
+            now: present time on the clock of the simulated job, in bytes.
             min_distance_bytes: only shards whose next use is further from `now` than this are evicted.
 
         Returns:
             True if the shard is resident now; False if there is no space, and nothing was changed.
         """
         needed = self.missing(shard)
-        account = Account(self._budget_bytes, {}, {DEFAULT_TENANT: self.resident_bytes})
+        account = Account(self._budget_bytes, {}, {DEFAULT_TENANT: self.resident_bytes})  # one tenant, without quota
         victims = choose_victims(
             self._candidates(now), account, DEFAULT_TENANT, needed, min_distance_bytes=min_distance_bytes
         )

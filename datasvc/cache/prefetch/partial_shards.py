@@ -1,8 +1,7 @@
 """Reads and verifies single samples, by ranged requests, while their shards are in transfer: a run starts sooner.
 
 `PrefetchingShardStore` uses this module. A shard takes a second or more to arrive, and a sample takes some
-milliseconds. But each byte that is read early in this way arrives again with its shard, so only a small share of the
-data is read early.
+milliseconds. But each byte that is read early arrives again with its shard, so only a small share is read early.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ class PartialShardReader:
         self._partial: dict[Digest, PartialShard | None] = {}  # None: the shard cannot be read by samples
 
     def read(self, requests: Sequence[ShardRequest]) -> Mapping[Digest, Shard]:
-        """Return shards that contain the requested rows; {} if the limit is reached, or a row cannot be read.
+        """Return shards that contain the requested rows.
 
-        After either of these, no more samples are read: every later call returns {}.
+        If the limit is reached, or a row cannot be read, return {}. Every later call then returns {} too.
         """
         if not requests or not self._remaining_bytes:
             return {}
@@ -65,6 +64,7 @@ class PartialShardReader:
         self._partial.clear()
 
     def _read(self, requests: Sequence[ShardRequest], pool: ThreadPoolExecutor) -> Mapping[Digest, Shard]:
+        """See `read`; `pool` sends the ranged requests in parallel."""
         unopened = [request for request in requests if request.info.digest not in self._partial]
         for request, partial in zip(unopened, pool.map(self._open, unopened), strict=True):
             self._partial[request.info.digest] = partial
@@ -79,7 +79,7 @@ class PartialShardReader:
             self.stop()
             return {}
         self._remaining_bytes -= size_bytes
-        # The requests of all shards run in parallel; their results come in the order of `spans`.
+        # The spans (byte ranges) of all shards are read in parallel; `contents` is in their order.
         spans = [(partial.info.digest, span) for partial, read in reads for span in read.spans]
         contents = pool.map(lambda pair: self._objects.read_range(pair[0], pair[1].offset, pair[1].length), spans)
         for partial, read in reads:

@@ -1,9 +1,8 @@
-"""Timeline of one job: when its access order uses each shard, on the job's clock. Pure.
+"""Timeline of one job: when its access order uses each shard, on the job's clock.
 
 The stager plans its fetches with a timeline, and `PrefetchingShardStore` finds the next use of a released shard. The
 clock counts the bytes that the order has served since epoch 0, see `next_use`. A timeline covers the present epoch
-and the next one. This is enough to find each shard's next use, because every shard is used in each epoch. A lane is a
-span of the data set; an order reads its lanes in parallel.
+and the next one. This is enough to find each shard's next use, because every shard is used in each epoch.
 """
 
 from __future__ import annotations
@@ -57,17 +56,17 @@ class UseTimeline:
         self._config = config
         self._lanes = None if lanes is None else np.asarray(lanes)
         self._num_samples = int(self._samples.sum())
-        self._step = step_bytes or bytes_per_position(self._samples, self._bytes)
+        self._step_bytes = step_bytes or bytes_per_position(self._samples, self._bytes)
         self._epochs: dict[int, tuple[Uses, Uses]] = {}
 
     def clock(self, epoch: int, position: int) -> int:
         """Return the job's clock at a position. Bytes."""
-        return (epoch * self._num_samples + position) * self._step
+        return (epoch * self._num_samples + position) * self._step_bytes
 
     def reuse(self, shard: int, epoch: int, position: int) -> NextUse:
-        """Return when a shard released at a position is used again; NEVER if not until the end of the next epoch.
+        """Return when a rank of this node uses a shard that this process releases at a position.
 
-        The uses by all lanes count, because another rank of this node may read them.
+        It is NEVER if there is no use until the end of the next epoch. The uses by all lanes count.
         """
         now = self.clock(epoch, position)
         # A released shard is not in use, so only uses that begin from now on count.
@@ -103,7 +102,7 @@ class UseTimeline:
         for number in (epoch, epoch + 1):
             pair = self._epochs.get(number)
             if pair is None:
-                uses = plan_uses(self._samples, self._bytes, self._config, [number], step_bytes=self._step)
+                uses = plan_uses(self._samples, self._bytes, self._config, [number], step_bytes=self._step_bytes)
                 pair = uses, uses if self._lanes is None else uses.only(np.isin(uses.lanes, self._lanes))
                 # The dictionary is replaced, not changed, because other threads may be reading it.
                 neighbours = {other: entry for other, entry in self._epochs.items() if abs(other - number) <= 1}
@@ -112,7 +111,10 @@ class UseTimeline:
 
 
 def _first_use(shard: int, epochs: Iterable[tuple[Uses, npt.NDArray[np.bool_]]]) -> int:
-    """Return the first use of a shard among the uses selected by each mask; NEVER if there is none."""
+    """Return the first use of a shard among the uses that each mask selects; NEVER if there is none.
+
+    `epochs` has pairs of uses, ascending, and a mask, `bool[uses]`, in the order of the epochs.
+    """
     for uses, is_selected in epochs:
         times = uses.first[is_selected & (uses.shards == shard)]
         if len(times):

@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from datasvc.errors import ConfigError
 
 TOKEN_VARIABLE: Final = "DATASVC_TOKEN"  # noqa: S105 - the name of a variable
-_MIN_TOKEN_LENGTH = 16
-_MAX_TOKEN_CHARS = 4096
+_MIN_TOKEN_CHARS = 16
+_MAX_FILE_CHARS = 4096  # of a file with a token: more than any token has
 _SCHEME = "bearer"
 
 
@@ -36,22 +36,23 @@ def load_token(path: Path | None, from_environment: str | None) -> str | None:
         with path.open(encoding="ascii") as file:
             # Use the mode of the open file, because the path may name another file by now.
             mode = os.fstat(file.fileno()).st_mode
-            text = file.read(_MAX_TOKEN_CHARS + 1)
+            text = file.read(_MAX_FILE_CHARS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read a token from {path}: {error}; expected a file with an ASCII token") from error
     if mode & stat.S_IROTH:
         raise ConfigError(
             f"all users of this machine can read the token in {path}; run chmod 600 and make a new token"
         )
-    if len(text) > _MAX_TOKEN_CHARS:
-        raise ConfigError(f"{path} has more than {_MAX_TOKEN_CHARS} characters; expected a file with only a token")
+    if len(text) > _MAX_FILE_CHARS:
+        raise ConfigError(f"{path} has more than {_MAX_FILE_CHARS} characters; expected a file with only a token")
     return _checked(text.strip(), str(path))
 
 
 def _checked(token: str, source: str) -> str:
-    if len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
+    """Return the token if it is valid; `source` is its file or variable, for the message."""
+    if len(token) < _MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            f"the token from {source} is not valid: expected at least {_MIN_TOKEN_LENGTH} ASCII characters without "
+            f"the token from {source} is not valid: expected at least {_MIN_TOKEN_CHARS} ASCII characters without "
             "spaces; `openssl rand -hex 32` makes one"
         )
     return token

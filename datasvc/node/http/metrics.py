@@ -16,8 +16,8 @@ from prometheus_client.registry import Collector
 
 CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
-# Each row: name in the status document, name of the metric, help text.
-# The counters of the cache include all processes of the node.
+# Each row: name in the status document, name of the metric, help text. The counters of the cache include all
+# processes of the node.
 _CACHE_COUNTERS: Final = (
     ("hits", "cache_hits", "Objects that were resident when requested"),
     ("misses", "cache_misses", "Objects that had to be fetched"),
@@ -80,8 +80,8 @@ class _StatusCollector(Collector):
         yield _job_states(status["jobs"])
 
 
-def _counters(values: Mapping[str, Any], names: tuple[tuple[str, str, str], ...]) -> Iterator[Metric]:
-    for name, metric, text in names:
+def _counters(values: Mapping[str, Any], rows: tuple[tuple[str, str, str], ...]) -> Iterator[Metric]:
+    for name, metric, text in rows:
         yield CounterMetricFamily(f"datasvc_{metric}", text, value=values.get(name, 0))
 
 

@@ -1,4 +1,4 @@
-"""`/stage`: start, watch and cancel staging jobs.
+"""`/stage`: start, watch and cancel staging jobs, which fetch a data set into the node's cache.
 
 POST   /stage  {"repo": URL, "ref": "pets@1", "split": "train"}    202, the job; "repo" and "split" are optional
 GET    /stage                                                      all jobs
@@ -69,8 +69,8 @@ class StageRoutes:
 
 
 async def _read_body(request: web.Request) -> dict[str, str]:
-    # Refuse other types: a web page in a browser on this machine could send some of them without a CORS preflight, in
-    # which the browser asks the node for permission.
+    # Refuse other types: a web page in a browser on this machine could send some of them to the node. Before it sends
+    # JSON, the browser asks the node for permission (a CORS preflight), which the node does not give.
     if request.content_type != "application/json":
         raise ConfigError("expected a body of type application/json")
     try:

@@ -1,7 +1,7 @@
 """Journals of unfinished work.
 
-An ingest records its finished parts: if its process is killed, a later process does only the rest. A transfer between
-repositories records the objects that it is going to reference, which protects them from `gc`.
+An ingest records its finished parts: if its process is killed, a later process does only the rest. A transfer to a
+repository records the objects that its versions will reference, so that `gc` keeps them.
 
 A journal is a folder of small JSON records below `journal/`, each with a checksum. Every record is verified when it
 is read; a part with a damaged record is done again. A journal is removed when its work is committed; `gc` removes old
@@ -49,8 +49,8 @@ class Journal:
         """Resume the work, or start it.
 
         Returns:
-            The identifier of the attempt, which is the same in every process that resumes the work. And True if the
-            work has only journals with other fingerprints: its input has changed since an earlier process.
+            The identifier of the attempt, which is the same in every process that resumes the work; and whether the
+            input has changed. This is so if the work has journals, but none with this fingerprint.
 
         Raises:
             UnavailableError: the store does not respond.
@@ -72,6 +72,7 @@ class Journal:
         return str(plan["attempt"])
 
     def _start(self) -> str:
+        """Create the plan, and return its attempt; or that of another process that creates it meanwhile."""
         path, attempt = f"{self._folder}/{_PLAN}", secrets.token_hex(16)
         content = encode_entry({"attempt": attempt})
         try:

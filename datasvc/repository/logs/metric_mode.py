@@ -36,7 +36,7 @@ def choose_metric_mode(
         metric: name of the metric.
         given: mode that the user set; it overrides the name.
         option: command-line option that sets the mode, for the error message.
-        advice: what the error message says instead, if no option sets the mode.
+        advice: advice for the error message, in place of the option; None if there is an option.
 
     Raises:
         ConfigError: the name is unclear, or `given` is neither "max" nor "min".
@@ -56,6 +56,7 @@ def choose_metric_mode(
 
 
 def _direction(metric: str) -> MetricMode | None:
+    """Return the mode that the name of a metric shows, by the rules at the top; None if it is unclear."""
     words = [word.lower() for word in _WORD.findall(_SPLIT_TOP_K.sub(r"top\1", metric))]
     directed = [index for index, word in enumerate(words) if _mode_of(word) is not None]
     modes = {_mode_of(words[index]) for index in directed}
@@ -69,6 +70,7 @@ def _direction(metric: str) -> MetricMode | None:
 
 
 def _mode_of(word: str) -> MetricMode | None:
+    """Return the mode of a word; None for a word without a direction."""
     if _LOWER.fullmatch(word):
         return "min"
     return "max" if _HIGHER.fullmatch(word) else None

@@ -1,9 +1,8 @@
-"""References to versions: `NAME`, `NAME@3`, `NAME@tag`, and `NAME@tag~1`, the tag's version before its last move.
+"""References to versions, and the rules for valid names and tags, which become folders of the repository.
 
-`NAME@latest` is the newest version, unless there is a tag of this name. `NAME@best:METRIC` is the version with the
-best value of a metric; a tag has no colon, so none can have this name.
-
-Also the rules for valid names and tags, which become folders of the repository.
+A reference is `NAME`, `NAME@3`, `NAME@tag`, or `NAME@tag~1`: the version to which the tag pointed before its last
+move. `NAME@latest` is the newest version, unless there is a tag of this name. `NAME@best:METRIC` is the version with
+the best value of a metric; no tag can have this name, because a tag has no colon.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class Reference:
         version: number of a version.
         tag: name of a tag; or "latest" or "best:METRIC", which refer to a version without a tag.
         metric: metric whose best value defines the version.
-        mode: whether a high or a low value of `metric` is better; None: its name tells.
+        mode: whether a high or a low value of `metric` is better; None: derived from its name, see `metric_mode`.
         moves_back: number of moves of the tag to go back; 0 is its present version.
     """
 

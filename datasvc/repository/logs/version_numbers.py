@@ -34,12 +34,12 @@ def decode_numbers(text: object, *, among: Iterable[int]) -> frozenset[int]:
         if not match:
             raise CorruptDataError(f"{text!r} is not a list of versions; expected for example '1-3,7'")
         spans.append((int(match[1]), int(match[2] or match[1])))
-    # Sort both numbers and spans, so that one pass is enough; the spans in reverse order, for a fast `pop`.
+    # Sort both numbers and spans, so that one pass is enough. The lowest span is the last one, for a fast `pop`.
     spans.sort(reverse=True)
     numbers = []
     for number in sorted(among):
         while spans and spans[-1][1] < number:
-            spans.pop()
+            spans.pop()  # it ends before `number`
         if spans and spans[-1][0] <= number:
             numbers.append(number)
     return frozenset(numbers)

@@ -1,4 +1,4 @@
-"""What is wrong with a stored object: found by reading all of it."""
+"""Finds out whether a stored object is damaged, by reading all of it."""
 
 from __future__ import annotations
 

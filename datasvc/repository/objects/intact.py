@@ -28,10 +28,10 @@ _MAX_VERIFIED: Final = 1 << 19
 _NOT_DAMAGE: Final = (FileNotFoundError, NotADirectoryError, PermissionError)
 _RESOURCE_ERRNOS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
-# Maps the hash of a path to the file's modification time when this process last wrote or hashed it, in nanoseconds.
+# For each file, by the hash of its path: its modification time when this process last wrote or hashed it.
 # `refresh` only increases the time of a file, so an earlier time means that the file was replaced.
 _verified_ns: dict[int, int] = {}
-_NEVER_NS: Final = 1 << 63  # later than the time of any file: the file is not known to be intact
+_DAMAGED_NS: Final = 1 << 63  # of a damaged or unknown file: later than the time of any file
 
 
 def mark_intact(path: Path) -> None:
@@ -46,9 +46,9 @@ def mark_intact(path: Path) -> None:
 
 
 def is_known_intact(path: Path) -> bool:
-    """Return whether this process wrote or hashed the file, and no file of an earlier time has replaced it."""
+    """Return whether this process wrote or hashed the file, and no file with an earlier time has replaced it."""
     try:
-        return _verified_ns.get(hash(str(path)), _NEVER_NS) <= path.stat().st_mtime_ns
+        return _verified_ns.get(hash(str(path)), _DAMAGED_NS) <= path.stat().st_mtime_ns
     except OSError:
         return False
 
@@ -73,7 +73,7 @@ def keep_aside(root: Path, path: Path) -> Path:
 
 
 def is_damage(error: OSError) -> bool:
-    """Return whether a read error means that the file is damaged, as by a failing sector."""
+    """Return whether a read error means that the file is damaged, such as an error of a bad disk sector."""
     return not isinstance(error, _NOT_DAMAGE) and error.errno not in _RESOURCE_ERRNOS
 
 
@@ -87,10 +87,10 @@ def report_damage(root: Path, path: Path, failure: OSError | None = None) -> Non
         path: file of the object.
         failure: error of the read; None if the bytes could be read, but do not match the digest.
     """
-    # Only this function stores `_NEVER_NS`, so this value means that the object was reported before.
-    if _verified_ns.get(hash(str(path))) == _NEVER_NS:
+    # Only this function stores `_DAMAGED_NS`, so this value means that the object was reported before.
+    if _verified_ns.get(hash(str(path))) == _DAMAGED_NS:
         return
-    _verified_ns[hash(str(path))] = _NEVER_NS
+    _verified_ns[hash(str(path))] = _DAMAGED_NS
     try:
         outcome = f"the bad bytes are kept at {keep_aside(root, path)}"
     except (ConfigError, UnavailableError) as error:

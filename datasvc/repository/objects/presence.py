@@ -47,9 +47,9 @@ def check_present(objects: Objects, referenced: Iterable[Digest], what: str) -> 
 def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     """Return the digests of objects that do not exist.
 
-    By default, each object takes one request, 16 in parallel. On a remote store, a folder with more than
-    `_MAX_CHECKS_PER_FOLDER` referenced objects is listed instead if the listing takes fewer requests. The listing of
-    one folder predicts the size of all, because digests are spread evenly over 256 folders. Raises UnavailableError.
+    On a remote store, each object takes one request. A folder with more than `_MAX_CHECKS_PER_FOLDER` referenced
+    objects is listed instead, if the listing takes fewer requests than it has referenced objects. The listing of one
+    folder predicts the size of all, because digests are spread evenly over 256 folders. Raises UnavailableError.
     """
     if objects.is_near:
         # The check of a local file takes less time than passing it to a thread.
@@ -71,7 +71,7 @@ def find_missing(objects: Objects, referenced: Iterable[Digest]) -> set[Digest]:
     if len(folders[fullest]) > _MAX_CHECKS_PER_FOLDER:
         missing, num_requests = list_missing(fullest)
         del folders[fullest]
-        max_checks = max(_MAX_CHECKS_PER_FOLDER, num_requests)
+        max_checks = max(_MAX_CHECKS_PER_FOLDER, num_requests)  # with more checks, a listing takes fewer requests
         to_list = [folder for folder, digests in folders.items() if len(digests) > max_checks]
     to_check = [digest for folder in folders.keys() - set(to_list) for digest in folders[folder]]
     for missing_in_folder, _ in map_in_threads(list_missing, to_list, _MAX_PARALLEL_REQUESTS):

@@ -1,4 +1,4 @@
-"""Atomic create-only writes, which every commit needs, and the fsspec drivers that have them.
+"""Creates files atomically, only if they do not exist, as every commit needs; and lists the drivers that can do it.
 
 fsspec's base class implements `pipe_file(mode="create")` as `exists()` followed by a write. Two writers can both find
 no file, and then one overwrites the entry of the other. A test with one writer does not detect this. So a driver is
@@ -38,6 +38,7 @@ def creates_exclusively(file_system: fsspec.AbstractFileSystem) -> bool:
 
 def inherits_exclusive_create(driver: type[fsspec.AbstractFileSystem]) -> bool:
     """Return whether a driver inherits its `pipe_file` from an accepted class, and does not override it."""
+    # The first class in the order of inheritance that defines one of the methods.
     definer = next(base for base in driver.__mro__ if _METHODS.intersection(vars(base)))
     return definer is MemoryFileSystem or definer.__module__.partition(".")[0] in _PACKAGES
 
@@ -48,7 +49,7 @@ def create(file_system: fsspec.AbstractFileSystem, path: str, content: bytes) ->
     The file may exist even after an exception, so the caller must then read it.
     """
     inner = file_system.fs if isinstance(file_system, DirFileSystem) else file_system
-    # The memory driver is not atomic, but its files exist only in this process, so a lock makes it atomic.
+    # The memory driver is not atomic. But its files exist only in this process, so a lock is enough.
     lock: AbstractContextManager[object] = _memory_lock if isinstance(inner, MemoryFileSystem) else nullcontext()
     with lock:
         file_system.pipe_file(path, content, mode="create")

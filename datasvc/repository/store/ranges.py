@@ -26,7 +26,7 @@ class RangeReader:
 
     @property
     def can_stream(self) -> bool:
-        """Whether `stream` passes on bytes as they arrive, not in blocks; False after an unsupported response."""
+        """Whether `stream` passes on bytes as they arrive, not in blocks. An unsupported response ends this."""
         return self._http is not None
 
     def read(self, path: str, offset: int, length: int, *, location: str) -> bytes:

@@ -37,6 +37,7 @@ def safe_cause(error: BaseException) -> BaseException | None:
 
 
 def _redact_part(part: str) -> str:
+    """Return one URL of a chain without passwords, keys and query."""
     try:
         split = urlsplit(part)
     except ValueError:

@@ -44,7 +44,7 @@ def read_head(
 
 
 class _TimedReader(io.RawIOBase):
-    """Reads a socket. Until `head_has_ended` is set, the two time limits apply; afterwards, the socket's timeout."""
+    """Reads a socket. Until `head_has_ended` is set, both time limits of `read_head` apply; then only the timeout."""
 
     def __init__(self, sock: socket.socket, silence_s: float, head_s: float) -> None:
         # The connection may be closed before the whole response is read. This stream keeps the socket open.

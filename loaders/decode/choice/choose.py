@@ -51,7 +51,7 @@ def plan_candidates(
     Raises:
         ConfigError: the requested backend cannot be used; the message has the reason.
     """
-    refused = dict(missing)
+    refused = dict(missing)  # backends that cannot be used, with the reason for each
     if has_transform:
         refused |= dict.fromkeys(ON_GPU, "a transform changes images on the CPU; use decode='cpu', or no transform")
     if not on_gpu:

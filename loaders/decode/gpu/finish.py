@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class DeviceFinish:
-    """Converts batches of `uint8` levels to the output format.
+    """Converts batches of pixel levels, which are from 0 to 255, to the output format.
 
     Args:
         pixels: output format.
@@ -53,9 +53,9 @@ class DeviceFinish:
         """
         import torch
 
-        passes = [] if colours is None else plan_passes(colours)
+        passes = [] if colours is None else plan_passes(colours)  # a pass makes one change to each image
         layout = torch.contiguous_format if self._pixels.layout == "NCHW" else torch.channels_last
-        images = levels.permute(0, 3, 1, 2)
+        images = levels.permute(0, 3, 1, 2)  # a view with the axes NCHW
         if passes or self._pixels.output != "uint8":
             # Compute in float32, in new memory that the steps below change in place.
             images = images.to(torch.float32, memory_format=layout, copy=True)

@@ -1,4 +1,4 @@
-"""Backend that decodes on a GPU and changes colours: DALI returns `uint8` levels, and torch changes them there."""
+"""Backend that decodes on a GPU and changes colours: DALI returns `uint8` pixels, and torch changes them there."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ColourBackend:
         device = "cpu" if config.device_id is None else f"cuda:{config.device_id}"
         with device_errors(self._name):
             self._finish = DeviceFinish(config.pixels, device)
-        levels_format = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
+        inner_format = dataclasses.replace(config.pixels, output="uint8", layout="NHWC")
         # Create it last: it starts threads and allocates memory, which nothing would free if a later step failed.
-        self._inner = GpuBackend(dataclasses.replace(config, pixels=levels_format), graph, profiler=profiler)
+        self._inner = GpuBackend(dataclasses.replace(config, pixels=inner_format), graph, profiler=profiler)
         self._in_progress: deque[ColourFactors | None] = deque()  # colours of each batch that is not taken yet
 
     def feed(
