@@ -11,8 +11,7 @@ from datasvc.errors import ConfigError
 _Value = TypeVar("_Value")
 _UNITS: Final = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS: Final = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-# A number, a unit, and an optional "B". The groups are the number and the unit.
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)  # groups: the number, and the unit without B
 
 
 def parse_size(text: str) -> int:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import duckdb
 
 _T = TypeVar("_T")
-# Time between two interrupts of a query, see `fetch`.
-_INTERRUPT_AGAIN_S: Final = 0.1
+_INTERRUPT_AGAIN_S: Final = 0.1  # time between two interrupts of a query, see `fetch`
 _SETTINGS: Final = {
     "autoinstall_known_extensions": False,
     "autoload_known_extensions": False,

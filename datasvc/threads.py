@@ -1,4 +1,4 @@
-"""Runs a function for many values in threads; registers hooks for the exit, while threads still run."""
+"""Runs a function for many values in threads. Also registers hooks for the exit of the program."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], 
 def run_before_threads_end(hook: Callable[[], object]) -> None:
     """Call `hook` when the interpreter exits, before it waits for threads; `atexit` handlers run after this wait.
 
-    A hook can still use thread pools. Python runs the last registered hook first, and the hook that shuts down all
-    pools was registered first: by `concurrent.futures`, when this module imported it.
+    The hook can still use thread pools. They are shut down by a hook of `concurrent.futures`, which runs later: Python
+    runs hooks in the reverse order of registration, and that hook was registered when this module was imported.
     """
     # `_register_atexit` is private and may disappear from Python. Then the hook is not called: the exit takes longer.
     if hasattr(threading, "_register_atexit"):

@@ -62,6 +62,7 @@ def stage_files(cache: Cache | str | Path, urls: Sequence[str], progress: Progre
 
 
 def _stage(cache: Cache, urls: Sequence[str], progress: Progress) -> list[StagedFile]:
+    """See `stage_files`."""
     held: list[Digest] = []
 
     def stage_one(url: str) -> StagedFile:

@@ -56,6 +56,6 @@ class SampleNames:
         """
         order = AccessOrder(self._split.table.samples_per_shard, self._config, epoch)
         shards, rows = order.locate(np.asarray(positions, np.int64))
-        # The sample index of each shard is read once, however many of the positions are in the shard.
+        # Read the sample index of each shard once, even if several positions are in the shard.
         keys = {shard: self._keys.read(shard).keys for shard in np.unique(shards).tolist()}
         return [keys[shard][row].as_py() for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)]

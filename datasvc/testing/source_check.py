@@ -88,7 +88,7 @@ def _keys(samples: CheckedSamples) -> list[str]:
 
 
 def _content(samples: CheckedSamples) -> tuple[list[str], list[bytes], list[BadSample]]:
-    # Compare digests and not tables, because NaN is not equal to NaN for Arrow.
+    """Return values that are equal for equal samples. For Arrow, tables with NaN are not equal, but digests are."""
     digests = [digest for batch in samples.table.to_batches() for digest in digest_batch(batch)[0]]
     return _keys(samples), digests, samples.bad
 

@@ -21,8 +21,7 @@ from datasvc.loaders.augment.edits import Edit, plan_edit
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.shards.format.schema import HEIGHT, WIDTH
 
-# Ratio of the shorter side before the centre crop to the size of the crop, as usual for ImageNet.
-_RESIZE_RATIO = 256 / 224
+_RESIZE_RATIO = 256 / 224  # of the shorter side before the centre crop to the crop's side, as usual for ImageNet
 
 
 @dataclass(frozen=True)

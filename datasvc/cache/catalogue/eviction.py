@@ -55,8 +55,7 @@ def choose_victims(
 ) -> list[EvictionCandidate]:
     """Return the objects to evict so that `tenant` may use `size_bytes` more.
 
-    If this is impossible, return all objects that may be evicted. `account.missing`, the bytes that are still needed,
-    is then above 0.
+    If this is impossible, return all objects that may be evicted; `account.missing` (bytes needed) is then above 0.
 
     Args:
         candidates: objects in the order of eviction; iterated no further than needed.

@@ -64,7 +64,7 @@ class UseTimeline:
         return (epoch * self._num_samples + position) * self._step_bytes
 
     def reuse(self, shard: int, epoch: int, position: int) -> NextUse:
-        """Return when a rank of this node uses a shard that this process releases at a position.
+        """Return when a rank of this node next uses a shard that this process releases at a position.
 
         It is NEVER if there is no use until the end of the next epoch. The uses by all lanes count.
         """
@@ -111,12 +111,9 @@ class UseTimeline:
 
 
 def _first_use(shard: int, epochs: Iterable[tuple[Uses, npt.NDArray[np.bool_]]]) -> int:
-    """Return the first use of a shard among the uses that each mask selects; NEVER if there is none.
-
-    `epochs` has pairs of uses, ascending, and a mask, `bool[uses]`, in the order of the epochs.
-    """
+    """Return the first use of a shard among the uses that each mask selects; NEVER if there is none."""
     for uses, is_selected in epochs:
         times = uses.first[is_selected & (uses.shards == shard)]
         if len(times):
-            return int(times[0])
+            return int(times[0])  # epochs, and the uses of an epoch, are ascending
     return NEVER

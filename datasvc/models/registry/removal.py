@@ -11,8 +11,7 @@ from datasvc.models.registry.retention import RetentionPlan, RetentionPolicy, pl
 from datasvc.repository import Repository
 from datasvc.repository.removal import RemovalReport, remove_untagged, remove_versions, tags_on
 
-# Lineage and the search for consumers read these fields of removed versions: "data" and "history" are the samples
-# that the version, and its ancestors in other repositories, consumed.
+# Lineage and the search for consumers read these fields of removed versions.
 _KEPT_FIELDS: Final = ("data", "code", "history")
 
 
@@ -46,5 +45,5 @@ def retain(
 
 
 def kept_of_removed(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those fields of a removed version's entry whose objects `gc` keeps."""
+    """Return those fields of a removed version's entry whose objects `gc` keeps: consumed samples, and code."""
     return {field: entry[field] for field in _KEPT_FIELDS if field in entry}

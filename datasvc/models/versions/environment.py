@@ -103,6 +103,7 @@ def _driver_gpus() -> dict[str, int]:
 
 
 def _world_size() -> int | None:
+    """Return the number of processes of torch.distributed; None if it is not initialized."""
     torch: Any = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

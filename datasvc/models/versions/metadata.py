@@ -70,6 +70,7 @@ def check_step(step: Any) -> int:
 
 
 def _check_data(data: Any) -> tuple[DataUse, ...]:
+    """Return an iterable of `DataUse` as a tuple. Raises ConfigError: it has other elements, or is one string."""
     is_list = isinstance(data, Iterable) and not isinstance(data, str | Mapping)
     uses = tuple(data) if is_list else ()
     if not is_list or not all(isinstance(use, DataUse) for use in uses):
@@ -86,8 +87,7 @@ def _check_metrics(metrics: Any) -> dict[str, float] | None:
     for name, value in metrics.items():
         try:
             checked[str(name)] = float(value)
-        # RuntimeError: a complex tensor, or one without data.
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a complex tensor, or one without data
             raise ConfigError(f"metric {name!r} is {str(value)[:80]!r}; expected a number ({error})") from error
     return checked
 

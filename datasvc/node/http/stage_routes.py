@@ -21,8 +21,7 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.versions.dataset import choose_split, open_dataset
 
 _FIELDS: Final = frozenset({"repo", "ref", "split"})
-# Time for the body of a request to arrive, so that a slow client cannot keep a request open.
-_BODY_TIMEOUT_S = 10.0
+_BODY_TIMEOUT_S = 10.0  # so that a slow client cannot keep a request open
 
 
 class StageRoutes:

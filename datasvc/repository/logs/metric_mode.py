@@ -70,7 +70,6 @@ def _direction(metric: str) -> MetricMode | None:
 
 
 def _mode_of(word: str) -> MetricMode | None:
-    """Return the mode of a word; None for a word without a direction."""
     if _LOWER.fullmatch(word):
         return "min"
     return "max" if _HIGHER.fullmatch(word) else None

@@ -17,8 +17,7 @@ from datasvc.threads import map_in_threads
 
 _MAX_PARALLEL_REQUESTS: Final = 16
 _MAX_CHECKS_PER_FOLDER: Final = 32
-# Maximum number of names that one request returns; listing a larger folder takes several requests.
-_NAMES_PER_REQUEST: Final = 1000
+_NAMES_PER_REQUEST: Final = 1000  # maximum of a request; listing a larger folder takes several
 
 
 def check_present(objects: Objects, referenced: Iterable[Digest], what: str) -> None:

@@ -38,8 +38,7 @@ def creates_exclusively(file_system: fsspec.AbstractFileSystem) -> bool:
 
 def inherits_exclusive_create(driver: type[fsspec.AbstractFileSystem]) -> bool:
     """Return whether a driver inherits its `pipe_file` from an accepted class, and does not override it."""
-    # The first class in the order of inheritance that defines one of the methods.
-    definer = next(base for base in driver.__mro__ if _METHODS.intersection(vars(base)))
+    definer = next(base for base in driver.__mro__ if _METHODS.intersection(vars(base)))  # the nearest base class
     return definer is MemoryFileSystem or definer.__module__.partition(".")[0] in _PACKAGES
 
 

@@ -37,7 +37,6 @@ def safe_cause(error: BaseException) -> BaseException | None:
 
 
 def _redact_part(part: str) -> str:
-    """Return one URL of a chain without passwords, keys and query."""
     try:
         split = urlsplit(part)
     except ValueError:

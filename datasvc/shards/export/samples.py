@@ -37,12 +37,12 @@ class ExportUnit:
     @property
     def num_samples(self) -> int:
         """Number of samples, without the deleted ones."""
-        return self._total(self.split.table.samples_per_shard)
+        return self._sum_of_shards(self.split.table.samples_per_shard)
 
     @property
     def stored_bytes(self) -> int:
         """Size in bytes of the stored shards, including deleted samples."""
-        return self._total(self.split.table.bytes_per_shard)
+        return self._sum_of_shards(self.split.table.bytes_per_shard)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the samples that are not deleted, in order, as batches of a few megabytes with the sample schema.
@@ -67,7 +67,7 @@ class ExportUnit:
         for batch in self.batches():
             yield from samples_of(batch)
 
-    def _total(self, per_shard: Integers) -> int:
+    def _sum_of_shards(self, per_shard: Integers) -> int:
         return int(per_shard[np.array(self.shards, np.int64)].sum())
 
 
@@ -79,7 +79,7 @@ def samples_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 
 def _live_rows(split: Split, shard: int) -> Integers | None:
-    """Return the row numbers of live samples in a shard's file, `int64[live]`, ascending; None if all are live."""
+    """Return the rows of the live (not deleted) samples of a shard, `int64[n]`, ascending; None if all are live."""
     # For None, the caller yields the batches unchanged, without a copy.
     if not split.table.deleted_per_shard[shard]:
         return None

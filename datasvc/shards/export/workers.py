@@ -33,7 +33,7 @@ def write_in_processes(
         futures = {
             pool.submit(
                 _write_unit,
-                # Only names and numbers are sent: a worker opens repository, table and destination by itself.
+                # Only names and numbers are sent: a worker opens the repository, the table and the destination.
                 (unit.split.repository.url, unit.split.dataset, unit.split.name),
                 (unit.shards, unit.number, unit.num_units),
                 export_format.name,
@@ -55,6 +55,7 @@ def write_in_processes(
 def _write_unit(
     split: tuple[str, str, str], unit: tuple[tuple[int, ...], int, int], export_format: str, destination: str
 ) -> WrittenFiles:
+    """Write a unit. `split` has the arguments of `_open_split`, and `unit` those of `ExportUnit` after the split."""
     return FORMATS[export_format].write(ExportUnit(_open_split(*split), *unit), Destination(destination))
 
 

@@ -1,4 +1,4 @@
-"""Encoding of objects that hold one Arrow table: shard tables, sample indexes, deletions; their columns as arrays.
+"""Encoding of objects that hold one Arrow table: shard tables, sample indexes and deletions.
 
 Equal tables give equal bytes, so that equal objects have one digest and are stored once.
 """
@@ -80,10 +80,11 @@ def check_columns(table: pa.Table, columns: pa.Schema, message: str) -> None:
 
 
 def column_to_numpy(column: pa.ChunkedArray) -> npt.NDArray[Any]:
-    """Return a column as `dtype[num_rows]`: a read-only view if it is of numbers, has no nulls and one chunk."""
+    """Return a column as `dtype[num_rows]`. For one chunk of numbers without nulls, this is a read-only view."""
     is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
     if not is_number or column.null_count:
         return np.asarray(column.to_numpy())
-    # `to_numpy` imports pandas where it is installed, which takes longer than most commands.
+    # `to_numpy` imports pandas where it is installed, which takes longer than most commands. The empty array is there
+    # because a column may have no chunks.
     chunks = [np.from_dlpack(chunk) for chunk in column.chunks]
     return chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, column.type.to_pandas_dtype()), *chunks])

@@ -19,9 +19,9 @@ class BlobColumn:
     def __init__(self, initial_bytes: int) -> None:
         self._buffer = np.empty(initial_bytes, np.uint8)
         self._view = self._buffer.data
-        self._offsets = [0]
-        self._nulls: list[int] = []
-        self._reserved: memoryview | None = None
+        self._offsets = [0]  # start of each blob in the buffer, and the end of the last one
+        self._nulls: list[int] = []  # rows that are null
+        self._reserved: memoryview | None = None  # result of the last `reserve`
 
     @property
     def sizes(self) -> npt.NDArray[np.int64]:

@@ -1,6 +1,6 @@
-"""Local files that are mapped into memory. They can also be read by offset, without an access to mapped pages.
+"""Local files that are mapped into memory. They can also be read with `preadv`, which does not touch mapped pages.
 
-`Shard.map` opens shards as mapped files. `Shard.read` explains why images are read by offset.
+`Shard.map` opens shards as mapped files. `Shard.read` explains why images are read with `preadv`.
 """
 
 from __future__ import annotations

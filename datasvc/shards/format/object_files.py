@@ -94,6 +94,7 @@ class _RangedFile:
         return content
 
     def _read(self, length: int) -> bytes:
+        """Return `length` bytes at the present offset, from an earlier request if possible."""
         tail_start = max(self._size_bytes - _TAIL_BYTES, 0)
         if self._offset < tail_start:
             # The metadata of a record batch is read twice in succession: by `IpcReader.check`, then by Arrow.

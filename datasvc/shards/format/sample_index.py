@@ -90,7 +90,7 @@ class SampleIndex:
         return keys
 
     def digests(self, column: str) -> Digests:
-        """Return the digests of `column` ("sample" or "payload"): `V16[num_samples]`, to compare or sort."""
+        """Return the digests of `column` ("sample" or "payload"): `V16[num_samples]`, 16 raw bytes per element."""
         values = self.table.column(column).combine_chunks()
-        raw = np.frombuffer(values.buffers()[1] or b"", f"V{DIGEST_BYTES}")
+        raw = np.frombuffer(values.buffers()[1] or b"", f"V{DIGEST_BYTES}")  # buffer 1 has the values
         return raw[values.offset : values.offset + len(values)]

@@ -1,4 +1,4 @@
-"""Verify a data-set version, and replace its bad objects by good copies from other repositories."""
+"""Verifies a data-set version, and replaces its bad objects by good copies from other repositories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DatasetRepairReport:
     """Result of `repair_dataset`.
 
     Attributes:
-        verified: report of the first pass, to which the problems of later passes were added.
+        verified: report of the last pass, to which the problems of earlier passes were added.
         repairs: result for each object whose repair was tried.
         remaining: problems that could not be repaired.
     """
@@ -48,7 +48,7 @@ def repair_dataset(
         ref: the version.
         copies: other repositories or their URLs, in the order of their use; without any, nothing is repaired.
         deep: read every byte, see `verify`. Without it, a changed byte of a blob is not found.
-        progress: counts the bytes of each checked shard and of each copied part; begins anew in each pass.
+        progress: counts the bytes of each checked shard and of each copied part; `begin` is called in each pass.
 
     Raises:
         ConfigError: this repository is not writable; or see `verify`.
@@ -57,22 +57,22 @@ def repair_dataset(
     refuse_text(copies, "copies", "repositories")
     version = str(repository.resolve("datasets", ref))
     opened = [copy if isinstance(copy, Repository) else Repository.open(copy) for copy in copies]
-    first_pass = newest = verify(repository, version, deep=deep, progress=progress)
-    problems = dict.fromkeys(first_pass.problems)
+    last_pass = verify(repository, version, deep=deep, progress=progress)
+    problems = dict.fromkeys(last_pass.problems)  # an ordered set of the problems of all passes
     repairs: dict[Digest, Repair] = {}
     while opened:
         # Each object is tried once: the same copies would fail again.
         untried = [
             problem.digest
-            for problem in newest.problems
+            for problem in last_pass.problems
             if problem.kind in _REPAIRABLE and problem.digest not in repairs
         ]
         tried = repair_objects(repository, untried, opened, progress)
         repairs |= {result.digest: result for result in tried}
         if all(result.failure is not None for result in tried):
             break
-        newest = verify(repository, version, deep=deep, progress=progress)
-        problems |= dict.fromkeys(newest.problems)
+        last_pass = verify(repository, version, deep=deep, progress=progress)
+        problems |= dict.fromkeys(last_pass.problems)
     # The last pass has read the repaired objects, so it counts shards that the first one could not.
-    verified = replace(newest, problems=tuple(problems))
-    return DatasetRepairReport(verified, tuple(repairs.values()), newest.problems)
+    verified = replace(last_pass, problems=tuple(problems))
+    return DatasetRepairReport(verified, tuple(repairs.values()), last_pass.problems)

@@ -18,8 +18,8 @@ class RevertReport:
     """The result of `revert`.
 
     Attributes:
-        version: the committed version; or the newest version, if it has the same samples already.
-        equal_to: the old version that it is equal to.
+        version: the committed version; or the newest version, if it already had the splits of the old one.
+        equal_to: the old version, which has the same splits.
         is_new: whether a version was committed.
     """
 
@@ -62,7 +62,7 @@ def revert(repository: Repository, ref: str, *, message: str = "") -> RevertRepo
             parent=newest,
             source=str(old),
             **{VAL_FRACTION: val_fraction},
-            **{name: content[name] for name in (ENTRY_FIELD,) if name in content},
+            **{name: content[name] for name in (ENTRY_FIELD,) if name in content},  # the overlaps of its splits
         )
 
     try:

@@ -16,7 +16,7 @@ from datasvc.errors import BadSampleError, ConfigError
 # concern the pixels.
 _DAMAGE: Final = ("Corrupt JPEG data", "Premature end of JPEG file")
 _MIN_ZEROS: Final = 64  # bytes
-_SEQUENTIAL_FRAMES: Final = (0xC0, 0xC1)
+_SEQUENTIAL_FRAMES: Final = (0xC0, 0xC1)  # markers of the headers of JPEG files that are not progressive
 _HUFFMAN_TABLES, _START_OF_SCAN, _END_OF_IMAGE = 0xC4, 0xDA, b"\xff\xd9"
 _END_OF_BLOCK: Final = 0  # a symbol of the AC tables, which encode all frequencies of a block but the first
 
@@ -64,11 +64,12 @@ def _find_zeros(raw: bytes) -> int | None:
     first_symbols: dict[int, int] = {}  # by AC table
     num_components = None
     offset = 2  # after the marker at the start of the file
+    # A segment begins with 0xFF, its marker, and its length in two bytes, which the length includes.
     while offset + 4 <= len(raw) and raw[offset] == 0xFF:
         marker, stop = raw[offset + 1], offset + 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")
         segment = raw[offset + 4 : stop]
         if marker in _SEQUENTIAL_FRAMES:
-            num_components = segment[5]
+            num_components = segment[5]  # of the picture, such as 3 for colour
         elif marker == _HUFFMAN_TABLES:
             first_symbols |= _first_symbols(segment)
         elif marker == _START_OF_SCAN:

@@ -45,6 +45,7 @@ def write_contact_sheet(path: Path, title: str, samples: Iterable[Preview]) -> i
 
 
 def _page(title: str, figures: Iterable[str]) -> Iterator[str]:
+    """Yield the parts of the HTML page, in order."""
     yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
     yield f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">\n'
     yield f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
@@ -54,6 +55,7 @@ def _page(title: str, figures: Iterable[str]) -> Iterator[str]:
 
 
 def _figure(sample: Preview) -> str:
+    """Return the HTML of a sample: its images, and its class, key and values as a caption."""
     images = "".join(_image(sample.key, encoded) for encoded in sample.images.values())
     label = f"<b>{escape(sample.class_name)}</b>" if sample.class_name is not None else ""
     captions = {"split": sample.split, **sample.values}

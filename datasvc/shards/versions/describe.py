@@ -49,8 +49,7 @@ def describe_version(repository: Repository, ref: str) -> dict[str, Any]:
 def read_bad_samples(repository: Repository, ref: str) -> list[dict[str, str]]:
     """Return the bad samples that the ingest of a version left out: `split`, `key` and `reason` of each.
 
-    The list is that of the ingest or append that made this version. It is empty for a version that a command made
-    from other versions.
+    The list is that of the ingest or append that made this version; [] for a version made from other versions.
 
     Raises CorruptDataError: the log entry or the list is corrupt. For other errors, see `Repository.resolve`.
     """

@@ -17,8 +17,7 @@ from datasvc.loaders.core.batch import check_gpu
 if TYPE_CHECKING:
     import torch
 
-# An array of pixel values, 0 to 255.
-Pixels = npt.NDArray[np.uint8]
+Pixels = npt.NDArray[np.uint8]  # pixel values, 0 to 255
 
 
 def current_gpu() -> int:

@@ -13,8 +13,7 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError
 
-# Key in the field's metadata; its value is the shape of one sample's tensor as JSON.
-SHAPE: Final = b"datasvc.shape"
+SHAPE: Final = b"datasvc.shape"  # key in the field's metadata; its value is the shape of one sample as JSON
 MAX_SAMPLE_BYTES: Final = 256 << 20  # a larger sample is refused
 
 

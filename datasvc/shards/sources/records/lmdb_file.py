@@ -20,8 +20,7 @@ from datasvc.shards.sources.common.source import BATCH_BYTES
 
 _MAGIC: Final = (0xBEEFC0DE).to_bytes(4, "little")
 _MAGIC_OFFSETS: Final = (16, 24)  # after the page header: 16 bytes in LMDB 0.9, 24 bytes in LMDB 1.0
-# Held while a database is open, because py-lmdb refuses to open a file twice in one process.
-_open_lock = threading.Lock()
+_open_lock = threading.Lock()  # held while a database is open: a process may open a file only once at a time
 
 
 def read_pairs(path: str, start: bytes, count: int, *, skip_first: bool) -> list[tuple[bytes, bytes]]:

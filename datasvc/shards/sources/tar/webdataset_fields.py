@@ -42,8 +42,7 @@ def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], 
     Args:
         samples: field names of each of the first samples.
     """
-    # Number of samples that have each field.
-    counts = Counter(name for names in samples for name in names if name != KEY_FIELD)
+    counts = Counter(name for names in samples for name in names if name != KEY_FIELD)  # number of samples by field
     images = _main_images(samples, [name for name in counts if _last(name) in _IMAGES])
     # A field must not get the name of a column that loaders read as something else.
     taken = {KEY}
