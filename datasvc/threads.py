@@ -80,8 +80,8 @@ def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], 
 def run_before_threads_end(hook: Callable[[], object]) -> None:
     """Call `hook` when the interpreter exits, before it waits for threads; `atexit` handlers run after this wait.
 
-    The hook can still use thread pools. They are shut down by a hook of `concurrent.futures`, which runs later: Python
-    runs hooks in the reverse order of registration, and that hook was registered when this module was imported.
+    The hook can still use thread pools. They are shut down by a hook of `concurrent.futures`, which runs later:
+    Python runs hooks in the reverse order of registration, and that one was registered when this module was imported.
     """
     # `_register_atexit` is private and may disappear from Python. Then the hook is not called: the exit takes longer.
     if hasattr(threading, "_register_atexit"):

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 _LOG = logging.getLogger(__name__)
-# The default of a loader. A loader that prefetches fewer batches derives its order with this value, so that it has
-# the same order as a loader with the default.
+# A loader's default. A loader with a smaller `prefetch` derives its order with it too, to have the same order.
 _MIN_PREFETCH: Final = 2
 
 

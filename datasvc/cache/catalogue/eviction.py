@@ -35,7 +35,7 @@ class EvictionCandidate:
     Attributes:
         freed_bytes: disk space that its eviction frees.
         tenant: tenant that is charged for it.
-        distance_bytes: result of `distance_bytes` for its next use.
+        distance_bytes: distance of its next use, see the function `distance_bytes`.
     """
 
     digest: Digest

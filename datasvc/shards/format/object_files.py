@@ -47,7 +47,6 @@ class ObjectFiles:
             size_bytes = self._storage.size(path)
             if size_bytes is None:
                 raise NotFoundError(f"shard {location} is missing; restore it from another copy")
-            # The size is all that can be checked without reading the complete object.
             if size_bytes != expected:
                 raise CorruptDataError(
                     f"shard {location} is corrupt: it has {size_bytes} bytes, expected {expected}; "
