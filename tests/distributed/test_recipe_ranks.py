@@ -140,6 +140,25 @@ def test_at_one_global_batch_any_number_of_ranks_gives_the_same_weights_and_metr
     assert together.entry["metrics"] == pytest.approx(alone.entry["metrics"], abs=1e-5)
 
 
+def test_with_synchronised_batch_norm_a_resnet_has_the_same_weights_at_any_number_of_ranks(repository):
+    options = {"model": "resnet18", "model_option": "small_input=true", "max_steps": 4}
+    options |= {"learning_rate": 0.02, "warmup_epochs": 0, "sync_batch_norm": "", "global_batch": 64}
+    options |= {"statistics": "recompute", "statistics_batches": 2}
+    for ranks in (1, 2, 4):
+        run(repository, f"synchronised-{ranks}", ranks, **options)
+    models = datasvc.open(repository.url).models
+    ours, *others = (models.restore(f"synchronised-{ranks}").state for ranks in (1, 2, 4))
+    for theirs in others:
+        for name, value in ours["model"].items():
+            # Variances are up to 3. They sum squares, so they differ more than the weights do.
+            tolerance = 1e-3 if name.endswith("running_var") else 1e-4
+            torch.testing.assert_close(theirs["model"][name], value, atol=tolerance, rtol=0)
+    # The statistics of each rank's own samples, in contrast, make other weights.
+    run(repository, "not-synchronised", 2, **{key: options[key] for key in options if key != "sync_batch_norm"})
+    local = models.restore("not-synchronised").state["model"]
+    assert (local["stem.0.weight"] - ours["model"]["stem.0.weight"]).abs().max() > 1e-4
+
+
 def test_ranks_that_make_unlike_weights_begin_with_those_of_the_first_and_so_does_their_average(repository):
     held = run(repository, "unlike", 2, model="__main__:unlike_on_each_rank", ema_decay=0.9, max_steps=1)
     assert held[0]["digest"] == held[1]["digest"]

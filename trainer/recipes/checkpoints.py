@@ -67,6 +67,9 @@ def commit(run: Run, *, due: bool = False) -> None:
             handle.wait()
     # In `weights`, the averages over all ranks replace the batch statistics of this rank.
     weights = run.model.state_dict() | compute_average_statistics(run.model)
+    average = None
+    if run.average is not None:
+        average = {**run.average.state_dict(), "batch_statistics": run.average_statistics}
     rank_state = {"random": random_state.capture()}
     if hvd.size() > 1:
         # The averages in `weights` would change the training of a resumed run, so each rank saves its own values too.
@@ -80,7 +83,7 @@ def commit(run: Run, *, due: bool = False) -> None:
                 "optimizer_name": run.config.optimizer,
                 "optimizer": run.optimizer.state_dict(),
                 "loss_scale": run.loss_scale.state_dict(),
-                "ema": None if run.average is None else run.average.state_dict(),
+                "ema": average,
                 "early_stop": run.stop.state_dict(),
                 "loader": run.loader.state_dict(),
                 "log_ids": run.log_ids,  # the repository gets those of rank 0

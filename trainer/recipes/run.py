@@ -6,6 +6,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from datasvc.loaders.core.loader import Loader
 from datasvc.models import CheckpointManager, ConsumptionTracker, SaveHandle
 from datasvc.node.ranks import RankNodes
@@ -23,6 +25,8 @@ class Run(Learner):
     Attributes:
         loader: loader of the training split; its position is that of the run.
         val_loader: loader of the validation split; None if the data set has no validation split.
+        statistics_loader: second loader of the training split, for the statistics of batch normalisation; None if
+            they are not computed anew. It is separate so that it does not move the position of the run.
         schedule: schedule of the learning rate.
         stop: early stopping.
         events: sink of this rank's events.
@@ -35,10 +39,13 @@ class Run(Learner):
         version: newest checkpoint of this run, or the checkpoint that it continues; None before the first one.
         saves: saves not reported yet, each with the epoch of its state.
         metrics: metrics of the newest evaluation; empty if training has continued since.
+        average_statistics: statistics of batch normalisation with which that evaluation ran the averaged weights;
+            empty unless they are computed anew.
     """
 
     loader: Loader[Any]
     val_loader: Loader[Any] | None
+    statistics_loader: Loader[Any] | None
     schedule: RateSchedule
     stop: EarlyStop
     events: EventSink
@@ -52,6 +59,7 @@ class Run(Learner):
     version: str | None = None
     saves: deque[tuple[SaveHandle, int]] = field(default_factory=deque)
     metrics: dict[str, float] = field(default_factory=dict)
+    average_statistics: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:

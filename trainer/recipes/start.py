@@ -34,6 +34,7 @@ from datasvc.trainer.recipes.reporting.metric_logs import open_logs
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan, plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.tasks.batch_statistics import batch_norms
 from datasvc.trainer.recipes.tasks.classification import Classification
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
@@ -77,10 +78,17 @@ def start(config: TrainConfig, events: EventSink) -> Run:
                 data.val, training=False, batch_size=batches.micro_batch, cache=cache, place=place
             )
             stack.callback(val_loader.close)
+        statistics_loader = None
+        if config.recomputes_statistics:
+            statistics_loader = task.open_loader(
+                data.train, training=True, batch_size=batches.batch_size, cache=cache, place=place
+            )
+            stack.callback(statistics_loader.close)
         run = Run(
             **vars(build_learner(config, task, batches, place)),
             loader=loader,
             val_loader=val_loader,
+            statistics_loader=statistics_loader,
             schedule=schedule,
             stop=EarlyStop(config.stop_metric, config.patience, config.stop_mode),
             events=events,
@@ -108,8 +116,7 @@ def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: Da
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         torch.backends.cudnn.benchmark = config.cudnn_benchmark
-    assert config.model is not None
-    model = task.build_model(config.model, config.parse_model_options()).to(place.device)
+    model = build_model(config, task).to(place.device)
     # Broadcast before `WeightAverage` copies the weights, so that the averages are equal on all ranks too.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     # Seed after the model is built, so that each rank draws its own random numbers from here on, for dropout.
@@ -124,6 +131,24 @@ def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: Da
         average=None if config.ema_decay is None else WeightAverage(model, config.ema_decay),
         device=place.device,
     )
+
+
+def build_model(config: TrainConfig, task: Task) -> torch.nn.Module:
+    """Return the configured model, freshly initialised, on the CPU. Every rank must call this.
+
+    Raises:
+        ConfigError: the settings have no such model, or are for batch normalisation, which the model lacks.
+    """
+    assert config.model is not None
+    model = task.build_model(config.model, config.parse_model_options())
+    given = {"--sync-batch-norm": config.sync_batch_norm, "--statistics recompute": config.recomputes_statistics}
+    options = [option for option, is_given in given.items() if is_given]
+    if options and not batch_norms(model):
+        raise ConfigError(
+            f"{' and '.join(options)}: the model {config.model!r} has no batch normalisation; leave the option out, "
+            "or choose another --model"
+        )
+    return hvd.SyncBatchNorm.convert_sync_batchnorm(model) if config.sync_batch_norm else model
 
 
 def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[list[str], str | None, str | None]:
@@ -223,6 +248,10 @@ def compile_model(model: torch.nn.Module, backend: str | None) -> None:
     """
     if backend is None:
         return
+    for module in model.modules():
+        if isinstance(module, hvd.SyncBatchNorm):
+            # It communicates with the other ranks, which no compiled graph can contain.
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
     try:
         model.compile(backend=backend)
     except RuntimeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -11,13 +12,19 @@ from datasvc.models.saving.preemption import SIGNALS
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import commit, report_commits
 from datasvc.trainer.recipes.make_optimizer import set_rate
+from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.step_clock import StepClock
 from datasvc.trainer.recipes.reporting.trace_path import trace_path
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import start
-from datasvc.trainer.recipes.tasks.batch_statistics import replace_statistics_by_averages
+from datasvc.trainer.recipes.tasks.batch_statistics import (
+    batch_statistics,
+    keeping_statistics,
+    recompute_statistics,
+    replace_statistics_by_averages,
+)
 from datasvc.trainer.recipes.tasks.evaluate import evaluate
 from datasvc.trainer.recipes.update import update
 
@@ -80,7 +87,7 @@ def go_through_epochs(run: Run) -> None:
             report_commits(run)
             if run.checkpoints.should_save(run.step) and not run.is_over:
                 # The metrics of an earlier evaluation do not describe this state.
-                run.metrics = {}
+                run.metrics, run.average_statistics = {}, {}
                 commit(run, due=run.checkpoints.stop_signal is None)
                 if run.checkpoints.stop_signal is not None:
                     return
@@ -109,14 +116,19 @@ def is_due(epoch: int, every: int | None) -> bool:
 
 def evaluate_run(run: Run) -> dict[str, float]:
     """Return the metrics of the weights and, with prefix `ema_`, of their average; {} without a validation split."""
-    if run.val_loader is None:
+    if run.val_loader is None and not run.config.recomputes_statistics:
         return {}
     # Close the training loader first, so that the cache need not hold the shards of both loaders at once.
     run.loader.close()
-    replace_statistics_by_averages(run.model)
+    prepare_statistics(run)
+    if run.val_loader is None:
+        return {}
     metrics = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision)
     if run.average is not None:
-        with run.average.applied():
+        with run.average.applied(), keeping_statistics(run.model):
+            if run.config.recomputes_statistics:
+                prepare_statistics(run)
+                run.average_statistics = {name: value.clone() for name, value in batch_statistics(run.model).items()}
             averaged = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision)
         metrics |= {f"ema_{name}": value for name, value in averaged.items()}
     run.val_loader.close()
@@ -125,6 +137,27 @@ def evaluate_run(run: Run) -> dict[str, float]:
         for log in run.logs.values():
             log.log(run.step, metrics)
     return metrics
+
+
+def prepare_statistics(run: Run) -> None:
+    """Make the statistics of batch normalisation those to evaluate with, equal on all ranks."""
+    if run.statistics_loader is None:
+        replace_statistics_by_averages(run.model)
+        return
+    # Use the batches that training takes next: a resumed run then computes the same statistics, and what the cache
+    # fetches for them is what training needs too.
+    run.statistics_loader.load_state_dict(run.loader.state_dict())
+    batches = itertools.chain.from_iterable(itertools.repeat(run.statistics_loader))  # over all epochs
+    with autocast(run.config.precision, run.device):
+        recompute_statistics(
+            run.model,
+            (
+                part
+                for batch in itertools.islice(batches, run.config.statistics_batches)
+                for part in run.task.unpack(batch, run.device).split(run.batches.micro_batch)
+            ),
+        )
+    run.statistics_loader.close()
 
 
 def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: float) -> None:
@@ -174,8 +207,9 @@ def end(run: Run) -> str:
     """
     report_commits(run)
     run.loader.close()
-    if run.val_loader is not None:
-        run.val_loader.close()
+    for loader in (run.val_loader, run.statistics_loader):
+        if loader is not None:
+            loader.close()
     if run.nodes is not None:
         hvd.barrier()  # a node must not stop its server while another node fetches from it
         run.nodes.close()

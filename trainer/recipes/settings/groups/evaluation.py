@@ -12,11 +12,14 @@ from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettings(SettingGroup):
-    """When a run evaluates, and whether evaluations end it.
+    """When and how a run evaluates, and whether evaluations end it.
 
     Attributes:
         evaluate_every: epochs between evaluations; each evaluation is followed by a checkpoint. None: evaluate at the
             end of the run only.
+        statistics: statistics of batch normalisation: "average": moving averages of the training, averaged over the
+            ranks; "recompute": means over batches of training data, with the weights that are evaluated.
+        statistics_batches: steps of training data over which `statistics` "recompute" computes.
         patience: number of consecutive evaluations without a new best `stop_metric` after which the run ends; None:
             never.
         stop_metric: metric of the evaluation that `patience` compares.
@@ -26,9 +29,16 @@ class EvaluationSettings(SettingGroup):
     title: ClassVar[str] = "evaluation and early stopping"
 
     evaluate_every: Annotated[int | None, Metavar("EPOCHS"), Range(1)] = None
+    statistics: Literal["average", "recompute"] = "average"
+    statistics_batches: Annotated[int, Metavar("STEPS"), Range(1)] = 10
     patience: Annotated[int | None, Metavar("EVALUATIONS"), Range(1)] = None
     stop_metric: Annotated[str, Metavar("METRIC")] = "val_loss"
     stop_mode: Literal["max", "min"] | None = None
+
+    @property
+    def recomputes_statistics(self) -> bool:
+        """Whether the statistics of batch normalisation are computed anew before each evaluation."""
+        return self.statistics == "recompute"
 
     def check(self) -> None:
         """Check that there are evaluations to compare, and that it is known which of two values is better."""

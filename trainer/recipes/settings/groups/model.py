@@ -17,6 +17,8 @@ class ModelSettings(SettingGroup):
     Attributes:
         model: one of `models.MODELS`, or "module:function"; None: "small-cnn" for images, "gpt" for tokens.
         model_option: options of the model, each "name=value" with a JSON value: "dropout=0.1".
+        sync_batch_norm: whether batch normalisation uses the samples of all ranks in a backward pass, so that the
+            training is the same at any number of ranks.
         label_smoothing: share of each target that is spread over all classes.
         ema_decay: decay of the moving average of the weights, which is evaluated too; None: no average.
     """
@@ -25,6 +27,7 @@ class ModelSettings(SettingGroup):
 
     model: Annotated[str | None, Metavar("NAME")] = None
     model_option: Annotated[tuple[str, ...], Metavar("NAME=VALUE")] = ()
+    sync_batch_norm: bool = False
     label_smoothing: Annotated[float, Metavar("SHARE"), Range(0, 1)] = 0.0
     ema_decay: Annotated[float | None, Metavar("FACTOR"), Range(0, 1)] = None
 
