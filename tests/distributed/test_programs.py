@@ -60,6 +60,11 @@ def test_batch_norm_over_ranks_equals_batch_norm_over_all_batches(launcher, num_
     launcher.run_program(num_ranks, "normalizing.py")
 
 
+@pytest.mark.slow
+def test_steps_of_the_training_program_with_adasum_and_compressions(launcher):
+    launcher.run_program(2, "recipe_updates.py")
+
+
 @pytest.mark.parametrize(
     ("num_ranks", "num_numbers", "options"),
     [

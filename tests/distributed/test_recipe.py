@@ -89,6 +89,25 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_undisturbed_one(re
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{"compression": "topk:0.05"}, {"compression": "powersgd:2:3"}, {"op": "adasum"}], ids=str
+)
+def test_a_killed_run_resumes_with_what_each_rank_keeps_of_its_own_gradients(repository, settings):
+    name, settings = "-".join(settings.values()).replace(":", "-"), {"epochs": 1, **settings}
+    assert run(repository, name, **settings)[0] == 0
+    assert run(repository, f"{name}-killed", kill_at_step=10, **settings)[0] != 0
+    status, resumed, error = run(repository, f"{name}-killed", **settings)
+    assert status == 0, error
+    assert steps(resumed)[0] in {5, 9}  # the last save may not have been committed yet
+    final, undisturbed = (describe_model(repository, each).entry for each in (f"{name}-killed", name))
+    assert final["content"] == undisturbed["content"]
+    # At another number of ranks, the run goes on without it.
+    status, alone, error = run(repository, f"{name}-killed", ranks=1, **{**settings, "epochs": 2})
+    assert status == 0, error
+    assert steps(alone)[0] == 15
+
+
+@pytest.mark.slow
 def test_a_job_that_is_told_to_end_commits_what_it_has_on_all_ranks_and_goes_on_from_there(repository):
     """A launcher passes SIGTERM on; the ranks look about once a second, and agree on a step."""
     status, told, error = run(repository, "told", kill_at_step=3, terminates=True, checkpoint_every=1000)

@@ -1,8 +1,9 @@
 """Saves the complete state of a run as checkpoints, and restores it; used by the training loop.
 
 A checkpoint holds weights, their average, optimizer, loss scale, loader position, step, the state of early stopping,
-and the random states and batch statistics of every rank. A run that was killed and resumed at the same world size
-therefore ends with the same bits as an uninterrupted run. The steps at which checkpoints were made do not matter.
+and of every rank the random states, the batch statistics, and what it has not sent of its gradients. A run that was
+killed and resumed at the same world size therefore ends with the same bits as an uninterrupted run. The steps at
+which checkpoints were made do not matter.
 """
 
 from __future__ import annotations
@@ -74,6 +75,13 @@ def commit(run: Run, *, due: bool = False) -> None:
     if hvd.size() > 1:
         # The averages in `weights` would change the training of a resumed run, so each rank saves its own values too.
         rank_state["batch_statistics"] = batch_statistics(run.model)
+    optimizer = run.optimizer.state_dict()
+    if run.config.combines_steps and hvd.size() > 1:
+        # Each rank makes its steps with its own gradients, so its moments are its own too.
+        rank_state["optimizer"] = optimizer["state"]
+    if "compression" in optimizer:
+        # What a rank has not sent of its gradients is its own.
+        rank_state["compression"] = optimizer.pop("compression")["memory"]
     try:
         handle = run.checkpoints.save(
             {
@@ -81,7 +89,7 @@ def commit(run: Run, *, due: bool = False) -> None:
                 "model_name": run.config.model,
                 "model": weights,
                 "optimizer_name": run.config.optimizer,
-                "optimizer": run.optimizer.state_dict(),
+                "optimizer": optimizer,
                 "loss_scale": run.loss_scale.state_dict(),
                 "ema": average,
                 "early_stop": run.stop.state_dict(),
@@ -183,8 +191,17 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         run.model.load_state_dict(state["model"])
     except RuntimeError as error:
         raise ConfigError(f"{checkpoint.version} does not fit this run's model: {error}") from error
+    # Checkpoints of earlier releases have no `rank_state`, only the random state of each rank.
+    rank_states = state.get("rank_state") or [{"random": random} for random in state["random"]]
+    has_same_ranks = len(rank_states) == hvd.size()
+    rank_state = rank_states[hvd.rank() if has_same_ranks else 0]
+    optimizer = {**state["optimizer"], "state": rank_state.get("optimizer", state["optimizer"]["state"])}
+    # At another number of ranks, what a rank has not sent of its gradients is lost: without its rank, `optimizer`
+    # loads the part that is equal on all ranks.
+    owner = hvd.rank() if has_same_ranks else None
+    optimizer["compression"] = {"rank": owner, "memory": rank_state.get("compression", {})}
     try:
-        load_optimizer(run.optimizer, state["optimizer"])
+        load_optimizer(run.optimizer, optimizer)
     except ValueError as error:
         raise ConfigError(f"{checkpoint.version} does not fit this run's optimizer: {error}") from error
     load_loss_scale(run.loss_scale, state.get("loss_scale") or {})
@@ -201,10 +218,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         run.log_ids = dict(state.get("log_ids") or {})
     run.step = int(state["step"])
     run.metrics = {name: float(value) for name, value in checkpoint.entry["metrics"].items()}
-    # Checkpoints of earlier releases have no `rank_state`, only the random state of each rank.
-    rank_states = state.get("rank_state") or [{"random": random} for random in state["random"]]
-    if len(rank_states) == hvd.size():
-        rank_state = rank_states[hvd.rank()]
+    if has_same_ranks:
         random_state.reinstate(rank_state["random"])
         # Not strict: these are the batch statistics only; the other weights were loaded above.
         run.model.load_state_dict(rank_state.get("batch_statistics", {}), strict=False)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 import datasvc.trainer as hvd
+from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.optimizers.lamb import LAMB
 from datasvc.trainer.recipes.optimizers.lars import LARS
 from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
@@ -15,23 +16,39 @@ from datasvc.trainer.recipes.optimizers.rmsprop_sgd import RMSpropSGD
 from datasvc.trainer.recipes.optimizers.schedules import sgd_share
 from datasvc.trainer.recipes.settings.config import TrainConfig
 
-_COMPRESSORS: Final = {"none": hvd.Compression.none, "fp16": hvd.Compression.fp16, "bf16": hvd.Compression.bf16}
-
 
 def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_passes: int) -> Any:
     """Return the run's optimizer, which sums gradients over the ranks and over `num_passes` backward passes.
 
-    Every rank must call this, in the same order among its collectives.
+    With Adasum, it sums over the passes, makes a step, and combines the steps of the ranks. Every rank must call
+    this, in the same order among its collectives.
+
+    Raises:
+        ConfigError: Adasum does not work with this number of ranks.
     """
+    size = hvd.size()
+    if config.combines_steps and size & (size - 1):
+        smaller = 1 << (size.bit_length() - 1)
+        raise ConfigError(
+            f"op is 'adasum', which combines ranks in pairs, and the job has {size} ranks; start {smaller} or "
+            f"{2 * smaller} ranks, or give --op average"
+        )
     return hvd.DistributedOptimizer(
         build_optimizer(config, model),
         named_parameters=model.named_parameters(),
-        compression=_COMPRESSORS[config.compression],
+        compression=build_compression(config),
         backward_passes_per_step=num_passes,
         # Each rank divides its loss by the number of targets of all ranks, so the sum of the ranks' gradients is the
-        # gradient of the global batch.
-        op=hvd.Sum,
+        # gradient of the global batch. With Adasum it divides by the number of its own targets; see `update`.
+        op=hvd.Adasum if config.combines_steps else hvd.Sum,
     )
+
+
+def build_compression(config: TrainConfig) -> Any:
+    """Return the compression as `DistributedOptimizer` takes it."""
+    choice = config.parse_compression()
+    compression = getattr(hvd.Compression, choice.name)
+    return compression(**choice.arguments) if choice.has_memory else compression
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

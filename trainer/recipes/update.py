@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,27 +57,34 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
     examples = run.task.unpack(batch, run.device)
     num_targets = run.task.count_targets(examples)
     mark("transfer")
-    num_global_targets = num_targets * hvd.size()
-    if run.task.targets_vary:
-        num_global_targets = int(hvd.allreduce(torch.tensor(num_targets), name="update.targets", op=hvd.Sum))
-        num_global_targets = max(num_global_targets, 1)  # 0 if all blocks are padding; their gradient is 0 too
+    # Divide by the number of targets of all ranks and passes, not of this pass (Goyal et al. 2017, remark 3).
+    num_divided_by = num_targets * hvd.size()
+    if run.config.combines_steps:
+        # Adasum combines steps of ranks that each follow the mean over their own targets.
+        num_divided_by = num_targets
+    elif run.task.targets_vary:
+        num_divided_by = int(hvd.allreduce(torch.tensor(num_targets), name="update.targets", op=hvd.Sum))
         mark("targets")
+    num_divided_by = max(num_divided_by, 1)  # 0 if all blocks are padding; their gradient is 0 too
     total = torch.zeros((), device=run.device)
     for part in examples.split(run.batches.micro_batch):
         with autocast(run.config.precision, run.device):
             loss = run.task.sum_loss(run.model, part)
         mark("forward")
-        # Divide by the number of targets of all ranks and parts, not of this part (Goyal et al. 2017, remark 3).
-        run.loss_scale.scale(loss / num_global_targets).backward()  # type: ignore[no-untyped-call]
+        run.loss_scale.scale(loss / num_divided_by).backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
         mark("backward")
-    run.optimizer.synchronize()
+    if not run.config.combines_steps:
+        run.optimizer.synchronize()
     mark("all-reduce")
     run.loss_scale.unscale_(run.optimizer)  # after the all-reduce, so that all ranks see the same infinities
+    if run.config.combines_steps:
+        _share_overflow(run.loss_scale, run.optimizer)
     if run.config.clip_norm is not None:
         torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.clip_norm)
-    # The gradients are combined already; a second `synchronize` would sum them once more.
-    with run.optimizer.skip_synchronize():
+    # Gradients that are combined already must not be summed once more. With Adasum, the ranks combine their steps in
+    # here, after each rank has clipped its own gradient.
+    with contextlib.nullcontext() if run.config.combines_steps else run.optimizer.skip_synchronize():
         run.loss_scale.step(run.optimizer)
     scale = run.loss_scale.get_scale()
     run.loss_scale.update()
@@ -86,3 +94,13 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
         run.average.update()
     mark("update")
     return total / max(num_targets, 1)
+
+
+def _share_overflow(scale: torch.amp.GradScaler, optimizer: Any) -> None:
+    """Make all ranks skip the step if the gradients of one have overflowed. Every rank must call this.
+
+    Only for gradients that are not combined: a rank that skipped its step alone would let the others wait for it.
+    """
+    if scale.is_enabled():
+        for found in scale._found_inf_per_device(optimizer).values():  # noqa: SLF001 - torch's sharded scale does so
+            hvd.allreduce_(found, name="update.overflow", op=hvd.Max)

@@ -9,6 +9,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
 from datasvc.trainer.recipes.settings.groups.cache import CacheSettings
 from datasvc.trainer.recipes.settings.groups.checkpoints import CheckpointSettings, StartSettings
@@ -64,6 +65,12 @@ class TrainConfig(
         Raises:
             ConfigError: settings do not go together.
         """
+        if self.precision == "fp16" and self.parse_compression().has_memory:
+            # An overflow would stay in the unsent part for ever, and that part has the loss scale of its step.
+            raise ConfigError(
+                f"precision is 'fp16' and compression is {self.compression!r}, whose unsent part does not go with a "
+                "loss scale that changes; give --precision bf16, or --compression none, fp16 or bf16"
+            )
         # Created only for its errors about the milestones.
         RateSchedule(
             peak=self.learning_rate, epochs=self.epochs, shape=self.schedule, milestones=self.parse_milestones()
