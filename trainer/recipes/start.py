@@ -80,7 +80,9 @@ def start(config: TrainConfig, events: EventSink) -> Run:
             stack.callback(val_loader.close)
         statistics_loader = None
         if config.recomputes_statistics:
-            statistics_loader = task.open_loader(
+            # The samples of this loader are not trained on: they belong in no ledger, and in no group's batches.
+            unrecorded = choose_task(dataclasses.replace(config, ledger=None, decode_group=None), data.train)
+            statistics_loader = unrecorded.open_loader(
                 data.train, training=True, batch_size=batches.batch_size, cache=cache, place=place
             )
             stack.callback(statistics_loader.close)
@@ -251,7 +253,7 @@ def compile_model(model: torch.nn.Module, backend: str | None) -> None:
     for module in model.modules():
         if isinstance(module, hvd.SyncBatchNorm):
             # It communicates with the other ranks, which no compiled graph can contain.
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign, no-untyped-call]
     try:
         model.compile(backend=backend)
     except RuntimeError as error:
