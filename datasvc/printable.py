@@ -1,4 +1,4 @@
-"""Text of users and stores on a terminal: one printable line, so that no text can execute an escape sequence."""
+"""Text for people: printable lines, in which no text can execute an escape sequence, and numbers with their nouns."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ def escape_controls(text: str) -> str:
 
 def _escape(character: str) -> str:
     return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def count_text(count: int, one: str, many: str | None = None) -> str:
+    """Return a number with its noun: `1 shard`, `2 shards`. The plural `many` is by default `one` with an "s"."""
+    return f"{count} {one if count == 1 else many or one + 's'}"

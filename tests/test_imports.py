@@ -68,6 +68,7 @@ ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
 }
 ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.progress", "datasvc.api", "datasvc.shards"}
 ALLOWED["datasvc.loaders"] = {
+    "datasvc.printable",
     "datasvc.ledger",
     "datasvc.child_process",
     "datasvc.processors",

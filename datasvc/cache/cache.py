@@ -57,6 +57,9 @@ class Cache(CacheJob):
         tenant: str = DEFAULT_TENANT,
         peers: Peers | None = None,
     ) -> None:
+        if not str(folder):
+            # Python takes an empty path for the working folder.
+            raise ConfigError("the folder of the cache is empty; give its path, such as /nvme/cache")
         path = Path(folder).expanduser().resolve()
         no_budget = ConfigError(
             f"the cache {path} has no budget yet; set one: Cache({str(folder)!r}, budget='50GB'), "

@@ -17,6 +17,7 @@ from datasvc.ledger.coverage import Uneven, cover
 from datasvc.ledger.file import Header, LedgerFile, LedgerRecord, RecordKind
 from datasvc.ledger.history import Attempt, Cursor, order_files, split_into_attempts
 from datasvc.ledger.strided_range import StridedRange, contiguous
+from datasvc.printable import count_text
 
 _MAX_NAMED_RANKS = 8  # number of ranks that one description lists
 
@@ -144,8 +145,9 @@ def _same_order(files: Sequence[LedgerFile], header: Header) -> tuple[Iterator[L
     # In another order, a position means another sample. So files with another order are only reported.
     others = [file.header for file in files if (file.header.order, file.header.num_samples) != expected]
     descriptions = dict.fromkeys(
-        f"rank {other.data_rank} read {other.source}, {other.num_samples} samples, with {other.order}; the first "
-        f"file is of {header.source}, {header.num_samples} samples, with {header.order}"
+        f"rank {other.data_rank} read {other.source}, {count_text(other.num_samples, 'sample')}, with "
+        f"{other.order}; the first "
+        f"file is of {header.source}, {count_text(header.num_samples, 'sample')}, with {header.order}"
         for other in others
     )
     same = (file for file in files if (file.header.order, file.header.num_samples) == expected)
@@ -277,7 +279,9 @@ class _History:
             stop = min(stop, reached, max(ends, default=start))
             if start >= stop:
                 continue
-            prefix = f"in the attempt of {attempt.world_size} ranks from {_cursor_text(attempt.begin)} on"
+            prefix = (
+                f"in the attempt of {count_text(attempt.world_size, 'rank')} from {_cursor_text(attempt.begin)} on"
+            )
             if attempt.missing_ranks:
                 yield f"{prefix} rank {_ranks_text(attempt.missing_ranks)} left no file"
             for rank, file in sorted(attempt.files.items()):

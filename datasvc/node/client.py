@@ -22,6 +22,8 @@ from datasvc.progress import NO_PROGRESS, Progress
 
 _TIMEOUT_S: Final = 10.0
 _START_TIMEOUT_S: Final = 120.0
+# Requests for the state of a job before `stage` gives up; the pauses double.
+_POLL_ATTEMPTS: Final = 5
 _MAX_RESPONSE_BYTES: Final = 64 << 20
 _MAX_ERROR_BYTES: Final = 64 << 10
 _RUNNING: Final = ("waiting", "running")
@@ -130,8 +132,7 @@ class NodeClient:
                     reported[source] = size_bytes
                 if job["state"] not in _RUNNING:
                     break
-                time.sleep(poll_s)
-                job = self._request("GET", f"/stage/{job['id']}")
+                job = self._poll(job["id"], poll_s)
         except KeyboardInterrupt:
             self._request("DELETE", f"/stage/{job['id']}")
             raise
@@ -140,6 +141,20 @@ class NodeClient:
         if job["state"] != "done":
             raise _error_class(job["error_kind"])(f"staging {ref} on {self._url} failed: {job['error']}")
         return job
+
+    def _poll(self, job_id: str, poll_s: float) -> dict[str, Any]:
+        """Return the document of a job after a pause. The job runs on, so a lost request does not end the command."""
+        for attempt in range(1, _POLL_ATTEMPTS + 1):
+            time.sleep(poll_s * 2 ** (attempt - 1))
+            try:
+                return self._request("GET", f"/stage/{job_id}")
+            except UnavailableError as error:
+                if attempt == _POLL_ATTEMPTS:
+                    raise UnavailableError(
+                        f"{error}; {attempt} requests in a row failed. The staging may still run there: the same "
+                        "command finds what has arrived"
+                    ) from error
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _request(self, method: str, path: str, body: dict[str, str] | None = None) -> dict[str, Any]:
         """Return the JSON object of a response. Raise the errors of `stage`, but not those of a job."""

@@ -23,6 +23,7 @@ from datasvc.errors import ConfigError, DatasvcError
 from datasvc.node.embedded import EmbeddedNode
 from datasvc.node.http.auth import is_loopback
 from datasvc.node.settings import NodeSettings
+from datasvc.printable import count_text
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -165,7 +166,9 @@ class RankNodes:
         dist.all_gather_object(gathered, (result, failure), group=self._group)
         failures = [failure for _, failure in gathered if failure]
         if failures:
-            raise ConfigError(f"{len(failures)} ranks cannot serve the cache of their node: {'; '.join(failures)}")
+            raise ConfigError(
+                f"{count_text(len(failures), 'rank')} cannot serve the cache of the node: {'; '.join(failures)}"
+            )
         return [result for result, _ in gathered]
 
     def _rank(self) -> int:

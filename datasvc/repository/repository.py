@@ -194,7 +194,7 @@ class Repository:
 
         Raises:
             NotFoundError: `ref` does not resolve.
-            ConfigError: `tag` is not a valid tag.
+            ConfigError: `tag` is not a valid tag, or is "latest", which means the newest version, and not set yet.
             CorruptDataError: `expect` is given, but the newest move of the tag is damaged.
             ConflictError: the tag does not point at `expect`, or the version was removed concurrently; or see
                 `Log.append`.
@@ -219,6 +219,12 @@ class Repository:
                 raise
             # The new move follows the damaged one. A conflict below removes the tag: the previous version is unknown.
             previous = 0
+        if tag == LATEST and not previous:
+            # A tag wins, see `resolve`. Tags of this name that are set already can be moved and removed.
+            raise ConfigError(
+                f"{target.name}@{LATEST} means the newest version, so {LATEST!r} cannot be a new tag; choose another "
+                "name"
+            )
         if previous == target.version and expect in {None, previous}:
             return target
         tags.move(tag, target.version, expect=expect, newest=newest)

@@ -32,6 +32,7 @@ from datasvc.loaders.profiling.timed_shards import TimedShards
 from datasvc.loaders.profiling.trace import write_trace
 from datasvc.loaders.ranks.data_ranks import DataRanks, choose_data_ranks
 from datasvc.order import OrderConfig, Shuffle, Tail, count_steps, parse_tail
+from datasvc.printable import count_text
 from datasvc.shards import ShardStore, Split
 
 if TYPE_CHECKING:
@@ -434,7 +435,8 @@ def check_num_steps(samples: Split | Mixture, *, batch_size: int, world_size: in
         raise ConfigError(f"{samples!r} has fewer samples than there are ranks: {world_size}; use fewer ranks")
     if not count_steps(0, len(samples), batch_size * world_size, tail):
         raise ConfigError(
-            f"{samples!r} gives no full batch of {batch_size} x {world_size} ranks with tail='drop'; use smaller "
+            f"{samples!r} gives no full batch of {batch_size} x {count_text(world_size, 'rank')} with "
+            "tail='drop'; use smaller "
             "batches, or tail='pad'"
         )
 

@@ -13,6 +13,7 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.mix_order import MixOrder, own_order
 from datasvc.order import OrderConfig
+from datasvc.printable import count_text
 from datasvc.shards import Split
 
 _DEFAULT_BLOCK: Final = 4096
@@ -64,7 +65,7 @@ class Mixture:
 
     def __repr__(self) -> str:
         parts = [f"{weight} {name_of(split)}" for split, weight in zip(self.splits, self.weights, strict=True)]
-        return f"Mixture({' : '.join(parts)}, {len(self)} samples)"
+        return f"Mixture({' : '.join(parts)}, {count_text(len(self), 'sample')})"
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from datasvc.loaders.decode_sharing.group_folder import GroupFolder, PendingStep
 from datasvc.loaders.decode_sharing.settings import DecodeGroup
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
+from datasvc.printable import count_text
 
 B = TypeVar("B")
 
@@ -139,7 +140,10 @@ class Pace:
         was_behind, self._is_behind = self._is_behind, True
         self._counts.last_behind = ahead
         self._counts.behind += not was_behind
-        reason = f"decode group {self._group.name!r}: this job is {ahead} batches behind the fastest"
+        reason = (
+            f"decode group {self._group.name!r}: this job is {count_text(ahead, 'batch', 'batches')} "
+            "behind the fastest"
+        )
         if self._group.when_behind == "raise":
             raise LagError(
                 f"{reason}; give the group a larger lag or patience, or when_behind='alone' to decode in this job"

@@ -21,6 +21,7 @@ from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_plan import ImagePlan
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
+from datasvc.printable import count_text
 from datasvc.shards import Shard
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.schema import LABEL
@@ -84,7 +85,8 @@ class ImageDecoder:
         }
         if bad and self._on_bad == "raise":
             raise BadSampleError(
-                f"{len(bad)} of {len(batch.blobs)} samples of a batch do not decode: {'; '.join(bad.values())}; "
+                f"{len(bad)} of {count_text(len(batch.blobs), 'sample')} of a batch cannot be decoded: "
+                f"{'; '.join(bad.values())}; "
                 "delete them from the data set, ingest it with --decode-check --on-bad skip, or give "
                 "decode=DecodeConfig(on_bad='mask')"
             )

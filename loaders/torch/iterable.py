@@ -16,6 +16,7 @@ from datasvc.loaders.torch.dataset import Dataset
 from datasvc.loaders.torch.drawn_batches import DrawnBatches
 from datasvc.loaders.torch.rank_order import RankOrder
 from datasvc.loaders.torch.sampler import OrderBatchSampler, check_epoch
+from datasvc.printable import count_text
 
 
 class IterableDataset(torch.utils.data.IterableDataset[Any]):
@@ -119,7 +120,8 @@ class ServedSamples(Iterator[Any]):
         """
         if self._remaining:
             raise ConfigError(
-                f"a state was requested with {len(self._remaining)} samples left of a batch; give the loader the "
+                f"a state was requested with {count_text(len(self._remaining), 'sample')} left of a batch; "
+                "give the loader the "
                 "batch_size of its data set, dataset.batch_size, or save between batches"
             )
         return self._batches.state_dict()

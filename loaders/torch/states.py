@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError
 from datasvc.order import OrderState
+from datasvc.printable import count_text
 
 _KIND: Final = "datasvc.loaders.torch"
 
@@ -112,7 +113,8 @@ def _combine(draws: Sequence[DrawState], num_handed: int, num_after: int, *, end
     num_drawn = sum(draw.num_batches for draw in draws)
     if num_drawn != num_handed:
         raise ConfigError(
-            f"the loader handed over {num_handed} batches, made of {num_drawn} of the order, so its batch_size is "
+            f"the loader handed over {count_text(num_handed, 'batch', 'batches')}, made of {num_drawn} of the "
+            "order, so its batch_size is "
             "not that of the OrderBatchSampler and the position is unknown; give the loader the same batch_size"
         )
     first = draws[0]

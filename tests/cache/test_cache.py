@@ -49,6 +49,13 @@ def test_a_file_counts_as_the_blocks_that_it_takes(cache, origin):
     assert cache.status().resident_bytes == 8192 == disk_bytes(cache.folder)
 
 
+def test_an_empty_path_is_not_the_working_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="the folder of the cache is empty; give its path"):
+        Cache("", budget="1MB")
+    assert not list(tmp_path.iterdir())
+
+
 def test_an_empty_object_takes_nothing(cache, origin):
     repository, _ = origin
     info = repository.objects.put(b"")

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from datasvc.cli.datasets.tags import parse_time
 from datasvc.cli.main import make_app
+from datasvc.cli.models.diff import _value_change
 from datasvc.errors import ConfigError, ConflictError, DatasvcError, NotFoundError
 from datasvc.models import CodeRevision, DataUse, save
 from tests.models.entries import commit_entry
@@ -110,6 +111,8 @@ def test_tags_move_by_compare_and_set_and_tell_where_they_stood(cnn, run, run_js
         (["tag", "cnn", "beta", "--history"], NotFoundError, "never had a tag 'beta'; it has: none yet"),
         (["tag", "cnn@1", "x", "--expect", "base@1"], ConfigError, "is not a version of cnn"),
         (["tag", "cnn", "--remove"], ConfigError, "give a tag"),
+        (["tag", "cnn@1", "x", "--history"], ConfigError, "about all moves of a tag; give cnn instead of cnn@1"),
+        (["tag", "cnn@1", "x", "--at", "yesterday"], ConfigError, "about all moves of a tag; give cnn instead"),
         (["tag", "cnn", "x", "--history", "--expect", "7"], ConfigError, "leave it out with --history and --at"),
         (["tag", "cnn", "x", "--at", "yesterday", "--expect", "7"], ConfigError, "leave it out"),
         (["tag", "cnn", "x", "--at", "noon"], ConfigError, "'noon' is not a valid time"),
@@ -195,6 +198,14 @@ def test_find_sorts_by_a_metric_without_a_condition(cnn, run):
     assert [line.split("\t")[0] for line in lines] == ["cnn@2", "cnn@1"]
     lines = run("find", "step < 300", "--by", "acc", "--ascending").splitlines()
     assert [line.split("\t")[0] for line in lines] == ["cnn@3", "cnn@1", "cnn@2", "base@1"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [(1, 3, "1 -> 3 (+2)"), (True, 3, "True -> 3"), (3, True, "3 -> True"), (False, True, "False -> True")],
+)
+def test_the_difference_of_numbers_is_shown_but_not_that_of_booleans(old, new, text):
+    assert _value_change(old, new) == text
 
 
 def test_two_versions_are_compared(repository, run, run_json):

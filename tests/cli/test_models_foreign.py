@@ -39,7 +39,7 @@ def test_import_and_export_say_what_they_did(run, repository, tmp_path):
     said = run(
         repository, "export", "net", out, "--format", "huggingface", "--only", "*.weight", "--dtype", "float16"
     )
-    assert said == f"exported net@1 as huggingface to {out}: 1 tensors, 24 bytes, 1 files\n"
+    assert said == f"exported net@1 as huggingface to {out}: 1 tensor, 24 bytes, 1 file\n"
     assert load_file(out / "model.safetensors")["head.weight"].dtype == torch.float16
     again = json.loads(run(repository, "import", out, "half", "--json"))
     assert again == {

@@ -66,7 +66,7 @@ def test_what_a_bad_table_hid_is_found_once_it_is_repaired_and_is_left_where_no_
     done = run(
         "models", "verify", "m@2", "--repair-from", copy_of(models, tmp_path / "again").url, "--repo", models.url
     )
-    assert done.stdout.splitlines()[-1] == "1 problems"
+    assert done.stdout.splitlines()[-1] == "1 problem"
 
 
 def test_verify_wants_to_know_what(models):

@@ -112,6 +112,12 @@ def test_a_version_with_a_field_of_an_odd_type_is_one_line_and_status_3(plain, c
     assert num_refused > 20
 
 
+def test_the_removal_of_a_damaged_version_says_what_gc_needs_also_with_json(damaged):
+    done = run("models", "rm", "cnn@3", "--json", "--repo", damaged.url)
+    assert json.loads(done.stdout) == {"removed": ["cnn@3"], "untagged": [], "damaged": ["cnn@3"]}
+    assert "`datasvc models mark-lost cnn@3` gives it up" in done.stderr
+
+
 def test_mark_lost_is_the_way_out(damaged):
     assert run("models", "verify", "--all", "--repo", damaged.url).returncode == 3
     refused = run("models", "gc", "--repo", damaged.url)

@@ -200,7 +200,7 @@ def test_wrong_arguments_and_states_are_refused(digits, dataset):
     split = digits["val"]
     for options, said in (
         ({"batch_size": 0}, "batch_size is 0"),
-        ({"batch_size": 361}, "gives no full batch of 361 x 1 ranks with tail='drop'"),
+        ({"batch_size": 361}, "gives no full batch of 361 x 1 rank with tail='drop'"),
         ({"batch_size": 1, "ranks": 2}, "ranks is 2; expected DataRanks"),
         ({"batch_size": 1, "ranks": DataRanks(1, 361)}, "fewer samples than there are ranks"),
         ({"batch_size": 1, "tail": "wrap"}, "tail is 'wrap'"),

@@ -215,7 +215,7 @@ def test_a_batch_size_that_is_not_the_orders_is_said_by_its_states(dataset):
         half.state_dict()
     twice = StatefulDataLoader(source, batch_size=BATCH * 2)
     next(iter(twice))
-    with pytest.raises(ConfigError, match="handed over 1 batches, made of 2 of the order"):
+    with pytest.raises(ConfigError, match="handed over 1 batch, made of 2 of the order"):
         order_state(twice.state_dict())
 
 

@@ -74,6 +74,26 @@ def test_what_a_node_cannot_stage_is_said_as_it_says_it(run, pets, wanted, kind,
         NodeClient(node.url).stage(**wanted)
 
 
+@pytest.mark.parametrize("num_lost", [4, 5])
+def test_a_lost_request_for_the_state_of_a_job_is_repeated(run, pets, monkeypatch, num_lost):
+    node = run(repositories=(pets.url,))
+    client = NodeClient(node.url)
+    request, lost = client._request, []
+
+    def losing(method, path, body=None):
+        if method == "GET" and len(lost) < num_lost:
+            lost.append(path)
+            raise UnavailableError("it does not respond")
+        return request(method, path, body)
+
+    monkeypatch.setattr(client, "_request", losing)
+    if num_lost < 5:
+        assert client.stage("pets", poll_s=0.001)["state"] == "done"
+    else:
+        with pytest.raises(UnavailableError, match=r"5 requests in a row failed\. The staging may still run there"):
+            client.stage("pets", poll_s=0.001)
+
+
 def test_a_job_that_fails_is_the_error_that_the_node_reports(run, pets):
     node = run(repositories=(pets.url,), budget=4096)
     with pytest.raises(CacheFullError, match=f"staging pets on {node.url} failed: "):

@@ -147,7 +147,7 @@ def test_a_shard_with_other_columns_or_samples_than_its_table_is_refused(reposit
     for number, message in (
         (6, "column 'text' of type binary, the shard table lists string"),
         (12, "column 'more' of type binary, the shard table lists no such column"),
-        (18, "holds 1 samples, the shard table lists 6"),
+        (18, "holds 1 sample, the shard table lists 6"),
     ):
         with pytest.raises(CorruptDataError, match=message):
             split[number]

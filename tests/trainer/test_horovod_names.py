@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -128,6 +129,10 @@ def test_an_optimizer_of_adasum_says_so_too(monkeypatch):
     assert (optimizer.op, optimizer.backward_passes_per_step) == (hvd.Adasum, 2)
     assert list(optimizer._parameter_names.values()) == ["weight", "bias"]
     optimizer.set_backward_passes_per_step(3)
+    assert optimizer.backward_passes_per_step == 3
+    for change in (optimizer.set_backward_passes_per_step, partial(setattr, optimizer, "backward_passes_per_step")):
+        with pytest.raises(ValueError, match="must be at least 1, not 0"):
+            change(0)
     assert optimizer.backward_passes_per_step == 3
 
 

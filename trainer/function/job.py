@@ -120,6 +120,8 @@ def run(
         # Compared with None, because 0 does not mean the default.
         if count is not None and (not isinstance(count, numbers.Integral) or count < 1):
             raise ValueError(f"{name} is {count!r}; expected a whole number of at least 1, or None for the default")
+    if start_timeout is not None and not start_timeout > 0:
+        raise ValueError(f"start_timeout is {start_timeout!r}; expected seconds above 0, or None for no limit")
     num_ranks = num_proc or min_num_proc or 1
     call = pickle_call(func, tuple(args), dict(kwargs or {}))
     environ = dict(os.environ if env is None else env)

@@ -111,7 +111,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     new_set = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     ranks = new_set.ranks or []
     if not ranks or ranks[-1] >= runtime.size():
-        raise ValueError(f"a process set has the ranks {ranks}, but the job has only {runtime.size()} ranks, from 0")
+        raise ValueError(
+            f"a process set has the ranks {ranks}, but the ranks of the job are 0 to {runtime.size() - 1}"
+        )
     current_sets = runtime.current_job().engine.process_sets
     if new_set.process_set_id is not None or tuple(ranks) in current_sets.values():
         raise ValueError(f"a process set of the ranks {ranks} exists already; use that one")

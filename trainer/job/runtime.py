@@ -242,7 +242,7 @@ def _check_comm(comm: Sequence[int] | None, placement: RankPlacement) -> None:
         return
     if not isinstance(comm, Sequence) or sorted(comm) != list(range(placement.size)):
         raise ValueError(
-            f"comm must be all {placement.size} ranks, or None, not {comm!r}: for some of the ranks use "
+            f"comm must be the ranks 0 to {placement.size - 1}, or None, not {comm!r}: for some of the ranks use "
             "hvd.add_process_set(ranks); MPI communicators are not supported"
         )
 

@@ -37,6 +37,13 @@ def wrap_optimizer(optimizer: torch.optim.Optimizer, methods: type) -> Any:
     return wrapped
 
 
+def check_passes(passes: int) -> int:
+    """Return the number of backward passes per step. Raises ValueError: it is less than 1."""
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
+    return passes
+
+
 def make_adasum_optimizer(
     optimizer: torch.optim.Optimizer,
     compression: type[Compressor] | CompressionWithMemory,
@@ -74,11 +81,20 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
         """Initialize the added attributes."""
         self._compression = compression
         self._parameter_names = names
-        self.backward_passes_per_step = passes_per_step
+        self._passes_per_step = passes_per_step
         self._name = f"adasum.{next_number('adasum')}"
 
+    @property
+    def backward_passes_per_step(self) -> int:
+        """The number of backward passes per step. It has no effect: the ranks communicate in `step` only."""
+        return self._passes_per_step
+
+    @backward_passes_per_step.setter
+    def backward_passes_per_step(self, passes: int) -> None:
+        self._passes_per_step = check_passes(passes)
+
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Set the attribute; it has no other effect, because the ranks communicate in `step` only."""
+        """Set the attribute. Raises ValueError: `passes` is less than 1."""
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:

@@ -22,6 +22,7 @@ from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.optim.adasum_optimizer import (
     _DistributedAdasumOptimizer,  # noqa: F401 - programs import it from here
+    check_passes,
     make_adasum_optimizer,
     wrap_optimizer,
 )
@@ -79,7 +80,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     if isinstance(compression, CompressionWithMemory):
         compression.check(op)
     names = name_parameters(optimizer, named_parameters)
-    passes = _checked_passes(backward_passes_per_step)
+    passes = check_passes(backward_passes_per_step)
     # A single rank has nothing to combine, so `_DistributedOptimizer` is enough for Adasum too.
     if op is ReduceOp.ADASUM and (runtime.size() > 1 or runtime.is_elastic()):
         return make_adasum_optimizer(optimizer, compression, process_set, names=names, passes_per_step=passes)
@@ -132,7 +133,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: `passes` is less than 1.
         """
-        self._passes_per_step = _checked_passes(passes)
+        self._passes_per_step = check_passes(passes)
         if self._reducer is not None:
             # Passes that were counted toward the previous number do not count toward the new one.
             self._reducer.reset()
@@ -312,9 +313,3 @@ def _choose_groups(num_groups: int, groups: Groups) -> Groups:
             groups = num_groups
     check_groups(groups)
     return groups
-
-
-def _checked_passes(passes: int) -> int:
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step must be at least 1, not {passes}")
-    return passes

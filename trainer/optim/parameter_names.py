@@ -47,7 +47,7 @@ def name_parameters(
     name_of = {parameter: name for name, parameter in pairs}
     num_unnamed = sum(parameter not in name_of for parameter in parameters)
     if num_unnamed:
-        raise ValueError(f"named_parameters was given, but {num_unnamed} parameters of the optimizer are not named")
+        raise ValueError(f"named_parameters was given, but it lacks {num_unnamed} of the optimizer's parameters")
     return name_of
 
 

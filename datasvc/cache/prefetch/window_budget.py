@@ -17,6 +17,7 @@ from datasvc.cache.catalogue.records import footprint
 from datasvc.errors import CacheFullError
 from datasvc.keyed_random import Integers
 from datasvc.order import OrderConfig, Tail
+from datasvc.printable import count_text
 from datasvc.sizes import format_size
 
 _MIN_SHARDS_AHEAD = 4  # enough for several requests in progress
@@ -65,10 +66,13 @@ class BatchesAtOnce:
 
     def describe(self) -> str:
         """Return the parts of `run` in words."""
-        per_rank = f"{self.batch_size} samples" + (f" x {self.num_ranks} ranks" if self.num_ranks > 1 else "")
+        per_rank = count_text(self.batch_size, "sample") + (
+            f" x {count_text(self.num_ranks, 'rank')}" if self.num_ranks > 1 else ""
+        )
         faster = ", 1 for a rank that is a step ahead" if self.num_ranks > 1 else ""
         return (
-            f"{self.run} positions in progress: {self.num_batches} batches (1 in use, {self.prefetch} prefetched"
+            f"{self.run} positions in progress: {count_text(self.num_batches, 'batch', 'batches')} (1 in use, "
+            f"{self.prefetch} prefetched"
             f"{faster}) of {per_rank}"
         )
 
@@ -281,7 +285,8 @@ def _describe(order: OrderConfig, batches: BatchesAtOnce) -> str:
     num_blocks = blocks_at_once(order, batches.run)
     return (
         f"the shards of {order.lanes} lane{'s' * (order.lanes > 1)} x {num_blocks} block{'s' * (num_blocks > 1)} of "
-        f"{order.block} samples, which hold {batches.describe()}; a shard that a block or lane cuts counts in full; "
+        f"{count_text(order.block or 1, 'sample')}, which hold {batches.describe()}; a shard that a block or "
+        "lane cuts counts in full; "
         f"{boundary}"
     )
 

@@ -10,6 +10,7 @@ import typer
 
 from datasvc.cli.terminal.output import JsonOption, print_json, print_line
 from datasvc.errors import CorruptDataError
+from datasvc.printable import count_text
 
 if TYPE_CHECKING:
     from datasvc.ledger.audit import Audit, EpochAudit
@@ -107,7 +108,7 @@ def _json_fields(result: Audit, show: int, repo: str | None) -> dict[str, Any]:
 def _print_audit(result: Audit, show: int, repo: str | None) -> None:
     names = _open_names(result, repo)
     sizes = " -> ".join(map(str, result.world_sizes))
-    print_line(f"{result.header.source}: {result.num_files} files, ranks {sizes}")
+    print_line(f"{result.header.source}: {count_text(result.num_files, 'file')}, ranks {sizes}")
     for line in (*result.damage, *result.disagreements):
         print_line(line)
     for path in result.torn:
@@ -123,10 +124,13 @@ def _print_audit(result: Audit, show: int, repo: str | None) -> None:
 
 def _verdict(epoch: EpochAudit) -> str:
     if epoch.is_proven:
-        return f"proven: each of {epoch.num_samples} samples was served once"
+        return f"proven: each of {count_text(epoch.num_samples, 'sample')} was served once"
     if epoch.is_faultless:
-        return f"not finished: each of the first {epoch.reached} of {epoch.num_samples} samples was served once"
-    return f"not proven: {epoch.never.count} samples never, {epoch.repeated.count} more than once"
+        return (
+            f"not finished: each of the first {epoch.reached} of {count_text(epoch.num_samples, 'sample')} "
+            "was served once"
+        )
+    return f"not proven: {count_text(epoch.never.count, 'sample')} never, {epoch.repeated.count} more than once"
 
 
 def _count_lines(epoch: EpochAudit) -> list[str]:

@@ -21,7 +21,7 @@ from datasvc.cli.terminal.output import (
     print_line,
     resumable,
 )
-from datasvc.cli.terminal.values import count_text
+from datasvc.printable import count_text
 from datasvc.progress import Progress, byte_progress
 from datasvc.sizes import format_size, parse_size
 

@@ -10,8 +10,8 @@ import typer
 
 from datasvc.cli.datasets.ingest import overlap_facts
 from datasvc.cli.terminal.output import JsonOption, MessageOption, RefArgument, RepoOption, print_json, print_line
-from datasvc.cli.terminal.values import count_text
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.printable import count_text
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
 
@@ -78,17 +78,21 @@ def verify(
         for repair in outcome.repairs:
             print_line(describe_repair(repair))
         for kind, count in result.accepted.items():  # overlaps that the commit of the version allowed
-            print_line(f"{count} samples are in two splits, by {kind}: accepted when they were committed")
+            print_line(
+                f"{count_text(count, 'sample is', 'samples are')} in two splits, by {kind}: accepted when they "
+                "were committed"
+            )
         for overlap in result.overlaps:
             print_line(
                 f"{overlap}; `datasvc delete {result.version} --keys FILE --split {overlap.split}` removes them"
             )
         if result.num_unchecked:
             print_line(
-                f"{result.num_unchecked} samples have no sample index: equal images in two splits are not detected"
+                f"{count_text(result.num_unchecked, 'sample has', 'samples have')} no sample index: equal "
+                "images in two splits are not detected"
             )
         num_problems = len(outcome.remaining) + len(result.overlaps)
-        print_line(f"{count_text(num_problems, 'problem')}" if num_problems else "no problems")
+        print_line(count_text(num_problems, "problem") if num_problems else "no problems")
     if outcome.remaining or result.overlaps:
         raise typer.Exit(CorruptDataError.exit_code)
 

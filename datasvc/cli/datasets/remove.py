@@ -42,21 +42,21 @@ def run_rm(kind: Kind, refs: list[str], repo: str, *, force: bool, message: str,
     repository = Repository.open(repo)
     report = remove_versions(repository, kind, refs, force=force, message=message)
     versions = [str(version) for version in report.versions]
-    if as_json:
-        print_json({"removed": versions, "untagged": list(report.untagged)})
-        return
-    for tag in report.untagged:
-        print_line(f"removed tag {tag}")
+    damaged = [str(version) for version in report.versions if _is_damaged(repository, version)]
     command = "datasvc models" if kind == "models" else "datasvc"
-    if damaged := [str(version) for version in report.versions if _is_damaged(repository, version)]:
-        print_line(f"removed {', '.join(versions)}")
+    if as_json:
+        print_json({"removed": versions, "untagged": list(report.untagged), "damaged": damaged})
+    else:
+        for tag in report.untagged:
+            print_line(f"removed tag {tag}")
+        hint = "" if damaged else f"; `{command} gc` frees their bytes after its grace period"
+        print_line(f"removed {', '.join(versions)}{hint}")
+    if damaged:
         print_line(
             f"the entry of {', '.join(damaged)} cannot be read, so gc deletes nothing; if there is no copy, "
             f"`{command} mark-lost {' '.join(damaged)}` gives it up",
             err=True,
         )
-    else:
-        print_line(f"removed {', '.join(versions)}; `{command} gc` frees their bytes after its grace period")
 
 
 def _is_damaged(repository: Repository, version: Resolved) -> bool:

@@ -22,6 +22,7 @@ from datasvc.cli.terminal.output import (
 from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
 from datasvc.cli.terminal.values import json_value, short_text_value, text_value
 from datasvc.errors import BadSampleError, CorruptDataError
+from datasvc.printable import count_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,7 +115,7 @@ def head(
         if as_json:
             print_json({"file": str(html), "samples": num_written})
         else:
-            print_line(f"wrote {num_written} samples of {dataset.resolved} to {html}")
+            print_line(f"wrote {count_text(num_written, 'sample')} of {dataset.resolved} to {html}")
     elif as_json:
         print_json([_sample_facts(sample) for sample in samples])
     else:

@@ -79,6 +79,8 @@ def run_tag(
         raise ConfigError(
             "--expect is a condition for moving or removing a tag; leave it out with --history and --at"
         )
+    if ref != owner and (history or at is not None):
+        raise ConfigError(f"--history and --at are about all moves of a tag; give {owner} instead of {ref}")
     if name is None:
         _print_tags(repository, kind, repository.resolve(kind, ref, removed=True).name, as_json=as_json)
     elif history:

@@ -19,8 +19,9 @@ from datasvc.cli.terminal.output import (
     print_json,
     print_line,
 )
-from datasvc.cli.terminal.values import count_text, text_value
+from datasvc.cli.terminal.values import text_value
 from datasvc.errors import ConfigError
+from datasvc.printable import count_text
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
 
@@ -118,7 +119,7 @@ def classes(
     if as_json:
         print_json({"version": str(version), "classes": class_names})
     else:
-        print_line(f"committed {version}: {len(class_names)} classes have names")
+        print_line(f"committed {version}: {count_text(len(class_names), 'class has a name', 'classes have names')}")
 
 
 def diff(

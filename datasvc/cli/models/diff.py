@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_line
+from datasvc.printable import count_text
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -85,8 +86,8 @@ def _value_change(old: Any, new: Any) -> str:
     if old == new:
         return str(old)
     # A boolean is an integer in Python, but the difference of two booleans has no meaning.
-    both_numbers = isinstance(old, int | float) and isinstance(new, int | float)
-    return f"{old} -> {new}" + (f" ({new - old:+.4g})" if both_numbers and not isinstance(old, bool) else "")
+    are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in (old, new))
+    return f"{old} -> {new}" + (f" ({new - old:+.4g})" if are_numbers else "")
 
 
 def _print_tensors(tensors: TensorsDifference, max_lines: int | None) -> None:
@@ -123,5 +124,6 @@ def _change_line(change: TensorChange) -> str:
     relative = "" if change.relative is None else f", {change.relative:.3g} of its norm"
     bad = f", {change.num_nonfinite} differences NOT FINITE" if change.num_nonfinite else ""
     return (
-        f"{change.name}: by {change.norm:.4g}{relative}, {change.num_changed} of {change.num_elements} elements{bad}"
+        f"{change.name}: by {change.norm:.4g}{relative}, {change.num_changed} of "
+        f"{count_text(change.num_elements, 'element')}{bad}"
     )

@@ -18,6 +18,7 @@ from datasvc.cli.models.arguments import (
 )
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 from datasvc.errors import ConfigError
+from datasvc.printable import count_text
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -113,12 +114,15 @@ def import_model(
         )
         return
     print_line(
-        f"imported {source} ({report.format}) as {report.version}: {report.num_tensors} tensors, "
+        f"imported {source} ({report.format}) as {report.version}: {count_text(report.num_tensors, 'tensor')}, "
         f"{format_size(report.bytes)}, {format_size(report.new_bytes)} of them newly stored"
     )
     if report.ignored:
         names = ", ".join(report.ignored[:5])
-        print_line(f"left out {len(report.ignored)} tensors that are not in the index of the source: {names}")
+        print_line(
+            f"left out {count_text(len(report.ignored), 'tensor that is', 'tensors that are')} not in the "
+            f"index of the source: {names}"
+        )
     if report.files:
         print_line(f"kept with the version: {', '.join(report.files)}")
     if report.left_out:  # files and folders; `ignored` has tensors
@@ -202,8 +206,8 @@ def export_model(
         )
         return
     print_line(
-        f"exported {result.version} as {result.format} to {folder}: {result.num_tensors} tensors, "
-        f"{format_size(result.bytes)}, {len(files)} files"
+        f"exported {result.version} as {result.format} to {folder}: {count_text(result.num_tensors, 'tensor')}, "
+        f"{format_size(result.bytes)}, {count_text(len(files), 'file')}"
     )
 
 

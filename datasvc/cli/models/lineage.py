@@ -10,6 +10,7 @@ import typer
 
 from datasvc.cli.models.arguments import RefArgument
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
+from datasvc.printable import count_text
 
 if TYPE_CHECKING:
     from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin
@@ -106,7 +107,7 @@ def _data_lines(tree: Lineage, *, shards: bool) -> Iterator[str]:
             yield from _dataset_lines(tree, version, printed)
     for table, data in tables.items():
         table_shards = tree.shards[table]
-        yield f"{data}: shard table {table}, {len(table_shards)} shards"
+        yield f"{data}: shard table {table}, {count_text(len(table_shards), 'shard')}"
         yield from (f"{_INDENT}{shard}" for shard in table_shards if shards)
 
 
@@ -136,7 +137,7 @@ def _origin(origin: DataOrigin) -> str:
     kind = change.get("kind", "ingested")
     if kind == "delete":
         where = f" where {change['where']}" if "where" in change else ""
-        text = f"{change.get('deleted')} samples deleted{where}"
+        text = f"{count_text(change.get('deleted', 0), 'sample')} deleted{where}"
     elif kind == "merge":
         text = f"merged from {', '.join(map(str, change.get('versions', ())))}"
     else:
@@ -164,6 +165,6 @@ def _environment(environment: Mapping[str, Any]) -> str:
         *package_versions,
         f"CUDA {environment['cuda']}" if "cuda" in environment else "",
         *gpus,
-        f"{environment['world_size']} ranks" if "world_size" in environment else "",
+        count_text(environment["world_size"], "rank") if "world_size" in environment else "",
     ]
     return ", ".join(fact for fact in facts if fact)

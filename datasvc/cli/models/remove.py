@@ -12,6 +12,7 @@ from datasvc.cli.datasets.remove import ForceOption, RefsArgument, RemovalMessag
 from datasvc.cli.models.arguments import NameArgument
 from datasvc.cli.models.listing import metrics_line
 from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_json, print_line, print_table
+from datasvc.printable import count_text
 
 if TYPE_CHECKING:
     from datasvc.models import ModelVersion
@@ -85,7 +86,7 @@ def retain(
     rows = [_row(version, plan, apply=apply) for version in reversed(versions)]
     print_table(("version", "step", "metrics", "reason"), rows)
     verb = "removed" if apply else "would remove"
-    print_line(f"{verb} {len(plan.removed)} of {len(versions)} versions", err=True)
+    print_line(f"{verb} {len(plan.removed)} of {count_text(len(versions), 'version')}", err=True)
     if plan.removed:
         hint = "`datasvc models gc` frees their bytes after its grace period" if apply else "--apply removes them"
         print_line(hint, err=True)

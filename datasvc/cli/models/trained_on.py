@@ -11,6 +11,7 @@ import typer
 from datasvc.cli.datasets.key_file import read_keys
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import ConfigError
+from datasvc.printable import count_text
 
 if TYPE_CHECKING:
     from datasvc.models import ConsumerReport, VersionUses
@@ -98,7 +99,10 @@ def _facts(report: ConsumerReport, show: int) -> dict[str, Any]:
 def _print(report: ConsumerReport, show: int) -> None:
     num_keys = len(report.keys)
     num_consumers = sum(version.num_samples > 0 for version in report.versions)
-    print_line(f"{num_consumers} of {len(report.versions)} versions consumed some of {num_keys} samples")
+    print_line(
+        f"{num_consumers} of {count_text(len(report.versions), 'version')} consumed some of "
+        f"{count_text(num_keys, 'sample')}"
+    )
     if len(report.missing):
         names = ", ".join(report.keys[number] for number in report.missing[:_MAX_SHOWN].tolist())
         more = ", ..." if len(report.missing) > _MAX_SHOWN else ""
@@ -119,7 +123,7 @@ def _print(report: ConsumerReport, show: int) -> None:
     for number in range(min(show, num_keys)):
         _print_sample(report, number)
     if show < num_keys and show:
-        print_line(f"... and {num_keys - show} more samples: --show {num_keys}, or --json")
+        print_line(f"... and {count_text(num_keys - show, 'more sample')}: --show {num_keys}, or --json")
 
 
 def _print_sample(report: ConsumerReport, number: int) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from datasvc.cli.models.arguments import TrustedOption
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
+from datasvc.printable import count_text
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -119,4 +120,4 @@ def _transfer(
         return
     rows = [(copy.source, copy.target, "new" if copy.is_new else "existed") for copy in result.versions]
     print_table(("source", "target", ""), rows)
-    print_line(f"copied {result.num_objects} objects, {format_size(result.bytes)}")
+    print_line(f"copied {count_text(result.num_objects, 'object')}, {format_size(result.bytes)}")

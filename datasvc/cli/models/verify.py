@@ -11,6 +11,7 @@ from datasvc.cli.datasets.maintain import RepairFromOption, describe_repair
 from datasvc.cli.models.arguments import TrustedOption
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.printable import count_text
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def verify(
     repository = Repository.open(repo)
     versions = _choose(repository, refs or [], every=every)
     lost = list(map(str, lost_versions(repository, refs or []))) if every else []
-    with byte_progress(f"verifying {len(versions)} versions") as progress:
+    with byte_progress(f"verifying {count_text(len(versions), 'version')}") as progress:
         outcome = verify_and_repair(
             repository, versions, repair_from or (), deep=deep, trusted_keys=trusted or None, progress=progress
         )
@@ -56,7 +57,9 @@ def verify(
         print_json({**asdict(report), "repairs": repairs, "num_left": len(remaining), "lost": lost})
     else:
         size = format_size(report.size_bytes)
-        print_line(f"{len(report.versions)} versions: {report.num_objects} objects, {size}, read")
+        print_line(
+            f"{count_text(len(report.versions), 'version')}: {count_text(report.num_objects, 'object')}, {size}, read"
+        )
         for problem in report.problems:
             print_line(str(problem))
         for repair in outcome.repairs:
@@ -64,7 +67,7 @@ def verify(
         for version in lost:
             print_line(f"{version} was declared lost: its entry could not be read, and none of it can be restored")
         no_problems = "no problems in the other versions" if lost else "no problems"
-        print_line(f"{len(remaining)} problems" if remaining else no_problems)
+        print_line(count_text(len(remaining), "problem") if remaining else no_problems)
     if remaining:
         raise typer.Exit(CorruptDataError.exit_code)
 

@@ -31,6 +31,7 @@ from datasvc.cli.terminal.output import (
     print_table,
 )
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.printable import count_text
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
 
@@ -150,7 +151,7 @@ def status(cache: CacheOption, as_json: JsonOption = False) -> None:
         {
             "folder": state.folder,
             "budget": f"{format_size(state.budget_bytes)}{disk_limit}",
-            "resident": f"{format_size(state.resident_bytes)} in {state.num_resident} objects",
+            "resident": f"{format_size(state.resident_bytes)} in {count_text(state.num_resident, 'object')}",
             "reserved": format_size(state.reserved_bytes),
             "in use by running jobs": format_size(state.held_bytes),
             "pinned": format_size(state.pinned_bytes),
@@ -212,7 +213,7 @@ def unpin(
     if as_json:
         print_json({"pin": name, "num_objects": len(pinned.objects), "size_bytes": pinned.size_bytes})
     else:
-        print_line(f"unpinned {name}: {len(pinned.objects)} objects, {format_size(pinned.size_bytes)}")
+        print_line(f"unpinned {name}: {count_text(len(pinned.objects), 'object')}, {format_size(pinned.size_bytes)}")
 
 
 @app.command()
@@ -230,13 +231,14 @@ def scrub(cache: CacheOption, as_json: JsonOption = False) -> None:
         print_json(asdict(result))
     else:
         print_line(
-            f"read {result.num_checked} objects, {format_size(result.checked_bytes)}: {len(result.corrupt)} corrupt"
+            f"read {count_text(result.num_checked, 'object')}, {format_size(result.checked_bytes)}: "
+            f"{len(result.corrupt)} corrupt"
         )
     if result.corrupt:
         mapped = f"; running jobs had {len(result.held)} of them mapped" if result.held else ""
         raise CorruptDataError(
-            f"{len(result.corrupt)} cached objects did not match their digests{mapped}; they were moved to "
-            f"{folder / 'quarantine'}, and are fetched again when they are needed. Check the disk: it may be failing"
+            f"{count_text(len(result.corrupt), 'cached object')} did not match the digest{mapped}; moved to "
+            f"{folder / 'quarantine'}, and fetched again when needed. Check the disk: it may be failing"
         )
 
 
@@ -320,7 +322,7 @@ def _stage_files(urls: list[str], cache: Path, budget: str | None, tenant: str, 
 
     with (
         _open(cache, budget=budget, tenant=tenant) as opened,
-        byte_progress(f"staging {len(urls)} files") as progress,
+        byte_progress(f"staging {count_text(len(urls), 'file')}") as progress,
     ):
         files = stage_files(opened, urls, progress)
     if as_json:
@@ -338,7 +340,8 @@ def _print_staged(name: str, report: StageReport, *, as_json: bool, verb: str = 
         return
     from_peers = f", of which {format_size(report.peer_bytes)} from peers" if report.num_from_peers else ""
     print_line(
-        f"{verb} {name}: {report.num_fetched} shards fetched ({format_size(report.fetched_bytes)}{from_peers}), "
+        f"{verb} {name}: {count_text(report.num_fetched, 'shard')} fetched "
+        f"({format_size(report.fetched_bytes)}{from_peers}), "
         f"{report.num_hits} already in the cache ({format_size(report.hit_bytes)})"
     )
 

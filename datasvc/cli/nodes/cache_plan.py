@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_facts, print_json
+from datasvc.printable import count_text
 from datasvc.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def plan(
 def _print_forecast(result: Forecast, workload: Workload, images_per_second: float | None) -> None:
     print_facts(
         {
-            "data": f"{result.num_samples} samples in {result.num_shards} shards, {format_size(result.data_bytes)}",
+            "data": f"{count_text(result.num_samples, 'sample')} in {count_text(result.num_shards, 'shard')}, "
+            f"{format_size(result.data_bytes)}",
             "nodes": f"{workload.nodes}, each reads {'its own lanes' if workload.splits_lanes else 'all shards'}",
             "order": _order_text(workload.order),
             "budget": f"{format_size(result.budget_bytes)} per node",
@@ -118,8 +120,8 @@ def _print_forecast(result: Forecast, workload: Workload, images_per_second: flo
 def _order_text(order: OrderConfig) -> str:
     if order.shuffle != "windowed":
         return order.shuffle or "that of the shard table"
-    plural = "s" if order.lanes > 1 else ""
-    return f"windowed, {order.lanes} lane{plural}, blocks of {order.block} samples"
+    assert order.block is not None  # `plan` has chosen it
+    return f"windowed, {count_text(order.lanes, 'lane')}, blocks of {count_text(order.block, 'sample')}"
 
 
 def _epoch_facts(epoch: EpochForecast, data_bytes: int, images_per_second: float | None) -> dict[str, str]:

@@ -17,8 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from datasvc.cli.terminal.output import plain_text
-from datasvc.cli.terminal.values import count_text, text_value
+from datasvc.cli.terminal.values import text_value
 from datasvc.errors import UnavailableError
+from datasvc.printable import count_text
 from datasvc.sizes import format_size
 
 Status = Mapping[str, Any]
@@ -89,7 +90,8 @@ def _parts(status: Status, rates: Mapping[str, float]) -> Iterator[RenderableTyp
         serving = status["serving"]
         yield Text(
             f"serving: {serving['num_streams']} streams, {serving['num_connections']} of "
-            f"{serving['max_connections']} connections, {serving['num_fetches']} objects being fetched for peers, "
+            f"{count_text(serving['max_connections'], 'connection')}, "
+            f"{count_text(serving['num_fetches'], 'object')} being fetched for peers, "
             f"{serving['num_broken']} incomplete responses"
         )
     yield from _tables(status)

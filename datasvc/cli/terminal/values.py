@@ -46,11 +46,6 @@ def short_text_value(value: Any) -> str:
     return escape_controls(_shortened(value))
 
 
-def count_text(count: int, noun: str) -> str:
-    """Return a number with its noun: `1 shard`, `2 shards`. The plural is the noun with an "s"."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
 def _shortened(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         shown = ", ".join(map(_shortened, value[:_SHOWN_ITEMS]))

@@ -32,6 +32,7 @@ from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import base_records, commit
 from datasvc.models.versions.metadata import VersionMetadata
+from datasvc.printable import count_text
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
@@ -255,7 +256,9 @@ def _check_skeleton(skeleton: Any, names: Iterable[str], location: str) -> None:
     for name, placeholder in placeholders.items():
         count = counts[id(placeholder)]
         if count != 1:
-            raise CorruptDataError(f"{location}: its state has tensor {name!r} {count} times; expected exactly once")
+            raise CorruptDataError(
+                f"{location}: its state has tensor {name!r} {count_text(count, 'time')}; expected exactly once"
+            )
     try:
         encode_state(skeleton)
     except (ValueError, TypeError, RecursionError) as error:

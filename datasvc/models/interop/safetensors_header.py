@@ -18,6 +18,7 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.interop.state import check_tensor_name
 from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
+from datasvc.printable import count_text
 
 DTYPES: Final[Mapping[str, str]] = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -77,7 +78,9 @@ def read_header(path: Path) -> list[PlacedTensor]:
         if dtype not in DTYPES:
             raise ConfigError(f"{path}: tensor {name!r} has the dtype {dtype!r}, which is not supported")
         if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) >= _MAX_SIZE:
-            raise CorruptDataError(f"{path}: tensor {name!r} has {len(shape)} dimensions or a size that is too large")
+            raise CorruptDataError(
+                f"{path}: tensor {name!r} has {count_text(len(shape), 'dimension')} or a size that is too large"
+            )
         placed.append(PlacedTensor(name, DTYPES[dtype], shape, offset))
         offset += math.prod(shape) * ITEM_BYTES[DTYPES[dtype]]
     return placed

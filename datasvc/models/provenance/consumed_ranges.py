@@ -19,6 +19,7 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.models.versions.data_use import Cursor, DataUse, ReadSpan, cursor_of
 from datasvc.order import OrderConfig, OrderState, count_steps
+from datasvc.printable import count_text
 from datasvc.repository import Digest
 from datasvc.repository.objects.objects import parse_digest
 
@@ -133,13 +134,15 @@ def _parse_mixture(state: Any) -> ReadOrder:
         raise ConfigError(f"the state of a mixture is not valid: {error!r}") from error
     if len(weights) != len(tables) or min(weights, default=-1) < 0 or not any(weights) or mix.epoch_samples < 1:
         raise ConfigError(
-            f"the state of a mixture is not valid: it has the weights {weights} for {len(tables)} splits, and epochs "
-            f"of {mix.epoch_samples} samples"
+            f"the state of a mixture is not valid: it has the weights {weights} for "
+            f"{count_text(len(tables), 'split')}, and epochs "
+            f"of {count_text(mix.epoch_samples, 'sample')}"
         )
     # `MixOrder` needs at least one sample of each split with a weight in every block.
     if any(0 < weight * mix.block < sum(weights) for weight in weights):
         raise ConfigError(
-            f"the state of a mixture is not valid: with the weights {weights}, a block of {mix.block} samples has no "
+            f"the state of a mixture is not valid: with the weights {weights}, a block of "
+            f"{count_text(mix.block, 'sample')} has no "
             "sample of one of the splits"
         )
     return ReadOrder(tables, config, mix, names)
@@ -196,7 +199,8 @@ def parts_of(segment: Segment, num_samples: int) -> Iterator[EpochPart]:
     span = segment.span
     if max(span.start[1], span.stop[1], segment.own_start[1]) > num_samples:
         raise ConfigError(
-            f"the range from (epoch, position) {span.start} to {span.stop} exceeds epochs of {num_samples} samples"
+            f"the range from (epoch, position) {span.start} to {span.stop} exceeds epochs of "
+            f"{count_text(num_samples, 'sample')}"
         )
     if span.stop[0] - span.start[0] > _MAX_EPOCHS:
         raise ConfigError(

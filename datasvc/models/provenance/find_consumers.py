@@ -26,6 +26,7 @@ from datasvc.models.provenance.sample_query import SampleQuery, query_deleted, q
 from datasvc.models.provenance.sample_uses import Bits, ConsumerReport, UseBatch, VersionUses
 from datasvc.models.provenance.segments import Consumed, plan_segments
 from datasvc.models.registry.ancestry import Ancestry, read_ancestry
+from datasvc.printable import count_text
 from datasvc.repository import Digest, Objects, Repository
 from datasvc.repository.logs.references import refuse_text
 from datasvc.shards.format.shard_table import ShardTable
@@ -164,7 +165,10 @@ class _ConsumerSearch:
             for split_number, split_places in places_by_split.items():
                 if split_places.lost:
                     name = order.names[split_number]
-                    gap = f"it read {name}, of which {len(split_places.lost)} shards are not in this repository"
+                    gap = (
+                        f"it read {name}, of which "
+                        f"{count_text(len(split_places.lost), 'shard is', 'shards are')} not in this repository"
+                    )
                     self._add_gap(order, gap)
             by_order[order] = KeyPositions(order, tables, places_by_split)
         return by_order

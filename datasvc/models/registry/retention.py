@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from datasvc.errors import ConfigError
 from datasvc.models.registry.registry import ModelVersion
+from datasvc.printable import count_text
 from datasvc.repository.logs.metric_mode import MetricMode, choose_metric_mode
 from datasvc.repository.logs.metric_ranking import finite_metrics, rank_by_metric
 
@@ -114,7 +115,7 @@ def _every(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[
     if policy.every_versions is not None:
         for version in living:
             if version.version % policy.every_versions == 0:
-                yield version.version, f"every {policy.every_versions} versions"
+                yield version.version, f"every {count_text(policy.every_versions, 'version')}"
     if policy.every_steps is not None:
         seen = set()
         # Sorted by step, not by number: a run that resumes an earlier version passes the same steps again.
@@ -122,4 +123,4 @@ def _every(living: Sequence[ModelVersion], policy: RetentionPolicy) -> Iterable[
             interval = int(version.entry["step"]) // policy.every_steps
             if interval not in seen:
                 seen.add(interval)
-                yield version.version, f"every {policy.every_steps} steps"
+                yield version.version, f"every {count_text(policy.every_steps, 'step')}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
+from datasvc.printable import count_text
 
 _SHOWN_ROWS: Final = 40
 _HEAD = ("tensor", "model expects", "checkpoint has")
@@ -78,7 +79,8 @@ class LoadReport:
 
     def __str__(self) -> str:
         counts = (
-            f"{len(self.loaded)} tensors fit, {len(self.missing)} missing, {len(self.unexpected)} unexpected, "
+            f"{count_text(len(self.loaded), 'tensor fits', 'tensors fit')}, {len(self.missing)} missing, "
+            f"{len(self.unexpected)} unexpected, "
             f"{len(self.mismatched)} of another dtype or shape"
         )
         return counts if self.is_exact else f"{counts}\n{self.table()}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from datasvc import errors
 from datasvc.errors import DatasvcError, UnavailableError
+from datasvc.printable import count_text
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +135,8 @@ class GroupChannel(RankChannel):
             # Close the channel: a message that arrives late would be taken for an answer to the next collective.
             self.close()
             raise UnavailableError(
-                f"rank {self.rank} lost the connection to another of {self.size} ranks, which died or did not answer "
+                f"rank {self.rank} lost the connection to another of {count_text(self.size, 'rank')}, which "
+                "died or did not answer "
                 f"within {self._timeout_s:g} s: {error}"
             ) from error
 
@@ -197,7 +199,7 @@ def raise_on_all_ranks(
     named_class = getattr(errors, error["type"], None)
     if isinstance(named_class, type) and issubclass(named_class, DatasvcError):
         error_class, message = named_class, error["message"]
-    others = f" ({len(failed) - 1} other ranks failed too)" if len(failed) > 1 else ""
+    others = f" ({count_text(len(failed) - 1, 'other rank')} failed too)" if len(failed) > 1 else ""
     prefix = "" if len(errors_by_rank) == 1 else f"rank {rank}: "
     raise error_class(f"{prefix}{message}{others}") from own_error
 

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from datasvc.errors import ConfigError
+from datasvc.printable import count_text
 
 REGEX_PREFIX: Final = "re:"
 _SHOWN_NAMES = 3
@@ -123,7 +124,9 @@ def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Coll
     ]
     # Without `exclude`, at least one name is chosen, because each pattern of `only` matches a name.
     if not chosen and names and exclude:
-        raise ConfigError(f"nothing is left of {len(names)} tensors without {', '.join(map(repr, exclude))}")
+        raise ConfigError(
+            f"nothing is left of {count_text(len(names), 'tensor')} without {', '.join(map(repr, exclude))}"
+        )
     return chosen
 
 

@@ -18,6 +18,7 @@ from datasvc.models.registry.registry import parse_version
 from datasvc.models.transfer.reachable import reachable_objects
 from datasvc.models.versions.entry_fields import check_fields
 from datasvc.models.versions.entry_reader import EntryReader
+from datasvc.printable import count_text
 from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_reference
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.versions.dataset import find_renamed
@@ -83,7 +84,8 @@ class TargetLogs:
         if self._source_commits[version.name].isdisjoint(log.numbers):
             raise ConfigError(
                 f"cannot copy {version} to {redact_url(self._target.url)}, which has another data set {log.name!r} "
-                f"with {len(log.contents)} versions, none of them from {redact_url(self.source.url)}; give the copy "
+                f"with {count_text(len(log.contents), 'version')}, none of them from "
+                f"{redact_url(self.source.url)}; give the copy "
                 f"another name: --rename-data {version.name}=NAME, data_names={{{version.name!r}: 'NAME'}}"
             )
 

@@ -16,6 +16,7 @@ import numpy as np
 from blake3 import blake3
 
 from datasvc.errors import ConfigError
+from datasvc.printable import count_text
 from datasvc.shards.export.columns import (
     check_images,
     encode_json,
@@ -155,7 +156,8 @@ def _check_unique(split: Split, num_units: int, destination: Destination) -> Non
         names = _all_names(split, num_units, destination)
         name = next(name for name in names if blake3(name.encode()).digest(16) == digest)
         raise ConfigError(
-            f"folder cannot hold {split}: {len(duplicates)} samples would have the file name of another, such as "
+            f"folder cannot hold {split}: {count_text(len(duplicates), 'sample')} would have the file name of "
+            "another, such as "
             f"{name!r}; formats that can: {_SUPPORTED_BY}"
         )
 

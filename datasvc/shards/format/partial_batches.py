@@ -18,6 +18,7 @@ from xxhash import xxh3_128_digest
 from datasvc.arrow_messages import checked_messages
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
+from datasvc.printable import count_text
 from datasvc.shards.format.digests import digest_blob, digest_sample
 from datasvc.shards.format.ipc_reader import PARSE_ERRORS, read_batch
 from datasvc.shards.format.layout import BatchLayout, ByteRange, check_ranges
@@ -146,7 +147,8 @@ class WholeBatch:
         # Check this before the placeholder is made, because its null values take memory for each of the samples.
         if count * sum(_min_bits(field.type) for field in schema) > 8 * layout.message.length:
             raise CorruptDataError(
-                f"{name}: its sample index lists {count} samples in {layout.message.length} bytes; restore the index "
+                f"{name}: its sample index lists {count_text(count, 'sample')} in {layout.message.length} "
+                "bytes; restore the index "
                 "from another copy"
             )
         self.batch = pa.RecordBatch.from_arrays([pa.nulls(count, field.type) for field in schema], schema=schema)
@@ -242,5 +244,5 @@ def _read_message(message: pa.Buffer, schema: pa.Schema, num_samples: int) -> pa
     except PARSE_ERRORS as error:
         raise ValueError(f"Arrow cannot read it: {error}") from error
     if batch.num_rows != num_samples:
-        raise ValueError(f"it has {batch.num_rows} samples; expected {num_samples}")
+        raise ValueError(f"it has {count_text(batch.num_rows, 'sample')}; expected {num_samples}")
     return batch

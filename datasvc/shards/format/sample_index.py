@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import CorruptDataError
+from datasvc.printable import count_text
 from datasvc.shards.format.arrow_object import decode_metadata, decode_table, encode_table
 from datasvc.shards.format.digests import DIGEST_BYTES
 from datasvc.shards.format.layout import ShardLayout
@@ -73,7 +74,8 @@ class SampleIndex:
         layout = ShardLayout.decode(encoded, name)
         if layout.num_samples != table.num_rows:
             raise CorruptDataError(
-                f"{name} lists {table.num_rows} samples, but its record batches have {layout.num_samples}: "
+                f"{name} lists {count_text(table.num_rows, 'sample')}, but its record batches have "
+                f"{layout.num_samples}: "
                 "restore it from another copy"
             )
         return cls(table, layout)

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.keyed_random import Integers
+from datasvc.printable import count_text
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.arrow_object import check_columns, column_to_numpy, encode_table
@@ -221,7 +222,8 @@ class ShardTable:
         listed = int(self.rows.column("samples")[number].as_py())
         if shard.num_samples != listed:
             raise CorruptDataError(
-                f"{shard.name} holds {shard.num_samples} samples, the shard table lists {listed}: restore both from "
+                f"{shard.name} holds {count_text(shard.num_samples, 'sample')}, the shard table lists "
+                f"{listed}: restore both from "
                 "another copy"
             )
         listed_types = {column.name: column.type for column in self.sample_schema}

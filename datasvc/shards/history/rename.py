@@ -199,7 +199,8 @@ def _end_tag(repository: Repository, name: str, new_name: str, tag: str, rename_
             raise _NothingToCommitError
         if ended and current < rename_number:
             # The tag was set again after its end. A tag that the new name has is newer.
-            with suppress(ConflictError):
+            # ConfigError: no tag can be set anew that is called "latest", only copied.
+            with suppress(ConflictError, ConfigError):
                 repository.tag("datasets", f"{new_name}@{current}", tag, expect=0)
         return {"version": None, _ENDED_BY: rename_number}
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from datasvc.errors import BadSampleError, NotFoundError
+from datasvc.printable import count_text
 from datasvc.repository import Digest, Objects
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.shard_table import ShardTable
@@ -45,10 +46,12 @@ def check_bad(
     all_bad = [*bad, *repeated]
     if not all_bad or not (fails or without_good):
         return
+    are = "is" if len(all_bad) == 1 else "are"
     total = len(bad) + sum(table.num_samples for table in tables.values())  # the tables count `repeated` too
     listed = [f"{sample.split}/{sample.key}: {sample.reason}" for sample in _ordered(all_bad)]
     raise BadSampleError(
-        f"{len(all_bad)} of {total} samples of {redact_url(source.url)} are bad, nothing was committed: "
+        f"{len(all_bad)} of {count_text(total, 'sample')} of {redact_url(source.url)} {are} bad, nothing was "
+        "committed: "
         f"{_join_first(listed)}. Repair or remove them, or leave them out with --on-bad skip, which needs a good "
         "sample in each split"
     )
@@ -62,8 +65,9 @@ def check_duplicates(duplicates: Mapping[str, Sequence[DuplicateSample]], source
         for sample in samples
     ]
     if listed:
+        are = "is a duplicate" if len(listed) == 1 else "are duplicates"
         raise BadSampleError(
-            f"{len(listed)} samples of {redact_url(source.url)} are duplicates, nothing was committed: "
+            f"{count_text(len(listed), 'sample')} of {redact_url(source.url)} {are}, nothing was committed: "
             f"{_join_first(listed)}. Remove them, or use --duplicates drop or keep"
         )
 

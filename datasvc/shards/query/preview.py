@@ -14,6 +14,7 @@ import pyarrow as pa
 from PIL import Image, ImageOps
 
 from datasvc.errors import ConfigError
+from datasvc.printable import count_text
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob, is_image
 from datasvc.shards.images.header import open_image
 from datasvc.shards.versions.dataset import Split
@@ -48,7 +49,7 @@ def preview_samples(split: Split, num_samples: int) -> Iterator[Preview]:
         CorruptDataError, NotFoundError, UnavailableError: a shard cannot be read.
     """
     if num_samples < 0:
-        raise ConfigError(f"cannot show {num_samples} samples; expected 0 or more")
+        raise ConfigError(f"cannot show {count_text(num_samples, 'sample')}; expected 0 or more")
     schema = split.table.sample_schema
     return (_preview(split, schema, sample) for sample in islice(split, num_samples))
 

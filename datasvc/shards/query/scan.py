@@ -21,6 +21,7 @@ import pyarrow.dataset as arrow_dataset
 from pyarrow import acero
 
 from datasvc.errors import CorruptDataError
+from datasvc.printable import count_text
 from datasvc.repository import Digest
 from datasvc.shards.format.ipc_reader import IpcReader
 from datasvc.shards.format.object_files import ObjectFiles
@@ -185,7 +186,9 @@ def _read_stored(
 
 def _check_count(num_read: int, num_samples: int, *, is_end: bool) -> None:
     if num_read > num_samples or (is_end and num_read != num_samples):
-        raise CorruptDataError(f"it holds {num_read} samples or more, the shard table lists {num_samples}")
+        raise CorruptDataError(
+            f"it holds {count_text(num_read, 'sample')} or more, the shard table lists {num_samples}"
+        )
 
 
 def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:

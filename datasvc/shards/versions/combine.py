@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, get_args
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, ConflictError
+from datasvc.printable import count_text
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.shards.format.digests import blob_views, digest_batch
 from datasvc.shards.format.reader import open_shard
@@ -301,12 +302,14 @@ def _check_common(common: CommonKeys, on_common: OnCommon, where: str = "") -> N
     """Raise ConflictError if `on_common` does not resolve the common keys."""
     if on_common == "fail":
         raise ConflictError(
-            f"{len(common)} keys are on both sides{where}: {first_keys(common.keys)}; choose {_WAYS_OUT}"
+            f"{count_text(len(common), 'key is', 'keys are')} on both sides{where}: {first_keys(common.keys)}; "
+            f"choose {_WAYS_OUT}"
         )
     if on_common == "drop" and not common.equal.all():
         unequal = common.keys.filter(pa.array(~common.equal))
         raise ConflictError(
-            f"{len(unequal)} keys are on both sides with different samples{where}: {first_keys(unequal)}; choose "
+            f"{count_text(len(unequal), 'key is', 'keys are')} on both sides with different samples{where}: "
+            f"{first_keys(unequal)}; choose "
             f"{_WAYS_OUT}"
         )
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from datasvc.errors import ConflictError, CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
+from datasvc.printable import count_text
 from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import parse_digest
@@ -135,7 +136,7 @@ class Split:
         return _unpickle_split, (self.name, self.dataset, self.repository.storage, self.digest)
 
     def __repr__(self) -> str:
-        return f"Split({self.dataset}/{self.name}, {len(self)} samples)"
+        return f"Split({self.dataset}/{self.name}, {count_text(len(self), 'sample')})"
 
     def __len__(self) -> int:
         return int(self._stops[-1]) if len(self._stops) else 0

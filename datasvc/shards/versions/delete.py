@@ -13,6 +13,7 @@ import numpy as np
 
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.keyed_random import Integers
+from datasvc.printable import count_text
 from datasvc.repository import Objects, Repository, Resolved
 from datasvc.repository.logs.references import refuse_text
 from datasvc.shards.format.shard_table import ShardTable
@@ -198,7 +199,9 @@ class _DeleteBuild:
         if missing and not self.ignore_missing:
             searched = f"{self.parent}/{self.split}" if self.split else self.parent
             listed = first_keys(self.missing)
-            raise NotFoundError(f"{len(missing)} keys are not in {searched}: {listed}; nothing was committed")
+            raise NotFoundError(
+                f"{count_text(len(missing), 'key is', 'keys are')} not in {searched}: {listed}; nothing was committed"
+            )
 
 
 def _checked_keys(keys: Iterable[str] | None) -> frozenset[str] | None:

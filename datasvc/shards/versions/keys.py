@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
+from datasvc.printable import count_text
 from datasvc.repository import Objects
 from datasvc.shards.format.digests import DIGEST_BYTES, digest_batch
 from datasvc.shards.format.reader import Shard, open_shard
@@ -88,7 +89,7 @@ class SplitKeys:
         index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest)).table
         if index.num_rows != self._stored[shard]:
             raise CorruptDataError(
-                f"{self._objects.location(digest)} lists {index.num_rows} samples, the shard table "
+                f"{self._objects.location(digest)} lists {count_text(index.num_rows, 'sample')}, the shard table "
                 f"{self._stored[shard]}: restore both from another copy"
             )
         keys = take_keys(index.column("key"), rows)

@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.keyed_random import Integers
+from datasvc.printable import count_text
 from datasvc.repository import Objects
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import is_blob
@@ -115,8 +116,10 @@ class Overlap:
             for sample in self.samples.first(_MAX_LISTED)
         ]
         more = f" and {len(self.samples) - _MAX_LISTED} more" if len(self.samples) > _MAX_LISTED else ""
+        are = "is" if len(self.samples) == 1 else "are"
         return (
-            f"{len(self.samples)} samples of {self.split!r} are in {self.other!r} too, by {_KIND_TEXT[self.kind]}: "
+            f"{count_text(len(self.samples), 'sample')} of {self.split!r} {are} in {self.other!r} too, "
+            f"by {_KIND_TEXT[self.kind]}: "
             f"{', '.join(keys)}{more}"
         )
 

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
+from datasvc.printable import count_text
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository
 from datasvc.repository.objects.objects import digest_of
@@ -75,7 +76,7 @@ class DatasetProblem:
         subject = f"{self.role} {self.shard}" if self.role == "shard" else self.role
         subject += f" of shard {self.shard}" if self.role == "sample index" else ""
         keys = ", ".join(self.keys) + (", ..." if len(self.keys) < self.num_samples else "")
-        affected = f"{self.num_samples} samples affected" + (f": {keys}" if self.keys else "")
+        affected = f"{count_text(self.num_samples, 'sample')} affected" + (f": {keys}" if self.keys else "")
         return f"{self.split}: {subject} ({self.digest}) is {self.kind}: {self.detail}; {affected}"
 
 
@@ -227,7 +228,8 @@ class _SplitCheck:
         index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
         if index.num_samples != self._stored[number]:
             raise CorruptDataError(
-                f"the sample index lists {index.num_samples} samples, the shard table {self._stored[number]}: "
+                f"the sample index lists {count_text(index.num_samples, 'sample')}, the shard table "
+                f"{self._stored[number]}: "
                 "restore both from another copy"
             )
         return index

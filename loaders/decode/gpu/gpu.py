@@ -22,6 +22,7 @@ from datasvc.loaders.decode.cpu import CpuBackend, CpuRun
 from datasvc.loaders.decode.crop import import_codec
 from datasvc.loaders.decode.gpu.dali import BACKENDS, DaliPipeline, Graph, device_errors
 from datasvc.loaders.profiling.step_profiler import StepProfiler
+from datasvc.printable import count_text
 from datasvc.shards.images.header import is_plain_jpeg
 
 if TYPE_CHECKING:
@@ -161,7 +162,8 @@ class GpuBackend:
         if self._num_unexplained >= _MAX_UNEXPLAINED:
             other = "gpu-whole" if self._graph == "window" else "gpu-window"
             raise DeviceError(
-                f"DALI failed on {self._num_unexplained} batches in a row, although every image decodes on the CPU; "
+                f"DALI failed on {count_text(self._num_unexplained, 'batch', 'batches')} in a row, although "
+                "every image decodes on the CPU; "
                 f"use decode={other!r} or decode='cpu'; the error of DALI was: {error}"
             ) from error
         _LOG.warning("DALI failed on a batch, which the CPU decodes more slowly: %s", error)

@@ -140,7 +140,7 @@ def test_data_sets_are_merged(pets):
         (["delete", "cats", "--where", "true"], 1, "no data set 'cats'"),
         (["diff", "pets", "cats"], 1, "no data set 'cats'"),
         (["merge", "all", "pets"], 2, "needs at least two versions"),
-        (["merge", "all", "pets", "wild"], 4, "1 keys are on both sides: 'd'"),
+        (["merge", "all", "pets", "wild"], 4, "1 key is on both sides: 'd'"),
         (["merge", "all", "pets", "wild", "--on-common", "any"], 2, "--on-common"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -185,7 +185,11 @@ def test_versions_are_reverted_removed_and_renamed(pets):
         "removed tag pets@stable\n"
         "removed pets@1, pets@2; `datasvc gc` frees their bytes after its grace period\n"
     )  # fmt: skip
-    assert said(datasvc("rm", "wild@1", "--json", repo=pets.url)) == {"removed": ["wild@1"], "untagged": []}
+    assert said(datasvc("rm", "wild@1", "--json", repo=pets.url)) == {
+        "removed": ["wild@1"],
+        "untagged": [],
+        "damaged": [],
+    }
     assert "pets@2 (removed)\t" in datasvc("log", "pets", repo=pets.url).stdout
     logged = said(datasvc("log", "pets", "--json", repo=pets.url))
     assert [entry.get("removed") for entry in logged] == [True, True, None, None]

@@ -42,6 +42,6 @@ with RankNodes(taken, (repo,), budget="50MB"):
         RankNodes(taken, (repo,))
     dist.barrier()
 # A failure on one rank alone is an error on all, and nobody waits for ever.
-with raises(ConfigError, "1 ranks cannot serve", "rank 1"):
+with raises(ConfigError, "1 rank cannot serve", "rank 1"):
     RankNodes(root / f"own-{dist.get_rank()}", (repo,), address="203.0.113.1" if dist.get_rank() else None)
 dist.destroy_process_group()

@@ -65,7 +65,7 @@ def test_the_numbers_follow_the_budget_of_the_cache(numbers, tmp_path):
     assert found == sorted(set(found))
     with (
         Cache(tmp_path / "cache", budget=BLOCK) as cache,
-        pytest.raises(CacheFullError, match=r"1 lane x .* of 1 samples.*ingest smaller shards"),
+        pytest.raises(CacheFullError, match=r"1 lane x .* of 1 sample,.*ingest smaller shards"),
     ):
         Windowed(numbers, cache=cache)
 

@@ -122,7 +122,7 @@ def test_a_shard_that_two_searches_miss_is_counted_once(repository):
     train(repository, "cnn", split(repository, "copies@2"))
     repository.objects.local_path(split(repository, "copies@2").table.deletions).unlink()
     found = find_consumers(repository, deleted_in="pets@2", data="copies")
-    assert found.gaps == {"cnn@1": ("it read copies@2/train, of which 1 shards are not in this repository",)}
+    assert found.gaps == {"cnn@1": ("it read copies@2/train, of which 1 shard is not in this repository",)}
 
 
 def test_data_that_were_left_behind_are_a_gap_and_no_failure(pets, tmp_path):
@@ -133,7 +133,7 @@ def test_data_that_were_left_behind_are_a_gap_and_no_failure(pets, tmp_path):
     train(other, "bird", split(other, "birds@1"))
     found = find_consumers(other, keys=["3"])
     assert saw_all(found) == [("bird@1", 1, True), ("cnn@1", 0, False)]
-    assert found.gaps["cnn@1"] == ("it read pets@2/train, of which 1 shards are not in this repository",)
+    assert found.gaps["cnn@1"] == ("it read pets@2/train, of which 1 shard is not in this repository",)
 
 
 def test_a_model_that_was_trained_before_a_rename_is_found_by_both_names(pets):

@@ -2,6 +2,7 @@ import pytest
 
 from datasvc.errors import ConfigError, NotFoundError, UnreadableVersionWarning
 from datasvc.models.registry.removal import remove
+from datasvc.testing import small_dataset
 from tests.models.entries import commit_entry
 
 
@@ -47,7 +48,17 @@ def test_the_best_version_is_found_by_name_and_metric(scored):
         scored.best("cnn@1", "loss")
 
 
-def test_a_tag_wins_over_latest_until_it_is_removed(scored):
+@pytest.mark.parametrize("kind", ["models", "datasets"])
+def test_no_new_tag_is_called_latest(scored, kind):
+    if kind == "datasets":
+        small_dataset(scored, "cnn", samples=4)
+    with pytest.raises(ConfigError, match=r"cnn@latest means the newest version, so 'latest' cannot be a new tag"):
+        scored.tag(kind, "cnn@1", "latest")
+    assert scored.tags(kind, "cnn") == {}
+
+
+def test_a_tag_that_was_called_latest_before_wins_until_it_is_removed(scored):
+    scored._tags("models", "cnn").move("latest", 2)
     scored.tag("models", "cnn@1", "latest")
     scored.tag("models", "cnn@2", "best")
     assert [scored.resolve("models", f"cnn@{tag}").version for tag in ("latest", "best", "latest~0")] == [1, 2, 1]

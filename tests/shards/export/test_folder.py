@@ -112,7 +112,7 @@ def test_class_names_are_made_safe_too(repository, tmp_path):
 @pytest.mark.parametrize("shards", [1, 2])
 def test_two_samples_of_one_file_name_are_refused(repository, tmp_path, shards):
     dataset = write_photos(repository, ["cat/1", "x", "cat/1.jpg", "y"], shards=shards)
-    with pytest.raises(ConfigError, match=r"1 samples would have the file name of another, such as 'cat/1.jpg'"):
+    with pytest.raises(ConfigError, match=r"1 sample would have the file name of another, such as 'cat/1.jpg'"):
         exported(dataset, tmp_path / "out", "folder")
     assert not (tmp_path / "out" / "datasvc-export.json").exists()
 

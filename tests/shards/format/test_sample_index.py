@@ -75,7 +75,7 @@ def test_the_record_batches_of_a_shard_come_back_with_its_index(layout):
 def test_an_index_of_other_samples_than_its_record_batches_have_is_corrupt():
     layout = ShardLayout(image_schema(labelled=True), (BatchLayout(ByteRange(0, 10), 3, digest=b"d" * 16),))
     raw = SampleIndex.build(["a"], [b"s" * 16], [b"p" * 16], layout).encode()
-    with pytest.raises(CorruptDataError, match="test lists 1 samples, but its record batches have 3"):
+    with pytest.raises(CorruptDataError, match="test lists 1 sample, but its record batches have 3"):
         SampleIndex.decode(raw, "test")
 
 

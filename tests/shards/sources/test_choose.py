@@ -52,7 +52,7 @@ def test_an_image_or_a_pattern_of_images_is_a_source(repository, tmp_path):
 
 def test_a_file_of_another_format_is_not_called_a_missing_folder(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
-    with pytest.raises(NotFoundError, match=r"no images among its 1 files"):
+    with pytest.raises(NotFoundError, match=r"no images among its 1 file"):
         open_source(str(tmp_path / "rows.jsonl"), SourceOptions(format="image-folder"))
     with pytest.raises(NotFoundError, match=r"there is no file or folder at .*none\.jpg"):
         open_source(str(tmp_path / "none.jpg"))

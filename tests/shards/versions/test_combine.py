@@ -236,7 +236,7 @@ def test_a_key_on_both_sides_is_a_conflict_that_names_it(objects):
         ConflictError, match=r"2 keys are on both sides: 'c', 'd'; choose .*--on-common.*--key-prefix"
     ):
         append_table(objects, *sides(objects))
-    with pytest.raises(ConflictError, match=r"1 keys are on both sides with different samples: 'd'; choose"):
+    with pytest.raises(ConflictError, match=r"1 key is on both sides with different samples: 'd'; choose"):
         append_table(objects, *sides(objects), on_common="drop")
     with pytest.raises(ConfigError, match="on_common is 'ignore'; expected one of fail, drop, keep, replace"):
         append_table(objects, *sides(objects), on_common="ignore")

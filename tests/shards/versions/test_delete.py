@@ -65,7 +65,7 @@ def test_a_key_in_two_splits_goes_from_both(pets):
 def test_keys_that_are_not_there_are_named_and_nothing_is_committed(pets):
     with pytest.raises(NotFoundError, match="2 keys are not in pets@1: 'x', 'y'; nothing was committed"):
         delete(pets, "pets", keys=["y", "a", "x"])
-    with pytest.raises(NotFoundError, match="1 keys are not in pets@1/train: 'v'"):
+    with pytest.raises(NotFoundError, match="1 key is not in pets@1/train: 'v'"):
         delete(pets, "pets", keys=["v"], split="train")
     with pytest.raises(NotFoundError, match=r"30 keys are not in pets@1: '10', .*'19' and 20 more"):
         delete(pets, "pets", keys=[str(number) for number in range(10, 40)])
@@ -84,7 +84,7 @@ def test_a_dry_run_counts_the_samples_and_stores_nothing(pets):
     report = delete(pets, "pets", keys=["a", "x"], ignore_missing=True, dry_run=True)
     assert (str(report.version), report.deleted, report.missing) == ("pets@1", {"train": 1, "val": 1}, ["x"])
     assert delete(pets, "pets", where="label > 5", dry_run=True).num_deleted == 0
-    with pytest.raises(NotFoundError, match="1 keys are not in pets@1"):
+    with pytest.raises(NotFoundError, match="1 key is not in pets@1"):
         delete(pets, "pets", keys=["x"], dry_run=True)
     with pytest.raises(ConfigError, match="all samples of split 'train'"):
         delete(pets, "pets", where="true", dry_run=True)

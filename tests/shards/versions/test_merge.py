@@ -74,12 +74,12 @@ def test_of_a_common_key_the_first_or_the_last_sample_is_taken(zoo, on_common, t
 
 def test_equal_samples_may_be_taken_once_and_unequal_ones_are_a_conflict(zoo):
     write_version(zoo, "newer", {"train": [texts("bc")]})
-    with pytest.raises(ConflictError, match="1 keys are on both sides: 'b'"):
+    with pytest.raises(ConflictError, match="1 key is on both sides: 'b'"):
         merge(zoo, ["pets", "newer"], "all")
     merge(zoo, ["pets", "newer", "pets"], "all", on_common="drop")
     assert keys_of(zoo, "all") == {"train": list("abc"), "val": ["v"]}
     write_version(zoo, "newer", {"train": [texts("b", "new {}")]})
-    with pytest.raises(ConflictError, match="1 keys are on both sides with different samples: 'b'"):
+    with pytest.raises(ConflictError, match="1 key is on both sides with different samples: 'b'"):
         merge(zoo, ["pets", "newer"], "all", on_common="drop")
     assert zoo.versions("datasets", "all").head() == 1
 

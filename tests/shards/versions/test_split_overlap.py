@@ -139,7 +139,7 @@ def test_what_a_data_set_accepted_it_need_not_be_told_again_and_nothing_else_is_
     with pytest.raises(ConflictError, match="equal images"):
         ingest(repository, leak, "pets", append=True)
     ingest(repository, leak, "leak")
-    with pytest.raises(ConflictError, match=r"1 samples .* equal images or other blobs: 'cat/5\.jpg'"):
+    with pytest.raises(ConflictError, match=r"1 sample .* equal images or other blobs: 'cat/5\.jpg'"):
         merge(repository, ["pets", "leak"], "all")
     ingest(repository, write_images(tmp_path / "e", {"train/cat/8.jpg": 8}), "more")
     merge(repository, ["pets", "more"], "all")
@@ -197,8 +197,8 @@ def test_verify_finds_what_splits_of_old_versions_share(repository):
     write_version(repository, "bare", splits, LABELLED_SCHEMA, indexed=False)
     found = verify(repository, "pets")
     assert [str(each) for each in found.overlaps] == [
-        "1 samples of 'train' are in 'val' too, by keys: 'b'",
-        "1 samples of 'train' are in 'val' too, by equal images or other blobs: 'c' (as 'd')",
+        "1 sample of 'train' is in 'val' too, by keys: 'b'",
+        "1 sample of 'train' is in 'val' too, by equal images or other blobs: 'c' (as 'd')",
     ]
     assert found.num_unchecked == 0
     bare = verify(repository, "bare")

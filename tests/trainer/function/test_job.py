@@ -113,6 +113,7 @@ def test_who_asks_for_mpi_is_told_that_it_is_gloo(jobs, asked):
         ({"min_np": 2, "min_num_proc": 3}, "min_np=2 is the older name of min_num_proc=3"),
         ({"network_interface": "a", "network_interfaces": ["b"]}, "network_interface='a' is the older name of"),
         ({"use_gloo": True, "use_mpi": True}, "give one; both use gloo here"),
+        ({"start_timeout": 0}, "start_timeout is 0; expected seconds above 0"),
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(jobs, arguments, message):

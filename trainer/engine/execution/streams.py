@@ -42,7 +42,9 @@ class EngineStreams:
         if device.type != "cuda":
             yield
             return
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]  # untyped in torch
+        stream = self._streams.get(device)
+        if stream is None:  # `setdefault` would create a stream on each call
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
         for event in ready_events:
             if event is not None:
                 stream.wait_event(event)

@@ -100,7 +100,9 @@ class _RankMonitor:
         self._running = set(range(job.num_ranks))
         self._called_init: set[int] = set()
         self._arrivals = Arrivals(
-            job.num_ranks, limit_s=job.start_timeout_s or DEFAULT_LIMIT_S, now_s=time.monotonic()
+            job.num_ranks,
+            limit_s=DEFAULT_LIMIT_S if job.start_timeout_s is None else job.start_timeout_s,
+            now_s=time.monotonic(),
         )
 
     def run(self) -> JobFailure | None:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.printable import count_text
 from datasvc.repository.objects.objects import Digest
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
@@ -140,7 +141,7 @@ class NumpySource(FileSource):
                     values = {name: _read_values(streams[name], array, count) for name, array in arrays.items()}
                     yield from self._batches(part, first, values)
         except CorruptDataError as error:
-            reason = f"{stop - first} samples cannot be read: {error}"
+            reason = f"{count_text(stop - first, 'sample')} cannot be read: {error}"
             yield BadSample(part.split, f"{part.where['file']}#{first}", reason)
 
     def _batches(

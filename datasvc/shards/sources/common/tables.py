@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from datasvc.errors import ConfigError, NotFoundError
+from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.sources.common.column_types import is_binary, is_text
@@ -148,7 +149,7 @@ def list_tables(
     ignored = count_extensions(set(files) - set(tables))
     if not tables:
         raise NotFoundError(
-            f"cannot ingest {redact_url(url)}: none of its {len(files)} files has a name like "
+            f"cannot ingest {redact_url(url)}: none of its {count_text(len(files), 'file')} has a name like "
             f"{' or '.join(f'*{extension}' for extension in sorted(extensions))}"
         )
     _check_names(tables, compressed=compressed)
@@ -161,7 +162,9 @@ def list_tables(
 def no_samples_error(url: str, files: Sequence[SourceFile]) -> NotFoundError:
     """Return the error for a source without any sample."""
     names = ", ".join(file.name for file in files[:_MAX_SHOWN_FILES])
-    return NotFoundError(f"cannot ingest {redact_url(url)}: no samples in any of its {len(files)} files ({names})")
+    return NotFoundError(
+        f"cannot ingest {redact_url(url)}: no samples in any of its {count_text(len(files), 'file')} ({names})"
+    )
 
 
 def map_files(reader: FileReader, files: Sequence[SourceFile], func: Callable[[SourceFile], Result]) -> list[Result]:

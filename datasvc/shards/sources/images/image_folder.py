@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, NotFoundError
+from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.images.header import EXTENSIONS
@@ -58,7 +59,7 @@ class ImageFolderSource(ListedSource):
         folders, ignored = _by_folder(files_below.values())
         if not folders:
             raise NotFoundError(
-                f"cannot ingest {redact_url(url)}: no images among its {len(files_below)} files; "
+                f"cannot ingest {redact_url(url)}: no images among its {count_text(len(files_below), 'file')}; "
                 f"expected {', '.join(sorted(EXTENSIONS))}"
             )
         # If the options give the split of all files, every top folder is a class folder, even one called "train".

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, ClassVar, Final, cast
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
+from datasvc.printable import count_text
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
@@ -113,7 +114,10 @@ class ImageNetSource(FileSource):
                 num_images += 1
                 yield name if label is None else f"{self.classes[label]}/{name}", member
         if label is None and num_images < len(self.val_labels):
-            reason = f"holds {num_images} images, but the ground truth has {len(self.val_labels)} lines"
+            reason = (
+                f"holds {count_text(num_images, 'image')}, but the ground truth has "
+                f"{count_text(len(self.val_labels), 'line')}"
+            )
             yield part.name, BadSampleError(reason)
 
     def _val_label(self, name: str) -> int:
@@ -126,7 +130,8 @@ class ImageNetSource(FileSource):
             raise BadSampleError("its name has no image number; expected a name like ILSVRC2012_val_00000001.JPEG")
         if int(match[1]) > len(self.val_labels):
             raise ConfigError(
-                f"{name} is validation image {int(match[1])}, but the ground truth has {len(self.val_labels)} lines; "
+                f"{name} is validation image {int(match[1])}, but the ground truth has "
+                f"{count_text(len(self.val_labels), 'line')}; "
                 "use the ground truth that belongs to this tar"
             )
         return self.val_labels[int(match[1]) - 1]

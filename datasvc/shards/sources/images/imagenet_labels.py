@@ -120,12 +120,12 @@ def _read_text(
     """
     if url is not None:
         reader = FileReader(url)
-        return redact_url(url), _decoded(reader.read(reader.root), redact_url(url))
+        return redact_url(url), _decoded(reader.read(reader.root), redact_url(url), advice)
     for name in names:
         for subfolder in ("", f"{_DEVKIT}/"):
             path = f"{folder}/{subfolder}{name}"
             try:
-                return reader.location(path), _decoded(reader.read(path), reader.location(path))
+                return reader.location(path), _decoded(reader.read(path), reader.location(path), advice)
             except NotFoundError:
                 continue
     raise NotFoundError(
@@ -134,9 +134,9 @@ def _read_text(
     )
 
 
-def _decoded(content: bytes, location: str) -> str:
+def _decoded(content: bytes, location: str, advice: str) -> str:
     """Return the text of a file, with or without a byte order mark. Raise ConfigError if it is not UTF-8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{location} is not a text file: {error}; meta.mat is not read, {_HOW_TO_LIST}") from error
+        raise ConfigError(f"{location} is not a text file: {error}; give {advice}") from error

@@ -18,6 +18,7 @@ import pyarrow as pa
 from PIL import Image
 
 from datasvc.errors import BadSampleError, ConfigError
+from datasvc.printable import count_text
 from datasvc.shards.sources.common.tensors import tensor_field
 
 # numpy types by MDS type code. An array starts with this code if its encoding does not give the type.
@@ -103,7 +104,7 @@ class MdsColumn:
         if shape is not None:
             values = _numbers(content, offset, dtype)
             if len(values) != np.prod(shape):
-                raise ValueError(f"it has {len(values)} values; expected the shape {list(shape)}")
+                raise ValueError(f"it has {count_text(len(values), 'value')}; expected the shape {list(shape)}")
             # `fields` makes a column of numbers, not of tensors, for arrays of one value.
             return {self.name: values if len(values) > 1 else values[0]}
         # One byte packs the number of dimensions (upper 6 bits) and log2 of the bytes per dimension (lower 2 bits).
@@ -115,7 +116,7 @@ class MdsColumn:
         values = _numbers(content, shape_stop, dtype)
         # The product of damaged sizes may be too large for int64, so multiply Python integers (`object`).
         if len(stored_shape) != num_dimensions or len(values) != np.prod(stored_shape, dtype=object):
-            raise ValueError(f"it has {len(values)} values, but the shape {stored_shape}")
+            raise ValueError(f"it has {count_text(len(values), 'value')}, but the shape {stored_shape}")
         return {self.name: values, self.name + SHAPE_SUFFIX: stored_shape}
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from datasvc.errors import BadSampleError
+from datasvc.printable import count_text
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.source import SourcePart
@@ -85,7 +86,7 @@ def read_samples(reader: FileReader, part: SourcePart) -> Iterator[tuple[str, by
             row = num_samples  # all samples are read; only the end is left to check
             _check_end(stream, part.where["raw_bytes"])
         except (_ShardReadError, *DECOMPRESSION_ERRORS) as error:
-            message = f"the rest of the shard ({num_samples - row} samples) cannot be read: {error}"
+            message = f"the rest of the shard ({count_text(num_samples - row, 'sample')}) cannot be read: {error}"
             # One error stands for all samples that are left. Its key is the first of them, or the name of the shard
             # if no sample was read.
             yield f"{part.name}#{row}" if row else part.name, BadSampleError(message)
@@ -105,7 +106,7 @@ def _read_offsets(stream: BinaryIO, num_samples: int, raw_bytes: int) -> npt.NDA
     head = read_up_to(stream, 4)
     stored_samples = int.from_bytes(head, "little")
     if len(head) < 4 or stored_samples != num_samples:
-        raise _ShardReadError(f"it declares {stored_samples} samples, the index {num_samples}")
+        raise _ShardReadError(f"it declares {count_text(stored_samples, 'sample')}, the index {num_samples}")
     table = read_up_to(stream, 4 * (num_samples + 1))
     if len(table) < 4 * (num_samples + 1):
         raise _ShardReadError("it is truncated in its header")

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from datasvc.errors import BadSampleError
+from datasvc.printable import count_text
 from datasvc.shards.sources.common.columns import looks_like_image
 from datasvc.shards.sources.common.protobuf import BYTES, FIXED32, VARINT, read_fields, to_signed
 
@@ -129,4 +130,4 @@ def _check(datum: Datum) -> None:
     channels, height, width = datum.shape
     num_values = len(datum.floats) or len(datum.data)
     if min(datum.shape) < 1 or channels * height * width != num_values:
-        raise BadSampleError(f"its shape is {list(datum.shape)}, but it holds {num_values} values")
+        raise BadSampleError(f"its shape is {list(datum.shape)}, but it holds {count_text(num_values, 'value')}")

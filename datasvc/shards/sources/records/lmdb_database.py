@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFoundError
+from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
@@ -119,7 +120,7 @@ def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]
         except CorruptDataError as error:
             pairs, problem = [], str(error)
         if not pairs:
-            raise CorruptDataError(f"{num_left} samples cannot be read: {problem}")
+            raise CorruptDataError(f"{count_text(num_left, 'sample')} cannot be read: {problem}")
         for key, value in pairs:
             if part.where["hex_keys"]:
                 yield part.where["prefix"] + key.hex(), value
@@ -202,7 +203,9 @@ def _scan_keys(
             starts.append(bytes(key))
         count += 1
     if count != num_samples:
-        raise CorruptDataError(f"{path} declares {num_samples} keys but has {count}; restore another copy")
+        raise CorruptDataError(
+            f"{path} declares {count_text(num_samples, 'key')} but has {count}; restore another copy"
+        )
     return starts
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError
+from datasvc.printable import count_text
 from datasvc.shards.sources.common.columns import ColumnMap
 from datasvc.shards.sources.common.protobuf import BYTES, FIXED32, VARINT, read_fields, read_packed_varints, to_signed
 
@@ -93,7 +94,9 @@ class FeatureColumn:
         if self.is_list:
             return values
         if len(values) > 1:
-            raise BadSampleError(f"feature {name!r} has {len(values)} values; the first samples have one")
+            raise BadSampleError(
+                f"feature {name!r} has {count_text(len(values), 'value')}; the first samples have one"
+            )
         return values[0] if len(values) else None
 
 

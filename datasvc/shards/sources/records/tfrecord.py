@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, ClassVar, Final, cast
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
+from datasvc.printable import count_text
 from datasvc.repository.objects.objects import Digest
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
@@ -72,7 +73,8 @@ class TfRecordSource(FileSource):
         files = [file for file in listed if _NAME.fullmatch(file.name) or file.path == reader.root]
         if not files:
             raise NotFoundError(
-                f"cannot ingest {redact_url(url)}: none of its {len(listed)} files has the name of a TFRecord, "
+                f"cannot ingest {redact_url(url)}: none of its {count_text(len(listed), 'file')} has the name "
+                "of a TFRecord, "
                 "such as train.tfrecord or train-00000-of-00010"
             )
         parts = [file_part(file, options) for file in files]
@@ -132,7 +134,9 @@ def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> li
     if not examples:
         error = ConfigError if problem else NotFoundError
         reason = problem or "they are empty"
-        raise error(f"cannot ingest {redact_url(url)}: no tf.Example in its {len(parts)} files: {reason}")
+        raise error(
+            f"cannot ingest {redact_url(url)}: no tf.Example in its {count_text(len(parts), 'file')}: {reason}"
+        )
     return examples
 
 

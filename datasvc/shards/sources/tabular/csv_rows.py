@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.csv
 
 from datasvc.errors import ConfigError
+from datasvc.printable import count_text
 
 # Sizes of a block. A row must fit into one block; if a row does not, the next size is tried.
 BLOCKS_BYTES: Final = (1 << 20, 8 << 20, 64 << 20)
@@ -107,7 +108,7 @@ def open_csv(
 
     def skip(row: Any) -> str:
         if skipped is not None:
-            counts = f"expected {row.expected_columns} columns, found {row.actual_columns}"
+            counts = f"expected {count_text(row.expected_columns, 'column')}, found {row.actual_columns}"
             lines = row.text.count("\n") + 1
             spans = f" (it spans {lines} lines; check for a quote that is not closed)" if lines > 1 else ""
             # Arrow counts the header as row 1; `Skipped` counts the row after the header as 0.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 from datasvc.errors import ConfigError, NotFoundError
+from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
 from datasvc.shards.sources.common.options import SourceOptions
@@ -109,7 +110,8 @@ def _saved_files(reader: FileReader, files: Mapping[str, SourceFile], folder: st
     missing = [str(name) for name in names if f"{folder}{name}" not in files]
     if missing:
         raise NotFoundError(
-            f"{path} lists {missing[:10]} ({len(missing)} files), which are missing; copy the whole folder"
+            f"{path} lists {missing[:10]} ({count_text(len(missing), 'file')}), which are missing; copy the "
+            "whole folder"
         )
     return [files[f"{folder}{name}"] for name in names]
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 import pyarrow as pa
 
 from datasvc.errors import BadSampleError, CorruptDataError, NotFoundError
+from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import to_batches
@@ -56,7 +57,7 @@ class WebDatasetSource(FileSource):
         tars = [file for file in files if file.extension in _TAR_EXTENSIONS]
         if not tars:
             raise NotFoundError(
-                f"cannot ingest {redact_url(url)}: no tar among its {len(files)} files; expected .tar, "
+                f"cannot ingest {redact_url(url)}: no tar among its {count_text(len(files), 'file')}; expected .tar, "
                 ".tar.gz, .tgz or .tar.zst"
             )
         parts = [file_part(file, options) for file in tars]

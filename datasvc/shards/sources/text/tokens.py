@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.extras import how_to_install
+from datasvc.printable import count_text
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import resolve_url
@@ -90,7 +91,8 @@ class TokenSource(FileSource):
         files = [file for file in listed if file.extension in (TEXT, *LINES)]
         if not sum(file.size_bytes for file in files):
             raise NotFoundError(
-                f"cannot ingest {redact_url(url)}: no text in its {len(listed)} files; expected .txt or .jsonl"
+                f"cannot ingest {redact_url(url)}: no text in its {count_text(len(listed), 'file')}; expected "
+                ".txt or .jsonl"
             )
         first_json = next((file for file in files if file.extension in LINES), None)
         if first_json is not None:

@@ -202,6 +202,17 @@ def test_a_validation_tar_without_labels_says_what_to_give(root):
         ImageNetSource.list(url)
 
 
+def test_a_binary_ground_truth_says_which_file_it_is(tmp_path):
+    url = put(tmp_path / VAL, val_tar([1]))
+    put(tmp_path / "synset_words.txt", "\n".join(SYNSETS))
+    options = SourceOptions(ground_truth=put(tmp_path / "meta.mat", b"MATLAB\xff\xfe\0"))
+    with pytest.raises(
+        ConfigError, match=f"not a text file.*give --ground-truth, the devkit's {GROUND_TRUTH}"
+    ) as error:
+        ImageNetSource.list(url, options)
+    assert "scipy" not in str(error.value)
+
+
 def test_a_binary_synset_list_says_how_to_make_a_text(tmp_path):
     url = put(tmp_path / VAL, val_tar([1]))
     options = SourceOptions(

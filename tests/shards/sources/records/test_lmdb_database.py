@@ -242,7 +242,7 @@ def test_keys_that_vanish_after_the_listing_are_said_to_be_missing(tmp_path):
     samples, bad = read_all(source)
     assert [sample["key"] for sample in samples] == ["a"]
     assert [each.reason for each in bad] == [
-        "1 samples cannot be read: the database has fewer keys than when it was listed"
+        "1 sample cannot be read: the database has fewer keys than when it was listed"
     ]
 
 

@@ -279,7 +279,7 @@ def test_sequence_examples_are_refused(tmp_path):
 
 def test_what_is_no_example_is_refused_and_named_among_others(tmp_path):
     (tmp_path / "a.tfrecord").write_bytes(framed(b"hello") + framed(b"\xff\xff"))
-    with pytest.raises(ConfigError, match=r"no tf.Example in its 1 files: a.tfrecord#1"):
+    with pytest.raises(ConfigError, match=r"no tf.Example in its 1 file: a.tfrecord#1"):
         TfRecordSource.list(str(tmp_path))
     good = framed(serialized({"n": (1, "int")}))
     (tmp_path / "a.tfrecord").write_bytes(framed(b"hello") + good)
@@ -293,7 +293,7 @@ def test_nothing_is_said_to_be_nothing(tmp_path):
     with pytest.raises(NotFoundError, match="they are empty"):
         TfRecordSource.list(str(tmp_path))
     (tmp_path / "a.tfrecord").rename(tmp_path / "a.bin")
-    with pytest.raises(NotFoundError, match="none of its 1 files has the name of a TFRecord"):
+    with pytest.raises(NotFoundError, match="none of its 1 file has the name of a TFRecord"):
         TfRecordSource.list(str(tmp_path))
     with pytest.raises(NotFoundError, match="there is no file or folder at"):
         TfRecordSource.list(str(tmp_path / "gone"))

@@ -322,7 +322,7 @@ def test_an_empty_tar_is_an_empty_part(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jpg", b"", "no tar among its 1 files"),
+        ("a.jpg", b"", "no tar among its 1 file"),
         ("a.tar", tar_of([]), "no sample in a.tar"),
         ("a.tar", tar_of([("README", b"hello")]), "such as 0001.jpg and 0001.cls"),
     ],

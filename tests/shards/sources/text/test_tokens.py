@@ -282,7 +282,7 @@ def test_what_is_missing_is_said_before_anything_is_read(tmp_path, tokenizer_url
         TokenSource.list(url, SourceOptions(tokenizer=tokenizer_url, block_tokens=1))
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.txt").write_bytes(b"")
-    with pytest.raises(NotFoundError, match="no text in its 1 files"):
+    with pytest.raises(NotFoundError, match="no text in its 1 file"):
         TokenSource.list(str(tmp_path / "empty"), SourceOptions(tokenizer=tokenizer_url))
 
 
