@@ -28,6 +28,7 @@ def count_parameters(name, num_classes=1000, **options):
         ("resnet152", 60_192_808),
         ("alexnet", 61_100_840),
         ("googlenet", 13_004_888),
+        ("inception-v3", 27_161_264),
         ("vgg16", 138_357_544),
     ],
 )
@@ -38,9 +39,11 @@ def test_a_model_has_as_many_parameters_as_are_published(name, published):
 def test_variants_have_as_many_parameters_as_are_published():
     assert count_parameters("vgg16", batch_norm=True) == 138_365_992
     assert count_parameters("googlenet", auxiliary=False) == 6_624_904
+    assert count_parameters("inception-v3", auxiliary=False) == 23_834_568
     # The paper's own network has a bias for each of its 7,280 filters, where ours has a gamma and a beta.
     assert count_parameters("googlenet", auxiliary=False, kernel=5) == 6_998_552 + 7_280
     assert count_parameters("gpt2", GPT2_VOCABULARY) == 124_439_808
+    assert count_parameters("gpt2-medium", GPT2_VOCABULARY) == 354_823_168
 
 
 def test_a_resnet50_has_the_161_tensors_that_a_step_reduces():
@@ -70,7 +73,7 @@ def test_equal_seeds_give_equal_weights_and_other_seeds_others(name):
 
 
 def test_an_unknown_model_says_which_there_are():
-    with pytest.raises(ConfigError, match=r"alexnet, googlenet, .*vgg16.*module:function"):
+    with pytest.raises(ConfigError, match=r"alexnet, googlenet, .*inception-v3, .*vgg16.*module:function"):
         build_model("resnet9000", 10)
 
 

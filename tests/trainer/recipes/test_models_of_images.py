@@ -24,6 +24,7 @@ TINY = {
     "alexnet": (lambda: build_model("alexnet", CLASSES, hidden=32), 63),
     "alexnet-bn": (lambda: build_model("alexnet", CLASSES, hidden=32, batch_norm=True), 63),
     "googlenet": (lambda: build_model("googlenet", CLASSES), 32),
+    "inception-v3": (lambda: build_model("inception-v3", CLASSES, auxiliary=False), 75),
     "vgg16": (lambda: build_model("vgg16", CLASSES, hidden=32), 32),
 }
 
@@ -122,7 +123,25 @@ def test_images_of_224_leave_as_many_positions_as_the_papers_say(name, shape):
     assert seen == [(1, channels, side, side)]
 
 
-@pytest.mark.parametrize(("name", "smallest"), [("alexnet", 63), ("vgg16", 32), ("googlenet", 15), ("resnet50", 1)])
+def test_inception_v3_has_the_grids_of_the_paper_and_an_auxiliary_classifier_on_the_second():
+    with torch.device("meta"):
+        model = build_model("inception-v3", 10)
+        seen = []
+        for grid in (model.grid_35, model.grid_17, model.grid_8):
+            grid.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape)))
+        output = model(torch.zeros(2, 3, 299, 299))
+        assert seen == [(2, 288, 35, 35), (2, 768, 17, 17), (2, 2048, 8, 8)]
+        assert (output.logits.shape, output.weight) == ((2, 10), 0.4)
+        assert [logits.shape for logits in output.auxiliary] == [(2, 10)]
+        with pytest.raises(ConfigError, match="auxiliary=true have 298x298 pixels; expected at least 299x299"):
+            model(torch.zeros(2, 3, 298, 298))
+        assert model.eval()(torch.zeros(2, 3, 298, 298)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest"),
+    [("alexnet", 63), ("vgg16", 32), ("googlenet", 15), ("inception-v3", 75), ("resnet50", 1)],
+)
 def test_any_size_from_the_smallest_up_is_taken(name, smallest):
     with torch.device("meta"):
         model = build_model(name, 10).eval()
@@ -202,7 +221,9 @@ def test_auxiliary_losses_count_with_their_weight():
     assert build_model("googlenet", 2).train()(torch.randn(2, 3, 32, 32)).weight == 0.3
 
 
-@pytest.mark.parametrize(("name", "rates"), [("alexnet", {0.5}), ("vgg16", {0.5}), ("googlenet", {0.4, 0.7})])
+@pytest.mark.parametrize(
+    ("name", "rates"), [("alexnet", {0.5}), ("vgg16", {0.5}), ("googlenet", {0.4, 0.7}), ("inception-v3", {0.5})]
+)
 def test_dropout_is_where_the_papers_have_it(name, rates):
     with torch.device("meta"):
         model = build_model(name, 10)

@@ -195,3 +195,10 @@ def mask_documents(document_ids: torch.Tensor) -> torch.Tensor:
 def gpt2(num_classes: int, *, context: int = 1024, dropout: float = 0.1, tie_weights: bool = True) -> GPT:
     """Return the smallest GPT-2: 124,439,808 parameters with its vocabulary of 50,257 tokens. Options: see `GPT`."""
     return GPT(num_classes, context=context, layers=12, heads=12, width=768, dropout=dropout, tie_weights=tie_weights)
+
+
+def gpt2_medium(num_classes: int, *, context: int = 1024, dropout: float = 0.1, tie_weights: bool = True) -> GPT:
+    """Return GPT-2-medium: 354,823,168 parameters with its vocabulary of 50,257 tokens. Options: see `GPT`."""
+    return GPT(
+        num_classes, context=context, layers=24, heads=16, width=1024, dropout=dropout, tie_weights=tie_weights
+    )

@@ -12,7 +12,8 @@ from torch import nn
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.models.alexnet import AlexNet
 from datasvc.trainer.recipes.models.googlenet import GoogLeNet
-from datasvc.trainer.recipes.models.gpt import GPT, gpt2
+from datasvc.trainer.recipes.models.gpt import GPT, gpt2, gpt2_medium
+from datasvc.trainer.recipes.models.inception import InceptionV3
 from datasvc.trainer.recipes.models.resnet import BottleneckBlock, ResidualBlock, ResNet
 from datasvc.trainer.recipes.models.small_models import small_cnn
 from datasvc.trainer.recipes.models.user_function import import_function
@@ -28,9 +29,11 @@ MODELS: Final[dict[str, Callable[..., nn.Module]]] = {
     "resnet152": functools.partial(ResNet, BottleneckBlock, (3, 8, 36, 3)),  # 60,192,808
     "alexnet": AlexNet,
     "googlenet": GoogLeNet,
+    "inception-v3": InceptionV3,
     "vgg16": VGG16,
     "gpt": GPT,
     "gpt2": gpt2,
+    "gpt2-medium": gpt2_medium,
 }
 
 

@@ -1,8 +1,10 @@
-"""Presets: published large-batch recipes for ResNet-50 on ImageNet-1k, with the source of each value.
+"""Presets: published recipes with the source of each value.
+
+Four are for ResNet-50 with large batches on ImageNet-1k; the others are the workloads of comparisons of systems.
 
 A flag on the command line overrides the value of a preset. Batch sizes are global, so a run is the same at every
 world size that divides the batch, except for batch normalisation: its statistics are those of one micro-batch of one
-rank.
+rank, unless --sync-batch-norm is given.
 """
 
 from __future__ import annotations
@@ -54,6 +56,11 @@ _RESNET50: Final = {
     **_INCEPTION_CROPS,
 }
 _CHOSEN: Final = "chosen here"
+_NICHOLS: Final = (
+    "Nichols, Singh, Lin and Bhatele 2021, A Survey and Empirical Evaluation of Parallel Deep Learning Frameworks, "
+    "arXiv:2111.04949"
+)
+_TENSORFLOW_INCEPTION: Final = "TensorFlow's training program of Inception-V3"
 _REFERENCE_LARS: Final = "MLPerf's reference for ResNet-50 with LARS at 32,768"
 
 PRESETS: Final[Mapping[str, Preset]] = {
@@ -121,9 +128,12 @@ PRESETS: Final[Mapping[str, Preset]] = {
                 ("40:0.15", "70:0.02", "85:0.002"), "the paper: 0.5, 0.075, 0.01 and 0.001 of 0.1 kn / 256"
             ),
             "warmup_epochs": Choice(0.0, "the paper: RMSprop replaces the gradual warm-up"),
+            "statistics": Choice("recompute", "the paper: batch normalisation without moving averages"),
+            "statistics_batches": Choice(1, "the paper: statistics of one minibatch of all workers"),
         },
-        differs="batch normalisation keeps moving averages, which are averaged over the ranks before evaluation; "
-        "gradients are reduced in float32; the transition to SGD is linear after its middle",
+        differs="the statistics of batch normalisation are computed over the next minibatch with the final weights, "
+        "not over the last one of the training; gradients are reduced in float32; the transition to SGD is linear "
+        "after its middle",
     ),
     "jia2018": Preset(
         "Jia et al. 2018, Highly Scalable Deep Learning Training System with Mixed-Precision: Training ImageNet in "
@@ -149,6 +159,72 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "channels_last": Choice(True, "faster on tensor cores; results are the same"),
         },
         differs="learning rates are ours, because the paper gives none",
+    ),
+    "szegedy2016": Preset(
+        "Szegedy et al. 2016, Rethinking the Inception Architecture for Computer Vision, arXiv:1512.00567",
+        {
+            "model": Choice("inception-v3", "the model of the paper"),
+            "epochs": Choice(100, "section 8"),
+            "global_batch": Choice(1600, "section 8: 50 replicas with 32 samples"),
+            "micro_batch": Choice(32, "section 8: batch size 32"),
+            "optimizer": Choice("sgd", "section 8: earlier experiments used momentum"),
+            "momentum": Choice(0.9, "section 8"),
+            "learning_rate": Choice(0.045, "section 8"),
+            "rate_scaling": Choice("none", "the rate is for this batch"),
+            "schedule": Choice("step", "section 8"),
+            "milestones": Choice(
+                tuple(f"{epoch}:{0.94 ** (epoch // 2):.6g}" for epoch in range(2, 100, 2)),
+                "section 8: a factor of 0.94 every two epochs",
+            ),
+            "warmup_epochs": Choice(0.0, "section 8 has none"),
+            "weight_decay": Choice(4e-5, _TENSORFLOW_INCEPTION),
+            "clip_norm": Choice(2.0, "section 8: gradient clipping with threshold 2.0"),
+            "label_smoothing": Choice(0.1, "section 7"),
+            "ema_decay": Choice(
+                0.9999, f"section 8: a running average is evaluated; its decay: {_TENSORFLOW_INCEPTION}"
+            ),
+            **_INCEPTION_CROPS,
+            "size": Choice(299, "section 6 and table 1: 299 x 299"),
+        },
+        differs="all replicas make one step together, with momentum, where the paper's best models used RMSprop with "
+        "epsilon 1; initial weights are those of He et al. 2015; the sizes of crops are those of Szegedy et al. 2015",
+    ),
+    "nichols2021-vgg16": Preset(
+        _NICHOLS,
+        {
+            "model": Choice("vgg16", "the survey: VGG-16 on ImageNet"),
+            "global_batch": Choice(64, "the survey"),
+            "optimizer": Choice("sgd", "the survey"),
+            "learning_rate": Choice(0.01, "the survey"),
+            "rate_scaling": Choice("none", "the rate is for this batch"),
+            "momentum": Choice(0.9, "Simonyan and Zisserman 2015, section 3.1"),
+            "weight_decay": Choice(5e-4, "Simonyan and Zisserman 2015, section 3.1"),
+            "schedule": Choice("constant", "chosen here: the survey has one rate"),
+            "warmup_epochs": Choice(0.0, _CHOSEN),
+            "epochs": Choice(74, "Simonyan and Zisserman 2015, section 3.1"),
+            **_INCEPTION_CROPS,
+        },
+        differs="crops are those of Szegedy et al. 2015; the survey compares the speed of frameworks, and leaves "
+        "open what has another source here",
+    ),
+    "nichols2021-gpt2": Preset(
+        _NICHOLS,
+        {
+            "model": Choice("gpt2-medium", "the survey: GPT-2-medium"),
+            "model_option": Choice(("context=1024",), "Radford et al. 2019: blocks of 1,024 tokens"),
+            "vocabulary": Choice(50257, "Radford et al. 2019"),
+            "global_batch": Choice(64, _CHOSEN),
+            "micro_batch": Choice(1, "chosen here: it fits the most devices"),
+            "optimizer": Choice("lamb", "the survey"),
+            "learning_rate": Choice(1e-3, "the survey"),
+            "rate_scaling": Choice("none", "the rate is for this batch"),
+            "betas": Choice((0.9, 0.999), "You et al. 2019, arXiv:1904.00962"),
+            "weight_decay": Choice(0.01, "You et al. 2019, arXiv:1904.00962"),
+            "schedule": Choice("constant", "chosen here: the survey has one rate"),
+            "warmup_epochs": Choice(0.0, _CHOSEN),
+            "epochs": Choice(1, _CHOSEN),
+        },
+        differs="trains on any token blocks of the vocabulary of GPT-2; the survey leaves open what is chosen here",
     ),
 }
 

@@ -160,7 +160,18 @@ def test_a_preset_is_a_valid_configuration_and_cites_its_paper(name):
     batches = plan_batches(config, world_size=64)
     assert batches.global_batch == config.global_batch
     schedule = build_schedule(config, batches.global_batch)
-    assert schedule.rate_at(90) < schedule.rate_at(45) <= schedule.peak
+    assert schedule.rate_at(config.epochs) <= schedule.rate_at(config.epochs / 2) <= schedule.peak
+
+
+def test_the_presets_of_other_models_have_the_papers_settings():
+    vgg, gpt2, inception = (
+        config_of("--preset", name) for name in ("nichols2021-vgg16", "nichols2021-gpt2", "szegedy2016")
+    )
+    assert (vgg.model, vgg.global_batch, vgg.optimizer, vgg.learning_rate) == ("vgg16", 64, "sgd", 0.01)
+    assert (gpt2.model, gpt2.optimizer, gpt2.learning_rate, gpt2.vocabulary) == ("gpt2-medium", "lamb", 1e-3, 50257)
+    assert (inception.model, inception.size, inception.label_smoothing) == ("inception-v3", 299, 0.1)
+    schedule = build_schedule(inception, 1600)
+    assert [schedule.rate_at(at) for at in (0.5, 2, 99)] == pytest.approx([0.045, 0.045 * 0.94, 0.045 * 0.94**49])
 
 
 def test_goyal_s_preset_has_the_paper_s_rates():
