@@ -148,6 +148,8 @@ def prepare_statistics(run: Run) -> None:
     # fetches for them is what training needs too.
     run.statistics_loader.load_state_dict(run.loader.state_dict())
     batches = itertools.chain.from_iterable(itertools.repeat(run.statistics_loader))  # over all epochs
+    # In training mode, layers such as dropout draw random numbers, which training must not miss.
+    random = random_state.capture()
     with autocast(run.config.precision, run.device):
         recompute_statistics(
             run.model,
@@ -157,6 +159,7 @@ def prepare_statistics(run: Run) -> None:
                 for part in run.task.unpack(batch, run.device).split(run.batches.micro_batch)
             ),
         )
+    random_state.reinstate(random)
     run.statistics_loader.close()
 
 

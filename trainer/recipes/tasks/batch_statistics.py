@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
 import datasvc.trainer as hvd
-from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.tasks.task import Examples
 
 
@@ -33,17 +32,14 @@ def recompute_statistics(model: nn.Module, batches: Iterable[Examples]) -> None:
     """Set the running means and variances on every rank to the mean of those of the batches of all ranks.
 
     All batches have the same weight, as in `torch.optim.swa_utils.update_bn`. The model computes in training mode,
-    without gradients and not compiled, and is in that mode afterwards. Its counts of batches and the random states
-    remain. Every rank must call this, with equally many batches.
+    without gradients and not compiled, and is in that mode afterwards; its layers may draw random numbers. Its counts
+    of batches remain. Every rank must call this, with equally many batches.
     """
     counts = [module.num_batches_tracked for module in batch_norms(model).values()]
     counts_before = [(count, count.clone()) for count in counts if count is not None]
-    # In training mode, layers such as dropout draw random numbers.
-    random = random_state.capture()
     # `update_bn` changes the momenta, for which a compiled model would be compiled once more.
     with torch.compiler.set_stance("force_eager"):
         update_bn(batches, _CallsWithExamples(model))
-    random_state.reinstate(random)
     for count, count_before in counts_before:
         count.copy_(count_before)
     replace_statistics_by_averages(model)

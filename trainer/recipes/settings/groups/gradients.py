@@ -2,12 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.settings.compression import CompressionChoice, parse_compression
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, SettingGroup
+
+_PLAIN: Final = ("none", "fp16", "bf16")  # the compressions without a number, which keep nothing between steps
+
+
+@dataclass(frozen=True)
+class CompressionChoice:
+    """A compression of gradients.
+
+    Attributes:
+        name: name in `datasvc.trainer.Compression`.
+        arguments: arguments of that compression; empty for those without a number.
+    """
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether ranks keep the unsent part of gradients for later steps."""
+        return self.name not in _PLAIN
+
+
+def parse_compression(text: str) -> CompressionChoice:
+    """Return the compression that a text describes.
+
+    Args:
+        text: "none", "fp16", "bf16"; "topk:SHARE" with 0 < SHARE <= 1; "powersgd:RANK" or "powersgd:RANK:STEPS", with
+            STEPS steps without compression at the start.
+
+    Raises:
+        ConfigError: the text has another form, or a number is out of range.
+    """
+    name, *numbers = text.split(":")
+    try:
+        match name, numbers:
+            case (("none" | "fp16" | "bf16"), []):
+                return CompressionChoice(name)
+            case "topk", [ratio] if 0 < float(ratio) <= 1:
+                return CompressionChoice(name, {"ratio": float(ratio)})
+            case "powersgd", [rank, *steps] if len(steps) < 2 and int(rank) >= 1 and all(int(n) >= 0 for n in steps):
+                # Without compression in the first thousand steps, as by default in the library, short runs would
+                # never compress.
+                return CompressionChoice(name, {"rank": int(rank), "start_iteration": int(steps[0]) if steps else 0})
+    except ValueError:
+        pass  # a number that is none gets the same message
+    raise ConfigError(
+        f"compression is {text!r}; expected none, fp16, bf16, topk:SHARE with 0 < SHARE <= 1, such as topk:0.01, or "
+        "powersgd:RANK, such as powersgd:2, or powersgd:RANK:STEPS, with STEPS steps without compression first"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

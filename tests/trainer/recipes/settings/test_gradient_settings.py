@@ -2,8 +2,8 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.make_optimizer import build_compression
-from datasvc.trainer.recipes.settings.compression import parse_compression
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.groups.gradients import parse_compression
 
 REQUIRED = {"data": "d@1", "repo": "r", "name": "m"}
 
