@@ -82,8 +82,8 @@ main()
 """
 
 
-def run(repository, name, ranks, mode="plain", **options):
-    """Run the recipe; returns what each rank held at the end, in rank order."""
+def run(repository, name, ranks, mode="plain", event_name="held", **options):
+    """Run the recipe; returns what each rank held at the end, or its other events of a name, in rank order."""
     defaults = {"data": "digits", "size": "16", "scale": "0.8 1", "batch_size": "8", "resume": "never"}
     options = {**defaults, **options}
     words = [
@@ -103,7 +103,7 @@ def run(repository, name, ranks, mode="plain", **options):
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=os.environ, check=False)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return sorted((event for event in events if event["event"] == "held"), key=lambda event: event["rank"])
+    return sorted((event for event in events if event["event"] == event_name), key=lambda event: event.get("rank", 0))
 
 
 # At a rate where SGD is stable: where it is not, a difference in the last bit grows within fifty steps, at any size.
@@ -184,6 +184,13 @@ def test_gradients_that_travel_in_16_bits_are_rounded_and_alike_on_all_ranks(rep
     assert any(not torch.equal(exact, rounded) for exact, rounded in pairs)
     for exact, rounded in pairs:
         torch.testing.assert_close(rounded, exact, atol=0.02, rtol=0.05)
+
+
+def test_the_size_of_buckets_is_chosen_once_and_reported_with_what_an_all_reduce_takes(repository):
+    (chosen,) = run(repository, "buckets", 2, event_name="buckets", bucket="auto", max_steps=9)
+    assert chosen["step"] == 7
+    assert chosen["bucket_bytes"] > 0
+    assert min(chosen["all_reduce_s"], chosen["s_per_byte"]) >= 0
 
 
 def test_tokens_count_alike_on_ranks_with_different_numbers_of_them(repository):

@@ -133,3 +133,10 @@ def run_on_nodes(program, *arguments):
     found = run_json(program, *arguments)
     check(found, repeats=2)
     return found
+
+
+@pytest.mark.slow
+def test_chosen_buckets_are_measured_beside_a_grid_of_sizes():
+    found = run_on_nodes("buckets.py", "--repeats", 2, "--steps", 1, "--backward-ms", 20, "--grid", 1, 25)
+    assert [row["name"] for row in found["rows"]] == ["auto", "1 MiB", "25 MiB"]
+    assert len(found["ratios"]) == 3

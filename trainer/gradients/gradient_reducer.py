@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from datasvc.trainer.gradients.bucket_tuner import BucketTuner
 from datasvc.trainer.gradients.buckets import BUCKET_BYTES, plan_groups
 from datasvc.trainer.gradients.compression import BF16Compressor, Compression, Compressor, FP16Compressor
 from datasvc.trainer.gradients.compression_with_memory import CompressionWithMemory, Memory
@@ -26,7 +27,7 @@ from datasvc.trainer.job import runtime
 
 # The compressors that only convert the dtype, with the dtype of their `DenseBucket`. None is the parameters' dtype.
 # The copy into the bucket does the conversion. Any other compressor needs a `CompressedBucket`.
-_FLAT_DTYPES: Mapping[type[Compressor], torch.dtype | None] = {
+FLAT_DTYPES: Mapping[type[Compressor], torch.dtype | None] = {
     Compression.none: None,
     FP16Compressor: FP16Compressor.dtype,
     BF16Compressor: BF16Compressor.dtype,
@@ -44,6 +45,8 @@ class Exchange:
         sparse_as_dense: whether sparse gradients are sent as dense tensors and converted back.
         memory: what a compression with memory keeps between steps on this rank.
         sparse: positions of parameters that have had a sparse gradient, or always have one; extended during training.
+        bucket_bytes: maximum size of a bucket; also until `tuner` has made its choice.
+        tuner: chooses the size of buckets in the first steps; None to keep `bucket_bytes`.
     """
 
     reduction: GradientReduction
@@ -52,6 +55,8 @@ class Exchange:
     sparse_as_dense: bool = False
     memory: Memory = field(default_factory=dict)
     sparse: set[int] = field(default_factory=set)
+    bucket_bytes: int = BUCKET_BYTES
+    tuner: BucketTuner | None = None
 
 
 class GradientReducer:
@@ -80,16 +85,25 @@ class GradientReducer:
         self._name = name
         self._exchange = exchange
         self._num_passes = dict.fromkeys(parameters, 0)
-        trainable = {position: parameter for position, parameter in parameters.items() if parameter.requires_grad}
-        # A parameter with sparse gradients gets a bucket of its own, unless its gradients are sent as dense tensors.
-        separate = frozenset() if exchange.sparse_as_dense else exchange.sparse
-        self._buckets = self._make_buckets({i: p for i, p in trainable.items() if i not in separate})
-        self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
-        for position in trainable.keys() - self._bucket_of.keys():
-            self._add_sparse_bucket(position)
-        self.covers = frozenset(self._bucket_of)
-        """Positions of the parameters that have a bucket: those that were trainable when the buckets were planned."""
-        self._hooks = [self._hook(position) for position in self._bucket_of]
+        self.covers = frozenset(position for position, parameter in parameters.items() if parameter.requires_grad)
+        """Positions of the parameters that have a bucket: those that are trainable now."""
+        self._plan()
+        self._hooks = [self._hook(position) for position in self.covers]
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Maximum size of the buckets of this step."""
+        tuner = self._exchange.tuner
+        chosen = self._exchange.bucket_bytes if tuner is None or tuner.bucket_bytes is None else tuner.bucket_bytes
+        # A user who limits or disables fusion expects the same limit for gradients.
+        return min(chosen, _fusion_bytes())
+
+    def tune(self) -> None:
+        """Let the tuner, if there is one, choose the size of buckets; call it after each `finish`, on all ranks."""
+        tuner = self._exchange.tuner
+        dense = {position: self._parameters[position] for position in self._dense_positions()}
+        if tuner is not None and tuner.end_step(dense, max_bytes=_fusion_bytes()):
+            self._plan()
 
     def is_reducing(self) -> bool:
         """Return whether a bucket has been sent since the last `finish`."""
@@ -102,6 +116,7 @@ class GradientReducer:
             HorovodInternalError: ranks disagree on a bucket, or a rank is lost. The gradients are then undefined.
         """
         try:
+            self._follow_round()
             self._launch_remaining()
             # Some compressions need a second message. Send all of them before waiting, so that they travel together.
             for bucket in self._buckets:
@@ -139,8 +154,31 @@ class GradientReducer:
             )
         self._num_passes[position] += 1
         if self._num_passes[position] == self.passes_per_step:
+            self._follow_round()
+            if self._exchange.tuner is not None:
+                self._exchange.tuner.record(position, self._parameters[position])
             self._handle_sparse(position)
             self._bucket_of[position].add(position)
+
+    def _plan(self) -> None:
+        """Plan the buckets; no gradient may have been added to the previous ones in this step."""
+        dense = self._dense_positions()
+        self._buckets = self._make_buckets({position: self._parameters[position] for position in dense})
+        self._bucket_of = {position: bucket for bucket in self._buckets for position in bucket.parameters}
+        for position in self.covers - self._bucket_of.keys():
+            self._add_sparse_bucket(position)
+
+    def _dense_positions(self) -> list[int]:
+        """Return the positions of trainable parameters that need no bucket of their own for sparse gradients."""
+        separate = frozenset() if self._exchange.sparse_as_dense else self._exchange.sparse
+        return [position for position in self._parameters if position in self.covers and position not in separate]
+
+    def _follow_round(self) -> None:
+        """Discard the tuner's choice if it is of an earlier round of the job, before anything is sent in this one."""
+        tuner = self._exchange.tuner
+        if tuner is not None and tuner.is_outdated:
+            tuner.restart()
+            self._plan()
 
     def _hook(self, position: int) -> RemovableHandle:
         # A weak reference, because the parameters refer to the hook. After the user deletes this optimizer and wraps
@@ -214,8 +252,7 @@ class GradientReducer:
             [parameter.numel() * parameter.element_size() for parameter in parameters.values()],
             [(parameter.dtype, parameter.device) for parameter in parameters.values()],
             [[indices[position] for position in group if position in indices] for group in self._exchange.groups],
-            # A user who limits or disables fusion expects the same limit for gradients.
-            bucket_bytes=min(BUCKET_BYTES, runtime.current_job().engine.settings.fusion_bytes),
+            bucket_bytes=self.bucket_bytes,
         )
         return [
             self._make_bucket(number, {positions[index]: parameters[positions[index]] for index in members})
@@ -227,6 +264,10 @@ class GradientReducer:
         compression = exchange.compression
         if isinstance(compression, CompressionWithMemory):
             return compression.make_bucket(name, parameters, exchange.reduction, exchange.memory)
-        if compression in _FLAT_DTYPES:
-            return DenseBucket(name, parameters, exchange.reduction, dtype=_FLAT_DTYPES[compression])
+        if compression in FLAT_DTYPES:
+            return DenseBucket(name, parameters, exchange.reduction, dtype=FLAT_DTYPES[compression])
         return CompressedBucket(name, parameters, exchange.reduction, compression)
+
+
+def _fusion_bytes() -> int:
+    return runtime.current_job().engine.settings.fusion_bytes

@@ -294,6 +294,12 @@ def _current_counts() -> _Counts:
     return _counts
 
 
+def naming_round() -> tuple[int, int]:
+    """Return two numbers that are equal on all ranks, and change with each `init` and each `join` of all ranks."""
+    counts = _current_counts()
+    return counts.init_number, counts.num_joins
+
+
 def _checked_number(process_set: ProcessSet) -> int:
     """Check that this rank is a member of a process set, and return its number."""
     members = members_of(process_set)

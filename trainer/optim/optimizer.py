@@ -8,16 +8,19 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
+from datasvc.trainer.gradients.bucket_choice import AllReduceCost
+from datasvc.trainer.gradients.bucket_tuner import BucketTuner
+from datasvc.trainer.gradients.buckets import BUCKET_BYTES
 from datasvc.trainer.gradients.compression import Compression, Compressor
 from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, copy_memory
 from datasvc.trainer.gradients.gradient_bucket import GradientReduction
-from datasvc.trainer.gradients.gradient_reducer import Exchange, GradientReducer
+from datasvc.trainer.gradients.gradient_reducer import FLAT_DTYPES, Exchange, GradientReducer
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, global_process_set
 from datasvc.trainer.optim.adasum_optimizer import (
@@ -44,6 +47,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     groups: Groups = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    bucket_bytes: int | Literal["auto"] | None = None,
 ) -> Any:
     """Wrap an optimizer so that `step` uses the gradients of all ranks.
 
@@ -69,6 +74,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
             values are gathered. In the first step of a parameter with sparse gradients, every rank must then have a
             gradient of it, unless the optimizer is SparseAdam.
         process_set: ranks whose gradients are combined. On other ranks the result behaves like the plain optimizer.
+        bucket_bytes: maximum size of the buckets in which gradients are sent, at least 0; the first bucket is at most
+            1 MiB. With 0 each gradient is sent alone. "auto" measures the first steps, and then chooses the size with
+            which communication is predicted to end first. None: 25 MiB. The engine's `fusion_bytes` limits it too.
 
     Raises:
         ValueError: the trainer is not initialized; names are given twice or are missing; an argument is out of range
@@ -79,6 +87,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     groups = _choose_groups(num_groups, groups)
     if isinstance(compression, CompressionWithMemory):
         compression.check(op)
+    if bucket_bytes is not None and op is ReduceOp.ADASUM:
+        raise ValueError("bucket_bytes has no effect with op=Adasum, which sends no buckets; leave it out")
+    max_bytes, tuner = BUCKET_BYTES, None
+    if bucket_bytes == "auto":
+        tuner = _make_tuner(compression, groups, process_set)
+    elif bucket_bytes is not None:
+        max_bytes = bucket_bytes
+        if max_bytes < 0:
+            raise ValueError(f'bucket_bytes must be "auto" or a number of bytes, at least 0, not {bucket_bytes}')
     names = name_parameters(optimizer, named_parameters)
     passes = check_passes(backward_passes_per_step)
     # A single rank has nothing to combine, so `_DistributedOptimizer` is enough for Adasum too.
@@ -91,7 +108,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     # SparseAdam rejects dense gradients, so even a rank without a gradient in the first step must send a sparse one.
     sparse = set(range(len(names))) if isinstance(optimizer, torch.optim.SparseAdam) else set()
     exchange = Exchange(
-        reduction=reduction, compression=compression, groups=positions, sparse_as_dense=sparse_as_dense, sparse=sparse
+        reduction=reduction,
+        compression=compression,
+        groups=positions,
+        sparse_as_dense=sparse_as_dense,
+        sparse=sparse,
+        bucket_bytes=max_bytes,
+        tuner=tuner,
     )
     wrapped.set_up(names, exchange, passes)
     return wrapped
@@ -117,6 +140,23 @@ class _DistributedOptimizer(torch.optim.Optimizer):
     gradient_predivide_factor = property(attrgetter("_exchange.reduction.predivide_factor"))
     process_set = property(attrgetter("_exchange.reduction.process_set"))
     sparse_as_dense = property(attrgetter("_exchange.sparse_as_dense"))
+
+    @property
+    def bucket_bytes(self) -> int | None:
+        """Maximum size of the buckets in use; None if this rank sends nothing."""
+        return None if self._reducer is None else self._reducer.bucket_bytes
+
+    @property
+    def all_reduce_cost(self) -> AllReduceCost | None:
+        """The cost of an all-reduce that `bucket_bytes="auto"` has measured; None before its choice."""
+        tuner = self._exchange.tuner
+        return None if tuner is None else tuner.cost
+
+    @property
+    def is_choosing_buckets(self) -> bool:
+        """Whether this rank still measures steps to choose the size of buckets."""
+        tuner = self._exchange.tuner
+        return self._reducer is not None and tuner is not None and tuner.bucket_bytes is None
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -151,6 +191,7 @@ class _DistributedOptimizer(torch.optim.Optimizer):
             try:
                 self._reducer.finish()
                 self._reduce_new_parameters()
+                self._reducer.tune()
             finally:
                 self._is_synchronized = True
 
@@ -303,6 +344,24 @@ def _takes_part(process_set: ProcessSet) -> bool:
     if not process_set.included():
         return False
     return process_set.size() > 1 or runtime.is_elastic()
+
+
+def _make_tuner(
+    compression: type[Compressor] | CompressionWithMemory, groups: Groups, process_set: ProcessSet
+) -> BucketTuner:
+    """Return the tuner for `bucket_bytes="auto"`.
+
+    Raises:
+        ValueError: the gradients are not sent in buckets whose size can be chosen.
+    """
+    if groups is not None:
+        raise ValueError('bucket_bytes="auto" chooses what is sent together, and so do groups; leave one of them out')
+    if isinstance(compression, CompressionWithMemory) or compression not in FLAT_DTYPES:
+        raise ValueError(
+            'bucket_bytes="auto" is supported with the compressions none, fp16 and bf16; with another one give a '
+            "number of bytes, or leave it out"
+        )
+    return BucketTuner(process_set, FLAT_DTYPES[compression])
 
 
 def _choose_groups(num_groups: int, groups: Groups) -> Groups:

@@ -38,6 +38,7 @@ def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_pa
         named_parameters=model.named_parameters(),
         compression=build_compression(config),
         backward_passes_per_step=num_passes,
+        bucket_bytes=config.parse_bucket(),
         # Each rank divides its loss by the number of targets of all ranks, so the sum of the ranks' gradients is the
         # gradient of the global batch. With Adasum it divides by the number of its own targets; see `update`.
         op=hvd.Adasum if config.combines_steps else hvd.Sum,

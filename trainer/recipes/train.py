@@ -77,8 +77,11 @@ def go_through_epochs(run: Run) -> None:
             rate = run.schedule.rate_at(progress, after=run.loader.progress)
             set_rate(run.optimizer, rate, progress)
             progress = run.loader.progress
+            was_choosing = is_choosing_buckets(run)
             loss = update(run, batch)
             run.step += 1
+            if was_choosing and not is_choosing_buckets(run):
+                report_buckets(run)
             # Reading the loss waits for the device. All ranks read it, so that no rank runs ahead of rank 0.
             shown_loss = float(loss) if run.step % run.config.report_every == 0 else None
             clock.ended_step()
@@ -161,6 +164,24 @@ def prepare_statistics(run: Run) -> None:
         )
     random_state.reinstate(random)
     run.statistics_loader.close()
+
+
+def is_choosing_buckets(run: Run) -> bool:
+    """Return whether the optimizer still measures steps for `--bucket auto`."""
+    return getattr(run.optimizer, "is_choosing_buckets", False)
+
+
+def report_buckets(run: Run) -> None:
+    """Report from rank 0 the size of buckets that `--bucket auto` has chosen, and the measured all-reduce times."""
+    if hvd.rank() == 0:
+        cost = run.optimizer.all_reduce_cost
+        run.events.report(
+            "buckets",
+            step=run.step,
+            bucket_bytes=run.optimizer.bucket_bytes,
+            all_reduce_s=cost.alpha_s,
+            s_per_byte=cost.beta_s,
+        )
 
 
 def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: float) -> None:

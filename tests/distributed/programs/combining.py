@@ -1,6 +1,7 @@
 """How DistributedOptimizer combines gradients: groups, process sets, sparse, compressed, Adasum, joined ranks."""
 
 import contextlib
+import copy
 import io
 import random
 import warnings
@@ -355,6 +356,62 @@ def check_sparse_embeddings_get_no_dense_zero_gradient():
     with contextlib.suppress(StopIteration):
         next(iter(optimizer.state))
         raise AssertionError("a fresh optimizer did not stay fresh")
+
+
+def check_the_size_of_buckets_is_chosen_alike_on_all_ranks_and_again_after_a_join():
+    # Ranks that pause at other gradients measure other times.
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(200, 200), nn.Tanh())), nn.Linear(200, 2))
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    copied = copy.deepcopy(model)
+    for compression in (hvd.Compression.none, hvd.Compression.bf16):
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.01), compression=compression, bucket_bytes="auto"
+        )
+        assert optimizer.is_choosing_buckets
+        assert optimizer.bucket_bytes == 25 << 20
+        train_wide(model, optimizer, steps=12)
+        assert not optimizer.is_choosing_buckets
+        sizes = hvd.allgather_object(optimizer.bucket_bytes)
+        assert len(set(sizes)) == 1
+        assert 0 < sizes[0] <= sum(parameter.numel() * 4 for parameter in model.parameters())
+        if compression is hvd.Compression.none:
+            plain = hvd.DistributedOptimizer(torch.optim.SGD(copied.parameters(), 0.01), bucket_bytes=0)
+            train_wide(copied, plain, steps=12)
+            torch.testing.assert_close(model.state_dict(), copied.state_dict(), rtol=1e-5, atol=1e-6)
+            del plain
+        assert_equal_on_all_ranks(model)
+        # The ranks have data for different numbers of steps; they count together again afterwards.
+        train_wide(model, optimizer, steps=RANK)
+        hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        train_wide(model, optimizer, steps=1)
+        assert optimizer.is_choosing_buckets
+        train_wide(model, optimizer, steps=8)
+        assert len(set(hvd.allgather_object(optimizer.bucket_bytes))) == 1
+        del optimizer
+
+
+def train_wide(model, optimizer, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(4, 200, generator=torch.Generator().manual_seed(step * SIZE + RANK))
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def check_a_size_of_buckets_that_means_nothing_is_refused():
+    def wrap(**options):
+        model = new_model()
+        return hvd.DistributedOptimizer(sgd(model), model.named_parameters(), **options)
+
+    with raises(ValueError, "at least 0, not -1"):
+        wrap(bucket_bytes=-1)
+    with raises(ValueError, "Adasum"):
+        wrap(bucket_bytes="auto", op=hvd.Adasum)
+    with raises(ValueError, "groups"):
+        wrap(bucket_bytes="auto", groups=2)
+    with raises(ValueError, "compressions none, fp16 and bf16"):
+        wrap(bucket_bytes="auto", compression=hvd.Compression.topk(0.1))
 
 
 run_checks(globals())

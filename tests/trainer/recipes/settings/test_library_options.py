@@ -77,6 +77,7 @@ SETTINGS = {
         "optimizer": "optimizer",
         "compression": "compression",
         "backward_passes_per_step": "micro_batch",
+        "bucket_bytes": "bucket",
     },
 }
 # Options without a flag, and why.

@@ -135,11 +135,19 @@ def test_settings_out_of_range_are_refused_before_anything_runs(change):
         (("--cache", "/c", "--cache-budget", "junk"), "cache_budget is 'junk': .* write for example 50GB"),
         (("--cache-budget", "50GB"), "cache_budget is the budget .*--cache"),
         (("--shuffle", "windowed", "--lanes", "4"), "lanes is 4, and block is not set; give --block too"),
+        (("--bucket", "much"), "bucket is 'much': .*"),
+        (("--bucket", "auto", "--op", "adasum"), "op is 'adasum', which sends no buckets; leave out --bucket"),
+        (("--bucket", "auto", "--compression", "topk:0.1"), "bucket is 'auto'; give --bucket a size"),
     ],
 )
 def test_a_refused_setting_is_named_with_what_to_change(words, message):
     with pytest.raises(ConfigError, match=message):
         parse_options([*WORDS, *words], environ={}).config()
+
+
+def test_the_size_of_buckets_is_a_size_or_chosen_from_the_first_steps():
+    for words, expected in (((), None), (("--bucket", "4MiB"), 4 << 20), (("--bucket", "auto"), "auto")):
+        assert parse_options([*WORDS, *words], environ={}).config().parse_bucket() == expected
 
 
 def test_flags_override_a_preset_which_overrides_defaults_and_each_value_says_so():

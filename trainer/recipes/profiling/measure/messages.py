@@ -65,9 +65,18 @@ def measure_traffic(run: ProfiledRun, batch: Any, num_passes: int) -> StepTraffi
     # In the order of the optimizer's groups, in which the distributed optimizer plans its buckets too.
     trained = [p for group in run.optimizer.param_groups for p in group["params"] if p.requires_grad]
     return StepTraffic(
-        buckets=tuple(_measure_buckets(trained, _ready_shares(passes[_WARM_UP_PASSES:]))),
+        buckets=tuple(
+            _measure_buckets(trained, _ready_shares(passes[_WARM_UP_PASSES:]), bucket_bytes=_bucket_bytes(run))
+        ),
         message_s=_measure_all_reduce(1, trained[0]),
     )
+
+
+def _bucket_bytes(run: ProfiledRun) -> int:
+    # A single rank and Adasum have no buckets; they are measured as if they had those of the default.
+    default = min(BUCKET_BYTES, runtime.current_job().engine.settings.fusion_bytes)
+    in_use = getattr(run.optimizer, "bucket_bytes", None)
+    return default if in_use is None else in_use
 
 
 def _ready_shares(passes: Sequence[LayerTimes]) -> dict[Tensor, float]:
@@ -78,14 +87,18 @@ def _ready_shares(passes: Sequence[LayerTimes]) -> dict[Tensor, float]:
     }
 
 
-def _measure_buckets(parameters: Sequence[Tensor], ready_share: Mapping[Tensor, float]) -> list[TimedBucket]:
-    """Return the buckets of a distributed optimizer over `parameters`, in the order in which they are ready here."""
+def _measure_buckets(
+    parameters: Sequence[Tensor], ready_share: Mapping[Tensor, float], *, bucket_bytes: int
+) -> list[TimedBucket]:
+    """Return the buckets of a distributed optimizer over `parameters`, in the order in which they are ready here.
+
+    `bucket_bytes` is their maximum size.
+    """
     sizes_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters]
     plan = plan_buckets(
         sizes_bytes,
         [(parameter.dtype, parameter.device) for parameter in parameters],
-        # `GradientReducer` has the same limit.
-        bucket_bytes=min(BUCKET_BYTES, runtime.current_job().engine.settings.fusion_bytes),
+        bucket_bytes=bucket_bytes,
     )
     buckets = [
         TimedBucket(

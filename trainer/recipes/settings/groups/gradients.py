@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, SettingGroup
+from datasvc.sizes import parse_size
+from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, SettingGroup, naming
 
 _PLAIN: Final = ("none", "fp16", "bf16")  # the compressions without a number, which keep nothing between steps
 
@@ -68,20 +69,31 @@ class GradientSettings(SettingGroup):
             "powersgd:2:1000": the same after as many steps without compression. The last three send the rest later.
         op: "average": the step is made with the mean gradient of all ranks; "adasum": each rank makes a step with
             the mean gradient of its own samples, and the ranks combine these steps; for a power of two ranks.
+        bucket: maximum size of the buckets in which gradients are sent, such as "4MiB"; "auto" measures the first
+            steps and chooses it; None: 25MiB.
     """
 
     title: ClassVar[str] = "gradients of the ranks"
 
     compression: Annotated[str, Metavar("{none,fp16,bf16,topk:SHARE,powersgd:RANK}")] = "none"
     op: Literal["average", "adasum"] = "average"
+    bucket: Annotated[str | None, Metavar("{auto,SIZE}")] = None
 
     def check(self) -> None:
-        """Check the form of the compression, and that it can send what the ranks combine."""
+        """Check the forms of compression and bucket, and that they go together and with what the ranks combine."""
         choice = self.parse_compression()
         if self.combines_steps and choice.has_memory:
             raise ConfigError(
                 f"compression is {self.compression!r} and op is 'adasum', which combines steps of the ranks and not "
                 "gradients, so no part can be sent later; give --compression none, fp16 or bf16, or --op average"
+            )
+        bucket = self.parse_bucket()
+        if self.combines_steps and bucket is not None:
+            raise ConfigError("op is 'adasum', which sends no buckets; leave out --bucket, or give --op average")
+        if bucket == "auto" and choice.has_memory:
+            raise ConfigError(
+                f"compression is {self.compression!r}, whose bytes are not proportional to the size of a bucket, and "
+                "bucket is 'auto'; give --bucket a size, or --compression none, fp16 or bf16"
             )
 
     @property
@@ -92,3 +104,10 @@ class GradientSettings(SettingGroup):
     def parse_compression(self) -> CompressionChoice:
         """Return the compression. Raises ConfigError: it has another form."""
         return parse_compression(self.compression)
+
+    def parse_bucket(self) -> int | Literal["auto"] | None:
+        """Return the maximum size of buckets in bytes, "auto", or None for the optimizer's default."""
+        if self.bucket is None or self.bucket == "auto":
+            return self.bucket  # type: ignore[return-value]  # "auto" as a literal
+        with naming("bucket", self.bucket):
+            return parse_size(self.bucket)
