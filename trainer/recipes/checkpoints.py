@@ -101,12 +101,14 @@ def commit(run: Run, *, due: bool = False) -> None:
             data=[run.reading.use()],
             config=run.config.to_dict(),
             metrics=run.metrics,
+            parent=None if run.has_saved else run.parent,
         )
     except BusyError:
         # Only a periodic save is refused. Nothing is lost: the next save has a newer state.
         if hvd.rank() == 0:
             run.events.report("refused", step=run.step, epoch=run.loader.epoch)
     else:
+        run.has_saved = True
         run.saves.append((handle, run.loader.epoch))
 
 

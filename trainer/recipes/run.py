@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,8 @@ class Run(Learner):
         metrics: metrics of the newest evaluation; empty if training has continued since.
         average_statistics: statistics of batch normalisation with which that evaluation ran the averaged weights;
             empty unless they are computed anew.
+        parent: version that the first checkpoint of this process continues; None: the version that it restores.
+        has_saved: whether this process has begun a checkpoint of the run.
     """
 
     loader: Loader[Any]
@@ -60,6 +63,8 @@ class Run(Learner):
     saves: deque[tuple[SaveHandle, int]] = field(default_factory=deque)
     metrics: dict[str, float] = field(default_factory=dict)
     average_statistics: dict[str, Tensor] = field(default_factory=dict)
+    parent: str | None = None
+    has_saved: bool = False
 
     @property
     def is_over(self) -> bool:
@@ -85,3 +90,15 @@ class Run(Learner):
     def has_all_steps(self) -> bool:
         """Whether `max_steps` is reached."""
         return self.config.max_steps is not None and self.step >= self.config.max_steps
+
+    def close(self) -> None:
+        """Close what the run has opened on this rank, in the middle of the training. Errors of saves are logged."""
+        with contextlib.ExitStack() as stack:
+            # The last one is closed first: a save that is still running reads nothing but its own copy.
+            for log in self.logs.values():
+                stack.callback(log.close)
+            if self.nodes is not None:
+                stack.callback(self.nodes.close)
+            for loader in (self.val_loader, self.statistics_loader, self.loader):
+                if loader is not None:
+                    stack.callback(loader.close)

@@ -24,6 +24,7 @@ from datasvc.shards.format.schema import IMAGE
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import initialise, open_checkpoints, restore, resume
 from datasvc.trainer.recipes.early_stop import EarlyStop
+from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.make_optimizer import build_distributed_optimizer
@@ -42,14 +43,22 @@ from datasvc.trainer.recipes.training_data import open_data, resolve_data
 from datasvc.trainer.recipes.update import Learner
 
 
-def start(config: TrainConfig, events: EventSink) -> Run:
+def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = None) -> Run:
     """Build this rank's run, new or restored from the checkpoint that it continues. Every rank must call this.
+
+    Args:
+        config: settings of the run.
+        events: sink of this rank's events.
+        snapshot: state of an elastic run to continue, the same on all ranks, instead of a checkpoint.
 
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data or the checkpoint.
     """
     repo = datasvc.open(config.repo)
-    versions, version, init_version = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
+    if snapshot is None:
+        versions, version, init_version = call_on_first_rank(lambda: resolve_start(repo, config), name="start")
+    else:
+        versions, version, init_version = snapshot.data_versions, snapshot.parent, None
     data = open_data(repo, config, versions)
     task = choose_task(config, data.train)
     # Replace None by the default model of the task, because the checkpoints store the name of the model.
@@ -99,11 +108,15 @@ def start(config: TrainConfig, events: EventSink) -> Run:
         )
         # The manager installs signal handlers; closing it restores the old ones.
         run.checkpoints = stack.enter_context(open_checkpoints(repo, config, cache))
-        if run.version is not None:
+        if snapshot is not None:
+            load_snapshot(run, snapshot)
+        elif run.version is not None:
             resume(run, restore(run, run.version))
         elif init_version is not None:
             initialise(run, repo, init_version)
         run.reading = ConsumptionTracker(run.loader, step=run.step)
+        if snapshot is not None:
+            run.reading.load_state_dict(snapshot.reading)
         compile_model(run.model, config.compile)
         if hvd.rank() == 0:
             settings = config.to_dict()

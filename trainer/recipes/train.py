@@ -11,9 +11,10 @@ import datasvc.trainer as hvd
 from datasvc.models.saving.preemption import SIGNALS
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import commit, report_commits
+from datasvc.trainer.recipes.elastic_memory import ElasticMemory, reporting_lost_ranks
 from datasvc.trainer.recipes.make_optimizer import set_rate
 from datasvc.trainer.recipes.optimizers.precision import autocast
-from datasvc.trainer.recipes.reporting.events import choose_events
+from datasvc.trainer.recipes.reporting.events import EventSink, choose_events
 from datasvc.trainer.recipes.reporting.step_clock import StepClock
 from datasvc.trainer.recipes.reporting.trace_path import trace_path
 from datasvc.trainer.recipes.run import Run
@@ -32,18 +33,30 @@ from datasvc.trainer.recipes.update import update
 def train(config: TrainConfig) -> str:
     """Train until the run is complete or stopped; return the last committed version, such as "digits-cnn@9".
 
-    Every rank reports the events `start` and `restored`. Rank 0 also reports `step`, `evaluation`, `checkpoint`,
-    `refused` and `failed` (for a checkpoint; the run continues), `profile`, and finally `end`, or `stopped` if a
-    signal ended the run.
+    Every rank reports the events `start` and `restored`, and in an elastic run `round` at the start of each round.
+    Rank 0 also reports `step`, `evaluation`, `checkpoint`, `refused` and `failed` (for a checkpoint; the run
+    continues), `profile`, and finally `end`, or `stopped` if a signal ended the run.
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
-        HorovodInternalError: a rank died, or submitted other operations than the other ranks.
+        HorovodInternalError: a rank died, or submitted other operations than the other ranks. An elastic run
+            continues with the other ranks.
     """
     hvd.init()
     events = choose_events(sys.stdout)
     events.report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
+    run = train_elastically(config, events) if config.elastic else train_once(config, events)
+    hvd.shutdown()
+    if not run.is_over:
+        assert run.checkpoints.stop_signal is not None
+        sys.exit(128 + run.checkpoints.stop_signal)
+    assert run.version is not None
+    return run.version
+
+
+def train_once(config: TrainConfig, events: EventSink) -> Run:
+    """Train with the ranks of now; return the run, whose resources are closed."""
     random_state.seed_all(config.seed)
     run = start(config, events)
     if run.is_over and hvd.rank() == 0:
@@ -53,18 +66,50 @@ def train(config: TrainConfig) -> str:
             f"nothing is left to train: {run.version} is complete, at step {run.step}; to continue it, "
             f"raise {limits}\n"
         )
+    train_to_end(run)
+    return run
+
+
+def train_elastically(config: TrainConfig, events: EventSink) -> Run:
+    """Train in rounds, between which ranks may be lost and join; return the run of the last round, closed."""
+
+    def train_round(memory: ElasticMemory) -> Run:
+        with reporting_lost_ranks():
+            # A round without a snapshot starts from the same random weights as the first one.
+            random_state.seed_all(config.seed)
+            run = start(config, events, memory.snapshot)
+            events.report("round", rank=hvd.rank(), size=hvd.size(), step=run.step, sync_s=memory.sync_s)
+            with memory.holding(run):
+                if memory.snapshot is not None and run.is_over:
+                    # A rank was lost while the last checkpoint was written. A second one of that state does no harm.
+                    with run.checkpoints:
+                        commit(run)
+                    end(run)
+                else:
+                    train_to_end(run, memory)
+        return run
+
+    run: Run = hvd.elastic.run(train_round)(ElasticMemory())
+    return run
+
+
+def train_to_end(run: Run, memory: ElasticMemory | None = None) -> None:
+    """Train until the run is complete or a stop signal arrives, and close what it has opened."""
     with run.checkpoints:
-        go_through_epochs(run)
+        go_through_epochs(run, memory)
         if run.checkpoints.stop_signal is not None:
             # The launcher signals the other ranks as soon as the first one exits. Each rank ignores this signal,
             # because it is exiting already.
             for number in SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
-    return end(run)
+    end(run)
 
 
-def go_through_epochs(run: Run) -> None:
-    """Train until the run is complete or a stop signal arrives. On return, a save of the last state is queued."""
+def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
+    """Train until the run is complete or a stop signal arrives. On return, a save of the last state is queued.
+
+    `memory` gets copies of the state of an elastic run.
+    """
     clock = StepClock()
     # True if the run continues a state that was saved after the last step of an epoch, but before its evaluation.
     if run.loader.state_dict()["epoch"] < run.loader.epoch and not run.is_over:
@@ -94,12 +139,16 @@ def go_through_epochs(run: Run) -> None:
                 commit(run, due=run.checkpoints.stop_signal is None)
                 if run.checkpoints.stop_signal is not None:
                     return
+            if memory is not None and run.step % run.config.commit_every == 0 and not run.is_over:
+                memory.commit()
             clock.restart()
             if run.is_cut_short:
                 break
         if run.config.profile is not None:
             report_profile(run, run.config.profile, epoch)
         end_epoch(run)
+        if memory is not None:
+            memory.commit()
         clock.restart()
 
 
@@ -223,12 +272,8 @@ def report_profile(run: Run, path: str, epoch: int) -> None:
         run.events.report("profile", epoch=epoch, **report.to_dict())
 
 
-def end(run: Run) -> str:
-    """Close the run's resources and return the last version.
-
-    Raises:
-        SystemExit: a signal ended the run early.
-    """
+def end(run: Run) -> None:
+    """Close the run's resources, and report its end from rank 0."""
     report_commits(run)
     run.loader.close()
     for loader in (run.val_loader, run.statistics_loader):
@@ -237,7 +282,6 @@ def end(run: Run) -> str:
     if run.nodes is not None:
         hvd.barrier()  # a node must not stop its server while another node fetches from it
         run.nodes.close()
-    assert run.version is not None
     if hvd.rank() == 0:
         for log in run.logs.values():
             log.close()
@@ -245,8 +289,3 @@ def end(run: Run) -> str:
             run.events.report("end", version=run.version, step=run.step, **run.metrics)
         else:
             run.events.report("stopped", version=run.version, step=run.step, signal=run.checkpoints.stop_signal)
-    hvd.shutdown()
-    if not run.is_over:
-        assert run.checkpoints.stop_signal is not None
-        sys.exit(128 + run.checkpoints.stop_signal)
-    return run.version

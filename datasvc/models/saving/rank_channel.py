@@ -24,6 +24,10 @@ _SLOT_BYTES: Final = 1024  # bytes that each rank sends in the first collective 
 _LENGTH_BYTES: Final = 8
 
 
+class LostRankError(UnavailableError):
+    """Another rank of a save died or does not answer. An elastic job continues without it."""
+
+
 class RankChannel:
     """Communication between the ranks of a group. This class is for a single rank, `GroupChannel` for several.
 
@@ -126,7 +130,7 @@ class GroupChannel(RankChannel):
 
     def _run_collective(self, collective: Callable[[Any], Any]) -> None:
         if self._group is None:
-            raise UnavailableError(
+            raise LostRankError(
                 "the connection to the other ranks is lost or closed: make a new CheckpointManager on every rank"
             )
         try:
@@ -134,7 +138,7 @@ class GroupChannel(RankChannel):
         except (RuntimeError, ValueError) as error:
             # Close the channel: a message that arrives late would be taken for an answer to the next collective.
             self.close()
-            raise UnavailableError(
+            raise LostRankError(
                 f"rank {self.rank} lost the connection to another of {count_text(self.size, 'rank')}, which "
                 "died or did not answer "
                 f"within {self._timeout_s:g} s: {error}"
@@ -165,7 +169,7 @@ def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChanne
     try:
         main, background = (dist.new_group(backend="gloo", timeout=timeout, **group_settings) for _ in range(2))
     except RuntimeError as error:
-        raise UnavailableError(f"the ranks could not connect for saving: {error}") from error
+        raise LostRankError(f"the ranks could not connect for saving: {error}") from error
     return GroupChannel(main, timeout_s), GroupChannel(background, timeout_s)
 
 

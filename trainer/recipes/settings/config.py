@@ -23,6 +23,7 @@ from datasvc.trainer.recipes.settings.groups.model import ModelSettings
 from datasvc.trainer.recipes.settings.groups.optimizer import OptimizerSettings
 from datasvc.trainer.recipes.settings.groups.order import OrderSettings
 from datasvc.trainer.recipes.settings.groups.precision import PrecisionSettings
+from datasvc.trainer.recipes.settings.groups.ranks import RankSettings
 from datasvc.trainer.recipes.settings.groups.rate import RateSettings
 from datasvc.trainer.recipes.settings.groups.reports import ReportSettings
 from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, SettingGroup, check_group, field_types
@@ -46,6 +47,7 @@ class TrainConfig(
     CheckpointSettings,
     StartSettings,
     ReportSettings,
+    RankSettings,
 ):
     """Settings of a run: those of all groups; `--help` and `--show-config` list the groups in this order.
 

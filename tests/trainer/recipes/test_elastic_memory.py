@@ -1,0 +1,143 @@
+"""Rounds of an elastic run in one process; tests/distributed/test_recipe_elastic.py kills real ranks."""
+
+import json
+
+import pytest
+import torch
+
+import datasvc
+import datasvc.trainer as hvd
+from datasvc.errors import UnavailableError
+from datasvc.ledger.audit import audit
+from datasvc.ledger.file import read_ledger
+from datasvc.models import describe_model, model_log
+from datasvc.models.saving.rank_channel import LostRankError
+from datasvc.repository import Repository
+from datasvc.shards import ingest
+from datasvc.trainer.recipes import train as training
+from datasvc.trainer.recipes.elastic_memory import ElasticMemory, copy_to_host, reporting_lost_ranks
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
+from tests.samples import write_folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Layers this small only wait for each other in several threads."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rounds")
+    repository = Repository.create(str(folder / "repo"))
+    counts = {"train": {"cat": 40, "dog": 40}, "val": {"cat": 8, "dog": 8}}
+    ingest(repository, str(write_folder(folder / "pets", counts)), "pets")
+    return repository
+
+
+# fmt: off
+SETTINGS = {
+    "size": 16, "global_batch": 8, "epochs": 2, "evaluate_every": 1, "checkpoint_every": 4, "patience": 5,
+    "optimizer": "lamb", "learning_rate": 0.01, "ema_decay": 0.9, "commit_every": 3,
+}
+# fmt: on
+
+
+def run(repository, name, capsys, **settings):
+    """Train for two epochs of 10 steps; returns the events."""
+    training.train(TrainConfig(repo=repository.url, data="pets", name=name, **SETTINGS, **settings))
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def weights(repository, ref):
+    return datasvc.open(repository.url).models.restore(ref).state["model"]
+
+
+def check_equal(repository, name, other):
+    found, expected = weights(repository, name), weights(repository, other)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert describe_model(repository, name).entry["metrics"] == describe_model(repository, other).entry["metrics"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(repository):
+    """Name of a model that was trained without `elastic`."""
+    training.train(TrainConfig(repo=repository.url, data="pets", name="undisturbed", **SETTINGS))
+    return "undisturbed"
+
+
+def test_failures_repeat_the_steps_since_the_last_commit_and_change_nothing(
+    repository, undisturbed, tmp_path, capsys, monkeypatch
+):
+    real_update, fails_before = training.update, [2, 8, 8, 10, 17]  # the first before any commit
+
+    def update(run, batch):
+        if fails_before and run.step == fails_before[0]:
+            del fails_before[0]
+            raise hvd.HorovodInternalError(f"a rank was lost, {len(fails_before)} are left to lose")
+        return real_update(run, batch)
+
+    monkeypatch.setattr(training, "update", update)
+    events = run(repository, "failing", capsys, elastic=True, ledger=str(tmp_path))
+    assert [event["step"] for event in events if event["event"] == "round"] == [0, 0, 6, 6, 10, 15]
+    assert not fails_before
+    check_equal(repository, "failing", undisturbed)
+    assert audit([list(read_ledger(tmp_path))]).is_proven
+    (use,) = describe_model(repository, "failing").entry["data"]
+    assert [(span["start"], span["stop"], span["step"]) for span in use["spans"]][-1] == ([1, 40], [2, 0], 15)
+    # A version that was saved in a round that failed is not the parent of the steps that were repeated before it.
+    steps = {str(version): version.entry["step"] for version in model_log(repository, "failing")}
+    parents = {str(version): version.entry["parent"] for version in model_log(repository, "failing")}
+    assert all(steps[parent] < steps[name] for name, parent in parents.items() if parent is not None)
+
+
+def test_a_change_of_hosts_continues_the_newest_version(repository, undisturbed, capsys, monkeypatch):
+    changes = {6, 15}
+
+    def check_host_updates(memory):
+        if memory.snapshot.step in changes:
+            changes.remove(memory.snapshot.step)
+            raise HostsUpdatedInterrupt
+
+    monkeypatch.setattr(ElasticMemory, "check_host_updates", check_host_updates)
+    events = run(repository, "resized", capsys, elastic=True)
+    assert [event["step"] for event in events if event["event"] == "round"] == [0, 6, 15]
+    check_equal(repository, "resized", undisturbed)
+    parents = {str(version): version.entry["parent"] for version in model_log(repository, "resized")}
+    numbered = [f"resized@{number}" for number in range(1, len(parents) + 1)]
+    assert parents == dict(zip(numbered, [None, *numbered], strict=False))
+
+
+def test_a_rank_lost_while_the_last_checkpoint_is_written_is_no_loss(repository, undisturbed, capsys, monkeypatch):
+    real_end, is_lost = training.end, [True]
+
+    def end(run):
+        if is_lost.pop() if is_lost else False:
+            raise hvd.HorovodInternalError("a rank was lost")
+        real_end(run)
+
+    monkeypatch.setattr(training, "end", end)
+    events = run(repository, "ending", capsys, elastic=True)
+    assert [event["step"] for event in events if event["event"] == "round"] == [0, 20]
+    assert events[-1]["event"] == "end"
+    check_equal(repository, "ending", undisturbed)
+
+
+def test_a_snapshot_shares_no_memory_with_the_run():
+    weight = torch.ones(3)
+    tree = {"a": [weight, 1], "b": (weight, "c")}
+    copied = copy_to_host(tree)
+    weight += 1
+    assert copied["a"][0].tolist() == copied["b"][0].tolist() == [1, 1, 1]
+    assert (copied["a"][1], copied["b"][1]) == (1, "c")
+
+
+def test_only_the_loss_of_a_rank_starts_a_new_round():
+    with pytest.raises(hvd.HorovodInternalError, match="rank 1 lost"), reporting_lost_ranks():
+        raise UnavailableError("the save failed: rank 1 lost the connection") from LostRankError("rank 1 is lost")
+    with pytest.raises(UnavailableError), reporting_lost_ranks():
+        raise UnavailableError("the store does not answer")

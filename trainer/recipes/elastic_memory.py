@@ -1,0 +1,173 @@
+"""The state of an elastic run (`--elastic`): a copy of it in host memory, from which the ranks continue.
+
+A *round* is a period in which the ranks of a job do not change. Each round builds the run anew, for its own ranks,
+and loads the copy into it. So nothing of a lost round is left, such as hooks, connections and prefetched batches.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import datasvc.trainer as hvd
+from datasvc.errors import DatasvcError
+from datasvc.loaders.core.mixture import splits_of
+from datasvc.models.saving.rank_channel import LostRankError
+from datasvc.trainer.elastic.state import State
+from datasvc.trainer.recipes import random_state
+from datasvc.trainer.recipes.checkpoints import load_optimizer, report_commits
+from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
+from datasvc.trainer.recipes.run import Run
+from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of the state of a run, the same on all ranks.
+
+    Attributes:
+        data_versions: version of each data set, such as "digits@1".
+        parent: version that the next checkpoint continues; None: none.
+        step: optimizer steps so far.
+        metrics: metrics of the newest evaluation; empty if training has continued since.
+        model: weights and buffers; the statistics of batch normalisation are those of rank 0.
+        average_statistics: statistics of batch normalisation of the averaged weights; see `Run`.
+        optimizer: moments and counters. What a compression has not sent yet is lost, except on rank 0.
+        loss_scale: state of the loss scaler.
+        average: average of the weights; None without one.
+        early_stop: best metric, and evaluations since.
+        loader: position of the job, which is also that of the learning rate's schedule.
+        reading: samples consumed so far; see `ConsumptionTracker`.
+        log_ids: ids of the trackers' runs by target.
+    """
+
+    data_versions: list[str]
+    parent: str | None
+    step: int
+    metrics: dict[str, float]
+    model: Mapping[str, Any]
+    average_statistics: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    loss_scale: Mapping[str, Any]
+    average: Mapping[str, Any] | None
+    early_stop: Mapping[str, Any]
+    loader: Mapping[str, Any]
+    reading: Mapping[str, Any]
+    log_ids: dict[str, str]
+
+
+class ElasticMemory(State):
+    """State of an elastic run for `hvd.elastic.run`.
+
+    Attributes:
+        snapshot: newest copy of the run's state; None before the first one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.snapshot: Snapshot | None = None
+        self._run: Run | None = None
+
+    @contextmanager
+    def holding(self, run: Run) -> Iterator[None]:
+        """Copy the state of `run` at each commit inside the context, a round; close the run after an error."""
+        self._run = run
+        try:
+            yield
+        except HostsUpdatedInterrupt:
+            # A commit has raised it. Closing waits for the saves before the commit, so the newest one is the parent.
+            run.close()
+            report_commits(run)
+            assert self.snapshot is not None
+            self.snapshot = dataclasses.replace(self.snapshot, parent=parent_of(run))
+            raise
+        except BaseException:
+            run.close()
+            raise
+        finally:
+            self._run = None
+
+    def save(self) -> None:
+        """Copy the state of the run to host memory."""
+        assert self._run is not None, "a commit is made in a round only"
+        self.snapshot = take_snapshot(self._run)
+
+    def restore(self) -> None:
+        """Do nothing: the next round loads the snapshot."""
+
+    def sync(self) -> None:
+        """Take the snapshot of rank 0. Every rank calls this."""
+        self.snapshot = self._bcast_object(self.snapshot)
+
+
+def parent_of(run: Run) -> str | None:
+    """Return the version that the next checkpoint of a run continues; None: none."""
+    newest = run.checkpoints.version
+    return run.parent if newest is None else str(newest)
+
+
+def take_snapshot(run: Run) -> Snapshot:
+    """Return a copy of the state of a run, in host memory."""
+    return Snapshot(
+        data_versions=[split.dataset for split in splits_of(run.loader.split)],
+        parent=parent_of(run),
+        step=run.step,
+        metrics=dict(run.metrics),
+        model=copy_to_host(run.model.state_dict()),
+        average_statistics=copy_to_host(run.average_statistics),
+        optimizer=copy_to_host(run.optimizer.state_dict()),
+        loss_scale=run.loss_scale.state_dict(),
+        average=None if run.average is None else copy_to_host(run.average.state_dict()),
+        early_stop=run.stop.state_dict(),
+        loader=run.loader.state_dict(),
+        reading=run.reading.state_dict(),
+        log_ids=dict(run.log_ids),
+    )
+
+
+def load_snapshot(run: Run, snapshot: Snapshot) -> None:
+    """Load a snapshot into a run that was just built, and seed the rank's generators for the steps after it."""
+    run.loader.load_state_dict(copy.deepcopy(dict(snapshot.loader)))
+    run.model.load_state_dict(snapshot.model)
+    # Copied, because the optimizer keeps the tensors that it loads, and a later round may load the snapshot again.
+    load_optimizer(run.optimizer, copy_to_host(snapshot.optimizer))
+    load_loss_scale(run.loss_scale, snapshot.loss_scale)
+    if run.average is not None and snapshot.average is not None:
+        run.average.load_state_dict(snapshot.average)
+    run.average_statistics = copy_to_host(snapshot.average_statistics)
+    run.stop.load_state_dict(snapshot.early_stop)
+    run.step, run.metrics, run.log_ids = snapshot.step, dict(snapshot.metrics), dict(snapshot.log_ids)
+    run.parent = snapshot.parent
+    # The random states of lost ranks are lost too. The step is part of the seed: no random numbers are repeated.
+    random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))
+
+
+def copy_to_host(tree: Any) -> Any:
+    """Return a copy of a state tree whose tensors are on the CPU."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().to("cpu", copy=True)
+    if isinstance(tree, Mapping):
+        return {key: copy_to_host(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(copy_to_host, tree))
+    return copy.deepcopy(tree)
+
+
+@contextmanager
+def reporting_lost_ranks() -> Iterator[None]:
+    """Raise the loss of a rank that a checkpoint has met as `HorovodInternalError`, which starts a new round."""
+    try:
+        yield
+    except DatasvcError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, LostRankError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise hvd.HorovodInternalError(str(error)) from error
