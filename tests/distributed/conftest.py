@@ -41,11 +41,11 @@ class Launcher:
         self.started.append(process)
         return process
 
-    def run(self, num_ranks, *command, options=()):
+    def run(self, num_ranks, *command, options=(), timeout_s=TIMEOUT_S):
         """Runs to the end; if that takes too long, kills the launcher and, through its guard, the ranks."""
         process = self.start(num_ranks, *command, options=options)
         try:
-            output, errors = process.communicate(timeout=TIMEOUT_S)
+            output, errors = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             output, errors = process.communicate()
@@ -72,9 +72,9 @@ class Launcher:
             check=False,
         )
 
-    def run_program(self, num_ranks, program, *arguments):
+    def run_program(self, num_ranks, program, *arguments, timeout_s=TIMEOUT_S):
         """Runs one of our programs on every rank and fails with its output if it fails."""
-        done = self.run(num_ranks, sys.executable, PROGRAMS / program, *arguments)
+        done = self.run(num_ranks, sys.executable, PROGRAMS / program, *arguments, timeout_s=timeout_s)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         return done
 

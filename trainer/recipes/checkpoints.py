@@ -82,20 +82,23 @@ def commit(run: Run, *, due: bool = False) -> None:
     if "compression" in optimizer:
         # What a rank has not sent of its gradients is its own.
         rank_state["compression"] = optimizer.pop("compression")["memory"]
+    state = {
+        "step": run.step,
+        "model_name": run.config.model,
+        "model": weights,
+        "optimizer_name": run.config.optimizer,
+        "optimizer": optimizer,
+        "loss_scale": run.loss_scale.state_dict(),
+        "ema": average,
+        "early_stop": run.stop.state_dict(),
+        "loader": run.loader.state_dict(),
+        "log_ids": run.log_ids,  # the repository gets those of rank 0
+    }
+    if run.execution is not None:
+        state = run.execution.gather_state(state)
     try:
         handle = run.checkpoints.save(
-            {
-                "step": run.step,
-                "model_name": run.config.model,
-                "model": weights,
-                "optimizer_name": run.config.optimizer,
-                "optimizer": optimizer,
-                "loss_scale": run.loss_scale.state_dict(),
-                "ema": average,
-                "early_stop": run.stop.state_dict(),
-                "loader": run.loader.state_dict(),
-                "log_ids": run.log_ids,  # the repository gets those of rank 0
-            },
+            state,
             rank_state=rank_state,
             step=run.step,
             data=[run.reading.use()],
@@ -154,6 +157,8 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         StateMismatchError: the checkpoint was trained on other data or in another order.
     """
     state = checkpoint.state
+    if run.execution is not None:
+        state = run.execution.divide_state(state)
     for part, configured in (("model", run.config.model), ("optimizer", run.config.optimizer)):
         # A checkpoint without this name passes; the loads below check its tensors.
         saved = state.get(f"{part}_name", configured)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.layouts.parts import to_local
 
 
 class WeightAverage:
@@ -42,7 +43,8 @@ class WeightAverage:
         self._num_updates += 1
         # The decay is smaller at first. Otherwise the initial weights would dominate the average of a short run.
         decay = min(self._decay, (1 + self._num_updates) / (10 + self._num_updates))
-        torch._foreach_lerp_(list(self._averages.values()), list(self._weights.values()), 1 - decay)
+        averages, weights = (list(map(to_local, tensors.values())) for tensors in (self._averages, self._weights))
+        torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -9,6 +9,9 @@ from torch import nn
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.layouts.execution import LayoutExecution, new_group
+from datasvc.trainer.recipes.layouts.layout import Layout, plan_layout
+from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer, ZeroOptimizer
 from datasvc.trainer.recipes.optimizers.lamb import LAMB
 from datasvc.trainer.recipes.optimizers.lars import LARS
 from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
@@ -52,13 +55,63 @@ def build_compression(config: TrainConfig) -> Any:
     return compression(**choice.arguments) if choice.has_memory else compression
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the configured optimizer without communication, over the groups of `group_parameters`.
+def build_layout_optimizer(config: TrainConfig, execution: LayoutExecution) -> LayoutOptimizer:
+    """Return the run's optimizer of the parameters that this rank has. Gradients are summed in the backward pass."""
+    parameters = dict(execution.model.named_parameters())
+    groups = [
+        {**group, "params": [parameters[name] for name in group["params"] if name in parameters]}
+        for group in execution.parameter_groups
+    ]
+    # A foreach kernel needs tensors of one mesh; the layers that `tensor` divides have another one than the rest.
+    foreach = False if execution.layout.tensor > 1 else None
+    optimizer = build_optimizer(config, execution.model, groups=groups, foreach=foreach)
+    return LayoutOptimizer(
+        optimizer, execution.model, [list(group["params"]) for group in execution.parameter_groups]
+    )
+
+
+def build_zero_optimizer(config: TrainConfig, model: nn.Module, layout: Layout, *, num_passes: int) -> ZeroOptimizer:
+    """Return the run's optimizer with its state divided over the axis `shard`. Every rank must call this."""
+    groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    group_names = [[names[parameter] for parameter in group["params"]] for group in groups]
+    peers = {rank.peers["shard"] for rank in plan_layout(layout).ranks}
+    return ZeroOptimizer(
+        lambda own_groups, **_: build_optimizer(config, model, groups=own_groups),
+        model,
+        group_names,
+        groups=groups,
+        rate=config.learning_rate,
+        process_group=new_group(peers, hvd.rank()),
+        wrap=lambda optimizer: hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=model.named_parameters(),
+            backward_passes_per_step=num_passes,
+            op=hvd.Sum,
+        ),
+    )
+
+
+def build_optimizer(
+    config: TrainConfig,
+    model: nn.Module,
+    *,
+    groups: list[dict[str, Any]] | None = None,
+    foreach: bool | None = None,
+) -> torch.optim.Optimizer:
+    """Return the configured optimizer without communication.
 
     The momentum of these optimizers accumulates gradients that are not multiplied by the learning rate. Therefore a
     change of the rate does not need the momentum correction of Goyal et al. 2017, remark 2.
+
+    Args:
+        config: settings of the optimizer.
+        model: model to train.
+        groups: parameter groups; None: those of `group_parameters`.
+        foreach: whether SGD and AdamW update all tensors in one call; None: torch chooses.
     """
-    groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
+    if groups is None:
+        groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
     rate, momentum = config.learning_rate, config.momentum
     match config.optimizer:
         case "lars":
@@ -68,11 +121,11 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
         case "lamb":
             return LAMB(groups, rate, betas=config.betas)
         case "adamw":
-            return torch.optim.AdamW(groups, rate, betas=config.betas)
+            return torch.optim.AdamW(groups, rate, betas=config.betas, foreach=foreach)
         case "rmsprop-sgd":
             return RMSpropSGD(groups, rate, rmsprop_rate=config.rmsprop_rate, momentum=momentum)
     # Only "sgd" is left: `TrainConfig` accepts no other name.
-    return torch.optim.SGD(groups, rate, momentum=momentum, nesterov=config.nesterov)
+    return torch.optim.SGD(groups, rate, momentum=momentum, nesterov=config.nesterov, foreach=foreach)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float, progress: float) -> None:

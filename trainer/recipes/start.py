@@ -23,11 +23,20 @@ from datasvc.shards import Split
 from datasvc.shards.format.schema import IMAGE
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import initialise, open_checkpoints, restore, resume
+from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
-from datasvc.trainer.recipes.make_optimizer import build_distributed_optimizer
+from datasvc.trainer.recipes.layouts.execution import LayoutOptions, apply_layout, read_sizes
+from datasvc.trainer.recipes.layouts.layout import Layout, check_layout, plan_layout
+from datasvc.trainer.recipes.layouts.shard import recompute_activations
+from datasvc.trainer.recipes.make_optimizer import (
+    build_distributed_optimizer,
+    build_layout_optimizer,
+    build_zero_optimizer,
+)
+from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule, scale_rate
 from datasvc.trainer.recipes.reporting.events import EventSink
@@ -63,9 +72,10 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
     task = choose_task(config, data.train)
     # Replace None by the default model of the task, because the checkpoints store the name of the model.
     config = dataclasses.replace(config, model=config.model or task.default_model)
-    batches = plan_batches(config, hvd.size())
+    layout = choose_layout(config, hvd.size())
+    batches = plan_batches(config, layout.num_data_ranks)
     schedule = build_schedule(config, batches.global_batch)
-    place = choose_place(config)
+    place = choose_place(config, layout)
     if config.patience is not None and data.val is None:
         raise ConfigError(
             f"patience compares {config.stop_metric!r} of evaluations, and {' + '.join(versions)} has no split 'val' "
@@ -82,10 +92,9 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
         val_loader = None
         if data.val is not None:
             # A training step may divide its batch into several passes. An evaluation runs one pass per batch, so its
-            # batches have the size of such a pass.
-            val_loader = task.open_loader(
-                data.val, training=False, batch_size=batches.micro_batch, cache=cache, place=place
-            )
+            # batches have the size of such a pass. A pipeline divides every batch.
+            batch_size = batches.batch_size if layout.pipeline > 1 else batches.micro_batch
+            val_loader = task.open_loader(data.val, training=False, batch_size=batch_size, cache=cache, place=place)
             stack.callback(val_loader.close)
         statistics_loader = None
         if config.recomputes_statistics:
@@ -96,7 +105,7 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
             )
             stack.callback(statistics_loader.close)
         run = Run(
-            **vars(build_learner(config, task, batches, place)),
+            **vars(build_learner(config, task, batches, place, layout, block=getattr(loader, "block_tokens", None))),
             loader=loader,
             val_loader=val_loader,
             statistics_loader=statistics_loader,
@@ -126,25 +135,104 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
     return run
 
 
-def build_learner(config: TrainConfig, task: Task, batches: BatchPlan, place: DataPlacement) -> Learner:
-    """Build model and optimizer, equal on all ranks, and seed this rank's generators. Every rank must call this."""
+def build_learner(
+    config: TrainConfig,
+    task: Task,
+    batches: BatchPlan,
+    place: DataPlacement,
+    layout: Layout,
+    *,
+    block: int | None = None,
+) -> Learner:
+    """Build model and optimizer, and seed this rank's generators. Every rank must call this.
+
+    Args:
+        config: settings of the run.
+        task: task of the run.
+        batches: batch sizes of a step.
+        place: data rank and device of this rank.
+        layout: layout of the ranks; with a data-only one, model and optimizer are equal on all ranks.
+        block: tokens of a sample; None for images.
+
+    Raises:
+        ConfigError: the layout does not divide the blocks.
+    """
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
         torch.backends.cudnn.benchmark = config.cudnn_benchmark
-    model = build_model(config, task).to(place.device)
+    model = build_model(config, task)
+    if not layout.is_data_only and config.zero != 1:
+        return _build_divided_learner(config, task, batches, place, layout, model, block)
+    model = model.to(place.device)
     # Broadcast before `WeightAverage` copies the weights, so that the averages are equal on all ranks too.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     # Seed after the model is built, so that each rank draws its own random numbers from here on, for dropout.
     random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
+    if config.recompute:
+        recompute_activations(model)
+    optimizer = (
+        build_distributed_optimizer(config, model, num_passes=batches.num_passes)
+        if layout.is_data_only
+        else build_zero_optimizer(config, model, layout, num_passes=batches.num_passes)
+    )
     return Learner(
         config=config,
         task=task,
         batches=batches,
         model=model,
-        optimizer=build_distributed_optimizer(config, model, num_passes=batches.num_passes),
+        optimizer=optimizer,
         loss_scale=make_loss_scale(config.precision, place.device),
         average=None if config.ema_decay is None else WeightAverage(model, config.ema_decay),
         device=place.device,
+    )
+
+
+def _build_divided_learner(
+    config: TrainConfig,
+    task: Task,
+    batches: BatchPlan,
+    place: DataPlacement,
+    layout: Layout,
+    model: torch.nn.Module,
+    block: int | None,
+) -> Learner:
+    """Divide a model over the ranks, and build the optimizer of this rank's part. Every rank must call this."""
+    check_layout(
+        layout,
+        world_size=hvd.size(),
+        global_batch=batches.global_batch,
+        micro_batch=batches.micro_batch,
+        sizes=read_sizes(model, block=block),
+        pipeline_schedule=config.pipeline_schedule,
+    )
+    # Broadcast before the model is divided, in host memory.
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
+    execution = apply_layout(
+        model,
+        layout,
+        LayoutOptions(config.pipeline_schedule, config.zero or 3, config.recompute, config.offload),
+        rank=hvd.rank(),
+        device=place.device,
+        num_micro_batches=batches.num_passes,
+        block=block,
+    )
+    execution.parameter_groups = [
+        {**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups
+    ]
+    # Ranks of the axis `tensor` compute the same activations, so they must drop the same ones.
+    random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank() // layout.tensor))
+    return Learner(
+        config=config,
+        task=task,
+        batches=batches,
+        model=execution.model,
+        optimizer=build_layout_optimizer(config, execution),
+        loss_scale=make_loss_scale(config.precision, place.device),
+        average=None if config.ema_decay is None else WeightAverage(execution.model, config.ema_decay),
+        device=place.device,
+        execution=execution,
     )
 
 
@@ -219,7 +307,7 @@ def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:
     )
 
 
-def choose_place(config: TrainConfig) -> DataPlacement:
+def choose_place(config: TrainConfig, layout: Layout) -> DataPlacement:
     """Return this process's data rank and device, and its number of decoding threads.
 
     By default it gets one thread per processor that it may use, divided by the number of ranks on the node.
@@ -230,8 +318,8 @@ def choose_place(config: TrainConfig) -> DataPlacement:
     device = torch.device(f"cuda:{hvd.local_rank()}" if config.device == "cuda" else "cpu")
     check_gpu(device)
     return DataPlacement(
-        rank=hvd.rank(),
-        world_size=hvd.size(),
+        rank=plan_layout(layout).ranks[hvd.rank()].data_rank,
+        world_size=layout.num_data_ranks,
         device=device,
         num_threads=config.decode_threads or max(1, count_processors() // hvd.local_size()),
     )

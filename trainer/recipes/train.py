@@ -9,8 +9,10 @@ import sys
 
 import datasvc.trainer as hvd
 from datasvc.models.saving.preemption import SIGNALS
+from datasvc.trainer.env.environment import read_placement
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import commit, report_commits
+from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.elastic_memory import ElasticMemory, reporting_lost_ranks
 from datasvc.trainer.recipes.make_optimizer import set_rate
 from datasvc.trainer.recipes.optimizers.precision import autocast
@@ -43,6 +45,8 @@ def train(config: TrainConfig) -> str:
         HorovodInternalError: a rank died, or submitted other operations than the other ranks. An elastic run
             continues with the other ranks.
     """
+    # An impossible layout is refused here, because the ranks would otherwise connect first.
+    choose_layout(config, read_placement(os.environ).size)
     hvd.init()
     events = choose_events(sys.stdout)
     events.report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
@@ -175,13 +179,13 @@ def evaluate_run(run: Run) -> dict[str, float]:
     prepare_statistics(run)
     if run.val_loader is None:
         return {}
-    metrics = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision)
+    metrics = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision, run.execution)
     if run.average is not None:
         with run.average.applied(), keeping_statistics(run.model):
             if run.config.recomputes_statistics:
                 prepare_statistics(run)
                 run.average_statistics = {name: value.clone() for name, value in batch_statistics(run.model).items()}
-            averaged = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision)
+            averaged = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision, run.execution)
         metrics |= {f"ema_{name}": value for name, value in averaged.items()}
     run.val_loader.close()
     if hvd.rank() == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import nn
 
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.ema import WeightAverage
+from datasvc.trainer.recipes.layouts.execution import LayoutExecution
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.tasks.task import Task
+from datasvc.trainer.recipes.tasks.task import Examples, Task, take_outputs
 
 Mark = Callable[[str], None]
 """A function that is called with the name of a part of a step, once the part's work is submitted to the device."""
@@ -34,6 +35,7 @@ class Learner:
         loss_scale: loss scaler for fp16; has no effect otherwise.
         average: average of the weights; None unless configured.
         device: device of the model.
+        execution: what this rank has of the model and does in a step; None: each rank has the whole model.
     """
 
     config: TrainConfig
@@ -44,6 +46,7 @@ class Learner:
     loss_scale: torch.amp.GradScaler
     average: WeightAverage | None
     device: torch.device
+    execution: LayoutExecution | None = field(default=None, kw_only=True)
 
 
 def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tensor:
@@ -58,22 +61,21 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
     num_targets = run.task.count_targets(examples)
     mark("transfer")
     # Divide by the number of targets of all ranks and passes, not of this pass (Goyal et al. 2017, remark 3).
-    num_divided_by = num_targets * hvd.size()
+    # Ranks that have the same batch count its targets once.
+    num_copies = 1 if run.execution is None else run.execution.layout.num_copies
+    num_divided_by = num_targets * hvd.size() // num_copies
     if run.config.combines_steps:
         # Adasum combines steps of ranks that each follow the mean over their own targets.
         num_divided_by = num_targets
     elif run.task.targets_vary:
         num_divided_by = int(hvd.allreduce(torch.tensor(num_targets), name="update.targets", op=hvd.Sum))
+        num_divided_by //= num_copies
         mark("targets")
     num_divided_by = max(num_divided_by, 1)  # 0 if all blocks are padding; their gradient is 0 too
-    total = torch.zeros((), device=run.device)
-    for part in examples.split(run.batches.micro_batch):
-        with autocast(run.config.precision, run.device):
-            loss = run.task.sum_loss(run.model, part)
-        mark("forward")
-        run.loss_scale.scale(loss / num_divided_by).backward()  # type: ignore[no-untyped-call]
-        total += loss.detach()
-        mark("backward")
+    if run.execution is None:
+        total = _accumulate(run, examples, num_divided_by, mark)
+    else:
+        total = _accumulate_divided(run, run.execution, examples, num_divided_by, mark)
     if not run.config.combines_steps:
         run.optimizer.synchronize()
     mark("all-reduce")
@@ -81,7 +83,10 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
     if run.config.combines_steps:
         _share_overflow(run.loss_scale, run.optimizer)
     if run.config.clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.clip_norm)
+        if run.execution is None:
+            torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.clip_norm)
+        else:
+            run.execution.clip_gradients(run.config.clip_norm)
     # Gradients that are combined already must not be summed once more. With Adasum, the ranks combine their steps in
     # here, after each rank has clipped its own gradient.
     with contextlib.nullcontext() if run.config.combines_steps else run.optimizer.skip_synchronize():
@@ -104,3 +109,39 @@ def _share_overflow(scale: torch.amp.GradScaler, optimizer: Any) -> None:
     if scale.is_enabled():
         for found in scale._found_inf_per_device(optimizer).values():  # noqa: SLF001 - torch's sharded scale does so
             hvd.allreduce_(found, name="update.overflow", op=hvd.Max)
+
+
+def _accumulate(run: Learner, examples: Examples, num_divided_by: int, mark: Mark) -> torch.Tensor:
+    """Add the gradients of a batch, in passes of `micro_batch` samples; return the sum of the losses, detached."""
+    total = torch.zeros((), device=run.device)
+    for part in examples.split(run.batches.micro_batch):
+        with autocast(run.config.precision, run.device):
+            loss = run.task.sum_loss(run.model, part)
+        mark("forward")
+        run.loss_scale.scale(loss / num_divided_by).backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+        mark("backward")
+    return total
+
+
+def _accumulate_divided(
+    run: Learner, execution: LayoutExecution, examples: Examples, num_divided_by: int, mark: Mark
+) -> torch.Tensor:
+    """As `_accumulate`, for a model that is divided over ranks; the sum is that of all ranks with the same batch."""
+    if execution.split is not None:
+        examples = examples.narrow_tokens(execution.split.narrow)
+    if execution.pipeline is None:
+        total = _accumulate(run, examples, num_divided_by, mark)
+    else:
+
+        def compute_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return run.task.sum_loss(take_outputs, replace(examples, inputs=outputs, targets=targets, extra={})) / (
+                num_divided_by
+            )
+
+        with autocast(run.config.precision, run.device):
+            total = execution.pipeline.step(examples.inputs, examples.targets, examples.extra, compute_loss)
+        total = total * num_divided_by
+        execution.sum_tied_gradients()
+        mark("backward")
+    return execution.sum_over_copies(total)

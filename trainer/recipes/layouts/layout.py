@@ -14,13 +14,14 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, get_args
 
 from datasvc.errors import ConfigError
 
 # Outermost first: neighbouring ranks, which are on one node, differ in the axis that communicates most.
 AXES: Final = ("pipeline", "data", "shard", "context", "tensor")
-PIPELINE_SCHEDULES: Final = ("gpipe", "1f1b", "interleaved", "zbv")
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
+PIPELINE_SCHEDULES: Final = get_args(PipelineSchedule)
 _SHOWN_ORDER: Final = ("data", "shard", "tensor", "pipeline", "context")
 _MAX_CHOICES: Final = 8  # sizes that an error message lists
 
@@ -136,13 +137,11 @@ class LayoutPlan:
     ranks: tuple[RankLayout, ...]
 
 
-def parse_layout(text: str, world_size: int) -> Layout:
-    """Return the layout that a text such as "shard=2,tensor=2" describes for `world_size` ranks.
-
-    A missing `data` is what the other axes leave of the ranks; other missing axes are 1.
+def parse_sizes(text: str) -> dict[str, int]:
+    """Return the sizes that a text such as "shard=2,tensor=2" names, by axis.
 
     Raises:
-        ConfigError: the text has another form, or its sizes do not multiply to `world_size`.
+        ConfigError: the text has another form.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -155,6 +154,18 @@ def parse_layout(text: str, world_size: int) -> Layout:
         if axis in sizes:
             raise ConfigError(f"layout is {text!r}, which names {axis} twice; give each axis once")
         sizes[axis] = int(number)
+    return sizes
+
+
+def parse_layout(text: str, world_size: int) -> Layout:
+    """Return the layout that a text such as "shard=2,tensor=2" describes for `world_size` ranks.
+
+    A missing `data` is what the other axes leave of the ranks; other missing axes are 1.
+
+    Raises:
+        ConfigError: the text has another form, or its sizes do not multiply to `world_size`.
+    """
+    sizes = parse_sizes(text)
     others = math.prod(size for axis, size in sizes.items() if axis != "data")
     if "data" not in sizes:
         if world_size % others:

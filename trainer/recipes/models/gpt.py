@@ -10,6 +10,8 @@ attends only to its own document.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -19,6 +21,21 @@ from datasvc.errors import ConfigError
 
 _DEVIATION = 0.02  # standard deviation of the initial weights
 _POSITION_DEVIATION = 0.01  # of the position embedding; from the published code of GPT-2
+
+
+class TokenSplit(Protocol):
+    """The tokens of each block that this rank computes, if the tokens of a block are divided over ranks.
+
+    Attributes:
+        start: position of the first token of this rank in the block.
+        size: number of ranks; each has equally many tokens.
+    """
+
+    start: int
+    size: int
+
+    def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the parts of all ranks, concatenated along `dim`; gradients flow back to the ranks."""
 
 
 class GPT(nn.Module):
@@ -65,6 +82,7 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         # With tied weights there is no module for the head, so checkpoints and broadcasts contain the weights once.
         self.head = None if tie_weights else nn.Linear(width, num_classes, bias=False)
+        self.token_split: TokenSplit | None = None
         self._initialise()
 
     def forward(
@@ -94,19 +112,54 @@ class GPT(nn.Module):
         """
         if tokens.dim() != 2:
             raise ConfigError(f"tokens have the shape {list(tokens.shape)}; expected [batch, block]")
-        block = tokens.shape[1]
+        num_parts = 1 if self.token_split is None else self.token_split.size
+        block = tokens.shape[1] * num_parts
         if block > self.context:
             raise ConfigError(
                 f"a block has {block} tokens; expected at most the model's context of {self.context}: "
                 f"build the model with context={block}, or use shorter blocks"
             )
-        if position_ids is None:
-            position_ids = torch.arange(block, device=tokens.device)
-        mask = None if document_ids is None else mask_documents(document_ids)
-        x = self.dropout(self.tokens(tokens) + self.positions(position_ids))
+        x = _embed(self, tokens, position_ids)
+        mask = make_mask(document_ids, tokens.shape[1], self.token_split, tokens.device)
         for layer in self.blocks:
             x = layer(x, mask)
-        return F.linear(self.norm(x), self.tokens.weight if self.head is None else self.head.weight)
+        return _compute_logits(self, x)
+
+    def sizes(self) -> dict[str, int]:
+        """Return what a layout must divide: the numbers of `layers` and `heads`, and the `width`."""
+        first = self.blocks[0]
+        assert isinstance(first, TransformerBlock)
+        return {"layers": len(self.blocks), "heads": first.attention.heads, "width": self.tokens.embedding_dim}
+
+    def shard_units(self) -> list[nn.Module]:
+        """Return the modules whose parameters are gathered, and whose activations are recomputed, together."""
+        return list(self.blocks)
+
+    def tensor_plan(self) -> Mapping[str, str]:
+        """Return how layers are divided over ranks (Shoeybi et al. 2019, arXiv:1909.08053, section 3), by name.
+
+        Embeddings and normalisations are on every rank.
+        """
+        return {
+            "blocks.*.attention.project": "fused-heads",
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.mlp.0": "colwise",
+            "blocks.*.mlp.2": "rowwise",
+        }
+
+    def stage(self, index: int, num_stages: int) -> GPTStage:
+        """Return part `index` of the model, which shares its modules; `num_stages` divides the number of layers."""
+        return GPTStage(self, index, num_stages)
+
+    def split_tokens(self, split: TokenSplit) -> None:
+        """Make the model compute only a part of the tokens of each block; keys and values come from all ranks.
+
+        `tokens` and `position_ids` of `forward` are then those of this rank, `document_ids` those of the whole block.
+        """
+        self.token_split = split
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.token_split = split
 
     def _initialise(self) -> None:
         """Initialise the weights as in the code of GPT-2 and section 2.3 of its paper; biases are 0."""
@@ -124,6 +177,71 @@ class GPT(nn.Module):
             for last_layer in (block.attention.out, block.mlp[2]):
                 assert isinstance(last_layer, nn.Linear)
                 nn.init.normal_(last_layer.weight, std=_DEVIATION / math.sqrt(num_branches))
+
+
+class GPTStage(nn.Module):
+    """Successive layers of a GPT: a stage of a pipeline. Parameters have the names that they have in the whole model.
+
+    With tied weights, the first and the last stage both have the token embedding; the sum of their gradients is its
+    gradient.
+
+    Args:
+        model: whole model, whose modules the stage uses.
+        index: number of the stage, 0 <= index < num_stages.
+        num_stages: number of stages, which divides the number of layers.
+    """
+
+    def __init__(self, model: GPT, index: int, num_stages: int) -> None:
+        super().__init__()
+        num_layers = len(model.blocks) // num_stages
+        first, stop = index * num_layers, (index + 1) * num_layers
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.token_split = model.token_split
+        if self.is_first or (self.is_last and model.head is None):
+            self.tokens = model.tokens
+        if self.is_first:
+            self.positions = model.positions
+            self.dropout = model.dropout
+        self.blocks = nn.ModuleDict({str(number): model.blocks[number] for number in range(first, stop)})
+        if self.is_last:
+            self.norm = model.norm
+            self.head = model.head
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        document_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the logits from the last stage, `[batch, block, width]` from the others.
+
+        Args:
+            x: tokens for the first stage, else the result of the previous one.
+            document_ids: see `GPT.forward`.
+            position_ids: see `GPT.forward`.
+        """
+        if self.is_first:
+            x = _embed(self, x, position_ids)
+        mask = make_mask(document_ids, x.shape[1], self.token_split, x.device)
+        for layer in self.blocks.values():
+            x = layer(x, mask)
+        return _compute_logits(self, x) if self.is_last else x
+
+    def shard_units(self) -> list[nn.Module]:
+        """Return the modules whose parameters are gathered, and whose activations are recomputed, together."""
+        return list(self.blocks.values())
+
+
+def _embed(model: GPT | GPTStage, tokens: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    if position_ids is None:
+        start = 0 if model.token_split is None else model.token_split.start
+        position_ids = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+    return model.dropout(model.tokens(tokens) + model.positions(position_ids))  # type: ignore[no-any-return]
+
+
+def _compute_logits(model: GPT | GPTStage, x: torch.Tensor) -> torch.Tensor:
+    return F.linear(model.norm(x), model.tokens.weight if model.head is None else model.head.weight)
 
 
 class TransformerBlock(nn.Module):
@@ -151,6 +269,8 @@ class Attention(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout
+        self.head_width = width // heads
+        self.token_split: TokenSplit | None = None
         self.project = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         self.out_dropout = nn.Dropout(dropout)
@@ -162,9 +282,12 @@ class Attention(nn.Module):
             x: normalised residual stream, `[batch, block, width]`.
             mask: `bool[batch, 1, query, key]`, True where the query attends to the key; None for causal attention.
         """
-        batch, block, width = x.shape
-        heads = self.project(x).view(batch, block, 3, self.heads, width // self.heads)
+        batch, block, _ = x.shape
+        # The number of heads follows from the projection, because a rank may compute only some of them.
+        heads = self.project(x).view(batch, block, 3, -1, self.head_width)
         query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        if self.token_split is not None:
+            key, value = self.token_split.gather(key, 2), self.token_split.gather(value, 2)
         attended = F.scaled_dot_product_attention(
             query,
             key,
@@ -173,7 +296,30 @@ class Attention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None,
         )
-        return self.out_dropout(self.out(attended.transpose(1, 2).reshape(batch, block, width)))  # type: ignore[no-any-return]
+        return self.out_dropout(self.out(attended.transpose(1, 2).reshape(batch, block, -1)))  # type: ignore[no-any-return]
+
+
+def make_mask(
+    document_ids: torch.Tensor | None, num_tokens: int, split: TokenSplit | None, device: torch.device
+) -> torch.Tensor | None:
+    """Return the attention mask of the tokens of this rank, `bool[batch or 1, 1, num_tokens, block]`.
+
+    Args:
+        document_ids: documents of whole blocks, `int[batch, block]`; None: each block is one document.
+        num_tokens: tokens of a block on this rank.
+        split: which tokens these are; None: all.
+        device: device of the mask.
+
+    Returns:
+        The mask; None if all tokens are here and each block is one document: causal attention.
+    """
+    if document_ids is None and split is None:
+        return None
+    if document_ids is None:
+        assert split is not None
+        document_ids = torch.zeros(1, num_tokens * split.size, dtype=torch.int32, device=device)
+    mask = mask_documents(document_ids)
+    return mask if split is None else mask[:, :, split.start : split.start + num_tokens]
 
 
 def mask_documents(document_ids: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ class BatchPlan:
 
     Attributes:
         global_batch: samples of all ranks.
-        batch_size: samples of one rank.
+        batch_size: samples of one data rank.
         num_passes: backward passes of one rank; the rank sums their gradients before the all-reduce.
         micro_batch: samples of one pass; the last pass may have fewer.
     """
@@ -26,7 +26,7 @@ class BatchPlan:
 
 
 def plan_batches(config: TrainConfig, world_size: int) -> BatchPlan:
-    """Return the batch sizes of every step for `world_size` ranks.
+    """Return the batch sizes of every step for `world_size` data ranks: ranks that read different batches.
 
     Raises:
         ConfigError: the number of ranks does not divide the global batch.

@@ -27,6 +27,7 @@ from datasvc.trainer.recipes.settings.groups.ranks import RankSettings
 from datasvc.trainer.recipes.settings.groups.rate import RateSettings
 from datasvc.trainer.recipes.settings.groups.reports import ReportSettings
 from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, SettingGroup, check_group, field_types
+from datasvc.trainer.recipes.settings.layout_settings import LayoutSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,7 @@ class TrainConfig(
     OptimizerSettings,
     RateSettings,
     GradientSettings,
+    LayoutSettings,
     PrecisionSettings,
     EvaluationSettings,
     CheckpointSettings,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, cast
 
 import pyarrow as pa
@@ -45,6 +45,7 @@ class Classification:
 
     unit: ClassVar[str] = "images"
     default_model: ClassVar[str] = "small-cnn"
+    num_sums: ClassVar[int] = 4
 
     def __init__(self, config: TrainConfig, split: Split | Mixture) -> None:
         self._config = config
@@ -102,7 +103,7 @@ class Classification:
         """Return the number of images that decode; training batches have no padding."""
         return int(examples.mask.sum()) if self._config.on_bad == "mask" else len(examples.targets)
 
-    def sum_loss(self, model: nn.Module, examples: Examples) -> Tensor:
+    def sum_loss(self, model: Callable[..., Any], examples: Examples) -> Tensor:
         """Return the cross entropy, including that of auxiliary classifiers of the model."""
         return combine_losses(
             model(examples.inputs),
@@ -111,7 +112,7 @@ class Classification:
             ),
         )
 
-    def sum_metrics(self, model: nn.Module, examples: Examples) -> Tensor:
+    def sum_metrics(self, model: Callable[..., Any], examples: Examples) -> Tensor:
         """Return the numbers of top-1 hits and top-5 hits, the sum of cross entropies, and the number of samples."""
         # In float32, because autocast may return 16 bits, which are too few for the logarithms of cross entropy.
         logits = model(examples.inputs).float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,13 +10,19 @@ from torch import nn
 
 import datasvc.trainer as hvd
 from datasvc.loaders.core.loader import Loader
+from datasvc.trainer.recipes.layouts.execution import LayoutExecution
 from datasvc.trainer.recipes.optimizers.precision import autocast
-from datasvc.trainer.recipes.tasks.task import Task
+from datasvc.trainer.recipes.tasks.task import Examples, Task, take_outputs
 
 
 @torch.no_grad()
 def evaluate(
-    task: Task, model: nn.Module, loader: Loader[Any], device: torch.device, precision: str
+    task: Task,
+    model: nn.Module,
+    loader: Loader[Any],
+    device: torch.device,
+    precision: str,
+    execution: LayoutExecution | None = None,
 ) -> dict[str, float]:
     """Return the metrics of a split, equal to the last bit on all ranks. Every rank must call this.
 
@@ -25,15 +32,33 @@ def evaluate(
         loader: loader with tail="pad", so that all ranks take equally many steps; it is read to the end of its epoch.
         device: device of the model.
         precision: precision of the forward pass; see the module `precision`.
+        execution: what this rank has of the model; None: the whole model.
     """
     model.eval()
     totals: torch.Tensor | None = None
     for batch in loader:
         with autocast(precision, device):
-            counts = task.sum_metrics(model, task.unpack(batch, device))
+            counts = _sum_metrics(task, model, task.unpack(batch, device), execution)
         # Sums, not means, because batches differ in their number of samples that are not padding.
         totals = counts if totals is None else totals + counts
     model.train()
+    if execution is not None:
+        execution.reshard()
     assert totals is not None, "a loader with tail='pad' has at least one step"
     # The ranks' sums are added in one all-reduce, so that all ranks compute the metrics from the same bits.
     return task.metrics(hvd.allreduce(totals, name="evaluate.totals", op=hvd.Sum))
+
+
+def _sum_metrics(task: Task, model: nn.Module, examples: Examples, execution: LayoutExecution | None) -> torch.Tensor:
+    """Return the sums of this rank: zeros if another rank with the same batch has the same outputs."""
+    if execution is None:
+        return task.sum_metrics(model, examples)
+    if execution.split is not None:
+        examples = examples.narrow_tokens(execution.split.narrow)
+    if execution.pipeline is None:
+        counts = task.sum_metrics(model, examples)
+    else:
+        outputs = execution.pipeline.evaluate(examples.inputs, examples.extra)
+        if outputs is not None:
+            counts = task.sum_metrics(take_outputs, replace(examples, inputs=outputs, extra={}))
+    return counts if execution.reports_outputs else torch.zeros(task.num_sums, dtype=torch.float64)

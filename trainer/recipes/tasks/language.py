@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final, cast
 
 import torch
@@ -32,6 +32,7 @@ class LanguageModelling:
 
     unit: ClassVar[str] = "blocks"
     default_model: ClassVar[str] = "gpt"
+    num_sums: ClassVar[int] = 3
     targets_vary: ClassVar[bool] = True
 
     def __init__(self, config: TrainConfig, split: Split | Mixture) -> None:
@@ -97,7 +98,7 @@ class LanguageModelling:
         """Return the number of tokens that have a next token."""
         return int((examples.targets != _NO_TARGET).sum())
 
-    def sum_loss(self, model: nn.Module, examples: Examples) -> Tensor:
+    def sum_loss(self, model: Callable[..., Any], examples: Examples) -> Tensor:
         """Return the cross entropy of all next tokens."""
         return F.cross_entropy(
             model(examples.inputs, **examples.extra).float().flatten(0, 1),
@@ -107,7 +108,7 @@ class LanguageModelling:
             label_smoothing=self._config.label_smoothing,
         )
 
-    def sum_metrics(self, model: nn.Module, examples: Examples) -> Tensor:
+    def sum_metrics(self, model: Callable[..., Any], examples: Examples) -> Tensor:
         """Return the number of correct tokens, the sum of cross entropies, and the number of tokens."""
         logits = model(examples.inputs, **examples.extra).float()
         counted = (examples.targets != _NO_TARGET) & examples.mask[:, None]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -38,6 +38,24 @@ class Examples:
             extra = {name: value[part] for name, value in self.extra.items()}
             yield Examples(self.inputs[part], self.targets[part], self.mask[part], extra)
 
+    def narrow_tokens(self, narrow: Callable[[Tensor], Tensor]) -> Examples:
+        """Return the part of each block that a rank computes.
+
+        Args:
+            narrow: function that takes the part of `[n, block, ...]`.
+
+        Returns:
+            The part of inputs, targets and `position_ids`; `document_ids` stay those of the whole block, because
+            attention needs them.
+        """
+        extra = {name: narrow(value) if name == "position_ids" else value for name, value in self.extra.items()}
+        return replace(self, inputs=narrow(self.inputs), targets=narrow(self.targets), extra=extra)
+
+
+def take_outputs(outputs: Tensor) -> Tensor:
+    """Return the outputs of a model: in place of the model, if its outputs are given as inputs."""
+    return outputs
+
 
 @dataclass(frozen=True)
 class DataPlacement:
@@ -54,6 +72,7 @@ class Task(Protocol):
 
     unit: ClassVar[str]  # name of the samples, for throughput, such as "images"
     default_model: ClassVar[str]
+    num_sums: ClassVar[int]  # number of sums that `sum_metrics` returns
 
     @property
     def targets_vary(self) -> bool:
@@ -73,10 +92,10 @@ class Task(Protocol):
     def count_targets(self, examples: Examples) -> int:
         """Return the number of terms in the loss of these samples."""
 
-    def sum_loss(self, model: nn.Module, examples: Examples) -> Tensor:
+    def sum_loss(self, model: Callable[..., Any], examples: Examples) -> Tensor:
         """Return the loss, summed over all targets: `float32[]`."""
 
-    def sum_metrics(self, model: nn.Module, examples: Examples) -> Tensor:
+    def sum_metrics(self, model: Callable[..., Any], examples: Examples) -> Tensor:
         """Return the sums that `metrics` needs, over the samples that are not padding: `float64[k]` on the CPU."""
 
     def metrics(self, totals: Tensor) -> dict[str, float]:

@@ -10,7 +10,9 @@ from typing import Any
 
 import datasvc
 import datasvc.trainer as hvd
+from datasvc.errors import ConfigError
 from datasvc.loaders.core.loader import Loader
+from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -93,7 +95,10 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
     task = choose_task(config, samples)
     # A profile is no run of which others have a part: it leaves no ledger, and decodes what it measures.
     config = dataclasses.replace(config, model=config.model or task.default_model, ledger=None, decode_group=None)
-    batches, place = plan_batches(config, hvd.size()), choose_place(config)
+    layout = choose_layout(config, hvd.size())
+    if not layout.is_data_only:
+        raise ConfigError(f"layout is {layout}; a profile measures replicas of the model: leave out --layout")
+    batches, place = plan_batches(config, hvd.size()), choose_place(config, layout)
     with contextlib.ExitStack() as stack:
         cache, nodes = open_cache(config)
         if nodes is not None:
@@ -108,7 +113,7 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
 
         loaders = LoadersInTurn(open_loader(0), open_loader(max(1, config.prefetch)))
         stack.callback(loaders.close)
-        learner = build_learner(config, task, batches, place)
+        learner = build_learner(config, task, batches, place, layout)
         # At rate 0 a step does all the work of a training step, but does not change the weights.
         for group in learner.optimizer.param_groups:
             group["lr"] = 0.0

@@ -1,0 +1,116 @@
+"""Trains a small GPT on each of the given layouts in turn; rank 0 prints losses and sizes of each as a line of JSON.
+
+Arguments: the number of steps, then for each layout its settings as JSON, "{}" for one process.
+"""
+
+import json
+import sys
+
+import torch
+
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes.choose_layout import choose_layout
+from datasvc.trainer.recipes.layouts.layout import plan_layout
+from datasvc.trainer.recipes.layouts.parts import to_local
+from datasvc.trainer.recipes.settings.batch_plan import plan_batches
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.start import build_learner, choose_place
+from datasvc.trainer.recipes.tasks.evaluate import evaluate
+from datasvc.trainer.recipes.tasks.language import LanguageModelling
+from datasvc.trainer.recipes.tasks.task import Examples
+from datasvc.trainer.recipes.update import update
+
+VOCABULARY, BLOCK, BATCH = 29, 8, 8
+MODEL = ("layers=4", "heads=4", "width=32", "dropout=0.0", f"context={BLOCK}")
+
+
+def draw(step, *, documents):
+    """Blocks in which each token follows from the one before, but for some; the last label of a block is unknown."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
+    tokens = (starts + 3 * torch.arange(BLOCK)) % VOCABULARY
+    noise = torch.randint(VOCABULARY, (BATCH, BLOCK), generator=generator)
+    tokens = torch.where(torch.rand(BATCH, BLOCK, generator=generator) < 0.2, noise, tokens)
+    targets = torch.cat([tokens[:, 1:], torch.full((BATCH, 1), -100)], 1)
+    extra = {}
+    if documents:
+        starts = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2]).expand(BATCH, BLOCK)
+        positions = torch.tensor([0, 1, 2, 0, 1, 2, 3, 0]).expand(BATCH, BLOCK)
+        extra = {"document_ids": starts.int().contiguous(), "position_ids": positions.contiguous()}
+    return Examples(tokens, targets, torch.ones(BATCH, dtype=torch.bool), extra)
+
+
+def own_part(examples, place):
+    size = BATCH // place.world_size
+    return list(examples.split(size))[place.rank]
+
+
+def local_bytes(tensors):
+    return sum(to_local(tensor).numel() * tensor.element_size() for tensor in tensors if torch.is_tensor(tensor))
+
+
+def run(num_steps, settings):
+    documents = settings.pop("documents", False)
+    config = TrainConfig(
+        **{
+            "data": "tokens@1",
+            "repo": "unused",
+            "name": "unused",
+            "model": "gpt",
+            "model_option": MODEL,
+            "vocabulary": VOCABULARY,
+            "global_batch": BATCH,
+            "optimizer": "adamw",
+            "learning_rate": 3e-3,
+            "clip_norm": 0.5,
+            "ema_decay": 0.9,
+            **settings,
+        }
+    )
+    layout = choose_layout(config, hvd.size())
+    rank_layout = plan_layout(layout).ranks[hvd.rank()]
+    batches, place = plan_batches(config, layout.num_data_ranks), choose_place(config, layout)
+    task = LanguageModelling(config, None)
+    task.unpack = lambda batch, device: batch
+    torch.manual_seed(0)
+    learner = build_learner(config, task, batches, place, layout, block=BLOCK)
+    losses = []
+    for step in range(num_steps):
+        loss = update(learner, own_part(draw(step, documents=documents), place)).detach()
+        # Every data rank has as many targets.
+        part = loss / layout.num_data_ranks if rank_layout.is_first_copy else torch.zeros(())
+        losses.append(float(hvd.allreduce(part, op=hvd.Sum)))
+    held_out = [own_part(draw(1000 + number, documents=documents), place) for number in range(2)]
+    device = torch.device("cpu")
+    metrics = evaluate(task, learner.model, held_out, device, "fp32", learner.execution)
+    with learner.average.applied():
+        averaged = evaluate(task, learner.model, held_out, device, "fp32", learner.execution)
+    state = learner.optimizer.state_dict()  # with ZeRO-1, every rank must call it
+    states = getattr(learner.optimizer, "_states", state["state"])
+    sizes = {
+        "parameter_bytes": local_bytes(learner.model.parameters()),
+        "optimizer_bytes": local_bytes(value for state in states.values() for value in state.values()),
+    }
+    all_sizes = hvd.allgather_object(sizes)
+    return {
+        "settings": settings,
+        "losses": losses,
+        "val_loss": metrics["val_loss"],
+        "ema_val_loss": averaged["val_loss"],
+        **{name: max(each[name] for each in all_sizes) for name in sizes},
+    }
+
+
+def main():
+    torch.set_num_threads(1)
+    hvd.init()
+    num_steps, *all_settings = sys.argv[1:]
+    for settings in all_settings:
+        result = run(int(num_steps), json.loads(settings))
+        if hvd.rank() == 0:
+            sys.stdout.write(json.dumps(result) + "\n")
+            sys.stdout.flush()
+    hvd.shutdown()
+
+
+main()

@@ -1,0 +1,69 @@
+"""What is refused before the ranks connect: layouts that do not divide the model, and settings that need replicas."""
+
+import pytest
+
+from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.choose_layout import choose_layout
+from datasvc.trainer.recipes.layouts.layout import Layout
+from datasvc.trainer.recipes.settings.config import TrainConfig
+
+GPT = {"model": "gpt", "vocabulary": 11, "model_option": ("layers=4", "heads=4", "width=16"), "global_batch": 8}
+
+
+def choose(world_size, **settings):
+    return choose_layout(TrainConfig(data="a@1", repo="r", name="n", **settings), world_size)
+
+
+def test_without_a_layout_each_rank_has_the_whole_model():
+    assert choose(3, compile="inductor") == Layout(data=3)
+    assert choose(3, layout="data=3", precision="fp16") == Layout(data=3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**GPT, "layout": "tensor=2,pipeline=2", "micro_batch": 2},
+        {**GPT, "layout": "shard=2,context=2", "optimizer": "adamw", "zero": 2},
+        {**GPT, "layout": "pipeline=2,tensor=2", "pipeline_schedule": "zbv", "micro_batch": 2},
+        {"layout": "shard=2", "model": "resnet18", "optimizer": "lars", "offload": True},
+        {"layout": "data=2,shard=2", "zero": 1},
+    ],
+)
+def test_a_layout_that_divides_everything_is_chosen(settings):
+    assert choose(4, **settings).size == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layout": "shard=3"}, "need a multiple of 3 ranks, and there are 4; shard may be 1, 2, 4"),
+        ({"layout": "tensor=2", "model": "resnet18"}, "no plan for `tensor`"),
+        ({"layout": "pipeline=2", "model": "resnet18", "micro_batch": 8}, "the model cannot be cut"),
+        ({"layout": "context=2", "model": "resnet18"}, "no attention over blocks"),
+        ({**GPT, "layout": "tensor=4", "model_option": ("heads=6", "width=24")}, "tensor may be 1, 2, 3, 6"),
+        (
+            {**GPT, "layout": "pipeline=4", "model_option": ("layers=6",), "micro_batch": 2},
+            "pipeline may be 1, 2, 3, 6",
+        ),
+        ({**GPT, "layout": "pipeline=4"}, "micro_batch may be 1, 2"),
+        ({**GPT, "layout": "shard=4", "global_batch": 6}, "cannot be divided evenly among 4 ranks"),
+        ({**GPT, "layout": "shard=2,pipeline=2", "pipeline_schedule": "zbv", "micro_batch": 1}, "tie_weights=false"),
+        ({"layout": "shard=4", "precision": "fp16"}, "use bf16"),
+        ({"layout": "shard=4", "compile": "inductor"}, "leave out --compile"),
+        ({"layout": "shard=4", "compression": "bf16"}, "compression bf16 does not work with layout shard=4"),
+        ({"layout": "shard=4", "zero": 1, "optimizer": "lamb"}, "use sgd or adamw"),
+        ({**GPT, "layout": "tensor=4", "optimizer": "lars"}, "use sgd or adamw"),
+        ({"layout": "shard=4", "init_from": "a@1"}, "init_from does not work with layout shard=4"),
+        ({"layout": "shard=4", "zero": 4}, "zero is 4; expected 1 <= zero < 4"),
+        ({"zero": 3}, "zero is for the axis shard"),
+        ({"layout": "tensor=4", "offload": True}, "offload is for the axis shard"),
+        ({"layout": "shard=4", "zero": 1, "offload": True}, "with zero 1 they are not divided"),
+        ({"layout": "shard=2,tensor=2", "zero": 1}, "axes data and shard only, not with tensor"),
+        ({"layout": "shard=4", "pipeline_schedule": "gpipe"}, "it is for the axis pipeline"),
+        ({"layout": "depth=4"}, "the axes are data, shard, tensor, pipeline, context"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_would(settings, message):
+    with pytest.raises(ConfigError) as refusal:
+        choose(4, **settings)
+    assert message in str(refusal.value)

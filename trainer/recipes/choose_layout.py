@@ -1,0 +1,78 @@
+"""Chooses the layout of a run, and refuses what cannot work before a process group exists."""
+
+from __future__ import annotations
+
+import torch
+
+from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.layouts.execution import find_tied_weights, read_sizes
+from datasvc.trainer.recipes.layouts.layout import Layout, check_layout, parse_layout, stages_per_rank
+from datasvc.trainer.recipes.models import build_model
+from datasvc.trainer.recipes.settings.batch_plan import plan_batches
+from datasvc.trainer.recipes.settings.config import TrainConfig
+
+
+def choose_layout(config: TrainConfig, world_size: int) -> Layout:
+    """Return the layout of `world_size` ranks. Communicates with no other rank.
+
+    Raises:
+        ConfigError: the layout does not divide the ranks, the batch or the model, or does not go with a setting.
+    """
+    if config.layout is None:
+        return Layout(data=world_size)
+    layout = parse_layout(config.layout, world_size)
+    if layout.is_data_only:
+        return layout
+    _check_settings(config, layout)
+    batches = plan_batches(config, layout.num_data_ranks)
+    # Only these axes depend on the model. On the device "meta", a model of any size is built at once.
+    model = None
+    if layout.tensor * layout.pipeline * layout.context > 1:
+        with torch.device("meta"):
+            name = config.model or ("small-cnn" if config.vocabulary is None else "gpt")
+            model = build_model(name, config.vocabulary or 1, **config.parse_model_options())
+    check_layout(
+        layout,
+        world_size=world_size,
+        global_batch=batches.global_batch,
+        micro_batch=batches.micro_batch,
+        sizes=None if model is None else read_sizes(model),
+        pipeline_schedule=config.pipeline_schedule,
+    )
+    if model is not None and config.pipeline_schedule == "zbv":
+        _check_tied(layout, model, layout.pipeline * stages_per_rank("zbv"))
+    return layout
+
+
+def _check_settings(config: TrainConfig, layout: Layout) -> None:
+    """Refuse settings that work with the axis data only."""
+    no_layer_rates = layout.tensor * layout.pipeline * layout.context > 1
+    refused = (
+        ("precision fp16", config.precision == "fp16", "use bf16, which needs no loss scale"),
+        ("compile", config.compile is not None, "leave out --compile"),
+        (
+            f"compression {config.compression}",
+            config.compression != "none",
+            "it compresses all-reduces of whole gradients; leave it out",
+        ),
+        (
+            f"optimizer {config.optimizer}",
+            config.optimizer in ("lars", "lamb", "rmsprop-sgd") and (no_layer_rates or config.zero == 1),
+            "use sgd or adamw, or the axes data and shard only",
+        ),
+        ("op adasum", config.combines_steps, "use --op average"),
+        ("init_from", config.init_from is not None, "start with --layout data, and continue it with this layout"),
+    )
+    for setting, is_set, remedy in refused:
+        if is_set:
+            raise ConfigError(f"{setting} does not work with layout {layout}; {remedy}")
+
+
+def _check_tied(layout: Layout, model: torch.nn.Module, num_stages: int) -> None:
+    """Refuse a pipeline that comes back to the first rank if that would shard the same weights in two stages."""
+    tied = find_tied_weights(model, num_stages)
+    if tied is not None and layout.size > layout.pipeline * layout.tensor:
+        raise ConfigError(
+            f"pipeline_schedule is 'zbv', whose first and last stage are on one rank, and both have {tied}; layout "
+            f"{layout} divides parameters too: use another schedule, or --model-option tie_weights=false"
+        )

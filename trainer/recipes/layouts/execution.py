@@ -1,0 +1,299 @@
+"""Executes a layout on torch's engines: divides a model over the ranks, and does what is different in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes.layouts.context import ContextSplit
+from datasvc.trainer.recipes.layouts.layout import (
+    Layout,
+    LayoutPlan,
+    ModelSizes,
+    RankLayout,
+    plan_layout,
+    stages_per_rank,
+)
+from datasvc.trainer.recipes.layouts.parts import fill_part, gather_tree, to_local
+from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
+from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters
+from datasvc.trainer.recipes.layouts.tensor import divide_layers, find_tensor_plan
+
+# Axes of the device mesh. `shard` and `context` are one axis of it: the ranks of both have parts of the gradient sum,
+# so the parameters are sharded over both.
+_MESH_AXES: Final = ("pipeline", "data", "shard", "tensor")
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """How the axes of a layout work.
+
+    Attributes:
+        pipeline_schedule: one of `PIPELINE_SCHEDULES`.
+        zero: stage of ZeRO for the axis `shard`: 2 keeps gathered parameters until the backward pass, 3 frees them.
+        recompute: whether the activations of each unit are computed again in the backward pass.
+        offload: whether parameters, gradients and optimizer state are in host memory.
+    """
+
+    pipeline_schedule: str = "1f1b"
+    zero: int = 3
+    recompute: bool = False
+    offload: bool = False
+
+
+@dataclass
+class LayoutExecution:
+    """A model that is divided over the ranks, on one rank.
+
+    Attributes:
+        place: what this rank has.
+        model: parameters and buffers of this rank, with the names of the whole model; without a pipeline, the model.
+        modules: modules that compute: the stages of this rank, or the model.
+        pipeline: stages of this rank; None without a pipeline.
+        split: tokens of each block on this rank; None: all.
+        groups: ranks along each axis of more than one rank.
+        tied_group: ranks of the first and the last stage, if these have the same weights; None: not here.
+        tied_name: name of these weights.
+        parameter_groups: groups of an optimizer of the whole model, with the names of parameters as "params".
+    """
+
+    layout: Layout
+    place: RankLayout
+    model: nn.Module
+    modules: list[nn.Module]
+    pipeline: Pipeline | None = None
+    split: ContextSplit | None = None
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    tied_group: dist.ProcessGroup | None = None
+    tied_name: str | None = None
+    parameter_groups: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def reports_outputs(self) -> bool:
+        """Whether this rank has outputs of the model that no rank before it has: its metrics count."""
+        return self.place.coordinates["tensor"] == 0 and (self.pipeline is None or self.pipeline.has_last)
+
+    def reshard(self) -> None:
+        """Free the parameters that a forward pass without a backward pass has gathered.
+
+        Otherwise the next forward pass would use them although the parts have changed, by a step or by a load.
+        """
+        for module in self.modules:
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
+
+    def gather_state(self, state: Any) -> Any:
+        """Return a state tree in which all tensors are whole, and of all stages. Every rank calls this."""
+        return gather_tree(state, [self.groups["pipeline"]] if self.pipeline is not None else [])
+
+    def divide_weights(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return this rank's part of whole weights, with the names and placements of the model of this rank.
+
+        Names that this model lacks are left out, and names that `weights` lacks too.
+        """
+        parts = {}
+        for name, weight in self.model.state_dict().items():
+            if name in weights:
+                if weights[name].shape != weight.shape:
+                    parts[name] = weights[name]  # `load_state_dict` refuses it
+                    continue
+                parts[name] = torch.empty_like(weight)
+                fill_part(parts[name], weights[name])
+        return parts
+
+    def divide_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of the weights of a checkpoint and of their average; the rest is unchanged."""
+        divided = {**state, "model": self.divide_weights(state["model"])}
+        if state.get("ema"):
+            divided["ema"] = {**state["ema"], "averages": self.divide_weights(state["ema"]["averages"])}
+        return divided
+
+    def sum_over_copies(self, value: torch.Tensor) -> torch.Tensor:
+        """Add up parts of a value of one batch, in place, from all stages and all parts of the blocks.
+
+        Every rank calls this; the result is equal on all ranks with the same data rank.
+        """
+        for axis in ("pipeline", "context"):
+            if axis in self.groups:
+                dist.all_reduce(value, group=self.groups[axis])
+        return value
+
+    def sum_tied_gradients(self) -> None:
+        """Add up the gradients of weights that the first and the last stage have. Call it after the backward pass."""
+        if self.tied_group is not None:
+            assert self.tied_name is not None
+            gradient = self.model.get_parameter(self.tied_name).grad
+            assert gradient is not None
+            dist.all_reduce(to_local(gradient), group=self.tied_group)
+
+    @torch.no_grad()
+    def clip_gradients(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients so that the norm of the whole model's gradient is at most `max_norm`; return the norm.
+
+        Every rank calls this. The norm is equal on all ranks to the last bit, `float32[]` on the CPU.
+        """
+        trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.grad is not None]
+        # Each element counts on one rank, so that one sum over all ranks is the square of the norm.
+        squares = torch.zeros((), dtype=torch.float64)
+        for name, weight in trained:
+            assert weight.grad is not None
+            if self._counts(name, weight.grad):
+                squares += torch.linalg.vector_norm(to_local(weight.grad)).double().cpu() ** 2
+        norm = hvd.allreduce(squares, name="layout.norm", op=hvd.Sum).sqrt().float()
+        # As torch's `clip_grad_norm_`.
+        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for _, weight in trained:
+            assert weight.grad is not None
+            gradient = to_local(weight.grad)
+            gradient.mul_(scale.to(gradient.device))
+        return norm
+
+    def _counts(self, name: str, gradient: torch.Tensor) -> bool:
+        """Return whether this rank is the first of those that have the same elements of a gradient."""
+        if name == self.tied_name and self.pipeline is not None and not self.pipeline.has_first:
+            return False
+        coordinates = self.place.coordinates
+        index = {
+            "data": coordinates["data"],
+            "shard": coordinates["shard"] * self.layout.context + coordinates["context"],
+            "tensor": coordinates["tensor"],
+        }
+        if isinstance(gradient, DTensor):
+            names = gradient.device_mesh.mesh_dim_names or ()
+            for axis, placement in zip(names, gradient.placements, strict=True):
+                assert not placement.is_partial(), f"the gradient of {name} is not summed over {axis}"
+                if not placement.is_replicate():
+                    del index[axis]
+        return not any(index.values())
+
+
+def read_sizes(model: nn.Module, *, block: int | None = None) -> ModelSizes:
+    """Return what a layout must divide, from the methods of a model. The model may be on the device "meta"."""
+    sizes = cast("Callable[[], Mapping[str, int]]", model.sizes)() if hasattr(model, "sizes") else {}
+    return ModelSizes(
+        layers=sizes.get("layers") if hasattr(model, "stage") else None,
+        heads=sizes.get("heads") if hasattr(model, "tensor_plan") else None,
+        width=sizes.get("width"),
+        block=block,
+    )
+
+
+def apply_layout(
+    model: nn.Module,
+    layout: Layout,
+    options: LayoutOptions,
+    *,
+    rank: int,
+    device: torch.device,
+    num_micro_batches: int = 1,
+    block: int | None = None,
+) -> LayoutExecution:
+    """Divide a model over all ranks. Every rank calls this; the default process group must exist.
+
+    Args:
+        model: whole model on the CPU, equal on all ranks; this rank keeps its part, on `device`.
+        layout: layout of all ranks, which `check_layout` has accepted.
+        options: how the axes work.
+        rank: rank of this process.
+        device: device of this rank.
+        num_micro_batches: equal parts into which a pipeline divides each batch.
+        block: tokens of a sample; only for the axis `context`.
+    """
+    plan = plan_layout(layout)
+    execution = LayoutExecution(layout, plan.ranks[rank], model, [model])
+    shape = (layout.pipeline, layout.data, layout.shard * layout.context, layout.tensor)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
+    execution.groups = {axis: mesh.get_group(axis) for axis in ("pipeline", "tensor") if layout.size_of(axis) > 1}
+    if layout.context > 1:
+        assert block is not None
+        _split_tokens(execution, plan, block, device)
+    if layout.pipeline > 1:
+        _cut(execution, plan, options, device=device, num_micro_batches=num_micro_batches)
+    # FSDP moves one unit after the other, so that a model that is larger than the device fits.
+    parameter_mesh = _choose_parameter_mesh(mesh, layout)
+    if layout.tensor > 1 or parameter_mesh is None:
+        execution.model.to(device)
+    for module in execution.modules:
+        if layout.tensor > 1:
+            divide_layers(module, find_tensor_plan(model), mesh["tensor"])
+        if options.recompute:
+            recompute_activations(module)
+        if parameter_mesh is not None:
+            shard_parameters(module, parameter_mesh, reshard_after_forward=options.zero == 3, offload=options.offload)
+    return execution
+
+
+def _choose_parameter_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh | None:
+    """Return the axes over which gradients are summed; None if that is one rank."""
+    if layout.data > 1:
+        return mesh["data", "shard"]
+    return mesh["shard"] if layout.shard * layout.context > 1 else None
+
+
+def _split_tokens(execution: LayoutExecution, plan: LayoutPlan, block: int, device: torch.device) -> None:
+    place, size = execution.place, execution.layout.context
+    group = new_group({peer.peers["context"] for peer in plan.ranks}, place.rank)
+    execution.groups = {**execution.groups, "context": group}
+    mesh = DeviceMesh.from_group(group, device.type)
+    execution.split = ContextSplit(place.coordinates["context"], size, block // size, mesh)
+    cast("Any", execution.model).split_tokens(execution.split)
+
+
+def _cut(
+    execution: LayoutExecution,
+    plan: LayoutPlan,
+    options: LayoutOptions,
+    *,
+    device: torch.device,
+    num_micro_batches: int,
+) -> None:
+    """Replace the whole model by the stages of this rank."""
+    place, size, schedule = execution.place, execution.layout.pipeline, options.pipeline_schedule
+    num_stages = size * stages_per_rank(schedule)
+    whole = cast("Any", execution.model)
+    numbers = plan_stages(place.coordinates["pipeline"], size, schedule)
+    tied = find_tied_weights(whole, num_stages)
+    # With "zbv" one rank has both stages, and the weights once.
+    if tied is not None and schedule != "zbv":
+        ends = {(peer.peers["pipeline"][0], peer.peers["pipeline"][-1]) for peer in plan.ranks}
+        group = new_group(ends, place.rank)
+        if {0, num_stages - 1} & set(numbers):
+            execution.tied_name, execution.tied_group = tied, group
+    stages: list[nn.Module] = [whole.stage(number, num_stages) for number in numbers]
+    execution.model, execution.modules = join_stages(stages), stages
+    execution.pipeline = Pipeline(
+        stages,
+        schedule=schedule,
+        num_micro_batches=num_micro_batches,
+        device=device,
+        group=execution.groups["pipeline"],
+    )
+
+
+def find_tied_weights(model: nn.Module, num_stages: int) -> str | None:
+    """Return the name of the parameter that both the first and the last of `num_stages` stages have, or None."""
+    first, last = (cast("Any", model).stage(number, num_stages) for number in (0, num_stages - 1))
+    names = {name for name, _ in last.named_parameters()}
+    tied = [name for name, _ in first.named_parameters() if name in names]
+    assert len(tied) <= 1, "a stage shares at most one parameter with another"
+    return tied[0] if tied else None
+
+
+def new_group(rank_lists: Collection[tuple[int, ...]], rank: int) -> dist.ProcessGroup:
+    """Create a process group of each list of ranks, and return the one of this rank. All ranks call this alike."""
+    own = None
+    for ranks in sorted(rank_lists):
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            own = group
+    return cast("dist.ProcessGroup", own)

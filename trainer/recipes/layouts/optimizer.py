@@ -1,0 +1,158 @@
+"""The optimizer of a rank that has a part of the model; its state has the form of the whole model's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+
+from datasvc.trainer.recipes.layouts.parts import fill_part, gather_tree
+
+
+class LayoutOptimizer:
+    """An optimizer over the parameters of this rank.
+
+    A state has the numbers that the parameters have in an optimizer of the whole model, so that it fits every layout.
+    The state of a parameter has the placement of the parameter.
+
+    Args:
+        optimizer: optimizer over the parameters of `model`, with the groups of `group_names`, in this order. A group
+            may be empty.
+        model: parameters of this rank, with the names of the whole model.
+        group_names: names of the whole model's parameters, by group.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, group_names: Sequence[Sequence[str]]
+    ) -> None:
+        self._optimizer = optimizer
+        self._states: Any = optimizer.state
+        self._group_names = group_names
+        numbers = {name: number for number, name in enumerate(name for group in group_names for name in group)}
+        self._parameters = {
+            numbers[name]: parameter for name, parameter in model.named_parameters() if name in numbers
+        }
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of this rank's parameters, with their settings; changes apply."""
+        return self._optimizer.param_groups
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._optimizer.zero_grad()
+
+    def synchronize(self) -> None:
+        """Return at once: the gradients are summed in the backward pass."""
+
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context without effect; see `synchronize`."""
+        return contextlib.nullcontext()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters of this rank."""
+        return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's part of the state of an optimizer of the whole model; tensors are not copied."""
+        state = {
+            number: dict(self._states[parameter])
+            for number, parameter in self._parameters.items()
+            if self._states.get(parameter)
+        }
+        groups, start = [], 0
+        for group, names in zip(self.param_groups, self._group_names, strict=True):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**settings, "params": list(range(start, start + len(names)))})
+            start += len(names)
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this rank's part of the state of an optimizer of the whole model, whatever layout has saved it.
+
+        Raises:
+            ValueError: the state has another number of groups, or of parameters in a group.
+        """
+        sizes = [len(group["params"]) for group in state["param_groups"]]
+        expected = [len(names) for names in self._group_names]
+        if sizes != expected:
+            raise ValueError(f"the state has groups of {sizes} parameters, the model has groups of {expected}")
+        for number, parameter in self._parameters.items():
+            # JSON has no numbers as keys, so a state from a checkpoint may have strings.
+            saved = state["state"].get(number, state["state"].get(str(number)))
+            if saved is not None:
+                self._states[parameter] = {key: _place(value, parameter) for key, value in saved.items()}
+        for group, saved_group in zip(self.param_groups, state["param_groups"], strict=True):
+            group.update({key: value for key, value in saved_group.items() if key != "params"})
+
+
+class ZeroOptimizer(LayoutOptimizer):
+    """An optimizer whose state is divided over ranks that each have the whole model (ZeRO-1).
+
+    Args:
+        optimizer: optimizer of the parameters of one rank, from their groups; called once.
+        model: whole model.
+        group_names: names of the model's parameters, by group.
+        groups: parameter groups.
+        rate: learning rate until the first change.
+        process_group: ranks that divide the state. Each updates its parameters and sends them to the others.
+        wrap: makes an optimizer that sums the gradients over the ranks, from the optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        model: nn.Module,
+        group_names: Sequence[Sequence[str]],
+        *,
+        groups: list[dict[str, Any]],
+        rate: float,
+        process_group: dist.ProcessGroup,
+        wrap: Callable[[torch.optim.Optimizer], Any],
+    ) -> None:
+        # torch calls `optimizer` with the groups of this rank's parameters.
+        zero: Any = ZeroRedundancyOptimizer(groups, cast("Any", optimizer), process_group=process_group, lr=rate)
+        super().__init__(zero, model, group_names)
+        self._optimizer = self._reducing = wrap(zero)
+        self._states = zero.optim.state
+        self._group = process_group
+        own = {parameter for group in zero.optim.param_groups for parameter in group["params"]}
+        self._parameters = {number: each for number, each in self._parameters.items() if each in own}
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._reducing.zero_grad()
+
+    def synchronize(self) -> None:
+        """Wait until the gradients of all ranks are summed."""
+        self._reducing.synchronize()
+
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which `step` takes the gradients as they are."""
+        context: contextlib.AbstractContextManager[None] = self._reducing.skip_synchronize()
+        return context
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all ranks, the same on every rank. Every rank calls this."""
+        state: dict[str, Any] = gather_tree(super().state_dict(), [self._group])
+        return state
+
+
+def _place(value: Any, parameter: torch.Tensor) -> Any:
+    """Return a value of a saved state, with the placement of its parameter if it has its shape."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape or not parameter.dim():
+        return value.clone()
+    part = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
+    if isinstance(value, DTensor):
+        part.copy_(value)
+    else:
+        fill_part(part, value)
+    return part

@@ -1,0 +1,79 @@
+"""The axis `shard`: each rank stores a part of every parameter (ZeRO, Rajbhandari et al. 2020; torch's FSDP2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+
+def find_units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose parameters are gathered, and whose activations are recomputed, together.
+
+    A model names them with a method `shard_units`. Otherwise they are the modules with layers of their own in the
+    `nn.ModuleList`s and `nn.Sequential`s of the model, also in nested ones. Other parameters stay with the root.
+    """
+    if hasattr(model, "shard_units"):
+        return list(cast("Callable[[], list[nn.Module]]", model.shard_units)())
+    roots = [model] if isinstance(model, nn.Sequential) else model.children()
+    # A module that occurs twice is one unit.
+    return list(dict.fromkeys(unit for root in roots for unit in _find_blocks(root)))
+
+
+def _find_blocks(group: nn.Module) -> Iterator[nn.Module]:
+    if not isinstance(group, nn.ModuleList | nn.Sequential):
+        return
+    for module in group:
+        if isinstance(module, nn.ModuleList | nn.Sequential) and any(list(layer.children()) for layer in module):
+            yield from _find_blocks(module)
+        elif list(module.children()) and next(module.parameters(), None) is not None:
+            yield module
+
+
+def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: bool, offload: bool) -> None:
+    """Shard the parameters over the last axis of `mesh`, in place; an axis before it has replicas.
+
+    Gradients are then summed over all ranks of the mesh, not averaged: the loss is divided by the targets of all
+    ranks. Every rank of the mesh calls this.
+
+    Args:
+        model: model, or stage of a pipeline, with equal parameters on all ranks of the mesh.
+        mesh: one axis, or the axes of the replicas and of the shards.
+        reshard_after_forward: whether gathered parameters are freed between forward and backward pass (ZeRO-3), so
+            that they are gathered twice per step; otherwise they are kept (ZeRO-2).
+        offload: whether parameters, gradients and optimizer state are in host memory.
+    """
+    pin_memory = mesh.device_type == "cuda"
+    policy = CPUOffloadPolicy(pin_memory=pin_memory) if offload else OffloadPolicy()
+    shard: Callable[[nn.Module], Any] = partial(
+        fully_shard, mesh=mesh, reshard_after_forward=reshard_after_forward, offload_policy=policy
+    )
+    for unit in find_units(model):
+        shard(unit)
+    shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The sum needs both: the factor, and an operation that gloo has.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(enable=True)
+
+
+def recompute_activations(model: nn.Module) -> None:
+    """Free the activations of each unit after the forward pass; the backward pass computes them again.
+
+    Chen et al. 2016, arXiv:1604.06174. The names of parameters do not change.
+    """
+    for unit in find_units(model):
+        unit.forward = partial(_recompute, unit.forward)
+
+
+def _recompute(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return cast("torch.Tensor", checkpoint(forward, *args, use_reentrant=False, **kwargs))
