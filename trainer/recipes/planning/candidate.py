@@ -17,7 +17,7 @@ class Candidate:
         num_micro_batches: passes of a step.
         recompute: whether blocks are computed again in the backward pass, so that only their inputs are kept.
         schedule: schedule of the pipeline; without effect for one stage.
-        zero: stage of ZeRO; 0 if no rank stores a part of another one's parameters.
+        zero: stage of ZeRO; 0 for layouts that run without FSDP.
     """
 
     layout: Layout

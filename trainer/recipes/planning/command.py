@@ -16,6 +16,7 @@ from datasvc.sizes import parse_size
 from datasvc.trainer.launch.one_line_parser import OneLineParser
 from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES
 from datasvc.trainer.recipes.planning.enumerate import ZERO_STAGES, Choices
+from datasvc.trainer.recipes.planning.execution_traits import GLOO, GPUS, ExecutionTraits
 from datasvc.trainer.recipes.planning.measured import MeasuredStep, choose_model, read_measured
 from datasvc.trainer.recipes.planning.memory import state_bytes
 from datasvc.trainer.recipes.planning.ranking import Workload, rank_layouts
@@ -30,6 +31,7 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.options import parse_options
 
 _NUM_CLASSES: Final = 1000
+_BACKENDS: Final = {"nccl": GPUS, "gloo": GLOO}
 _RATE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGTP]?)FLOPS?(?:/s)?", re.IGNORECASE)
 _FACTORS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 # Options that a training run must have, and a plan does not read.
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str], *, prog: str = "python -m datasvc.trainer pla
         return
     config = options.config()
     _check_options(chosen, config)
-    clusters = parse_clusters(chosen)
+    clusters, traits = parse_clusters(chosen), _choose_traits(chosen)
     measured = None if chosen.measured is None else read_measured(chosen.measured, config)
     choices = Choices(
         micro_batches=_choose_micro_batches(config, measured),
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str], *, prog: str = "python -m datasvc.trainer pla
     )
     rankings = [
         rank_layouts(workload, cluster, choices)
-        for workload, cluster in _make_workloads(chosen, config, measured, clusters)
+        for workload, cluster in _make_workloads(chosen, config, measured, clusters, traits)
     ]
     print(
         json.dumps([each.to_dict() for each in rankings])
@@ -82,7 +84,11 @@ def parse_rate(text: str) -> float:
 
 
 def _make_workloads(
-    chosen: argparse.Namespace, config: TrainConfig, measured: MeasuredStep | None, clusters: Sequence[Cluster]
+    chosen: argparse.Namespace,
+    config: TrainConfig,
+    measured: MeasuredStep | None,
+    clusters: Sequence[Cluster],
+    traits: ExecutionTraits,
 ) -> list[tuple[Workload, Cluster]]:
     # Imported here, because it imports torch, which takes seconds, and all options are checked before.
     from datasvc.trainer.recipes.planning.count_costs import count_costs
@@ -108,9 +114,22 @@ def _make_workloads(
     for named in clusters:
         cluster = dataclasses.replace(named, message_s=message_s)
         batch = config.global_batch or config.batch_size * cluster.world_size
-        workload = Workload(costs, times, states, config.precision, batch, memory_bytes, chosen.overlap)
+        workload = Workload(
+            costs,
+            times,
+            states,
+            config.precision,
+            batch,
+            memory_bytes=memory_bytes,
+            traits=traits,
+        )
         workloads.append((workload, cluster))
     return workloads
+
+
+def _choose_traits(chosen: argparse.Namespace) -> ExecutionTraits:
+    traits = dataclasses.replace(_BACKENDS[chosen.backend], processors_per_rank=chosen.processors_per_rank)
+    return traits if chosen.overlap is None else dataclasses.replace(traits, overlap=chosen.overlap)
 
 
 def _choose_micro_batches(config: TrainConfig, measured: MeasuredStep | None) -> tuple[int, ...]:
@@ -158,11 +177,26 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
         help="schedules of pipelines to try [all]",
     )
     add(
+        "--backend",
+        choices=list(_BACKENDS),
+        default="nccl",
+        help="how the ranks communicate; with gloo, collectives need the processors that compute, and a "
+        "reduce-scatter is an all-reduce [%(default)s]",
+    )
+    add(
         "--overlap",
+        type=float,
+        metavar="SHARE",
+        help="share of the computation that hides collectives of gradients and parameters, from 0 to 1 [1 with nccl, "
+        "0 with gloo]",
+    )
+    add(
+        "--processors-per-rank",
         type=float,
         default=1.0,
         metavar="SHARE",
-        help="share of the computation that hides collectives of gradients and parameters, from 0 to 1 [%(default)s]",
+        help="below 1 if the ranks of a node share processors, 0.5 for two ranks on one; the times are then those of "
+        "ranks that all compute at the same time [%(default)s]",
     )
     add("--top", type=int, default=10, metavar="N", help="number of layouts to print [%(default)s]")
     add("--json", action="store_true", help="print one JSON array, with an object for each number of nodes")
@@ -183,8 +217,6 @@ def _check_options(chosen: argparse.Namespace, config: TrainConfig) -> None:
         value = getattr(chosen, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; expected at least 1")
-    if not 0 <= chosen.overlap <= 1:
-        raise ConfigError(f"overlap is {chosen.overlap}; expected a number from 0, nothing, to 1, all")
     # Parsed here for their errors, before torch is imported.
     if chosen.flops is not None:
         parse_rate(chosen.flops)

@@ -10,7 +10,7 @@ from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES, Layout, ModelSizes, check_layout
 from datasvc.trainer.recipes.planning.candidate import Candidate
 
-ZERO_STAGES = (2, 3)
+ZERO_STAGES = (1, 2, 3)
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Choices:
         micro_batches: samples of a pass of a data rank; empty: every power of two that divides its batch.
         recompute: whether to compute blocks again in the backward pass.
         schedules: schedules of pipelines.
-        zero_stages: ZeRO stages of layouts with `shard` or `context`.
+        zero_stages: ZeRO stages of the axis `shard`; stage 1 is tried with no other axis than `data`.
     """
 
     micro_batches: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ def enumerate_candidates(
     # Settings without effect on a layout have one value.
     for schedule, zero, recompute, size in itertools.product(
         choices.schedules if layout.pipeline > 1 else ("1f1b",),
-        choices.zero_stages if layout.shard * layout.context > 1 else (0,),
+        _zero_stages(layout, choices),
         choices.recompute if sizes.layers is not None else (False,),
         micro_batches,
     ):
@@ -88,7 +88,17 @@ def enumerate_candidates(
         micro_batch = min(size, batch)
         # Rounded up, because the last pass takes the remaining samples.
         candidates.append(Candidate(layout, micro_batch, -(-batch // micro_batch), recompute, schedule, zero))
+    if not candidates and not reason:
+        reason = f"zero 1 is for the axes data and shard only; allow --zero 2 or 3 for layout {layout}"
     return candidates, "" if candidates else reason
+
+
+def _zero_stages(layout: Layout, choices: Choices) -> tuple[int, ...]:
+    is_whole = layout.size == layout.num_data_ranks
+    if layout.shard > 1:
+        return tuple(stage for stage in choices.zero_stages if is_whole or stage > 1)
+    # Replicas of a model that is divided by other axes, and ranks of `context`, run FSDP with its default.
+    return (0,) if is_whole or layout.data * layout.context == 1 else (3,)
 
 
 def _powers_of_two(limit: int) -> Iterator[int]:

@@ -137,23 +137,24 @@ def _rank_memory(
     return RankMemory(
         # Under ZeRO-2, FSDP2 also stores the parameters in parts, and gathers all of them for a step.
         parameters=count * divided.parameter,
-        # A pipeline sums the gradients of its micro-batches before it reduces them.
+        # A pipeline adds the gradients of its micro-batches before it reduces them.
         gradients=count * (divided.gradient if candidate.layout.pipeline == 1 else states.gradient),
         optimizer=count * divided.optimizer,
-        gathered=_gathered_bytes(costs, candidate, states, parts, count, held),
+        gathered=_gathered_bytes(costs, candidate, states, parts, count),
         activations=_activation_bytes(costs, candidate, element_bytes(precision), parts, held),
     )
 
 
 def _gathered_bytes(
-    costs: ModelCosts, candidate: Candidate, states: StateBytes, parts: RankParts, count: float, held: float
+    costs: ModelCosts, candidate: Candidate, states: StateBytes, parts: RankParts, count: float
 ) -> float:
-    block = costs.block.parameters_on_rank(candidate.layout.tensor)
-    # The parts outside the blocks are one unit, which stays gathered while the blocks compute.
-    in_use = count - max(0, parts.blocks - _GATHERED_BLOCKS) * block
-    gathered_bytes = in_use * states.parameter if candidate.zero == 3 and candidate.num_shards > 1 else 0.0
-    # Autograd keeps the casts that a forward pass has used, those of each micro-batch.
-    return gathered_bytes + states.cast * (in_use if candidate.recompute else count * held)
+    gathered = 0.0
+    if candidate.zero == 3:
+        # The parts outside the blocks are one unit, which stays gathered while the blocks compute.
+        num_freed = max(0, parts.blocks - _GATHERED_BLOCKS)
+        gathered = count - num_freed * costs.block.parameters_on_rank(candidate.layout.tensor)
+    # The casts of a forward pass are kept for its backward pass.
+    return gathered * states.parameter + count * states.cast
 
 
 def _activation_bytes(

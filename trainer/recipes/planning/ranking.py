@@ -13,6 +13,7 @@ from datasvc.sizes import format_size
 from datasvc.trainer.recipes.layouts.layout import Layout, ModelSizes
 from datasvc.trainer.recipes.planning.candidate import Candidate
 from datasvc.trainer.recipes.planning.enumerate import Choices, enumerate_candidates, enumerate_layouts
+from datasvc.trainer.recipes.planning.execution_traits import GPUS, ExecutionTraits
 from datasvc.trainer.recipes.planning.memory import RankMemory, StateBytes, estimate_memory
 from datasvc.trainer.recipes.planning.model_costs import ModelCosts
 from datasvc.trainer.recipes.planning.step_time import ComputeTimes, StepEstimate, estimate_step
@@ -32,7 +33,7 @@ class Workload:
         precision: precision of the activations.
         global_batch: samples of all ranks per step.
         memory_bytes: memory of a device; None: not limited.
-        overlap: share of the computation that hides collectives of gradients and parameters.
+        traits: how the ranks compute and communicate.
     """
 
     costs: ModelCosts
@@ -41,7 +42,7 @@ class Workload:
     precision: str
     global_batch: int
     memory_bytes: float | None = None
-    overlap: float = 1.0
+    traits: ExecutionTraits = GPUS
 
     def __post_init__(self) -> None:
         if self.global_batch < 1:
@@ -230,7 +231,7 @@ def _choose_candidate(
                 workload.states,
                 cluster,
                 precision=workload.precision,
-                overlap=workload.overlap,
+                traits=workload.traits,
             ),
             memory,
         )
@@ -256,7 +257,7 @@ def _describe_settings(candidate: Candidate) -> str:
     """Return the settings that have an effect: "4 x 2, 1f1b, recompute"."""
     parts = [f"{candidate.num_micro_batches} x {candidate.micro_batch}"]
     parts += [candidate.schedule] * (candidate.layout.pipeline > 1)
-    parts += [f"zero {candidate.zero}"] * (candidate.zero > 0)
+    parts += [f"zero {candidate.zero}"] * (candidate.layout.shard > 1)
     parts += ["recompute"] * candidate.recompute
     return ", ".join(parts)
 
@@ -265,6 +266,6 @@ def _flags(candidate: Candidate) -> str:
     """Return the options of the training program for a candidate."""
     flags = [f"--layout {candidate.layout}", f"--micro-batch {candidate.micro_batch}"]
     flags += [f"--pipeline-schedule {candidate.schedule}"] * (candidate.layout.pipeline > 1)
-    flags += [f"--zero {candidate.zero}"] * (candidate.zero > 0)
+    flags += [f"--zero {candidate.zero}"] * (candidate.layout.shard > 1)
     flags += ["--recompute"] * candidate.recompute
     return " ".join(flags)

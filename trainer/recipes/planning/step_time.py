@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,6 +34,7 @@ from datasvc.trainer.recipes.planning.collectives import (
     reduce_scatter_s,
     send_s,
 )
+from datasvc.trainer.recipes.planning.execution_traits import GPUS, ExecutionTraits
 from datasvc.trainer.recipes.planning.memory import StateBytes, element_bytes, rank_parameters
 from datasvc.trainer.recipes.planning.model_costs import ModelCosts
 from datasvc.trainer.recipes.planning.stages import RankParts, divide_parts, idle_s
@@ -141,7 +143,7 @@ def estimate_step(
     cluster: Cluster,
     *,
     precision: str,
-    overlap: float = 1.0,
+    traits: ExecutionTraits = GPUS,
 ) -> StepEstimate:
     """Return the seconds of a step, for batches that are always ready and ranks that are equally fast.
 
@@ -152,24 +154,28 @@ def estimate_step(
         states: bytes per parameter.
         cluster: nodes and links.
         precision: precision of the activations.
-        overlap: share of the computation during which collectives of gradients and parameters make progress; 0 if
-            the two compete for the same processors.
+        traits: how the ranks compute and communicate.
     """
-    if not 0 <= overlap <= 1:
-        raise ConfigError(f"overlap is {overlap}; expected a number from 0, nothing, to 1, all")
     layout, num_passes = candidate.layout, candidate.num_micro_batches
     ranks = divide_parts(costs.layers, layout.pipeline, candidate.schedule)
     # Most ranks of a long pipeline have equal parts.
     times_of = {
         parts: _pass_times(costs, candidate, times, cluster, element_bytes(precision), parts) for parts in set(ranks)
     }
-    passes = [times_of[parts] for parts in ranks]
-    forward, backward = max(passes, key=lambda each: each[0].total_s + each[1].total_s)
-    bubble_s = idle_s(candidate.schedule, [each[0].total_s for each in passes], [each[1].total_s for each in passes])
+    forwards, backwards = [times_of[parts][0] for parts in ranks], [times_of[parts][1] for parts in ranks]
+    totals_s = [one.total_s + other.total_s for one, other in zip(forwards, backwards, strict=True)]
+    bubble_s = idle_s(candidate.schedule, [each.total_s for each in forwards], [each.total_s for each in backwards])
+    slowest = totals_s.index(max(totals_s))
+    forward, backward = forwards[slowest], backwards[slowest]
+    if traits.processors_per_rank < 1:
+        # The processors work until the work of all ranks is done. A rank that computes alone is faster.
+        path_s = traits.processors_per_rank * (num_passes * totals_s[slowest] + bubble_s)
+        forward, backward = _mean_pass(forwards), _mean_pass(backwards)
+        bubble_s = max(0.0, path_s - num_passes * (forward.total_s + backward.total_s))
     # The rank with most parameters is not always the slowest one; it sends most.
     largest = max(ranks, key=lambda parts: rank_parameters(costs, parts, layout.tensor))
     count = rank_parameters(costs, largest, layout.tensor)
-    shard_s, data_s = _state_s(candidate, states, cluster, count, largest.blocks + 1, forward, backward, overlap)
+    shard_s, data_s = _state_s(candidate, states, cluster, count, largest.blocks + 1, forward, backward, traits)
     updated = count / (candidate.num_shards if candidate.zero else 1)
     return StepEstimate(
         compute_s=num_passes * (forward.compute_s + backward.compute_s),
@@ -217,6 +223,11 @@ def _pass_times(
     return forward, backward
 
 
+def _mean_pass(passes: Sequence[_PassTimes]) -> _PassTimes:
+    sums = (sum(parts) for parts in zip(*map(dataclasses.astuple, passes), strict=True))
+    return _PassTimes(*(total / len(passes) for total in sums))
+
+
 def _state_s(
     candidate: Candidate,
     states: StateBytes,
@@ -225,7 +236,7 @@ def _state_s(
     num_units: int,
     forward: _PassTimes,
     backward: _PassTimes,
-    overlap: float,
+    traits: ExecutionTraits,
 ) -> tuple[float, float]:
     """Return the seconds of collectives of parameters and gradients that computation does not hide: shard, and data.
 
@@ -237,17 +248,20 @@ def _state_s(
         num_units: parts that are gathered and reduced one after the other: the blocks, and all parameters outside.
         forward: times of a forward pass.
         backward: times of a backward pass.
-        overlap: see `estimate_step`.
+        traits: how the ranks compute and communicate.
     """
     layout, num_passes = candidate.layout, candidate.num_micro_batches
-    # A pipeline sums the gradients of its micro-batches first, as a layout without shards does.
-    num_reduced = num_passes if layout.pipeline == 1 and candidate.zero else 1
-    before_s, beside_s = overlap * forward.compute_s, overlap * backward.compute_s
+    # FSDP reduces the gradients of each pass; a pipeline, and replicas without FSDP, add those of a step first.
+    num_reduced = num_passes if layout.pipeline == 1 and candidate.zero >= 2 else 1
+    before_s, beside_s = traits.overlap * forward.compute_s, traits.overlap * backward.compute_s
     shard_s, gather_again_s, reduce_s = 0.0, 0.0, 0.0
-    if candidate.zero:
-        group = _group(layout, cluster, "shard", "context")
-        gather_s = num_units * all_gather_s(count * states.parameter / num_units, group, cluster)
-        reduce_s = num_units * reduce_scatter_s(count * states.gradient / num_units, group, cluster)
+    group = _group(layout, cluster, "shard", "context")
+    gather_s = num_units * all_gather_s(count * states.parameter / num_units, group, cluster)
+    if candidate.zero == 1:
+        shard_s = gather_s  # after the update, when nothing else runs
+    elif candidate.zero:
+        scatter = all_reduce_s if traits.scatters_by_all_reduce else reduce_scatter_s
+        reduce_s = num_units * scatter(count * states.gradient / num_units, group, cluster)
         gather_again_s = gather_s if candidate.zero == 3 else 0.0
         # A pipeline keeps gathered parameters until the end of the step, unless the forward pass frees them.
         num_gathers = num_passes if layout.pipeline == 1 or candidate.zero == 3 else 1
@@ -262,10 +276,11 @@ def _state_s(
 
 def _all_reduce_gradients_s(candidate: Candidate, states: StateBytes, cluster: Cluster, count: float) -> float:
     """Return the seconds of the all-reduces of gradients over the ranks that hold the same parameters."""
-    size_bytes = count * states.gradient / candidate.num_shards
+    is_sharded = candidate.zero >= 2
+    size_bytes = count * states.gradient / (candidate.num_shards if is_sharded else 1)
     num_messages = max(1, math.ceil(size_bytes / _BUCKET_BYTES))
-    group = _group(candidate.layout, cluster, "data")
-    return num_messages * all_reduce_s(size_bytes / num_messages, group, cluster)
+    axes = ("data",) if is_sharded else ("data", "shard", "context")
+    return num_messages * all_reduce_s(size_bytes / num_messages, _group(candidate.layout, cluster, *axes), cluster)
 
 
 def _sum_tied_s(costs: ModelCosts, candidate: Candidate, states: StateBytes, cluster: Cluster) -> float:

@@ -43,7 +43,7 @@ def test_choices_limit_what_is_tried(capsys):
     (ranking,) = json.loads(out)
     for each in ranking["ranked"]:
         assert (each["micro_batch"], each["recompute"], each["schedule"] in ("1f1b", "gpipe")) == (2, True, True)
-        assert each["zero"] in (0, 2)
+        assert each["zero"] == 2 or "shard" not in each["layout"]
     assert {each["schedule"] for each in ranking["ranked"] if "pipeline" in each["layout"]} == {"gpipe"}
 
 
@@ -51,6 +51,16 @@ def test_a_convolutional_net_is_planned_over_data_and_shard(capsys):
     main(["--model", "resnet18", "--size", "32", "--classes", "10", "--gpus", "2", *RATE, "--json"])
     (ranking,) = json.loads(capsys.readouterr().out)
     assert {each["layout"] for each in ranking["ranked"]} == {"data=2", "shard=2"}
+
+
+def test_gloo_hides_no_collectives(capsys):
+    words = [*RATE, "--gpus", "2", "--global-batch", "4", "--json"]
+
+    def find_shard_s(*more):
+        (ranking,) = json.loads(plan(capsys, *words, "--zero", "3", *more))
+        return next(each["step"]["shard_s"] for each in ranking["ranked"] if each["layout"] == "shard=2")
+
+    assert find_shard_s("--backend", "gloo") > find_shard_s("--overlap", "0") >= find_shard_s()
 
 
 def test_the_memory_of_a_device_is_a_limit(capsys):
@@ -68,6 +78,7 @@ def test_the_memory_of_a_device_is_a_limit(capsys):
         ([*RATE, "--device-memory", "much"], "'much' is not a valid size"),
         ([*RATE, "--memory-bandwidth", "much"], "'much' is not a bandwidth"),
         ([*RATE, "--overlap", "2"], r"overlap is 2\.0; expected a number from 0"),
+        ([*RATE, "--processors-per-rank", "0"], r"processors_per_rank is 0\.0; expected more than 0"),
         ([*RATE, "--top", "0"], "top is 0; expected at least 1"),
         ([*RATE, "--nodes", "0"], "0 nodes of 1 ranks"),
         ([*RATE, "--profile", "x.json"], "use --measured FILE"),

@@ -50,9 +50,29 @@ def test_settings_without_effect_are_not_varied():
     everything = Choices(micro_batches=(1,))
     candidates, _ = find(Layout(tensor=2), choices=everything, sizes=ModelSizes(heads=4))
     assert candidates == [Candidate(Layout(tensor=2), 1, 8)]
-    assert len(find(Layout(shard=2), choices=everything)[0]) == 2 * 2
-    assert {each.zero for each in find(Layout(context=2), choices=everything)[0]} == {2, 3}
+    assert len(find(Layout(shard=2), choices=everything)[0]) == 3 * 2
     assert len(find(Layout(pipeline=2), choices=everything)[0]) == 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages"),
+    [
+        (Layout(data=2), {0}),
+        (Layout(data=2, shard=2), {1, 2, 3}),
+        (Layout(shard=2, tensor=2), {2, 3}),
+        (Layout(context=2), {3}),
+        (Layout(data=2, tensor=2), {3}),
+        (Layout(tensor=2), {0}),
+    ],
+)
+def test_stages_of_zero_are_those_that_the_training_program_has(layout, stages):
+    assert {each.zero for each in find(layout, choices=Choices())[0]} == stages
+
+
+def test_zero_1_is_not_for_layouts_that_divide_the_model():
+    candidates, reason = find(Layout(shard=2, tensor=2), choices=Choices(zero_stages=(1,)))
+    assert candidates == []
+    assert "allow --zero 2 or 3 for layout shard=2,tensor=2" in reason
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.layouts.layout import AXES, Layout, plan_layout
 from datasvc.trainer.recipes.planning.candidate import Candidate
+from datasvc.trainer.recipes.planning.execution_traits import ExecutionTraits
 from datasvc.trainer.recipes.planning.model_costs import ModelCosts, PartCosts
 from datasvc.trainer.recipes.planning.step_time import (
     ComputeTimes,
@@ -28,9 +29,16 @@ MODEL = ModelCosts(
 CLUSTER = Cluster(1, Link(100.0, 0.5), 8)
 
 
-def step(layout=ALONE, *, model=MODEL, cluster=CLUSTER, overlap=0.0, **settings):
+def step(layout=ALONE, *, model=MODEL, cluster=CLUSTER, overlap=0.0, processors=1.0, by_all_reduce=False, **settings):
+    traits = ExecutionTraits(overlap, processors, by_all_reduce)
     return estimate_step(
-        model, Candidate(layout, **settings), TIMES, ADAM, cluster, precision="fp32", overlap=overlap
+        model,
+        Candidate(layout, **settings),
+        TIMES,
+        ADAM,
+        cluster,
+        precision="fp32",
+        traits=traits,
     )
 
 
@@ -113,6 +121,24 @@ def test_zero_3_gathers_twice_and_reduces_once_in_each_pass():
     assert step(Layout(shard=2), zero=3).update_s == pytest.approx(0.25)
 
 
+def test_a_reduce_scatter_of_gloo_is_an_all_reduce():
+    unit_s = 0.5 + 1.6
+    assert step(Layout(shard=2), zero=2, by_all_reduce=True).shard_s == pytest.approx((1 + 2) * 5 * unit_s)
+
+
+def test_zero_1_adds_gradients_as_replicas_do_and_gathers_what_is_updated():
+    found = step(Layout(data=2, shard=2), zero=1, num_micro_batches=4)
+    assert found.data_s == step(Layout(data=4)).data_s
+    assert found.shard_s == pytest.approx(5 * (0.5 + 1.6))
+    assert found.update_s == pytest.approx(0.25)
+
+
+def test_replicas_of_divided_models_add_gradients_in_each_pass():
+    # FSDP; each rank of the tensor group has half of 1600 bytes.
+    found = step(Layout(data=2, tensor=2), zero=3, num_micro_batches=4)
+    assert (found.shard_s, found.data_s) == (0, pytest.approx(4 * 2 * (0.5 + 4.0)))
+
+
 def test_replicas_of_shards_add_up_a_part_of_the_gradients_each():
     # Half of 1600 bytes over two ranks.
     assert step(Layout(data=2, shard=2), zero=3).data_s == pytest.approx(2 * (0.5 + 4.0))
@@ -124,6 +150,25 @@ def test_computation_hides_collectives_but_not_the_last_unit():
     fast = Cluster(1, Link(1e5, 0.0), 8)
     hidden = step(Layout(data=4), overlap=1.0, cluster=fast).data_s
     assert hidden == pytest.approx(step(Layout(data=4), cluster=fast).data_s / 5)
+
+
+def test_ranks_that_share_processors_use_what_a_waiting_rank_leaves():
+    model = dataclasses.replace(MODEL, last=PartCosts(0, 0, 40.0), boundary_elements=0.0)
+    cluster = Cluster(1, Link(math.inf, 0.0), 8)
+    settings = {"model": model, "cluster": cluster, "num_micro_batches": 4}
+    # The first rank has a quarter of the work, the second one three quarters.
+    found = step(Layout(pipeline=2), **settings, processors=0.5)
+    assert found.compute_s == pytest.approx(4 * 3.0 * 0.5)
+    assert found.idle_s == 0
+    # With more processors, the second rank sets the pace: 0.9 of 4 * 2.25 s, and of the bubble.
+    found = step(Layout(pipeline=2), **settings, processors=0.9)
+    assert found.compute_s + found.idle_s == pytest.approx(0.9 * (4 * 3.0 * 0.75 + 3.0 * 0.25))
+
+
+@pytest.mark.parametrize("processors", [0.0, 1.5, math.nan])
+def test_a_share_of_processors_that_cannot_be_is_refused(processors):
+    with pytest.raises(ConfigError, match=r"processors_per_rank is .*; expected more than 0, and at most 1"):
+        step(processors=processors)
 
 
 def test_an_overlap_of_more_than_all_is_refused():
@@ -145,7 +190,9 @@ def test_times_that_cannot_be_are_refused(times):
 
 
 def small(candidate, cluster, overlap=0.5):
-    return estimate_step(SMALL_GPT, candidate, TIMES, ADAM, cluster, precision="fp32", overlap=overlap)
+    return estimate_step(
+        SMALL_GPT, candidate, TIMES, ADAM, cluster, precision="fp32", traits=ExecutionTraits(overlap)
+    )
 
 
 @given(candidates(), clusters)
