@@ -12,6 +12,7 @@ import pytest
 from datasvc.models import describe_model, model_log
 from datasvc.repository import Repository
 from datasvc.shards import ingest
+from tests.cluster.namespace import Namespace, RefusedError
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,8 +44,8 @@ main()
 """
 
 
-def run(repository, name, *, ranks=2, kill_at_step=0, terminates=False, **options):
-    """Run the recipe; returns its exit status, events and standard error."""
+def run(repository, name, *, ranks=2, kill_at_step=0, terminates=False, inside=(), **options):
+    """Run the recipe; returns its exit status, events and standard error. `inside` are words before the command."""
     # fmt: off
     words = [
         sys.executable, "-m", "datasvc.trainer.launch", "-np", str(ranks), "--no-prefix",
@@ -55,7 +56,7 @@ def run(repository, name, *, ranks=2, kill_at_step=0, terminates=False, **option
     # fmt: on
     words += [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     environment = {**os.environ, "KILL_AT_STEP": str(kill_at_step), "TERMINATES": "yes" if terminates else ""}
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    done = subprocess.run([*inside, *words], capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
     events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return done.returncode, events, done.stderr
 
@@ -105,6 +106,39 @@ def test_a_killed_run_resumes_with_what_each_rank_keeps_of_its_own_gradients(rep
     status, alone, error = run(repository, f"{name}-killed", ranks=1, **{**settings, "epochs": 2})
     assert status == 0, error
     assert steps(alone)[0] == 15
+
+
+@pytest.fixture
+def namespace():
+    """A network namespace, whose loopback carries the bytes of one run only."""
+    try:
+        space = Namespace()
+    except RefusedError as error:
+        pytest.skip(f"no network namespaces here: {error}")
+    yield space
+    space.close()
+
+
+def loopback_bytes(space):
+    """The bytes that the loopback of a namespace has carried."""
+    found = subprocess.run(space.entering("cat", "/proc/net/dev"), capture_output=True, text=True, check=True)
+    (line,) = (line for line in found.stdout.splitlines() if line.strip().startswith("lo:"))
+    return int(line.split()[1])
+
+
+@pytest.mark.slow
+def test_power_sgd_learns_the_digits_with_a_fifth_of_the_bytes(repository, namespace):
+    sent, accuracy = {}, {}
+    for compression in ("none", "powersgd:2"):
+        before = loopback_bytes(namespace)
+        settings = {"compression": compression, "epochs": 12, "checkpoint_every": 1000}
+        name = f"learns-{compression.replace(':', '-')}"
+        status, _, error = run(repository, name, inside=namespace.entering("env"), **settings)
+        assert status == 0, error
+        sent[compression] = loopback_bytes(namespace) - before
+        accuracy[compression] = describe_model(repository, name).entry["metrics"]["val_accuracy"]
+    assert accuracy["powersgd:2"] >= 0.97, accuracy
+    assert sent["powersgd:2"] * 5 <= sent["none"], sent
 
 
 @pytest.mark.slow
