@@ -41,6 +41,12 @@ def test_hierarchical_allreduces_go_on_with_a_rank_that_replaces_another(elastic
 
 
 @pytest.mark.slow
+def test_the_size_of_buckets_is_chosen_again_with_a_rank_that_replaces_another(elastic, undisturbed):
+    # The first choice is made in step 7. The new rank has none.
+    check_equal(elastic.result(2, REPLACING, faults={"1": ["backward", 9]}, bucket_bytes="auto"), undisturbed)
+
+
+@pytest.mark.slow
 def test_when_rank_0_dies_between_save_and_agreement_the_other_goes_on_in_its_process(elastic, undisturbed):
     result = elastic.result(2, SHRINKING, faults={"0": ["saved", 8]})
     check_alike(result, undisturbed)

@@ -6,6 +6,7 @@ Takes the repository's URL, the digest of a split's table, a file for the result
     sizes: by step, how many ranks must be there before it begins.
     epochs: how many.
     cache: folder of a cache, for a windowed order that the ranks derive together.
+    bucket_bytes: argument of the optimizer.
 """
 
 import json
@@ -89,7 +90,9 @@ hvd.init()
 torch.manual_seed(int(NUMBER))  # every worker its own weights: only rank 0's of the first round count
 model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
 sgd = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-optimizer = hvd.DistributedOptimizer(sgd, named_parameters=model.named_parameters())
+optimizer = hvd.DistributedOptimizer(
+    sgd, named_parameters=model.named_parameters(), bucket_bytes=TOLD.get("bucket_bytes")
+)
 split = Split("train", "tokens@1", Repository.open(URL), DIGEST)
 
 
