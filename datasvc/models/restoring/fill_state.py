@@ -145,7 +145,10 @@ def _assemble(
         return _assemble(child, children.get(key, _ABSENT), f"{path}.{key}" if path else str(key), tensors, visit)
 
     if isinstance(into, Mapping):
-        return {key: assemble_child(key, child) for key, child in into.items()}
+        restored_dict = {key: assemble_child(key, child) for key, child in into.items()}
+        # Settings beside tensors, such as a step count in the state of a parameter, need not be in `into`.
+        more = {key: child for key, child in children.items() if path and key not in into and _is_plain(child)}
+        return restored_dict | {key: unflatten(child, tensors) for key, child in more.items()}
     restored = [assemble_child(index, child) for index, child in enumerate(into)]
     return tuple(restored) if isinstance(into, tuple) else restored
 
@@ -158,6 +161,13 @@ def _has_tensors(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_tensors, value))
     return isinstance(value, torch.Tensor)
+
+
+def _is_plain(skeleton: Any) -> bool:
+    """Return whether a part of a skeleton has no tensors."""
+    if isinstance(skeleton, dict):
+        return "$tensor" not in skeleton and all(map(_is_plain, skeleton.values()))
+    return not isinstance(skeleton, list) or all(map(_is_plain, skeleton))
 
 
 def _children(skeleton: Any) -> dict[Any, Any]:

@@ -26,7 +26,7 @@ def test_tensors_are_filled_in_place_and_values_are_those_of_the_version(saved):
     columns = torch.zeros(3, 2).T  # not contiguous
     into = {
         "model": {"w": weight, "b": torch.zeros(3).bfloat16()},
-        "optimizer": {"state": {0: {"step": torch.tensor(0.0), "seen": 0}}, "groups": [{"lr": 0.0}]},
+        "optimizer": {"state": {0: {"step": torch.tensor(0.0)}}, "groups": [{"lr": 0.0}]},
         "pair": (columns[0, :2], None),
         "more": None,
         "new": {"kept": 1},
@@ -43,6 +43,7 @@ def test_tensors_are_filled_in_place_and_values_are_those_of_the_version(saved):
     assert columns[0, :2].tolist() == [1.0, 1.0]
     assert state["pair"][1] == {"x": 1}
     assert state["more"][0].tolist() == [3.0, 3.0]
+    assert state.keys() == into.keys()
     assert (state["step"], state["new"]) == (5, {"kept": 1})
     assert found.report.size_bytes == 12 * 4 + 3 * 2 + 4 + 2 * 4 + 2 * 4
 
