@@ -75,6 +75,13 @@ class TrainConfig(
                 f"precision is 'fp16' and compression is {self.compression!r}, whose unsent part does not go with a "
                 "loss scale that changes; give --precision bf16, or --compression none, fp16 or bf16"
             )
+        if self.elastic and self.layout is not None:
+            raise ConfigError(
+                f"elastic is for ranks that each have the whole model, and layout is {self.layout!r}: a part of the "
+                "model would be lost with its rank, or the sizes would not fit the remaining ranks. Leave out "
+                "--layout, or leave out --elastic: after a failure start the run again, with a layout of the ranks "
+                "that are there; it continues the newest version at any layout"
+            )
         # Created only for its errors about the milestones.
         RateSchedule(
             peak=self.learning_rate, epochs=self.epochs, shape=self.schedule, milestones=self.parse_milestones()

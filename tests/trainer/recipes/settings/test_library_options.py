@@ -77,6 +77,7 @@ SETTINGS = {
         "optimizer": "optimizer",
         "compression": "compression",
         "backward_passes_per_step": "micro_batch",
+        "op": "op",
         "bucket_bytes": "bucket",
     },
 }
@@ -106,11 +107,12 @@ EXCLUDED = {
     hvd.DistributedOptimizer: {
         "named_parameters": "the names of the model's parameters",
         "num_groups": "deprecated",
+        "groups": "--bucket divides gradients by size, which needs no knowledge of the model",
+        "gradient_predivide_factor": "with Average only; the program sums gradients that the ranks have divided",
+        "sparse_as_dense": "the models of the program have dense gradients",
         "process_set": "all ranks of the job train one model",
     },
 }
-# Options of the optimizer that get a flag in a later change: remove each from here with its flag.
-OPTIMIZER_OPTIONS_WITHOUT_A_FLAG_YET = {"op", "gradient_predivide_factor", "groups", "sparse_as_dense"}
 
 
 def options_of(owner):
@@ -122,9 +124,7 @@ def options_of(owner):
 @pytest.mark.parametrize("owner", SETTINGS, ids=lambda owner: owner.__name__)
 def test_each_option_of_the_library_is_a_setting_or_is_excluded_for_a_reason(owner):
     set_by, excluded = SETTINGS[owner], EXCLUDED.get(owner, {})
-    later = OPTIMIZER_OPTIONS_WITHOUT_A_FLAG_YET if owner is hvd.DistributedOptimizer else set()
-    assert options_of(owner) == set_by.keys() | excluded.keys() | later
+    assert options_of(owner) == set_by.keys() | excluded.keys()
     assert not set_by.keys() & excluded.keys()
-    assert not later & (set_by.keys() | excluded.keys())
     assert set(set_by.values()) <= setting_types().keys()
     assert all(excluded.values())

@@ -118,6 +118,9 @@ def test_every_setting_is_an_option_with_a_help(program):
         {"lanes": 4, "block": 16},
         {"resume": "small@"},
         {"data": "digits@"},
+        {"elastic": True, "layout": "data=2"},
+        {"elastic": True, "layout": "shard=2"},
+        {"commit_every": 0},
     ],
 )
 def test_settings_out_of_range_are_refused_before_anything_runs(change):
@@ -134,6 +137,7 @@ def test_settings_out_of_range_are_refused_before_anything_runs(change):
         (("--init-from", "small@"), "init_from is 'small@': '' is not a valid name of a tag"),
         (("--cache", "/c", "--cache-budget", "junk"), "cache_budget is 'junk': .* write for example 50GB"),
         (("--cache-budget", "50GB"), "cache_budget is the budget .*--cache"),
+        (("--elastic", "--layout", "shard=2"), "layout is 'shard=2': .* continues the newest version at any layout"),
         (("--shuffle", "windowed", "--lanes", "4"), "lanes is 4, and block is not set; give --block too"),
         (("--bucket", "much"), "bucket is 'much': .*"),
         (("--bucket", "auto", "--op", "adasum"), "op is 'adasum', which sends no buckets; leave out --bucket"),
