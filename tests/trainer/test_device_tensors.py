@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import datasvc.trainer as hvd
+from datasvc.trainer.engine.execution.hierarchical import HierarchicalWork, NodeGroups
 from datasvc.trainer.engine.execution.transport import GroupTransport
+from datasvc.trainer.gradients.bucket_tuner import BucketTuner
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import global_process_set
 from datasvc.trainer.optim.sync_batch_norm import _Normalize
@@ -164,3 +166,23 @@ def test_tensors_of_the_processor_and_of_the_gpu_travel_side_by_side(device):
     found = [hvd.synchronize(handle) for handle in handles]
     assert [each[0].item() for each in found] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert [each.device.type for each in found] == ["cpu", "cuda"] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_hierarchical_sum_over_one_rank_is_its_tensor(device, dtype):
+    tensor = torch.arange(6).to(dtype).to(device)
+    groups = NodeGroups(dist.group.WORLD, dist.group.WORLD, dist.group.WORLD)
+    HierarchicalWork(groups, tensor, torch.empty_like(tensor)).wait()
+    assert tensor.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_gradients_and_all_reduces_are_timed_where_the_parameters_lie(device):
+    tuner = BucketTuner(global_process_set, torch.bfloat16)
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)).to(device)
+    parameters = dict(enumerate(model.parameters()))
+    # A world of one chooses nothing, but measures as among many.
+    for position in reversed(parameters):
+        tuner.record(position, parameters[position])
+    tuner._choose(parameters, 1 << 30)
+    assert 0 < tuner.bucket_bytes <= sum(parameter.numel() * 4 for parameter in parameters.values())
+    assert tuner.cost.seconds(1 << 20) > 0
