@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -23,16 +23,24 @@ from datasvc.cache import Cache
 from datasvc.errors import BusyError, ConfigError, StateMismatchError
 from datasvc.loaders import ImageLoader
 from datasvc.loaders.core.mixture import splits_of
-from datasvc.models import Checkpoint, CheckpointManager, load_into
+from datasvc.models import Checkpoint, CheckpointManager, Execution, load_into
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.name_filter import select_names
+from datasvc.models.versions.execution import Parallelism
 from datasvc.progress import NO_PROGRESS, byte_progress
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
+from datasvc.trainer.recipes.layouts.layout import AXES, Layout, parse_layout
+from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics, compute_average_statistics
+
+# Parts of a checkpoint without parts of the model; each rank restores them whole. "random": of earlier releases.
+_RESTORED_WHOLE: Final = (
+    "step", "model_name", "optimizer_name", "loss_scale", "early_stop", "loader", "log_ids", "rank_state", "random",
+)  # fmt: skip
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,8 +102,6 @@ def commit(run: Run, *, due: bool = False) -> None:
         "loader": run.loader.state_dict(),
         "log_ids": run.log_ids,  # the repository gets those of rank 0
     }
-    if run.execution is not None:
-        state = run.execution.gather_state(state)
     try:
         handle = run.checkpoints.save(
             state,
@@ -104,6 +110,7 @@ def commit(run: Run, *, due: bool = False) -> None:
             data=[run.reading.use()],
             config=run.config.to_dict(),
             metrics=run.metrics,
+            execution=describe_execution(run.config, hvd.size()),
             parent=None if run.has_saved else run.parent,
         )
     except BusyError:
@@ -129,14 +136,14 @@ def report_commits(run: Run) -> None:
             run.events.report(event, **details)
 
 
-def restore(run: Run, ref: str, *, only: Collection[str] = ()) -> Checkpoint:
+def restore(run: Run, ref: str, *, only: Collection[str] = (), into: Mapping[str, Any] | None = None) -> Checkpoint:
     """Read a checkpoint, and report the time and bytes that this rank needed for it. Every rank must call this.
 
-    On a terminal, rank 0 shows a progress bar. For `only` and errors, see `CheckpointManager.restore`.
+    On a terminal, rank 0 shows a progress bar. For `only`, `into` and errors, see `CheckpointManager.restore`.
     """
     bar = byte_progress(f"restoring {ref}") if hvd.rank() == 0 else contextlib.nullcontext(NO_PROGRESS)
     with bar as progress:
-        checkpoint = run.checkpoints.restore(ref, only=only, progress=progress)
+        checkpoint = run.checkpoints.restore(ref, only=only, into=into, progress=progress)
     report = checkpoint.report
     run.events.report(
         "restored",
@@ -149,6 +156,50 @@ def restore(run: Run, ref: str, *, only: Collection[str] = ()) -> Checkpoint:
     return checkpoint
 
 
+def plan_restore(run: Run, repo: DataRepository, ref: str) -> dict[str, Any] | None:
+    """Return the state that a restore fills on this rank: its part of the model, and the state of its parameters.
+
+    Returns None if every rank has the whole model and optimizer, and therefore restores all of the checkpoint. The
+    checkpoint may be from a run with another layout. For errors see `models.restore`.
+    """
+    if not isinstance(run.optimizer, LayoutOptimizer):
+        return None
+    records = read_version(repo.repository, ref).records
+    prefix = "optimizer.state."
+    moments = {
+        record.name.removeprefix(prefix): (getattr(torch, record.dtype), record.shape)
+        for record in records
+        if record.name.startswith(prefix)
+    }
+    into: dict[str, Any] = dict.fromkeys(_RESTORED_WHOLE)
+    into["model"] = dict(run.model.state_dict())
+    into["optimizer"] = {"state": run.optimizer.make_state(moments), "param_groups": None}
+    if run.average is not None and any(record.name.startswith("ema.averages.") for record in records):
+        into["ema"] = run.average.state_dict()
+    return into
+
+
+def describe_execution(config: TrainConfig, world_size: int) -> Execution:
+    """Return what the entry of a version says about the execution of a run on `world_size` ranks."""
+    layout = Layout(data=world_size) if config.layout is None else parse_layout(config.layout, world_size)
+    communication = {
+        "all-reduce": layout.data > 1 or layout.tensor > 1,
+        "reduce-scatter": layout.shard > 1,
+        "all-gather": layout.shard > 1 or layout.context > 1,
+        "point-to-point": layout.pipeline > 1,
+    }
+    divides_model = layout.tensor * layout.pipeline * layout.context > 1
+    divides_data = layout.num_data_ranks > 1
+    parallelism: Parallelism = "hybrid"
+    if not (divides_model and divides_data):
+        parallelism = "model" if divides_model else "data" if divides_data else "none"
+    return Execution(
+        layout={axis: layout.size_of(axis) for axis in AXES},
+        parallelism=parallelism,
+        communication=", ".join(name for name, is_used in communication.items() if is_used),
+    )
+
+
 def resume(run: Run, checkpoint: Checkpoint) -> None:
     """Load a checkpoint into every part of the run.
 
@@ -156,9 +207,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         ConfigError: the checkpoint belongs to another model or optimizer, or its tensors do not fit them.
         StateMismatchError: the checkpoint was trained on other data or in another order.
     """
-    state = checkpoint.state
-    if run.execution is not None:
-        state = run.execution.divide_state(state)
+    state = {name: value for name, value in checkpoint.state.items() if value is not None}
     for part, configured in (("model", run.config.model), ("optimizer", run.config.optimizer)):
         # A checkpoint without this name passes; the loads below check its tensors.
         saved = state.get(f"{part}_name", configured)

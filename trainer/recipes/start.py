@@ -22,7 +22,7 @@ from datasvc.processors import count_processors
 from datasvc.shards import Split
 from datasvc.shards.format.schema import IMAGE
 from datasvc.trainer.recipes import random_state
-from datasvc.trainer.recipes.checkpoints import initialise, open_checkpoints, restore, resume
+from datasvc.trainer.recipes.checkpoints import initialise, open_checkpoints, plan_restore, restore, resume
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
@@ -120,7 +120,7 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
         if snapshot is not None:
             load_snapshot(run, snapshot)
         elif run.version is not None:
-            resume(run, restore(run, run.version))
+            resume(run, restore(run, run.version, into=plan_restore(run, repo, run.version)))
         elif init_version is not None:
             initialise(run, repo, init_version)
         run.reading = ConsumptionTracker(run.loader, step=run.step)

@@ -75,7 +75,8 @@ def restore(
         into: state tree, such as the one that a save gets. Its tensors are filled in place; of a DTensor, only the
             part of this rank is read, however the version was sharded. `Checkpoint.state` is this tree, with stored
             values in place of all parts without tensors; a part that the version lacks stays as it is. A dict below
-            the root also gets stored values without tensors that it lacks. Nothing else is read. Not with `only`, `exclude` or `rename`.
+            the root also gets stored values without tensors that it lacks. Nothing else is read. Not with `only`,
+            `exclude` or `rename`.
         trusted_keys: files of public keys, one of which must have signed the version; () for no check, None for the
             files that `DATASVC_TRUSTED_KEYS` names.
         progress: counts the bytes of each chunk that was loaded.

@@ -23,7 +23,7 @@ from datasvc.trainer.recipes.layouts.layout import (
     plan_layout,
     stages_per_rank,
 )
-from datasvc.trainer.recipes.layouts.parts import fill_part, gather_tree, to_local
+from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters
 from datasvc.trainer.recipes.layouts.tensor import divide_layers, find_tensor_plan
@@ -91,32 +91,6 @@ class LayoutExecution:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
-
-    def gather_state(self, state: Any) -> Any:
-        """Return a state tree in which all tensors are whole, and of all stages. Every rank calls this."""
-        return gather_tree(state, [self.groups["pipeline"]] if self.pipeline is not None else [])
-
-    def divide_weights(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return this rank's part of whole weights, with the names and placements of the model of this rank.
-
-        Names that this model lacks are left out, and names that `weights` lacks too.
-        """
-        parts = {}
-        for name, weight in self.model.state_dict().items():
-            if name in weights:
-                if weights[name].shape != weight.shape:
-                    parts[name] = weights[name]  # `load_state_dict` refuses it
-                    continue
-                parts[name] = torch.empty_like(weight)
-                fill_part(parts[name], weights[name])
-        return parts
-
-    def divide_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of the weights of a checkpoint and of their average; the rest is unchanged."""
-        divided = {**state, "model": self.divide_weights(state["model"])}
-        if state.get("ema"):
-            divided["ema"] = {**state["ema"], "averages": self.divide_weights(state["ema"]["averages"])}
-        return divided
 
     def sum_over_copies(self, value: torch.Tensor) -> torch.Tensor:
         """Add up parts of a value of one batch, in place, from all stages and all parts of the blocks.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
-from datasvc.trainer.recipes.layouts.parts import fill_part, gather_tree
+from datasvc.trainer.recipes.layouts.parts import fill_part
 
 
 class LayoutOptimizer:
@@ -73,6 +73,26 @@ class LayoutOptimizer:
             start += len(names)
         return {"state": state, "param_groups": groups}
 
+    def make_state(self, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[int, dict[str, Any]]:
+        """Return tensors that a restore fills with the stored state of this rank's parameters, for `load_state_dict`.
+
+        Args:
+            stored: dtype and shape of the tensors of a whole state, by number of the parameter and name, such as
+                "3.exp_avg".
+        """
+        state: dict[int, dict[str, Any]] = {}
+        for path, (dtype, shape) in stored.items():
+            number, _, name = path.partition(".")
+            parameter = self._parameters.get(int(number)) if number.isdecimal() else None
+            if parameter is not None:
+                is_like_parameter = shape == tuple(parameter.shape) and shape
+                state.setdefault(int(number), {})[name] = (
+                    torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                    if is_like_parameter
+                    else torch.zeros(shape, dtype=dtype)
+                )
+        return state
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this rank's part of the state of an optimizer of the whole model, whatever layout has saved it.
 
@@ -121,7 +141,6 @@ class ZeroOptimizer(LayoutOptimizer):
         super().__init__(zero, model, group_names)
         self._optimizer = self._reducing = wrap(zero)
         self._states = zero.optim.state
-        self._group = process_group
         own = {parameter for group in zero.optim.param_groups for parameter in group["params"]}
         self._parameters = {number: each for number, each in self._parameters.items() if each in own}
 
@@ -137,11 +156,6 @@ class ZeroOptimizer(LayoutOptimizer):
         """Return a context in which `step` takes the gradients as they are."""
         context: contextlib.AbstractContextManager[None] = self._reducing.skip_synchronize()
         return context
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of all ranks, the same on every rank. Every rank calls this."""
-        state: dict[str, Any] = gather_tree(super().state_dict(), [self._group])
-        return state
 
 
 def _place(value: Any, parameter: torch.Tensor) -> Any:

@@ -1,0 +1,47 @@
+"""What a checkpoint says about the layout of its run, and what a rank restores of an optimizer it has in part."""
+
+import pytest
+import torch
+
+from datasvc.trainer.recipes.checkpoints import describe_execution
+from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
+from datasvc.trainer.recipes.settings.config import TrainConfig
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "parallelism", "communication"),
+    [
+        (None, 1, "none", ""),
+        (None, 4, "data", "all-reduce"),
+        ("shard=4", 4, "data", "reduce-scatter, all-gather"),
+        ("pipeline=4", 4, "model", "point-to-point"),
+        ("tensor=2", 4, "hybrid", "all-reduce"),
+        ("data=2,context=2", 4, "hybrid", "all-reduce, all-gather"),
+    ],
+)
+def test_the_entry_has_all_axes_and_what_is_divided(layout, size, parallelism, communication):
+    config = TrainConfig(data="tokens@1", repo="repo", name="net", layout=layout)
+    execution = describe_execution(config, size)
+    assert (execution.parallelism, execution.communication) == (parallelism, communication)
+    assert (execution.consistency, execution.topology) == ("synchronous", "decentralised")
+    assert execution.layout.keys() == {"data", "shard", "tensor", "pipeline", "context"}
+    assert torch.tensor(list(execution.layout.values())).prod() == size
+
+
+def test_a_rank_restores_the_state_of_its_own_parameters():
+    stage = torch.nn.ModuleDict({"last": torch.nn.Linear(3, 2)})
+    optimizer = LayoutOptimizer(
+        torch.optim.AdamW(stage.parameters()), stage, [["first.weight", "last.weight"], ["first.bias", "last.bias"]]
+    )
+    stored = {
+        f"{number}.{name}": (torch.float32, shape)
+        for number, weight in enumerate([(3, 3), (2, 3), (3,), (2,)])
+        for name, shape in (("step", ()), ("exp_avg", weight))
+    }
+    made = optimizer.make_state({**stored, "odd": (torch.float32, ())})
+    assert {
+        number: {name: tuple(tensor.shape) for name, tensor in state.items()} for number, state in made.items()
+    } == {
+        1: {"step": (), "exp_avg": (2, 3)},
+        3: {"step": (), "exp_avg": (2,)},
+    }
