@@ -61,6 +61,7 @@ def _check_settings(config: TrainConfig, layout: Layout) -> None:
             "use sgd or adamw, or the axes data and shard only",
         ),
         ("op adasum", config.combines_steps, "use --op average"),
+        (f"bucket {config.bucket}", config.bucket is not None, "leave out --bucket"),
         ("init_from", config.init_from is not None, "start with --layout data, and continue it with this layout"),
     )
     for setting, is_set, remedy in refused:

@@ -51,6 +51,10 @@ def test_a_layout_that_divides_everything_is_chosen(settings):
         ({"layout": "shard=4", "precision": "fp16"}, "use bf16"),
         ({"layout": "shard=4", "compile": "inductor"}, "leave out --compile"),
         ({"layout": "shard=4", "compression": "bf16"}, "compression bf16 does not work with layout shard=4"),
+        (
+            {"layout": "shard=4", "bucket": "auto"},
+            "bucket auto does not work with layout shard=4; leave out --bucket",
+        ),
         ({"layout": "shard=4", "zero": 1, "optimizer": "lamb"}, "use sgd or adamw"),
         ({**GPT, "layout": "tensor=4", "optimizer": "lars"}, "use sgd or adamw"),
         ({"layout": "shard=4", "init_from": "a@1"}, "init_from does not work with layout shard=4"),
