@@ -11,6 +11,7 @@ from datasvc.ledger.file import read_ledger
 from datasvc.models import describe_model
 from datasvc.repository import Repository
 from datasvc.shards import ingest
+from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import choose_place
 from datasvc.trainer.recipes.tasks.classification import Classification
@@ -96,7 +97,7 @@ def choose_place_of_one(config):
 
     hvd.init()
     try:
-        return choose_place(config)
+        return choose_place(config, Layout())
     finally:
         hvd.shutdown()
 
