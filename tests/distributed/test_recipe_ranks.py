@@ -143,7 +143,7 @@ def test_at_one_global_batch_any_number_of_ranks_gives_the_same_weights_and_metr
 def test_with_synchronised_batch_norm_a_resnet_has_the_same_weights_at_any_number_of_ranks(repository):
     options = {"model": "resnet18", "model_option": "small_input=true", "max_steps": 4}
     options |= {"learning_rate": 0.02, "warmup_epochs": 0, "sync_batch_norm": "", "global_batch": 64}
-    options |= {"statistics": "recompute", "statistics_batches": 2}
+    options |= {"statistics": "recompute", "statistics_batches": 1, "size": 8, "codec": "none"}
     for ranks in (1, 2, 4):
         run(repository, f"synchronised-{ranks}", ranks, **options)
     models = datasvc.open(repository.url).models
