@@ -52,11 +52,14 @@ class ComputeTimes:
         forward_s: forward pass of one sample.
         backward_s: backward pass of one sample.
         update_s: update of all parameters.
+        divided_block_s: what a forward and a backward pass of a block take longer if its layers are divided by
+            `tensor`, without communication: the dispatch of distributed tensors, which a GPU hides.
     """
 
     forward_s: float
     backward_s: float
     update_s: float = 0.0
+    divided_block_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not all(0 <= value < math.inf for value in dataclasses.astuple(self)) or not self.forward_s:
@@ -120,9 +123,13 @@ def rate_compute(
         memory_bytes_per_s: bandwidth of the device's memory, which limits the update; infinite: the update is free.
     """
     forward_s = costs.forward_flops / flops_per_s
-    # An update reads and writes parameter and state, and reads the gradient.
-    moved_bytes = costs.parameters * (2 * states.parameter + states.gradient + 2 * states.optimizer)
-    return ComputeTimes(forward_s, _BACKWARD_FLOPS * forward_s, moved_bytes / memory_bytes_per_s)
+    update_s = costs.parameters * _updated_bytes(states) / memory_bytes_per_s
+    return ComputeTimes(forward_s, _BACKWARD_FLOPS * forward_s, update_s)
+
+
+def _updated_bytes(states: StateBytes) -> float:
+    """Return the bytes that an update moves for each parameter: it reads all, and writes parameter and state."""
+    return 2 * states.parameter + states.gradient + 2 * states.optimizer
 
 
 def peers_of_first(layout: Layout, *axes: str) -> list[int]:
@@ -175,7 +182,10 @@ def estimate_step(
     # The rank with most parameters is not always the slowest one; it sends most.
     largest = max(ranks, key=lambda parts: rank_parameters(costs, parts, layout.tensor))
     count = rank_parameters(costs, largest, layout.tensor)
-    shard_s, data_s = _state_s(candidate, states, cluster, count, largest.blocks + 1, forward, backward, traits)
+    # Memory is as fast as in the update, which does little else.
+    byte_s = times.update_s / (costs.parameters * _updated_bytes(states))
+    num_units = largest.blocks + 1
+    shard_s, data_s = _state_s(candidate, states, cluster, count, num_units, byte_s, forward, backward, traits)
     updated = count / (candidate.num_shards if candidate.zero else 1)
     return StepEstimate(
         compute_s=num_passes * (forward.compute_s + backward.compute_s),
@@ -212,6 +222,7 @@ def _pass_times(
     tensor_s = 2 * parts.blocks * all_reduce_s(token_bytes, tensor_group, cluster)
     # Queries, keys and values of this rank's channels go to the ranks of their heads.
     tensor_s += parts.blocks * all_to_all_s(3 * token_bytes / layout.tensor, tensor_group, cluster)
+    tensor_s += parts.blocks * times.divided_block_s / 2 if layout.tensor > 1 else 0.0
     # Keys, then values, of all tokens and of the heads of this rank. Backward, their gradients are summed.
     context_s = 2 * parts.blocks * all_gather_s(stream_bytes / layout.tensor, context_group, cluster)
     message_s = send_s(stream_bytes / layout.context, _group(layout, cluster, "pipeline"), cluster)
@@ -234,6 +245,7 @@ def _state_s(
     cluster: Cluster,
     count: float,
     num_units: int,
+    byte_s: float,
     forward: _PassTimes,
     backward: _PassTimes,
     traits: ExecutionTraits,
@@ -246,6 +258,7 @@ def _state_s(
         cluster: nodes and links.
         count: number of parameters of the rank, before the axis `shard` divides them.
         num_units: parts that are gathered and reduced one after the other: the blocks, and all parameters outside.
+        byte_s: time in which a byte is read or written in memory.
         forward: times of a forward pass.
         backward: times of a backward pass.
         traits: how the ranks compute and communicate.
@@ -262,6 +275,9 @@ def _state_s(
     elif candidate.zero:
         scatter = all_reduce_s if traits.scatters_by_all_reduce else reduce_scatter_s
         reduce_s = num_units * scatter(count * states.gradient / num_units, group, cluster)
+        # FSDP copies the rank's part into a message and all parts out of it, and gradients into a message.
+        gather_s += 2 * (1 + 1 / candidate.num_shards) * count * states.parameter * byte_s
+        reduce_s += 2 * count * states.gradient * byte_s * (2 if traits.scatters_by_all_reduce else 1)
         gather_again_s = gather_s if candidate.zero == 3 else 0.0
         # A pipeline keeps gathered parameters until the end of the step, unless the forward pass frees them.
         num_gathers = num_passes if layout.pipeline == 1 or candidate.zero == 3 else 1

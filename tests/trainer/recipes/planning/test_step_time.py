@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.layouts.layout import AXES, Layout, plan_layout
 from datasvc.trainer.recipes.planning.candidate import Candidate
-from datasvc.trainer.recipes.planning.execution_traits import ExecutionTraits
+from datasvc.trainer.recipes.planning.execution_traits import GLOO, ExecutionTraits
 from datasvc.trainer.recipes.planning.model_costs import ModelCosts, PartCosts
 from datasvc.trainer.recipes.planning.step_time import (
     ComputeTimes,
@@ -22,6 +22,9 @@ from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 from tests.trainer.recipes.planning.examples import ADAM, SMALL_GPT, TIMES, candidates, clusters, layouts
 
 ALONE = Layout()
+NO_OVERLAP = ExecutionTraits(overlap=0.0)
+# Memory that takes no time, so that copies are free.
+FREE_UPDATE = dataclasses.replace(TIMES, update_s=0.0)
 # Four blocks with all FLOPs and all parameters; the output of a block is 25 numbers, 100 bytes.
 MODEL = ModelCosts(
     "m", "blocks", PartCosts(), PartCosts(0, 100, 10.0), PartCosts(), layers=4, boundary_elements=25, heads=4
@@ -29,12 +32,11 @@ MODEL = ModelCosts(
 CLUSTER = Cluster(1, Link(100.0, 0.5), 8)
 
 
-def step(layout=ALONE, *, model=MODEL, cluster=CLUSTER, overlap=0.0, processors=1.0, by_all_reduce=False, **settings):
-    traits = ExecutionTraits(overlap, processors, by_all_reduce)
+def step(layout=ALONE, *, model=MODEL, times=TIMES, cluster=CLUSTER, traits=NO_OVERLAP, **settings):
     return estimate_step(
         model,
         Candidate(layout, **settings),
-        TIMES,
+        times,
         ADAM,
         cluster,
         precision="fp32",
@@ -57,7 +59,7 @@ def test_one_rank_computes_and_does_not_communicate():
 
 @given(clusters, st.sampled_from([1, 2, 4]), st.booleans(), st.floats(0, 1))
 def test_one_rank_needs_no_link(cluster, micro_batch, recompute, overlap):
-    found = step(micro_batch=micro_batch, recompute=recompute, cluster=cluster, overlap=overlap)
+    found = step(micro_batch=micro_batch, recompute=recompute, cluster=cluster, traits=ExecutionTraits(overlap))
     assert found.step_s == pytest.approx(micro_batch * (3.0 + recompute) + 0.5)
 
 
@@ -73,6 +75,13 @@ def test_a_tensor_group_has_four_all_reduces_of_each_block():
     assert found.tensor_s == pytest.approx(4 * 4 * 2.0 + 4 * 2 * (0.5 + 0.75))
     # Recomputation repeats the forward pass with its all-reduces.
     assert step(Layout(tensor=2), recompute=True).tensor_s == pytest.approx(1.5 * found.tensor_s)
+
+
+def test_the_dispatch_of_divided_layers_occurs_in_each_block_and_pass():
+    times = dataclasses.replace(TIMES, divided_block_s=0.25)
+    found = step(Layout(tensor=2), times=times, num_micro_batches=3)
+    assert found.tensor_s - step(Layout(tensor=2), num_micro_batches=3).tensor_s == pytest.approx(3 * 4 * 0.25)
+    assert step(times=times).tensor_s == 0
 
 
 def test_a_context_group_gathers_keys_and_values_and_sums_their_gradients():
@@ -115,15 +124,27 @@ def test_replicas_add_up_their_gradients_once_per_step():
 def test_zero_3_gathers_twice_and_reduces_once_in_each_pass():
     # Four blocks and the rest: five units of 320 bytes over two ranks, each in one message of 160 bytes.
     unit_s = 0.5 + 1.6
-    assert step(Layout(shard=2), zero=3).shard_s == pytest.approx(3 * 5 * unit_s)
-    assert step(Layout(shard=2), zero=2).shard_s == pytest.approx(2 * 5 * unit_s)
-    assert step(Layout(shard=2), zero=3, num_micro_batches=4).shard_s == pytest.approx(4 * 3 * 5 * unit_s)
+
+    def find(**settings):
+        return step(Layout(shard=2), times=FREE_UPDATE, **settings).shard_s
+
+    assert find(zero=3) == pytest.approx(3 * 5 * unit_s)
+    assert find(zero=2) == pytest.approx(2 * 5 * unit_s)
+    assert find(zero=3, num_micro_batches=4) == pytest.approx(4 * 3 * 5 * unit_s)
+    # A reduce-scatter of gloo is an all-reduce.
+    assert find(zero=2, traits=GLOO) == pytest.approx((1 + 2) * 5 * unit_s)
     assert step(Layout(shard=2), zero=3).update_s == pytest.approx(0.25)
 
 
-def test_a_reduce_scatter_of_gloo_is_an_all_reduce():
-    unit_s = 0.5 + 1.6
-    assert step(Layout(shard=2), zero=2, by_all_reduce=True).shard_s == pytest.approx((1 + 2) * 5 * unit_s)
+def test_fsdp_copies_parameters_and_gradients_as_fast_as_an_update():
+    # The update moves 28 bytes of each of 400 parameters in 0.5 s. A gather copies 800 and 1600 bytes, reading and
+    # writing them, a reduce-scatter 1600 bytes, and gloo once more.
+    copied_s = 0.5 * (2 * 2400 + 2 * 1600) / (28 * 400)
+    free = step(Layout(shard=2), times=FREE_UPDATE, zero=2)
+    assert step(Layout(shard=2), zero=2).shard_s - free.shard_s == pytest.approx(copied_s)
+    free = step(Layout(shard=2), times=FREE_UPDATE, zero=2, traits=GLOO)
+    gloo_s = step(Layout(shard=2), zero=2, traits=GLOO).shard_s - free.shard_s
+    assert gloo_s - copied_s == pytest.approx(0.5 * 2 * 1600 / (28 * 400))
 
 
 def test_zero_1_adds_gradients_as_replicas_do_and_gathers_what_is_updated():
@@ -135,7 +156,7 @@ def test_zero_1_adds_gradients_as_replicas_do_and_gathers_what_is_updated():
 
 def test_replicas_of_divided_models_add_gradients_in_each_pass():
     # FSDP; each rank of the tensor group has half of 1600 bytes.
-    found = step(Layout(data=2, tensor=2), zero=3, num_micro_batches=4)
+    found = step(Layout(data=2, tensor=2), times=FREE_UPDATE, zero=3, num_micro_batches=4)
     assert (found.shard_s, found.data_s) == (0, pytest.approx(4 * 2 * (0.5 + 4.0)))
 
 
@@ -146,9 +167,9 @@ def test_replicas_of_shards_add_up_a_part_of_the_gradients_each():
 
 def test_computation_hides_collectives_but_not_the_last_unit():
     # 27 s of all-reduces; four of five units are hidden by 2 s of the backward pass.
-    assert step(Layout(data=4), overlap=1.0).data_s == pytest.approx(27.0 - 2.0 * 4 / 5)
+    assert step(Layout(data=4), traits=ExecutionTraits()).data_s == pytest.approx(27.0 - 2.0 * 4 / 5)
     fast = Cluster(1, Link(1e5, 0.0), 8)
-    hidden = step(Layout(data=4), overlap=1.0, cluster=fast).data_s
+    hidden = step(Layout(data=4), traits=ExecutionTraits(), cluster=fast).data_s
     assert hidden == pytest.approx(step(Layout(data=4), cluster=fast).data_s / 5)
 
 
@@ -157,29 +178,29 @@ def test_ranks_that_share_processors_use_what_a_waiting_rank_leaves():
     cluster = Cluster(1, Link(math.inf, 0.0), 8)
     settings = {"model": model, "cluster": cluster, "num_micro_batches": 4}
     # The first rank has a quarter of the work, the second one three quarters.
-    found = step(Layout(pipeline=2), **settings, processors=0.5)
+    found = step(Layout(pipeline=2), **settings, traits=ExecutionTraits(0.0, 0.5))
     assert found.compute_s == pytest.approx(4 * 3.0 * 0.5)
     assert found.idle_s == 0
     # With more processors, the second rank sets the pace: 0.9 of 4 * 2.25 s, and of the bubble.
-    found = step(Layout(pipeline=2), **settings, processors=0.9)
+    found = step(Layout(pipeline=2), **settings, traits=ExecutionTraits(0.0, 0.9))
     assert found.compute_s + found.idle_s == pytest.approx(0.9 * (4 * 3.0 * 0.75 + 3.0 * 0.25))
 
 
 @pytest.mark.parametrize("processors", [0.0, 1.5, math.nan])
 def test_a_share_of_processors_that_cannot_be_is_refused(processors):
     with pytest.raises(ConfigError, match=r"processors_per_rank is .*; expected more than 0, and at most 1"):
-        step(processors=processors)
+        ExecutionTraits(0.0, processors)
 
 
 def test_an_overlap_of_more_than_all_is_refused():
     with pytest.raises(ConfigError, match=r"overlap is 1\.5; expected a number from 0"):
-        step(overlap=1.5)
+        ExecutionTraits(overlap=1.5)
 
 
 def test_a_rate_gives_the_times_of_a_device():
     times = rate_compute(MODEL, 20.0, states=ADAM, memory_bytes_per_s=1000.0)
     # 40 FLOPs forward, twice as many backward. The update moves 2 * 4 + 4 + 2 * 8 bytes of each of 400 parameters.
-    assert dataclasses.astuple(times) == pytest.approx((2.0, 4.0, 11.2))
+    assert dataclasses.astuple(times) == pytest.approx((2.0, 4.0, 11.2, 0.0))
     assert rate_compute(MODEL, 20.0, states=ADAM).update_s == 0
 
 

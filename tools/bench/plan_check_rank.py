@@ -1,0 +1,225 @@
+"""What each rank of `plan_check.py` runs. Rank 0 prints what it measured and estimated, one JSON object a line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from datasvc.trainer.recipes.layouts.execution import LayoutOptions, apply_layout
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import datasvc.trainer as hvd
+from datasvc.processors import count_processors
+from datasvc.trainer.recipes.layouts.tensor import divide_layers, find_tensor_plan
+from datasvc.trainer.recipes.models.gpt import GPT
+from datasvc.trainer.recipes.planning.candidate import Candidate
+from datasvc.trainer.recipes.planning.enumerate import Choices
+from datasvc.trainer.recipes.planning.execution_traits import GLOO, ExecutionTraits
+from datasvc.trainer.recipes.planning.memory import state_bytes
+from datasvc.trainer.recipes.planning.model_costs import ModelCosts, transformer_costs
+from datasvc.trainer.recipes.planning.ranking import Workload, rank_layouts
+from datasvc.trainer.recipes.planning.step_time import ComputeTimes, estimate_step
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
+
+LAYERS, HEADS, WIDTH, VOCABULARY, TOKENS = 4, 4, 512, 512, 16
+MICRO_BATCH, PASSES_PER_RANK = 1, 2
+STATES = state_bytes("adamw", "fp32")
+SMALL, LARGE = 1, 1 << 20  # float32 numbers
+NUM_COLLECTIVES = 10
+
+Step = Callable[[], None]
+
+
+def build_model() -> GPT:
+    """Return the model, equal on all ranks."""
+    torch.manual_seed(0)
+    return GPT(VOCABULARY, context=TOKENS, layers=LAYERS, heads=HEADS, width=WIDTH, dropout=0.0)
+
+
+def sum_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the losses of all tokens."""
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def make_step(candidate: Candidate) -> Step:
+    """Return a step of a candidate, with a model of its own. Every rank calls this in the same order."""
+    model, layout = build_model(), candidate.layout
+    batch = candidate.micro_batch * candidate.num_micro_batches
+    tokens, targets = torch.randint(VOCABULARY, (2, batch, TOKENS)).unbind()
+    if layout.is_data_only:
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters()),
+            model.named_parameters(),
+            backward_passes_per_step=candidate.num_micro_batches,
+        )
+        return lambda: run_passes(model, optimizer, tokens, targets, candidate.micro_batch)
+    execution = apply_layout(
+        model,
+        layout,
+        LayoutOptions(candidate.schedule, candidate.zero or 3, candidate.recompute),
+        rank=hvd.rank(),
+        device=torch.device("cpu"),
+        num_micro_batches=candidate.num_micro_batches,
+        block=TOKENS,
+    )
+    # A foreach kernel needs tensors of one mesh.
+    optimizer = torch.optim.AdamW(execution.model.parameters(), foreach=False if layout.tensor > 1 else None)
+    pipeline, split = execution.pipeline, execution.split
+    if split is not None:
+        tokens, targets = (each[:, split.start : split.start + split.num_tokens] for each in (tokens, targets))
+    if pipeline is None:
+        return lambda: run_passes(execution.model, optimizer, tokens, targets, candidate.micro_batch)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        pipeline.step(tokens, targets, {}, sum_loss)
+        execution.sum_tied_gradients()
+        optimizer.step()
+
+    return step
+
+
+def run_passes(model: Any, optimizer: Any, tokens: torch.Tensor, targets: torch.Tensor, micro_batch: int) -> None:
+    """Take a step whose gradients are added over the passes."""
+    optimizer.zero_grad()
+    for inputs, expected in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):
+        sum_loss(model(inputs), expected).backward()
+    optimizer.step()
+
+
+def time_block(step: Step, num_steps: int) -> float:
+    """Return the seconds per step of the slowest rank. Every rank calls this in the same order."""
+    dist.barrier()
+    started = time.perf_counter()
+    for _ in range(num_steps):
+        step()
+    elapsed_s = torch.tensor((time.perf_counter() - started) / num_steps, dtype=torch.float64)
+    dist.all_reduce(elapsed_s, dist.ReduceOp.MAX)
+    return float(elapsed_s)
+
+
+class Parts:
+    """Measures what a plan needs: the passes and the update of the whole model on every rank, and the link."""
+
+    def __init__(self) -> None:
+        self._model = build_model()
+        self._optimizer = torch.optim.AdamW(self._model.parameters())
+        self._tokens, self._targets = torch.randint(VOCABULARY, (2, MICRO_BATCH, TOKENS)).unbind()
+        # A block of its own that is divided over one rank, so that it is dispatched as divided ones are.
+        divided = GPT(VOCABULARY, context=TOKENS, layers=1, heads=HEADS, width=WIDTH, dropout=0.0)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "tensor"))
+        divide_layers(divided, find_tensor_plan(divided), mesh["tensor"])
+        self._divided = divided.blocks[0]
+
+    def measure(self) -> tuple[ComputeTimes, Link]:
+        """Return the compute times, means over the ranks, and the link. All ranks compute at the same time."""
+        times = torch.zeros(3, dtype=torch.float64)
+        dist.barrier()
+        for _ in range(NUM_COLLECTIVES):
+            marks = [time.perf_counter()]
+            loss = sum_loss(self._model(self._tokens), self._targets)
+            marks.append(time.perf_counter())
+            loss.backward()
+            marks.append(time.perf_counter())
+            self._optimizer.step()
+            marks.append(time.perf_counter())
+            self._optimizer.zero_grad()
+            times += torch.tensor(marks, dtype=torch.float64).diff() / NUM_COLLECTIVES
+        dist.all_reduce(times)
+        forward_s, backward_s, update_s = (times / dist.get_world_size()).tolist()
+        computed = ComputeTimes(forward_s / MICRO_BATCH, backward_s / MICRO_BATCH, update_s, self._measure_dispatch())
+        return computed, self._measure_link()
+
+    def _measure_dispatch(self) -> float:
+        stream = torch.zeros(MICRO_BATCH, TOKENS, WIDTH)
+        plain_s, divided_s = (
+            time_block(lambda block=block: block(stream, None).sum().backward(), NUM_COLLECTIVES)  # type: ignore[misc]
+            for block in (self._model.blocks[0], self._divided)
+        )
+        self._optimizer.zero_grad()
+        return max(0.0, divided_s - plain_s)
+
+    def _measure_link(self) -> Link:
+        """Return the latency and the bandwidth for which rings of two sizes take as long as measured.
+
+        The small one is measured between computations of a block, as in a step: ranks then wait for the slowest one.
+        """
+        size = dist.get_world_size()
+        block, stream = self._model.blocks[0], torch.zeros(MICRO_BATCH, TOKENS, WIDTH)
+        small, large = torch.zeros(SMALL), torch.zeros(LARGE)
+
+        def compute() -> None:
+            block(stream, None)
+
+        def compute_and_reduce() -> None:
+            compute()
+            dist.all_reduce(small)
+
+        alone_s = time_block(compute, NUM_COLLECTIVES)
+        small_s = max(1e-6, time_block(compute_and_reduce, NUM_COLLECTIVES) - alone_s)
+        large_s = time_block(lambda: dist.all_reduce(large), NUM_COLLECTIVES)
+        bare_s = time_block(lambda: dist.all_reduce(small), NUM_COLLECTIVES)
+        sent_bytes = 2 * (size - 1) / size * LARGE * 4
+        return Link(sent_bytes / max(large_s - bare_s, 1e-6), small_s / (2 * (size - 1)))
+
+
+def estimate(costs: ModelCosts, candidate: Candidate, times: ComputeTimes, link: Link) -> float:
+    """Return the estimated seconds of a step."""
+    cluster = Cluster(1, link, dist.get_world_size())
+    return estimate_step(costs, candidate, times, STATES, cluster, precision="fp32", traits=choose_traits()).step_s
+
+
+def choose_traits() -> ExecutionTraits:
+    """Return how the ranks compute and communicate. Each computes in one thread."""
+    return dataclasses.replace(GLOO, processors_per_rank=min(1.0, count_processors() / dist.get_world_size()))
+
+
+def choose_candidates(costs: ModelCosts, times: ComputeTimes, link: Link, number: int) -> list[Candidate]:
+    """Return the candidates of the best layouts of the ranking, equal on all ranks."""
+    size = dist.get_world_size()
+    workload = Workload(costs, times, STATES, "fp32", MICRO_BATCH * PASSES_PER_RANK * size, traits=choose_traits())
+    choices = Choices((MICRO_BATCH,), recompute=(False,), schedules=("1f1b",), zero_stages=(2, 3))
+    ranking = rank_layouts(workload, Cluster(1, link, size), choices)
+    chosen = [[each.candidate for each in ranking.ranked[:number]]]
+    dist.broadcast_object_list(chosen)
+    return chosen[0]
+
+
+def main() -> None:
+    """Measure and estimate all layouts in every repeat."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--layouts", type=int, required=True)
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    hvd.init()
+    costs = transformer_costs("gpt", layers=LAYERS, heads=HEADS, width=WIDTH, vocabulary=VOCABULARY, tokens=TOKENS)
+    parts = Parts()
+    parts.measure()
+    candidates = choose_candidates(costs, *parts.measure(), arguments.layouts)
+    steps = [make_step(candidate) for candidate in candidates]
+    for step in steps:
+        step()
+    for number in range(arguments.repeats):
+        times, link = parts.measure()
+        # Every other repeat runs in reverse, so that a machine that becomes slower or faster favours no layout.
+        for index in range(len(steps)) if number % 2 == 0 else reversed(range(len(steps))):
+            measured_s = time_block(steps[index], arguments.steps)
+            if hvd.rank() == 0:
+                estimated_s = estimate(costs, candidates[index], times, link)
+                line = {"layout": str(candidates[index].layout), "measured_s": measured_s, "estimated_s": estimated_s}
+                print(json.dumps(line), flush=True)
+    hvd.shutdown()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
