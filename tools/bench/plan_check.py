@@ -1,8 +1,8 @@
 """Estimated by measured step time of the layouts that `python -m datasvc.trainer plan` ranks first, on four ranks.
 
-A small GPT with many parameters for its tokens, so that layouts differ in what they send; gloo over the loopback. Every
-repeat measures compute times and the loopback, estimates the step of each layout from them, and runs the steps of all
-layouts in turn, so that other load of the machine is in both. The ranking is that of the medians.
+A small GPT with many parameters for its tokens, so that layouts differ in what they send; gloo over the loopback.
+Every repeat measures compute times and the loopback, estimates the step of each layout from them, and runs the steps
+of all layouts in turn, so that other load of the machine is in both. The ranking is that of the medians.
 
     python tools/bench/plan_check.py [--repeats 7] [--steps 1] [--layouts 8] [--ranks 4] [--strict] [--json]
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from datasvc.trainer.recipes.layouts.execution import LayoutOptions, apply_layout
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import datasvc.trainer as hvd
 from datasvc.processors import count_processors
+from datasvc.trainer.recipes.layouts.execution import LayoutOptions, apply_layout
 from datasvc.trainer.recipes.layouts.tensor import divide_layers, find_tensor_plan
 from datasvc.trainer.recipes.models.gpt import GPT
 from datasvc.trainer.recipes.planning.candidate import Candidate

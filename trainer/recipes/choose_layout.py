@@ -23,7 +23,7 @@ def choose_layout(config: TrainConfig, world_size: int) -> Layout:
     layout = parse_layout(config.layout, world_size)
     if layout.is_data_only:
         return layout
-    _check_settings(config, layout)
+    check_settings(config, layout)
     batches = plan_batches(config, layout.num_data_ranks)
     # Only these axes depend on the model. On the device "meta", a model of any size is built at once.
     model = None
@@ -44,8 +44,8 @@ def choose_layout(config: TrainConfig, world_size: int) -> Layout:
     return layout
 
 
-def _check_settings(config: TrainConfig, layout: Layout) -> None:
-    """Refuse settings that work with the axis data only."""
+def check_settings(config: TrainConfig, layout: Layout) -> None:
+    """Refuse settings that work with the axis data only, for a layout with another one. Raises ConfigError."""
     no_layer_rates = layout.tensor * layout.pipeline * layout.context > 1
     refused = (
         ("precision fp16", config.precision == "fp16", "use bf16, which needs no loss scale"),

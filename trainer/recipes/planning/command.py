@@ -14,7 +14,7 @@ from typing import Final
 from datasvc.errors import ConfigError
 from datasvc.sizes import parse_size
 from datasvc.trainer.launch.one_line_parser import OneLineParser
-from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES
+from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES, Layout
 from datasvc.trainer.recipes.planning.enumerate import ZERO_STAGES, Choices
 from datasvc.trainer.recipes.planning.execution_traits import GLOO, GPUS, ExecutionTraits
 from datasvc.trainer.recipes.planning.measured import MeasuredStep, choose_model, read_measured
@@ -62,10 +62,18 @@ def main(arguments: Sequence[str], *, prog: str = "python -m datasvc.trainer pla
         micro_batches=_choose_micro_batches(config, measured),
         recompute=(False, True) if chosen.recompute is None else (chosen.recompute,),
         schedules=tuple(chosen.pipeline_schedule),
-        zero_stages=tuple(chosen.zero),
+        # The rates of these optimizers need whole layers, which ZeRO-1 divides.
+        zero_stages=tuple(stage for stage in chosen.zero if stage > 1 or config.optimizer in ("sgd", "adamw")),
     )
+    # Imported here, because it imports torch, which takes seconds, and all options are checked before.
+    from datasvc.trainer.recipes.choose_layout import check_settings
+
+    def check(layout: Layout) -> None:
+        if not layout.is_data_only:
+            check_settings(config, layout)
+
     rankings = [
-        rank_layouts(workload, cluster, choices)
+        rank_layouts(workload, cluster, choices, check)
         for workload, cluster in _make_workloads(chosen, config, measured, clusters, traits)
     ]
     print(
@@ -90,7 +98,7 @@ def _make_workloads(
     clusters: Sequence[Cluster],
     traits: ExecutionTraits,
 ) -> list[tuple[Workload, Cluster]]:
-    # Imported here, because it imports torch, which takes seconds, and all options are checked before.
+    # It imports torch too.
     from datasvc.trainer.recipes.planning.count_costs import count_costs
 
     costs = count_costs(
@@ -206,6 +214,10 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
 def _check_options(chosen: argparse.Namespace, config: TrainConfig) -> None:
     if config.profile is not None:
         raise ConfigError("--profile is an option of training runs; use --measured FILE for the profile of a step")
+    if config.layout is not None:
+        raise ConfigError("plan ranks all layouts; leave out --layout")
+    if config.offload:
+        raise ConfigError("plan does not estimate --offload; leave it out")
     if (chosen.flops is None) == (chosen.measured is None):
         raise ConfigError(
             "give either --flops, the rate of a device, such as 150TFLOP/s, or --measured, a file that "

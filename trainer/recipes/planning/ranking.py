@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,16 +178,24 @@ class LayoutRanking:
         return f"best: {_flags(self.ranked[0].candidate)}"
 
 
-def rank_layouts(workload: Workload, cluster: Cluster, choices: Choices) -> LayoutRanking:
+def rank_layouts(
+    workload: Workload, cluster: Cluster, choices: Choices, check: Callable[[Layout], None] = lambda _layout: None
+) -> LayoutRanking:
     """Return all layouts of a cluster, with the fastest candidate of each that fits into memory.
 
     Args:
         workload: the training run.
         cluster: nodes and links.
         choices: settings to try with each layout.
+        check: function that raises ConfigError for a layout with which the training does not run.
     """
     ranked, refused = [], []
     for layout in enumerate_layouts(cluster.world_size):
+        try:
+            check(layout)
+        except ConfigError as error:
+            refused.append(RefusedLayout(layout, str(error)))
+            continue
         result = _choose_candidate(layout, workload, cluster, choices)
         if isinstance(result, RankedLayout):
             ranked.append(result)
@@ -205,6 +213,10 @@ def _choose_candidate(
     candidates, reason = enumerate_candidates(
         layout, global_batch=workload.global_batch, sizes=sizes, choices=choices
     )
+    if costs.tied_parameters and layout.size > layout.pipeline * layout.tensor:
+        # One rank would have two stages with the same weights, and these cannot be sharded twice.
+        candidates = [each for each in candidates if each.schedule != "zbv"]
+        reason = reason or f"the schedule zbv needs weights that are not tied for layout {layout}; allow another one"
     if not candidates:
         return RefusedLayout(layout, reason)
     memories = [

@@ -283,7 +283,8 @@ def _state_s(
         num_gathers = num_passes if layout.pipeline == 1 or candidate.zero == 3 else 1
         shard_s = num_gathers * _exposed_s(gather_s, before_s, num_units)
     sharded_s = _exposed_s(gather_again_s + reduce_s, beside_s, num_units)
-    shard_s += num_reduced * sharded_s + (num_passes - num_reduced) * _exposed_s(gather_again_s, beside_s, num_units)
+    # In a pipeline, parameters stay gathered from a backward pass to the next forward pass.
+    shard_s += num_reduced * sharded_s
     # The same computation hides the collectives of both axes.
     reduced_s = _all_reduce_gradients_s(candidate, states, cluster, count)
     data_s = num_reduced * (_exposed_s(gather_again_s + reduce_s + reduced_s, beside_s, num_units) - sharded_s)

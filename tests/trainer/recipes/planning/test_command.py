@@ -53,6 +53,19 @@ def test_a_convolutional_net_is_planned_over_data_and_shard(capsys):
     assert {each["layout"] for each in ranking["ranked"]} == {"data=2", "shard=2"}
 
 
+def test_settings_that_work_with_data_only_refuse_the_other_layouts(capsys):
+    words = [*RATE, "--gpus", "2", "--global-batch", "4", "--precision", "fp16", "--json"]
+    (ranking,) = json.loads(plan(capsys, *words))
+    assert [each["layout"] for each in ranking["ranked"]] == ["data=2"]
+    assert all("use bf16" in each["reason"] for each in ranking["refused"])
+
+
+def test_zero_1_is_not_for_optimizers_with_rates_of_layers(capsys):
+    words = [*RATE, "--gpus", "2", "--global-batch", "4", "--optimizer", "lamb", "--zero", "1", "--json"]
+    (ranking,) = json.loads(plan(capsys, *words))
+    assert [each["layout"] for each in ranking["ranked"]] == ["data=2"]
+
+
 def test_gloo_hides_no_collectives(capsys):
     words = [*RATE, "--gpus", "2", "--global-batch", "4", "--json"]
 
@@ -79,6 +92,7 @@ def test_the_memory_of_a_device_is_a_limit(capsys):
         ([*RATE, "--memory-bandwidth", "much"], "'much' is not a bandwidth"),
         ([*RATE, "--overlap", "2"], r"overlap is 2\.0; expected a number from 0"),
         ([*RATE, "--processors-per-rank", "0"], r"processors_per_rank is 0\.0; expected more than 0"),
+        ([*RATE, "--layout", "shard=2"], "leave out --layout"),
         ([*RATE, "--top", "0"], "top is 0; expected at least 1"),
         ([*RATE, "--nodes", "0"], "0 nodes of 1 ranks"),
         ([*RATE, "--profile", "x.json"], "use --measured FILE"),

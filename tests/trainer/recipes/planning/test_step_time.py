@@ -136,6 +136,19 @@ def test_zero_3_gathers_twice_and_reduces_once_in_each_pass():
     assert step(Layout(shard=2), zero=3).update_s == pytest.approx(0.25)
 
 
+def test_a_pipeline_gathers_in_each_forward_pass_and_once_in_the_backward_passes():
+    # The first rank has two blocks and the rest: three units of 2/3 of 800 bytes over two ranks.
+    unit_s = 0.5 + 800 / 3 / 2 / 100
+
+    def find(zero):
+        layout = Layout(shard=2, pipeline=2)
+        return step(layout, times=FREE_UPDATE, zero=zero, num_micro_batches=4).shard_s
+
+    assert find(3) == pytest.approx((4 + 1 + 1) * 3 * unit_s)
+    # Without freeing them, once per step.
+    assert find(2) == pytest.approx((1 + 1) * 3 * unit_s)
+
+
 def test_fsdp_copies_parameters_and_gradients_as_fast_as_an_update():
     # The update moves 28 bytes of each of 400 parameters in 0.5 s. A gather copies 800 and 1600 bytes, reading and
     # writing them, a reduce-scatter 1600 bytes, and gloo once more.
