@@ -13,6 +13,7 @@ from torch import nn
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.layouts.execution import LayoutExecution
+from datasvc.trainer.recipes.layouts.lost_ranks import is_lost_connection
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -54,7 +55,19 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
 
     Every rank must call this, with a batch of its loader. `mark` is called at the end of each part: "transfer",
     "targets", "forward", "backward", "all-reduce", "update".
+
+    Raises:
+        HorovodInternalError: a rank is lost; with a divided model, the message has its number.
     """
+    try:
+        return _update(run, batch, mark)
+    except RuntimeError as error:
+        if run.execution is None or not is_lost_connection(error):
+            raise
+        raise run.execution.watch.explain(error) from error
+
+
+def _update(run: Learner, batch: Any, mark: Mark) -> torch.Tensor:
     run.optimizer.zero_grad()
     mark("update")
     examples = run.task.unpack(batch, run.device)

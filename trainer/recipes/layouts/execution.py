@@ -23,6 +23,7 @@ from datasvc.trainer.recipes.layouts.layout import (
     plan_layout,
     stages_per_rank,
 )
+from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch
 from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters
@@ -63,6 +64,7 @@ class LayoutExecution:
         groups: ranks along each axis of more than one rank.
         tied_group: ranks of the first and the last stage, if these have the same weights; None: not here.
         tied_name: name of these weights.
+        watch: thread that finds which ranks are lost.
         parameter_groups: groups of an optimizer of the whole model, with the names of parameters as "params".
     """
 
@@ -76,6 +78,7 @@ class LayoutExecution:
     tied_group: dist.ProcessGroup | None = None
     tied_name: str | None = None
     parameter_groups: list[dict[str, Any]] = field(default_factory=list)
+    watch: LostRankWatch = field(default_factory=LostRankWatch)
 
     @property
     def reports_outputs(self) -> bool:

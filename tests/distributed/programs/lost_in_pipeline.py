@@ -1,0 +1,62 @@
+"""Ranks of a pipeline, of which one kills itself in the middle of a step; the others print what they hear, and when.
+
+Arguments: the layout, and the rank that kills itself.
+"""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+from torch import nn
+
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes.layouts.execution import LayoutOptions, apply_layout
+from datasvc.trainer.recipes.layouts.layout import parse_layout
+from datasvc.trainer.recipes.layouts.lost_ranks import is_lost_connection
+from datasvc.trainer.recipes.models.gpt import GPT
+
+
+class Killed(nn.Module):
+    """A layer that ends its process in the backward pass, so that neighbours wait for it on both sides."""
+
+    def forward(self, x):
+        x.register_hook(lambda _gradient: os.kill(os.getpid(), signal.SIGKILL))
+        return x
+
+
+def main():
+    torch.set_num_threads(1)
+    # The launcher ends the other ranks as soon as one is lost; here they report it first.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hvd.init()
+    text, lost = sys.argv[1], int(sys.argv[2])
+    model = GPT(11, context=8, layers=4, heads=2, width=8, dropout=0.0)
+    layout = parse_layout(text, hvd.size())
+    execution = apply_layout(
+        model, layout, LayoutOptions(), rank=hvd.rank(), device=torch.device("cpu"), num_micro_batches=4
+    )
+    rank = hvd.rank()
+    tokens = torch.zeros(4, 8, dtype=torch.long)
+
+    def step():
+        execution.pipeline.step(tokens, tokens, {}, lambda outputs, _targets: outputs.sum())
+        execution.sum_over_copies(torch.zeros(()))
+
+    step()
+    if rank == lost:
+        block = next(iter(execution.modules[0].blocks.values()))
+        block.mlp.append(Killed())
+    began_s = time.monotonic()
+    try:
+        step()
+    except RuntimeError as error:
+        noticed_s = time.monotonic() - began_s
+        failure = execution.watch.explain(error) if is_lost_connection(error) else error
+        sys.stdout.write(f"after {noticed_s:.1f} s and {time.monotonic() - began_s:.1f} s: {failure}\n")
+        sys.stdout.flush()
+    os._exit(1)
+
+
+main()

@@ -1,0 +1,87 @@
+"""Finds which ranks a job has lost.
+
+A broken connection does not say whose end broke it, and a rank that waits for a neighbour which waits for a lost rank
+has no broken connection at all. Therefore each rank watches the store of the job: the first that fails reports it
+there, all that run answer, and the lost ones are those that do not.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store, _get_default_store, _world
+
+import datasvc.trainer as hvd
+from datasvc.trainer.errors import HorovodInternalError
+
+_LOG = logging.getLogger(__name__)
+
+_POLL_S: Final = 0.5
+# Time in which all ranks that run have answered. The launcher kills what is left 5 s after the first has failed.
+_ANSWER_S: Final = 3.0
+_FAILED: Final = "layout/failed"
+
+
+class LostRankWatch:
+    """A thread that reports lost ranks while the main thread waits in a collective.
+
+    Every rank makes one after `hvd.init`.
+    """
+
+    def __init__(self) -> None:
+        self._rank, self._size = hvd.rank(), hvd.size()
+        # A connection of its own: the main thread may wait in the other one.
+        self._store: Store = _get_default_store().clone()
+        self._found = threading.Event()
+        self._message = ""
+        threading.Thread(target=self._watch, name="lost-ranks", daemon=True).start()
+
+    def explain(self, error: RuntimeError) -> HorovodInternalError:
+        """Return the error for a step that lost a connection, with the numbers of the lost ranks."""
+        store = _get_default_store()
+        store.set(_FAILED, "")
+        self._found.wait(_ANSWER_S + 2 * _POLL_S + 1.0)
+        return HorovodInternalError(f"{self._message or 'a rank failed or was lost'} ({error})")
+
+    def _watch(self) -> None:
+        try:
+            while not self._store.check([_FAILED]):
+                time.sleep(_POLL_S)
+                if not hvd.is_initialized():
+                    return  # the job has ended
+            self._find()
+        except (RuntimeError, ValueError):
+            _LOG.debug("rank %d no longer watches the other ranks", self._rank, exc_info=True)
+
+    def _find(self) -> None:
+        """Answer, find the ranks that do not, and report them."""
+        self._store.set(f"{_FAILED}/{self._rank}", "")
+        deadline_s = time.monotonic() + _ANSWER_S
+        lost = list(range(self._size))
+        while lost and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S / 10)
+            lost = [rank for rank in lost if not self._store.check([f"{_FAILED}/{rank}"])]
+        if lost:
+            ranks = f"rank {lost[0]} was" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} were"
+            self._message = (
+                f"{ranks} lost, of {self._size}: read the output there, and start the job again: it continues its "
+                "newest version, also with another layout"
+            )
+        else:
+            self._message = "a connection was lost, and all ranks run: start the job again"
+        _LOG.error("rank %d: %s", self._rank, self._message)
+        self._found.set()
+        # Ends the waits of the main thread where the backend can; else the launcher ends this rank.
+        for group in list(_world.pg_map):
+            group.abort()
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """Return whether an error of a step came from the connections of this rank, not from its computation."""
+    # gloo raises RuntimeError; its messages have the file of its source, and those of its pairs the word connection.
+    text = str(error).lower()
+    return isinstance(error, dist.DistError | HorovodInternalError) or "gloo" in text or "connection" in text
