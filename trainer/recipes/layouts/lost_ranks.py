@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Final
+from typing import Any, Final, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store, _world
@@ -35,7 +35,7 @@ class LostRankWatch:
     def __init__(self) -> None:
         self._rank, self._size = hvd.rank(), hvd.size()
         # A connection of its own: the main thread may wait in the other one.
-        self._store: Store = _get_default_store().clone()
+        self._store: Store = cast("Any", _get_default_store()).clone()
         self._found = threading.Event()
         self._message = ""
         threading.Thread(target=self._watch, name="lost-ranks", daemon=True).start()
