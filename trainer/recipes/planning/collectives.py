@@ -16,7 +16,7 @@ from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 
 
 @dataclass(frozen=True)
-class RankGroup:
+class LinkedRanks:
     """Ranks that communicate, and their places.
 
     Attributes:
@@ -39,7 +39,7 @@ class RankGroup:
         return self.num_nodes * self.ranks_per_node
 
 
-def place_group(ranks: Sequence[int], ranks_per_node: int) -> RankGroup:
+def place_group(ranks: Sequence[int], ranks_per_node: int) -> LinkedRanks:
     """Return the places of ranks on nodes of `ranks_per_node` consecutive ranks.
 
     The groups of the other ranks are assumed to be alike, so that a node has `ranks_per_node` divided by the ranks of
@@ -48,10 +48,10 @@ def place_group(ranks: Sequence[int], ranks_per_node: int) -> RankGroup:
     nodes = collections.Counter(rank // ranks_per_node for rank in ranks)
     num_nodes, most = len(nodes), max(nodes.values())
     groups_per_node = max(1, ranks_per_node // most) if num_nodes > 1 else 1
-    return RankGroup(num_nodes, most, groups_per_node)
+    return LinkedRanks(num_nodes, most, groups_per_node)
 
 
-def all_gather_s(size_bytes: float, group: RankGroup, cluster: Cluster) -> float:
+def all_gather_s(size_bytes: float, group: LinkedRanks, cluster: Cluster) -> float:
     """Return the seconds in which each rank gets the parts of all ranks; 0 for one rank.
 
     Args:
@@ -64,7 +64,7 @@ def all_gather_s(size_bytes: float, group: RankGroup, cluster: Cluster) -> float
     return cluster.message_s + sum(_ring_s(size_bytes, *level) for level in _levels(group, cluster))
 
 
-def reduce_scatter_s(size_bytes: float, group: RankGroup, cluster: Cluster) -> float:
+def reduce_scatter_s(size_bytes: float, group: LinkedRanks, cluster: Cluster) -> float:
     """Return the seconds in which each rank gets the sum of its part; `size_bytes` are those of all parts.
 
     It sends what an all-gather sends, in the other direction.
@@ -72,7 +72,7 @@ def reduce_scatter_s(size_bytes: float, group: RankGroup, cluster: Cluster) -> f
     return all_gather_s(size_bytes, group, cluster)
 
 
-def all_reduce_s(size_bytes: float, group: RankGroup, cluster: Cluster) -> float:
+def all_reduce_s(size_bytes: float, group: LinkedRanks, cluster: Cluster) -> float:
     """Return the seconds in which each rank gets the sum of `size_bytes`: a reduce-scatter and an all-gather."""
     if group.size == 1:
         return 0.0
@@ -80,7 +80,7 @@ def all_reduce_s(size_bytes: float, group: RankGroup, cluster: Cluster) -> float
     return 2 * all_gather_s(size_bytes, group, cluster) - cluster.message_s
 
 
-def all_to_all_s(size_bytes: float, group: RankGroup, cluster: Cluster) -> float:
+def all_to_all_s(size_bytes: float, group: LinkedRanks, cluster: Cluster) -> float:
     """Return the seconds in which each rank sends another part of its `size_bytes` to each other rank (pairwise)."""
     if group.size == 1:
         return 0.0
@@ -94,7 +94,7 @@ def all_to_all_s(size_bytes: float, group: RankGroup, cluster: Cluster) -> float
     return seconds + num_others * (cluster.network.latency_s + shared_bytes / cluster.network.bytes_per_s)
 
 
-def send_s(size_bytes: float, group: RankGroup, cluster: Cluster) -> float:
+def send_s(size_bytes: float, group: LinkedRanks, cluster: Cluster) -> float:
     """Return the seconds of a message from a rank to the next rank of its group; 0 for one rank.
 
     If the group is on several nodes, some of these messages cross nodes, and the slowest one counts.
@@ -107,7 +107,7 @@ def send_s(size_bytes: float, group: RankGroup, cluster: Cluster) -> float:
     return cluster.message_s + link.latency_s + size_bytes * sharing / link.bytes_per_s
 
 
-def _levels(group: RankGroup, cluster: Cluster) -> Iterable[tuple[int, Link, int]]:
+def _levels(group: LinkedRanks, cluster: Cluster) -> Iterable[tuple[int, Link, int]]:
     """Yield the rings of a collective: number of ranks, link, and number of rings that share the link."""
     if group.num_nodes == 1:
         yield group.ranks_per_node, cluster.inside or cluster.network, 1

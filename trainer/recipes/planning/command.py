@@ -19,7 +19,7 @@ from datasvc.trainer.recipes.planning.enumerate import ZERO_STAGES, Choices
 from datasvc.trainer.recipes.planning.execution_traits import GLOO, GPUS, ExecutionTraits
 from datasvc.trainer.recipes.planning.measured import MeasuredStep, choose_model, read_measured
 from datasvc.trainer.recipes.planning.memory import state_bytes
-from datasvc.trainer.recipes.planning.ranking import Workload, rank_layouts
+from datasvc.trainer.recipes.planning.ranking import PlannedWork, rank_layouts
 from datasvc.trainer.recipes.planning.step_time import rate_compute
 from datasvc.trainer.recipes.profiling.predict.cluster import (
     Cluster,
@@ -97,7 +97,7 @@ def _make_workloads(
     measured: MeasuredStep | None,
     clusters: Sequence[Cluster],
     traits: ExecutionTraits,
-) -> list[tuple[Workload, Cluster]]:
+) -> list[tuple[PlannedWork, Cluster]]:
     # It imports torch too.
     from datasvc.trainer.recipes.planning.count_costs import count_costs
 
@@ -122,7 +122,7 @@ def _make_workloads(
     for named in clusters:
         cluster = dataclasses.replace(named, message_s=message_s)
         batch = config.global_batch or config.batch_size * cluster.world_size
-        workload = Workload(
+        workload = PlannedWork(
             costs,
             times,
             states,

@@ -23,7 +23,7 @@ _HEADINGS = ("compute", "tensor", "context", "send", "idle", "shard", "data", "u
 
 
 @dataclass(frozen=True)
-class Workload:
+class PlannedWork:
     """A training run to plan.
 
     Attributes:
@@ -102,7 +102,7 @@ class LayoutRanking:
     """
 
     cluster: Cluster
-    workload: Workload
+    workload: PlannedWork
     ranked: Sequence[RankedLayout]
     refused: Sequence[RefusedLayout]
 
@@ -179,7 +179,7 @@ class LayoutRanking:
 
 
 def rank_layouts(
-    workload: Workload, cluster: Cluster, choices: Choices, check: Callable[[Layout], None] = lambda _layout: None
+    workload: PlannedWork, cluster: Cluster, choices: Choices, check: Callable[[Layout], None] = lambda _layout: None
 ) -> LayoutRanking:
     """Return all layouts of a cluster, with the fastest candidate of each that fits into memory.
 
@@ -206,7 +206,7 @@ def rank_layouts(
 
 
 def _choose_candidate(
-    layout: Layout, workload: Workload, cluster: Cluster, choices: Choices
+    layout: Layout, workload: PlannedWork, cluster: Cluster, choices: Choices
 ) -> RankedLayout | RefusedLayout:
     costs = workload.costs
     sizes = ModelSizes(costs.layers, costs.heads, costs.width, costs.tokens) if costs.heads else ModelSizes()

@@ -26,7 +26,7 @@ from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.layouts.layout import AXES, Layout, stages_per_rank
 from datasvc.trainer.recipes.planning.candidate import Candidate
 from datasvc.trainer.recipes.planning.collectives import (
-    RankGroup,
+    LinkedRanks,
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
@@ -314,11 +314,11 @@ def _exposed_s(collectives_s: float, compute_s: float, num_units: int) -> float:
     return max(collectives_s / num_units, collectives_s - compute_s * (num_units - 1) / num_units)
 
 
-def _group(layout: Layout, cluster: Cluster, *axes: str) -> RankGroup:
+def _group(layout: Layout, cluster: Cluster, *axes: str) -> LinkedRanks:
     return _place(layout, cluster.ranks_per_node, axes)
 
 
 @functools.lru_cache(maxsize=64)
-def _place(layout: Layout, ranks_per_node: int, axes: tuple[str, ...]) -> RankGroup:
+def _place(layout: Layout, ranks_per_node: int, axes: tuple[str, ...]) -> LinkedRanks:
     # All candidates of a layout have the same groups, some with thousands of ranks.
     return place_group(peers_of_first(layout, *axes), ranks_per_node)

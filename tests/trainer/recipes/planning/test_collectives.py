@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.planning.collectives import (
-    RankGroup,
+    LinkedRanks,
     all_gather_s,
     all_reduce_s,
     all_to_all_s,
@@ -21,16 +21,16 @@ from tests.trainer.recipes.planning.examples import clusters
 COLLECTIVES = [all_gather_s, reduce_scatter_s, all_reduce_s, all_to_all_s, send_s]
 # 100 bytes/s and half a second per message.
 LINK = Link(100.0, 0.5)
-FOUR = RankGroup(1, 4)
+FOUR = LinkedRanks(1, 4)
 groups = st.builds(
-    RankGroup, num_nodes=st.integers(1, 8), ranks_per_node=st.integers(1, 8), groups_per_node=st.integers(1, 4)
+    LinkedRanks, num_nodes=st.integers(1, 8), ranks_per_node=st.integers(1, 8), groups_per_node=st.integers(1, 4)
 )
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @given(clusters, st.floats(0, 1e12))
 def test_one_rank_does_not_communicate(collective, cluster, size_bytes):
-    assert collective(size_bytes, RankGroup(), cluster) == 0
+    assert collective(size_bytes, LinkedRanks(), cluster) == 0
 
 
 def test_rings_of_four_ranks_take_what_is_computed_by_hand():
@@ -55,12 +55,12 @@ def test_the_fixed_cost_of_a_collective_occurs_once():
 def test_a_group_on_two_nodes_has_a_ring_in_each_node_and_one_between_them():
     cluster = Cluster(2, LINK, 4, inside=Link(1000.0, 0.0))
     # Inside 3/4 of 400 bytes at 1000 bytes/s; between the nodes one message of half of the bytes.
-    assert all_gather_s(400, RankGroup(2, 4), cluster) == pytest.approx(0.3 + 0.5 + 2.0)
+    assert all_gather_s(400, LinkedRanks(2, 4), cluster) == pytest.approx(0.3 + 0.5 + 2.0)
 
 
 def test_groups_that_share_the_link_of_a_node_share_its_bandwidth():
     cluster = Cluster(2, LINK, 4, inside=Link(1000.0, 0.0))
-    alone, shared = RankGroup(2, 1), RankGroup(2, 1, groups_per_node=4)
+    alone, shared = LinkedRanks(2, 1), LinkedRanks(2, 1, groups_per_node=4)
     assert all_gather_s(400, alone, cluster) == pytest.approx(0.5 + 2.0)
     assert all_gather_s(400, shared, cluster) == pytest.approx(0.5 + 8.0)
     assert send_s(400, shared, cluster) == pytest.approx(0.5 + 16.0)
@@ -89,12 +89,12 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(cluster, group, siz
 @pytest.mark.parametrize(
     ("ranks", "group"),
     [
-        ([0], RankGroup(1, 1)),
-        ([0, 1, 2, 3], RankGroup(1, 4)),
-        (range(16), RankGroup(2, 8)),
-        ([0, 8], RankGroup(2, 1, groups_per_node=8)),
-        ([0, 4, 8, 12], RankGroup(2, 2, groups_per_node=4)),
-        (range(12), RankGroup(2, 8)),  # uneven: as if both nodes had 8
+        ([0], LinkedRanks(1, 1)),
+        ([0, 1, 2, 3], LinkedRanks(1, 4)),
+        (range(16), LinkedRanks(2, 8)),
+        ([0, 8], LinkedRanks(2, 1, groups_per_node=8)),
+        ([0, 4, 8, 12], LinkedRanks(2, 2, groups_per_node=4)),
+        (range(12), LinkedRanks(2, 8)),  # uneven: as if both nodes had 8
     ],
 )
 def test_ranks_are_placed_on_nodes_of_eight(ranks, group):
@@ -103,4 +103,4 @@ def test_ranks_are_placed_on_nodes_of_eight(ranks, group):
 
 def test_a_group_of_no_ranks_is_refused():
     with pytest.raises(ConfigError, match="at least 1"):
-        RankGroup(0, 1)
+        LinkedRanks(0, 1)

@@ -8,11 +8,11 @@ import pytest
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.planning.enumerate import Choices
-from datasvc.trainer.recipes.planning.ranking import Workload, rank_layouts
+from datasvc.trainer.recipes.planning.ranking import PlannedWork, rank_layouts
 from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 from tests.trainer.recipes.planning.examples import ADAM, ONE_NODE, SMALL_GPT, TIMES
 
-WORKLOAD = Workload(SMALL_GPT, TIMES, ADAM, "fp32", global_batch=8)
+WORKLOAD = PlannedWork(SMALL_GPT, TIMES, ADAM, "fp32", global_batch=8)
 
 
 def rank(workload=WORKLOAD, cluster=ONE_NODE, **choices):
