@@ -3,13 +3,7 @@
 import json
 import sys
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-
-from datasvc.repository import Repository
-from datasvc.shards import ingest
 
 pytestmark = pytest.mark.slow
 
@@ -98,41 +92,6 @@ def test_every_layout_and_option_has_the_losses_of_one_process(train, layouts):
         if result["settings"].get("zero") == 1:
             assert result["parameter_bytes"] == expected["parameter_bytes"]
             assert result["optimizer_bytes"] <= 1.05 / 2 * expected["optimizer_bytes"]
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    """The URL of a repository with 64 blocks of tokens to train on, and 10 held out."""
-    repository = Repository.create(str(tmp_path / "repo"))
-    for split, num_blocks in (("train", 64), ("val", 10)):
-        blocks = (np.arange(num_blocks)[:, None] + 3 * np.arange(16)) % 11
-        (tmp_path / "source" / split).mkdir(parents=True)
-        column = pa.array(blocks.tolist(), pa.list_(pa.int32(), 16))
-        pq.write_table(pa.table({"tokens": column}), tmp_path / "source" / split / "blocks.parquet")
-    ingest(repository, str(tmp_path / "source"), "tokens")
-    return repository.url
-
-
-def test_a_run_continues_with_any_other_layout(launcher, tokens):
-    options = ["--repo", tokens, "--data", "tokens", "--model", "gpt", "--vocabulary", 11, "--global-batch", 16]
-    options += ["--model-option", "layers=2", "heads=2", "width=16", "dropout=0.0", "context=16"]
-    options += ["--epochs", 3, "--optimizer", "adamw", "--learning-rate", 0.01, "--ema-decay", 0.9]
-
-    def train(num_ranks, name, *arguments):
-        """Train, and return the metrics at the end."""
-        program = [sys.executable, "-m", "datasvc.trainer", *options, "--name", name, *arguments]
-        done = launcher.run(num_ranks, *program, timeout_s=TIMEOUT_S)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        (end,) = [result for result in read_results(done) if result["event"] == "end"]
-        return [end["step"], end["val_loss"], end["ema_val_loss"]]
-
-    whole = train(1, "whole")
-    train(1, "parts", "--max-steps", 2)
-    train(2, "parts", "--max-steps", 4, "--layout", "tensor=2")
-    train(2, "parts", "--max-steps", 6, "--layout", "pipeline=2", "--micro-batch", 4)
-    train(2, "parts", "--max-steps", 8, "--layout", "shard=2")
-    train(2, "parts", "--max-steps", 10, "--layout", "shard=2", "--zero", 1)
-    assert train(1, "parts") == pytest.approx(whole, abs=1e-5, rel=0)
 
 
 @pytest.mark.parametrize("lost", [0, 2])

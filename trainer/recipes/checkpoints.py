@@ -249,7 +249,10 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"{checkpoint.version} does not fit this run's model: {error}") from error
     # Checkpoints of earlier releases have no `rank_state`, only the random state of each rank.
     rank_states = state.get("rank_state") or [{"random": random} for random in state["random"]]
-    has_same_ranks = len(rank_states) == hvd.size()
+    # Ranks of the axis `tensor` must go on to draw equal numbers, so a state of another size of it serves no rank.
+    saved_layout = (checkpoint.entry.get("execution") or {}).get("layout") or {}
+    num_tensor_ranks = 1 if run.execution is None else run.execution.layout.tensor
+    has_same_ranks = len(rank_states) == hvd.size() and saved_layout.get("tensor", 1) == num_tensor_ranks
     rank_state = rank_states[hvd.rank() if has_same_ranks else 0]
     optimizer = {**state["optimizer"], "state": rank_state.get("optimizer", state["optimizer"]["state"])}
     # At another number of ranks, what a rank has not sent of its gradients is lost: without its rank, `optimizer`
@@ -279,8 +282,9 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         # Not strict: these are the batch statistics only; the other weights were loaded above.
         run.model.load_state_dict(rank_state.get("batch_statistics", {}), strict=False)
     else:
-        # The world size has changed, so seed again. The step is part of the seed: no random numbers are repeated.
-        random_state.seed_all(random_state.seed_of_rank(run.config.seed, hvd.rank(), step=run.step))
+        # The ranks have changed, so seed again. The step is part of the seed: no random numbers are repeated.
+        rank = hvd.rank() // num_tensor_ranks
+        random_state.seed_all(random_state.seed_of_rank(run.config.seed, rank, step=run.step))
 
 
 def initialise(run: Run, repo: DataRepository, ref: str) -> None:
