@@ -14,7 +14,7 @@ TIMEOUT_S = 600.0  # ranks that wait for each other in every layer are slow wher
 LONG_RUNS = [
     {"layout": "shard=4"},
     {"layout": "pipeline=4", "micro_batch": 2},
-    {"layout": "data=2,pipeline=2", "micro_batch": 4},
+    {"layout": "data=2,pipeline=2", "micro_batch": 2},
 ]
 PAIRS = [
     {"layout": "tensor=4"},
