@@ -131,6 +131,7 @@ def use_models(folder: Path) -> None:
     assert repo.models.repair(repo.models.versions("net"), [backup], deep=False).remaining == ()
 
     assert repo.models.export("net@3", folder / "files", "safetensors", dtype="float32").num_tensors == 2
+    assert repo.models.export_distributed("net@3", folder / "joint", dtype="float32").num_tensors == 2
     assert repo.models.import_(folder / "files", "imported", step=7, message="from files").num_tensors == 2
     inputs = [torch.zeros(2, 2)]
     assert repo.models.export_onnx("net@3", folder / "onnx", net, inputs, dynamic_batch=True).files

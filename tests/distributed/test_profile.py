@@ -103,7 +103,8 @@ def test_a_rank_that_dies_ends_the_profile_and_is_named(launcher, repository):
 
 def test_the_settings_are_shown_without_data_and_nothing_runs(capsys):
     main(["--show-config", "--batch-size", "7"])
-    shown = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()}
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line and not line.startswith("#")]
+    shown = {row[0]: row[1] for row in rows}
     assert (shown["data"], shown["batch_size"]) == ("?", "7")
     assert not hvd.is_initialized()
 

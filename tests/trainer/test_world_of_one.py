@@ -159,7 +159,7 @@ def test_named_parameters_must_be_unique_tuples_that_cover_all():
         hvd.DistributedOptimizer(optimizer, model.parameters())
     with pytest.raises(ValueError, match="must be unique; found twice: a"):
         hvd.DistributedOptimizer(optimizer, [("a", model.weight), ("a", model.bias)])
-    with pytest.raises(ValueError, match="1 parameters of the optimizer are not named"):
+    with pytest.raises(ValueError, match="lacks 1 of the optimizer's parameters"):
         hvd.DistributedOptimizer(optimizer, [("a", model.weight)])
 
 
