@@ -1,7 +1,7 @@
-"""Saves and restores the state of a loader as JSON values: its position, and the samples and order it belongs to.
+"""Saves and restores the state of a loader as JSON values: its position, and the samples and order that it reads.
 
-The state of a single split is an `OrderState`; this module defines the state of a mixture. Loading a state of other
-samples or another order is an error, because its position would stand for other samples.
+The state of a single split is an `OrderState`; this module defines the state of a mixture. A state of other samples
+or another order is refused, because its position would refer to other samples.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def restore_state(state: Mapping[str, Any], samples: Split | Mixture, order: Ord
 
 
 def name_split_table(split: Split, digest: str) -> str:
-    """Return the name of the split with a shard table, such as "pets@1/train", for a message about `split`."""
+    """Return the name, such as "pets@1/train", of the split whose shard table has `digest`."""
     if digest == split.digest:
         return name_of(split)
     return name_table(split.repository, digest, dataset=split.dataset.partition("@")[0])
@@ -95,7 +95,7 @@ def _restore_mixture(state: Mapping[str, Any], samples: Mixture, order: OrderCon
 def _check_same(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise StateMismatchError if the states differ in more than the cursor and the names of the splits."""
     if _versions(state) != _versions(expected):
-        # The same names in two repositories may be different versions, which only their shard tables tell apart.
+        # With equal names, show the shard tables: two repositories may have different versions of one name.
         with_tables = _describe(state) == _describe(expected)
         in_state, here = (_describe(each, with_tables=with_tables) for each in (state, expected))
         raise StateMismatchError(

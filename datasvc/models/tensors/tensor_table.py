@@ -22,19 +22,18 @@ from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of, parse_digest
 
 TENSOR_TABLE_FORMAT: Final = 2
-# Limits for a table that is read. This one is for compressed chunks: a few bytes could decompress to fill the memory.
+# Limits of a table. Compressed chunks have one, because a few bytes could decompress to fill the memory.
 MAX_ENCODED_CHUNK_BYTES: Final = 64 << 20
-# Maximum number of links of a chunk. A save writes fewer, see `chunk_writer.MAX_CHAIN_LENGTH`.
-MAX_CHAIN: Final = 64
-# Enough for ten million chunks in short chains: a mixture of experts with 140,000 tensors, moments included, each
-# partitioned over 64 ranks. Decoded records take some ten times as much memory.
+MAX_CHAIN: Final = 64  # links of a chunk; a save writes fewer, see `chunk_writer.MAX_CHAIN_LENGTH`
+# Enough for ten million chunks in short chains. A mixture of experts with 140,000 tensors (moments included) has as
+# many if each tensor is divided over 64 ranks. Decoded records take some ten times as much memory.
 MAX_TABLE_BYTES: Final = 2048 << 20
 MAX_TENSORS: Final = 1 << 20
 _MAX_DIMENSIONS: Final = 64
 _MAX_TENSOR_BYTES: Final = 1 << 60
 _ROWS_AT_ONCE: Final = 256
 
-# Encodings of the first link of a chain, and of the links after it; see `ChainLink`.
+# Encodings of the first link of a chain, and of the links after it. All except "raw" are described in `codec`.
 STANDALONE: Final = ("raw", "planes")
 DIFFERENCES: Final = ("xor", "difference")
 
@@ -99,7 +98,8 @@ class ChainLink:
         object_bytes: size of the object.
         offset: first byte in the object.
         length: number of bytes.
-        encoding: "raw" and "planes" encode a whole chunk, "xor" and "difference" a difference.
+        encoding: of a whole chunk, "raw" or "planes"; of a difference, "xor" or "difference" (of integers). All but
+            "raw" are compressed; see `codec`.
     """
 
     object: Digest

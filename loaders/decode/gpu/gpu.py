@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
 
 _LOG = logging.getLogger(__name__)
-# If DALI fails on this number of successive batches, and the CPU decodes all their images, the device is the cause.
+# A failure of DALI is unexplained if the CPU decodes all images of the batch. After so many successive ones, the
+# device counts as the cause.
 _MAX_UNEXPLAINED: Final = 3
 
 
@@ -91,12 +92,12 @@ class GpuBackend:
         self._pipeline = DaliPipeline(config, graph)
         self._cpu_backend: CpuBackend | None = None  # created for the first image that DALI cannot decode
         self._in_progress: deque[_DividedBatch] = deque()
-        self._num_unexplained = 0  # successive failures of DALI without a bad image
+        self._num_unexplained = 0  # successive batches on which DALI failed, although the CPU decoded all images
 
     def feed(
         self, images: Sequence[Bytes], windows: Windows, edit: Edit | None = None, read: Read | None = None
     ) -> None:
-        """See `ImageBackend`; `edit` must be None, and `read` is used on the CPU only: DALI reads mapped memory."""
+        """See `ImageBackend`. `edit` must be None. DALI reads mapped memory, so only the CPU calls `read`."""
         assert edit is None, "colours and transforms are planned for the CPU"
         plain = [is_plain_jpeg(image.data) for image in images]
         by_dali = _SubBatch.of([index for index, is_plain in enumerate(plain) if is_plain], images, windows, read)
@@ -117,7 +118,7 @@ class GpuBackend:
         else:
             self._num_unexplained = 0
         if has_failed:
-            # Rebuild only after the handler has ended: the traceback of its error refers to the pipeline's memory.
+            # Rebuild after the `except` block, not in it: the error's traceback refers to the pipeline's memory.
             self._rebuild_pipeline()
         cpu_images = None if batch.run is None else self._cpu().finish(batch.run)
         with device_errors(self._name):

@@ -1,4 +1,4 @@
-"""A candidate: a layout, and the settings that decide its memory and time beside the layout."""
+"""A candidate: a layout, with the other settings on which its memory and time depend."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from datasvc.trainer.recipes.layouts.layout import Layout
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run the training.
+    """A layout, and settings with which to run it.
 
     Attributes:
         layout: number of ranks of each axis.
         micro_batch: samples of one forward and backward pass of a data rank.
-        num_micro_batches: passes of a step.
+        num_micro_batches: forward and backward passes of a step.
         recompute: whether blocks are computed again in the backward pass, so that only their inputs are kept.
         schedule: schedule of the pipeline; without effect for one stage.
         zero: stage of ZeRO; 0 for layouts that run without FSDP.
@@ -31,6 +31,6 @@ class Candidate:
     def num_shards(self) -> int:
         """Number of ranks that store one copy of the parameters together.
 
-        The ranks of a context group have parts of the same gradient, as those of a shard group have.
+        A context group counts too, because its ranks divide parameters and gradients like those of a shard group.
         """
         return self.layout.shard * self.layout.context

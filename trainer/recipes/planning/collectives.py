@@ -1,7 +1,7 @@
 """Seconds of collectives by the alpha-beta model: a message takes `latency_s + size_bytes / bytes_per_s`.
 
-All-gather, reduce-scatter and all-reduce are rings (Thakur et al. 2005; Patarasuk and Yuan 2009). If nodes have links
-of their own inside, a group of ranks on several nodes runs them in two levels: a ring inside each node, and a ring
+All-gather, reduce-scatter and all-reduce are rings (Thakur et al. 2005; Patarasuk and Yuan 2009). If a cluster has
+links inside its nodes, a group of ranks on several nodes runs them in two levels: a ring inside each node, and a ring
 between the nodes for each part. All groups of a layout communicate at the same time, and share the nodes' links.
 """
 
@@ -17,7 +17,7 @@ from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 
 @dataclass(frozen=True)
 class LinkedRanks:
-    """Ranks that communicate, and their places.
+    """A group of ranks that communicate, and how it is distributed over nodes.
 
     Attributes:
         num_nodes: number of nodes that have a rank of the group.
@@ -40,15 +40,15 @@ class LinkedRanks:
 
 
 def place_group(ranks: Sequence[int], ranks_per_node: int) -> LinkedRanks:
-    """Return the places of ranks on nodes of `ranks_per_node` consecutive ranks.
+    """Return how a group of ranks is distributed over nodes of `ranks_per_node` consecutive ranks.
 
-    The groups of the other ranks are assumed to be alike, so that a node has `ranks_per_node` divided by the ranks of
-    this group there. A group that is unevenly distributed counts as if it had the most ranks on every node.
+    All groups are assumed to be distributed alike, so a node has `ranks_per_node` divided by the ranks of this group
+    on it. A group that is unevenly distributed counts as if it had its largest number of ranks on every node.
     """
     nodes = collections.Counter(rank // ranks_per_node for rank in ranks)
-    num_nodes, most = len(nodes), max(nodes.values())
-    groups_per_node = max(1, ranks_per_node // most) if num_nodes > 1 else 1
-    return LinkedRanks(num_nodes, most, groups_per_node)
+    num_nodes, ranks_on_node = len(nodes), max(nodes.values())
+    groups_per_node = max(1, ranks_per_node // ranks_on_node) if num_nodes > 1 else 1
+    return LinkedRanks(num_nodes, ranks_on_node, groups_per_node)
 
 
 def all_gather_s(size_bytes: float, group: LinkedRanks, cluster: Cluster) -> float:
@@ -65,7 +65,7 @@ def all_gather_s(size_bytes: float, group: LinkedRanks, cluster: Cluster) -> flo
 
 
 def reduce_scatter_s(size_bytes: float, group: LinkedRanks, cluster: Cluster) -> float:
-    """Return the seconds in which each rank gets the sum of its part; `size_bytes` are those of all parts.
+    """Return the seconds in which each rank gets the sum of its part; `size_bytes` counts all parts.
 
     It sends what an all-gather sends, in the other direction.
     """
@@ -73,15 +73,15 @@ def reduce_scatter_s(size_bytes: float, group: LinkedRanks, cluster: Cluster) ->
 
 
 def all_reduce_s(size_bytes: float, group: LinkedRanks, cluster: Cluster) -> float:
-    """Return the seconds in which each rank gets the sum of `size_bytes`: a reduce-scatter and an all-gather."""
+    """Return the seconds of an all-reduce of `size_bytes`: a reduce-scatter and an all-gather."""
     if group.size == 1:
         return 0.0
-    # The cost of negotiation and launch occurs once.
+    # Both contain `message_s`, the cost of negotiation and launch, which occurs once.
     return 2 * all_gather_s(size_bytes, group, cluster) - cluster.message_s
 
 
 def all_to_all_s(size_bytes: float, group: LinkedRanks, cluster: Cluster) -> float:
-    """Return the seconds in which each rank sends another part of its `size_bytes` to each other rank (pairwise)."""
+    """Return the seconds in which each rank sends each other rank, in turn, a different part of its `size_bytes`."""
     if group.size == 1:
         return 0.0
     part_bytes = size_bytes / group.size
@@ -116,7 +116,7 @@ def _levels(group: LinkedRanks, cluster: Cluster) -> Iterable[tuple[int, Link, i
         yield group.size, cluster.network, group.groups_per_node
     else:
         yield group.ranks_per_node, cluster.inside, 1
-        # Each of the node's ranks has a ring for its part; together they send all bytes.
+        # Each rank of a node has a ring for its part. These rings send all bytes together, so they count as one.
         yield group.num_nodes, cluster.network, group.groups_per_node
 
 

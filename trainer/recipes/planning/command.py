@@ -98,7 +98,7 @@ def _make_workloads(
     clusters: Sequence[Cluster],
     traits: ExecutionTraits,
 ) -> list[tuple[PlannedWork, Cluster]]:
-    # It imports torch too.
+    # Imported here, because it imports torch too.
     from datasvc.trainer.recipes.planning.count_costs import count_costs
 
     costs = count_costs(
@@ -119,8 +119,8 @@ def _make_workloads(
     message_s = 0.0 if measured is None else measured.message_s
     memory_bytes = None if chosen.device_memory is None else parse_size(chosen.device_memory)
     workloads = []
-    for named in clusters:
-        cluster = dataclasses.replace(named, message_s=message_s)
+    for given in clusters:
+        cluster = dataclasses.replace(given, message_s=message_s)
         batch = config.global_batch or config.batch_size * cluster.world_size
         workload = PlannedWork(
             costs,
@@ -158,9 +158,17 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add_cluster_options(parser, num_nodes=(1,), default_help="1")
     add("--gpus", type=int, dest="ranks_per_node", default=argparse.SUPPRESS, help="the same as --ranks-per-node")
-    add("--device-memory", metavar="SIZE", help="memory of a device: 80GB [not limited]")
-    add("--flops", metavar="RATE", help="rate that a device reaches in training: 150TFLOP/s; or give --measured")
-    add("--memory-bandwidth", metavar="RATE", help="of a device: 2TB/s; the time of the update [no time]")
+    add("--device-memory", metavar="SIZE", help="memory of a device, such as 80GB [not limited]")
+    add(
+        "--flops",
+        metavar="RATE",
+        help="rate that a device reaches in training, such as 150TFLOP/s; or give --measured",
+    )
+    add(
+        "--memory-bandwidth",
+        metavar="RATE",
+        help="memory bandwidth of a device, such as 2TB/s, for the time of the update [the update takes no time]",
+    )
     add("--measured", metavar="FILE", help="profile of this model, written by profile --json: its measured times")
     add("--block-tokens", type=int, metavar="N", help="tokens of a sample [the model's context]")
     add("--classes", type=int, default=_NUM_CLASSES, metavar="N", help="classes of images [%(default)s]")
@@ -195,16 +203,16 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
         "--overlap",
         type=float,
         metavar="SHARE",
-        help="share of the computation that hides collectives of gradients and parameters, from 0 to 1 [1 with nccl, "
-        "0 with gloo]",
+        help="share of the computation during which collectives of gradients and parameters make progress, from 0 "
+        "to 1 [1 with nccl, 0 with gloo]",
     )
     add(
         "--processors-per-rank",
         type=float,
         default=1.0,
         metavar="SHARE",
-        help="below 1 if the ranks of a node share processors, 0.5 for two ranks on one; the times are then those of "
-        "ranks that all compute at the same time [%(default)s]",
+        help="processors that a rank has, at most 1: 0.5 if two ranks share one. The rate or the measured times must "
+        "then be those of ranks that all compute at the same time [%(default)s]",
     )
     add("--top", type=int, default=10, metavar="N", help="number of layouts to print [%(default)s]")
     add("--json", action="store_true", help="print one JSON array, with an object for each number of nodes")

@@ -30,7 +30,7 @@ def count_costs(
         name: a model of the registry, or "module:function".
         num_classes: number of classes, or of tokens of the vocabulary.
         options: options of the model.
-        tokens: tokens of a sample; None: the context of a GPT, and images for every other model.
+        tokens: tokens of a sample; None: the context of a GPT; other models get images.
         size: side of an image, in pixels.
 
     Raises:
@@ -84,7 +84,7 @@ def _costs_of_gpt(name: str, model: GPT, tokens: int | None) -> ModelCosts:
 
 def run_forward(model: nn.Module, samples: torch.Tensor) -> tuple[int, int]:
     """Return the FLOPs of a forward pass, and the number of elements that it keeps for the backward pass."""
-    kept: dict[StorageWeakRef, int] = {}  # views of one storage are kept once
+    kept: dict[StorageWeakRef, int] = {}  # elements by storage: views of one storage count once
     parameters = {_identify_storage(parameter) for parameter in model.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

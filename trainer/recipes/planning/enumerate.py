@@ -21,7 +21,8 @@ class Choices:
         micro_batches: samples of a pass of a data rank; empty: every power of two that divides its batch.
         recompute: whether to compute blocks again in the backward pass.
         schedules: schedules of pipelines.
-        zero_stages: ZeRO stages of the axis `shard`; stage 1 is tried with no other axis than `data`.
+        zero_stages: ZeRO stages of the axis `shard`; stage 1 is tried only without `tensor`,
+            `pipeline` and `context`.
     """
 
     micro_batches: tuple[int, ...] = ()
@@ -53,12 +54,12 @@ def enumerate_layouts(world_size: int) -> Iterator[Layout]:
 def enumerate_candidates(
     layout: Layout, *, global_batch: int, sizes: ModelSizes, choices: Choices
 ) -> tuple[list[Candidate], str]:
-    """Return the candidates of a layout, and, if there is none, the reason.
+    """Return the candidates of a layout, and the reason if there are none, else "".
 
     Args:
         layout: layout to run.
         global_batch: samples of all ranks per step.
-        sizes: sizes of the model that the layout must divide.
+        sizes: sizes of the model, which the layout must divide evenly.
         choices: settings to try.
     """
     batch = global_batch // layout.num_data_ranks
@@ -94,11 +95,11 @@ def enumerate_candidates(
 
 
 def _zero_stages(layout: Layout, choices: Choices) -> tuple[int, ...]:
-    is_whole = layout.size == layout.num_data_ranks
+    has_whole_model = layout.size == layout.num_data_ranks  # each data rank has the whole model
     if layout.shard > 1:
-        return tuple(stage for stage in choices.zero_stages if is_whole or stage > 1)
-    # Replicas of a model that is divided by other axes, and ranks of `context`, run FSDP with its default.
-    return (0,) if is_whole or layout.data * layout.context == 1 else (3,)
+        return tuple(stage for stage in choices.zero_stages if has_whole_model or stage > 1)
+    # FSDP with its default stage also runs for `context`, and for `data` with an axis that divides the model.
+    return (0,) if has_whole_model or layout.data * layout.context == 1 else (3,)
 
 
 def _powers_of_two(limit: int) -> Iterator[int]:

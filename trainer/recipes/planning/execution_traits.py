@@ -1,4 +1,4 @@
-"""What computation and communication of the ranks share: links beside computation, processors, collectives."""
+"""Properties of the execution on which estimates depend: overlap, shared processors, kind of collectives."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class ExecutionTraits:
     Attributes:
         overlap: share of the computation during which collectives of gradients and parameters make progress; 0 if the
             two compete for the same processors.
-        processors_per_rank: below 1 if the ranks of a node share processors, 0.5 for two ranks on one. Compute times
-            are then those of ranks that all compute at the same time. What a waiting rank leaves, others use.
+        processors_per_rank: processors that a rank has, at most 1: 0.5 if two ranks share one. Compute times must
+            then be those of ranks that all compute at the same time. While a rank waits, others use its processors.
         scatters_by_all_reduce: whether a reduce-scatter is an all-reduce, of which each rank keeps its part, as in
             torch's gloo.
 

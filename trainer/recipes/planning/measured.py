@@ -55,13 +55,13 @@ def read_measured(path: str, config: TrainConfig) -> MeasuredStep:
 
 def _check_same(path: str, config: TrainConfig, measured: dict[str, Any]) -> None:
     for name, value in measured.items():
-        own: Any = getattr(config, name)
-        # A profile has the effective model, and lists instead of tuples.
-        own = choose_model(config) if name == "model" else own
-        own = list(own) if isinstance(own, tuple) else own
-        if own != value:
+        planned: Any = getattr(config, name)
+        # A profile has the name of the model even if it is the default, and lists instead of tuples.
+        planned = choose_model(config) if name == "model" else planned
+        planned = list(planned) if isinstance(planned, tuple) else planned
+        if planned != value:
             raise ConfigError(
-                f"{path} was measured with {name} {value!r}, and the plan has {own!r}; "
+                f"{path} was measured with {name} {value!r}, and the plan has {planned!r}; "
                 f"give --{name.replace('_', '-')} as it was measured, or another profile"
             )
 

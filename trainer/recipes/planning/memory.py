@@ -31,7 +31,7 @@ class StateBytes:
         parameter: the parameter itself.
         gradient: its gradient.
         optimizer: the state of the optimizer, with a float32 copy of the parameter if there is one.
-        cast: a copy in the precision of the computation, beside the parameter; 0 without one.
+        cast: a copy of the parameter in the precision of the computation; 0 without one.
     """
 
     parameter: float
@@ -83,7 +83,7 @@ def state_bytes(optimizer: str, precision: str, *, momentum: float = 0.9) -> Sta
 
 
 def element_bytes(precision: str) -> int:
-    """Return the bytes of an activation."""
+    """Return the bytes of one element of an activation."""
     return _ELEMENT_BYTES[precision]
 
 
@@ -98,7 +98,7 @@ def estimate_memory(costs: ModelCosts, candidate: Candidate, states: StateBytes,
     """
     layout = candidate.layout
     ranks = divide_parts(costs.layers, layout.pipeline, candidate.schedule)
-    # Those between have the same blocks as the first, and hold fewer micro-batches.
+    # The ranks between these two have as many blocks as the first, and hold fewer micro-batches.
     ends = {0, layout.pipeline - 1}
     memories = [_rank_memory(costs, candidate, states, precision, ranks[rank], rank) for rank in ends]
     return max(memories, key=lambda memory: memory.total)
@@ -133,15 +133,15 @@ def _rank_memory(
 ) -> RankMemory:
     count = rank_parameters(costs, parts, candidate.layout.tensor)
     divided = divide_states(states, candidate.num_shards, candidate.zero)
-    held = held_micro_batches(candidate.schedule, rank, candidate.layout.pipeline, candidate.num_micro_batches)
+    num_held = held_micro_batches(candidate.schedule, rank, candidate.layout.pipeline, candidate.num_micro_batches)
     return RankMemory(
-        # Under ZeRO-2, FSDP2 also stores the parameters in parts, and gathers all of them for a step.
+        # All of them under ZeRO-2 too: FSDP2 then stores them in parts, but gathers all for a step.
         parameters=count * divided.parameter,
         # A pipeline adds the gradients of its micro-batches before it reduces them.
         gradients=count * (divided.gradient if candidate.layout.pipeline == 1 else states.gradient),
         optimizer=count * divided.optimizer,
         gathered=_gathered_bytes(costs, candidate, states, parts, count),
-        activations=_activation_bytes(costs, candidate, element_bytes(precision), parts, held),
+        activations=_activation_bytes(costs, candidate, element_bytes(precision), parts, num_held),
     )
 
 
@@ -158,22 +158,30 @@ def _gathered_bytes(
 
 
 def _activation_bytes(
-    costs: ModelCosts, candidate: Candidate, size_of_element: int, parts: RankParts, held: float
+    costs: ModelCosts, candidate: Candidate, size_of_element: int, parts: RankParts, num_held: float
 ) -> float:
+    """Return the bytes of activations of a rank that holds `num_held` micro-batches at the same time."""
     layout = candidate.layout
-    block = costs.block.activation_bytes(size_of_element, layout.tensor) / layout.context
+    block_bytes = costs.block.activation_bytes(size_of_element, layout.tensor) / layout.context
     if layout.context > 1 and costs.heads is not None:
         # Each rank of a context group keeps the keys and values of all tokens.
-        block += 2 * costs.boundary_elements / layout.tensor * size_of_element * (1 - 1 / layout.context)
+        block_bytes += 2 * costs.boundary_elements / layout.tensor * size_of_element * (1 - 1 / layout.context)
+    # Per sample: `held_bytes` for each held micro-batch, `once_bytes` for the one in its backward pass.
     if candidate.recompute:
         # The input of each block is kept, and all activations of the one block that is computed again.
-        kept, once = parts.blocks * costs.boundary_elements * size_of_element / layout.context, block
+        held_bytes, once_bytes = (
+            parts.blocks * costs.boundary_elements * size_of_element / layout.context,
+            block_bytes,
+        )
     else:
-        kept, once = parts.blocks * block, 0.0
+        held_bytes, once_bytes = parts.blocks * block_bytes, 0.0
     if parts.has_first:
-        kept += costs.first.activation_bytes(size_of_element) / layout.context
+        held_bytes += costs.first.activation_bytes(size_of_element) / layout.context
     if parts.has_last:
-        # The last rank runs the backward pass of a micro-batch right after its forward pass; only GPipe holds all.
-        last = costs.last.activation_bytes(size_of_element) / layout.context
-        kept, once = (kept + last, once) if candidate.schedule == "gpipe" else (kept, once + last)
-    return candidate.micro_batch * (kept * held + once)
+        # GPipe runs all forward passes first. With other schedules, the last rank holds its last part for one pass.
+        last_bytes = costs.last.activation_bytes(size_of_element) / layout.context
+        if candidate.schedule == "gpipe":
+            held_bytes += last_bytes
+        else:
+            once_bytes += last_bytes
+    return candidate.micro_batch * (held_bytes * num_held + once_bytes)

@@ -3,7 +3,7 @@
 A model is a first part (embeddings), `layers` equal blocks, and a last part (norm, logits, loss). A model that is not
 divided into equal blocks is one block.
 
-The sizes of a transformer block are those of Narayanan et al. 2021 (arXiv:2104.04473, appendix) for FLOPs, and of
+The formulas for a transformer block are those of Narayanan et al. 2021 (arXiv:2104.04473, appendix) for FLOPs, and of
 Korthikanti et al. 2022 (arXiv:2205.05198, section 4) for activations, without the attention matrix, which
 `scaled_dot_product_attention` does not store. Symbols: s tokens of a block, h channels, V tokens of the vocabulary.
 """
@@ -24,12 +24,12 @@ class PartCosts:
     Attributes:
         parameters: number of parameters that each rank of a tensor group holds.
         split_parameters: number of parameters that tensor parallelism divides.
-        forward_flops: floating-point operations of the forward pass of a sample. Those of blocks are divided by
-            tensor parallelism.
+        forward_flops: floating-point operations of the forward pass of a sample. Tensor parallelism divides
+            those of blocks.
         kept_elements: activations of a sample that are kept for the backward pass, in the precision of the run, by
             each rank of a tensor group.
         split_elements: the same, for activations that tensor parallelism divides.
-        kept_bytes: bytes of a sample that are kept in every precision, such as masks of dropout.
+        kept_bytes: kept bytes of a sample that do not depend on the precision, such as masks of dropout.
     """
 
     parameters: int = 0
@@ -66,7 +66,7 @@ class ModelCosts:
         layers: number of blocks.
         boundary_elements: elements of the output of a block for a sample; pipelines send them.
         heads: attention heads of a block; None if the model has no plan for tensor, pipeline and context parallelism.
-        width: channels of the residual stream; None likewise.
+        width: channels of the residual stream; None if `heads` is None.
         tokens: tokens of a sample; None for images.
         tied_parameters: parameters of the first part that the last part uses too. If they are on different ranks,
             both have a copy.
@@ -125,7 +125,7 @@ def transformer_costs(
         dropout: probability of dropout; its masks are kept if it is above 0.
     """
     stream = tokens * width
-    # Split over the tensor group are the columns of the first and the rows of the second matrix of attention and MLP
+    # The tensor group divides the columns of the first and the rows of the second matrix of attention and MLP
     # (Shoeybi et al. 2019). The biases of the second matrices and the norms are on every rank.
     block = PartCosts(
         parameters=6 * width,
@@ -134,7 +134,7 @@ def transformer_costs(
         forward_flops=24 * tokens * width**2 + 4 * tokens**2 * width,
         # Inputs of two norms, of the attention's and of the MLP's first matrix.
         kept_elements=4 * stream,
-        # Queries, keys and values, the attended values; input and output of GELU, which are four times as wide.
+        # Queries, keys, values and attended values; input and output of GELU, each four times as wide.
         split_elements=12 * stream,
         # One byte per element for each of the two masks on the residual stream.
         kept_bytes=2 * stream if dropout else 0,

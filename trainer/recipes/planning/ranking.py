@@ -51,7 +51,7 @@ class PlannedWork:
 
 @dataclass(frozen=True)
 class RankedLayout:
-    """A layout that fits, with the candidate of it that takes the shortest step.
+    """A layout that fits, with its fastest candidate.
 
     Attributes:
         candidate: layout and settings.
@@ -81,8 +81,8 @@ class RefusedLayout:
 
     Attributes:
         layout: the layout.
-        reason: what it does not divide, or how much memory it needs.
-        memory_bytes: memory that it needs at least, if that is the reason.
+        reason: what it does not divide evenly, how much memory it needs, or another rule that it breaks.
+        memory_bytes: least memory that it needs, if it needs too much; None for other reasons.
     """
 
     layout: Layout
@@ -92,7 +92,7 @@ class RefusedLayout:
 
 @dataclass(frozen=True)
 class LayoutRanking:
-    """All layouts of a cluster.
+    """All layouts of a cluster: those that fit, by speed, and the others with reasons.
 
     Attributes:
         cluster: the cluster.
@@ -121,7 +121,7 @@ class LayoutRanking:
         }
 
     def describe(self, top: int) -> str:
-        """Return a table of the `top` fastest layouts, the reasons of those that do not fit, and the best flags."""
+        """Return a table of the `top` fastest layouts, why others do not fit, and the flags of the best one."""
         costs, workload = self.workload.costs, self.workload
         model = f"{costs.name}, {costs.parameters / 1e6:,.1f} M parameters, {workload.precision}"
         lines = [
@@ -137,7 +137,7 @@ class LayoutRanking:
 
     def _table(self, top: int) -> list[str]:
         rows = [_row(number, each, self.workload.global_batch) for number, each in enumerate(self.ranked[:top], 1)]
-        # Parts that are 0 everywhere say nothing.
+        # Parts that are 0 in all rows are left out.
         shown = [
             index
             for index, name in enumerate(_HEADINGS)
@@ -167,7 +167,7 @@ class LayoutRanking:
             kinds.setdefault("memory" if each.memory_bytes is not None else kind, []).append(each)
         lines = [f"{len(self.refused)} layouts do not fit:"]
         for group in sorted(kinds.values(), key=len, reverse=True):
-            # Of those that are too large, the smallest is closest to fit.
+            # The example is the layout that needs the least memory: it is the closest to fitting.
             example = min(group, key=lambda each: each.memory_bytes or 0)
             lines.append(f"  {len(group)}, such as {example.layout}: {example.reason}")
         return lines
@@ -214,7 +214,7 @@ def _choose_candidate(
         layout, global_batch=workload.global_batch, sizes=sizes, choices=choices
     )
     if costs.tied_parameters and layout.size > layout.pipeline * layout.tensor:
-        # One rank would have two stages with the same weights, and these cannot be sharded twice.
+        # Under zbv, a rank has the first and the last stage, and FSDP cannot shard their common weights twice.
         candidates = [each for each in candidates if each.schedule != "zbv"]
         reason = reason or f"the schedule zbv needs weights that are not tied for layout {layout}; allow another one"
     if not candidates:
@@ -249,7 +249,7 @@ def _choose_candidate(
         )
         for candidate, memory in fitting
     ]
-    # Devices are faster with larger passes, which the estimate does not contain.
+    # Of equal estimates, take larger passes: devices are faster with them, which the estimate leaves out.
     return min(estimated, key=lambda each: (each.step.step_s, -each.candidate.micro_batch, each.memory.total))
 
 

@@ -38,9 +38,9 @@ def divide_parts(layers: int, pipeline: int, schedule: str) -> list[RankParts]:
 
 
 def held_micro_batches(schedule: str, rank: int, pipeline: int, num_micro_batches: int) -> float:
-    """Return for how many micro-batches a rank holds activations at its peak; one of its stages is a fraction.
+    """Return the largest number of micro-batches whose activations a rank holds at the same time.
 
-    Without a pipeline it is 1, because a rank runs the backward pass of a micro-batch before the next one.
+    The activations of one of its v stages count as 1/v. Without a pipeline the number is 1.
     """
     if pipeline == 1:
         return 1
@@ -63,11 +63,11 @@ def idle_s(schedule: str, forward_s: Sequence[float], backward_s: Sequence[float
     Args:
         schedule: one of `PIPELINE_SCHEDULES`.
         forward_s: forward pass of one micro-batch on each rank.
-        backward_s: backward pass likewise.
+        backward_s: backward pass of one micro-batch on each rank.
 
     Returns:
-        (p - 1) (f + b) for GPipe and 1F1B with equal ranks, 1/v of it if interleaved, and (p - 1) (f - b / 2) for
-        ZB-V, where a backward pass consists of two equal halves; not below 0.
+        At least 0. With equal ranks: (p - 1) (f + b) for GPipe and 1F1B, 1/v of it for interleaved 1F1B, and
+        (p - 1) (f - b / 2) for ZB-V, whose backward pass consists of two equal halves.
     """
     # The first micro-batch passes all ranks; from then on the slowest rank sets the pace.
     totals_s = [forward + backward for forward, backward in zip(forward_s, backward_s, strict=True)]

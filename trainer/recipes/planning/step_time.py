@@ -1,15 +1,15 @@
 """Estimates the duration of a step of a candidate, from the compute times of one rank and the costs of collectives.
 
-For the slowest rank of a pipeline, with m micro-batches, and the symbols f and b for its forward and backward pass of
-one of them:
+The step of the slowest rank of a pipeline, with m micro-batches, and with f and b for its forward and backward pass
+of one micro-batch, takes
 
     T = m (f + b) + bubble + shard + data + update
 
-f and b contain the collectives that no computation can hide: two all-reduces per block and pass in a tensor group
-(Shoeybi et al. 2019, arXiv:1909.08053), and an exchange of queries, keys and values there; an all-gather of keys and
-values in a context group; sends to the next rank of a pipeline. Recomputation adds the forward pass of the blocks to
-b (Chen et al. 2016, arXiv:1604.06174). The bubble is that of `stages.idle_s`. `shard` and `data` are the parts of the
-gradients' and parameters' collectives that do not overlap with computation.
+f and b contain the collectives that no computation can hide. In a tensor group these are, per block and pass, two
+all-reduces (Shoeybi et al. 2019, arXiv:1909.08053) and an exchange of queries, keys and values; in a context group,
+an all-gather of keys and values; in a pipeline, sends to the next rank. Recomputation adds the forward pass of the
+blocks to b (Chen et al. 2016, arXiv:1604.06174). The bubble is that of `stages.idle_s`. `shard` and `data` are the
+parts of the collectives of gradients and parameters that do not overlap with computation.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ComputeTimes:
         forward_s: forward pass of one sample.
         backward_s: backward pass of one sample.
         update_s: update of all parameters.
-        divided_block_s: what a forward and a backward pass of a block take longer if its layers are divided by
-            `tensor`, without communication: the dispatch of distributed tensors, which a GPU hides.
+        divided_block_s: additional time of a forward and a backward pass of a block if `tensor` divides its layers,
+            without communication: the dispatch of distributed tensors, which a GPU hides.
     """
 
     forward_s: float
@@ -71,8 +71,8 @@ class StepEstimate:
     """Seconds of a step of the slowest rank, by part.
 
     Attributes:
-        compute_s: forward and backward passes, with what is computed again.
-        tensor_s: all-reduces of the tensor group.
+        compute_s: forward and backward passes, including recomputation.
+        tensor_s: all-reduces and exchanges of the tensor group.
         context_s: exchange of keys and values in the context group.
         send_s: messages between stages.
         idle_s: bubble of the pipeline.
@@ -128,7 +128,7 @@ def rate_compute(
 
 
 def _updated_bytes(states: StateBytes) -> float:
-    """Return the bytes that an update moves for each parameter: it reads all, and writes parameter and state."""
+    """Return the bytes that an update moves for each parameter. All are read; parameter and state are written."""
     return 2 * states.parameter + states.gradient + 2 * states.optimizer
 
 
@@ -165,28 +165,29 @@ def estimate_step(
     """
     layout, num_passes = candidate.layout, candidate.num_micro_batches
     ranks = divide_parts(costs.layers, layout.pipeline, candidate.schedule)
-    # Most ranks of a long pipeline have equal parts.
+    # Computed once for ranks with equal parts, which most ranks of a long pipeline have.
     times_of = {
         parts: _pass_times(costs, candidate, times, cluster, element_bytes(precision), parts) for parts in set(ranks)
     }
     forwards, backwards = [times_of[parts][0] for parts in ranks], [times_of[parts][1] for parts in ranks]
-    totals_s = [one.total_s + other.total_s for one, other in zip(forwards, backwards, strict=True)]
+    totals_s = [first.total_s + then.total_s for first, then in zip(forwards, backwards, strict=True)]
     bubble_s = idle_s(candidate.schedule, [each.total_s for each in forwards], [each.total_s for each in backwards])
     slowest = totals_s.index(max(totals_s))
     forward, backward = forwards[slowest], backwards[slowest]
     if traits.processors_per_rank < 1:
-        # The processors work until the work of all ranks is done. A rank that computes alone is faster.
+        # The longer of two times: the mean work of all ranks, which share the processors; and the critical path of a
+        # rank, which computes faster while others wait.
         path_s = traits.processors_per_rank * (num_passes * totals_s[slowest] + bubble_s)
         forward, backward = _mean_pass(forwards), _mean_pass(backwards)
         bubble_s = max(0.0, path_s - num_passes * (forward.total_s + backward.total_s))
-    # The rank with most parameters is not always the slowest one; it sends most.
+    # The rank with the most parameters communicates longest. It is not always the slowest one.
     largest = max(ranks, key=lambda parts: rank_parameters(costs, parts, layout.tensor))
     count = rank_parameters(costs, largest, layout.tensor)
-    # Memory is as fast as in the update, which does little else.
+    # Seconds per byte of memory, taken from the update, which does little but read and write.
     byte_s = times.update_s / (costs.parameters * _updated_bytes(states))
     num_units = largest.blocks + 1
     shard_s, data_s = _state_s(candidate, states, cluster, count, num_units, byte_s, forward, backward, traits)
-    updated = count / (candidate.num_shards if candidate.zero else 1)
+    num_updated = count / (candidate.num_shards if candidate.zero else 1)
     return StepEstimate(
         compute_s=num_passes * (forward.compute_s + backward.compute_s),
         tensor_s=num_passes * (forward.tensor_s + backward.tensor_s),
@@ -195,7 +196,7 @@ def estimate_step(
         idle_s=bubble_s,
         shard_s=shard_s,
         data_s=data_s + _sum_tied_s(costs, candidate, states, cluster),
-        update_s=times.update_s * updated / costs.parameters,
+        update_s=times.update_s * num_updated / costs.parameters,
     )
 
 
@@ -210,11 +211,12 @@ def _pass_times(
     """Return the times of the forward and of the backward pass of a micro-batch on a rank with these parts."""
     layout, samples = candidate.layout, candidate.micro_batch
     blocks_flops = parts.blocks * costs.block.forward_flops / layout.tensor
-    # The logits are computed by every rank of a tensor group.
+    # Every rank of a tensor group computes all logits.
     flops = blocks_flops + parts.has_first * costs.first.forward_flops + parts.has_last * costs.last.forward_flops
+    # Factor from the FLOPs of a rank to its share of the measured or given times of a sample.
     share = samples / layout.context / costs.forward_flops
-    again_s = times.forward_s * blocks_flops * share if candidate.recompute else 0.0
-    again = 1 if candidate.recompute else 0
+    num_recomputed = 1 if candidate.recompute else 0
+    recompute_s = num_recomputed * times.forward_s * blocks_flops * share
 
     stream_bytes = samples * costs.boundary_elements * size_of_element
     tensor_group, context_group = _group(layout, cluster, "tensor"), _group(layout, cluster, "context")
@@ -229,7 +231,10 @@ def _pass_times(
     message_s *= stages_per_rank(candidate.schedule)
     forward = _PassTimes(times.forward_s * flops * share, tensor_s, context_s, message_s)
     backward = _PassTimes(
-        times.backward_s * flops * share + again_s, (1 + again) * tensor_s, (1 + again) * context_s, message_s
+        times.backward_s * flops * share + recompute_s,
+        (1 + num_recomputed) * tensor_s,
+        (1 + num_recomputed) * context_s,
+        message_s,
     )
     return forward, backward
 
@@ -250,23 +255,24 @@ def _state_s(
     backward: _PassTimes,
     traits: ExecutionTraits,
 ) -> tuple[float, float]:
-    """Return the seconds of collectives of parameters and gradients that computation does not hide: shard, and data.
+    """Return `shard_s` and `data_s` of a `StepEstimate`.
 
     Args:
         candidate: layout and settings.
         states: bytes per parameter.
         cluster: nodes and links.
         count: number of parameters of the rank, before the axis `shard` divides them.
-        num_units: parts that are gathered and reduced one after the other: the blocks, and all parameters outside.
-        byte_s: time in which a byte is read or written in memory.
+        num_units: units that are gathered and reduced one after the other: each block, and all other parameters.
+        byte_s: seconds per byte that is read or written in memory.
         forward: times of a forward pass.
         backward: times of a backward pass.
         traits: how the ranks compute and communicate.
     """
     layout, num_passes = candidate.layout, candidate.num_micro_batches
     # FSDP reduces the gradients of each pass; a pipeline, and replicas without FSDP, add those of a step first.
-    num_reduced = num_passes if layout.pipeline == 1 and candidate.zero >= 2 else 1
-    before_s, beside_s = traits.overlap * forward.compute_s, traits.overlap * backward.compute_s
+    num_reductions = num_passes if layout.pipeline == 1 and candidate.zero >= 2 else 1
+    # Computation of a pass that collectives can overlap with.
+    forward_s, backward_s = traits.overlap * forward.compute_s, traits.overlap * backward.compute_s
     shard_s, gather_again_s, reduce_s = 0.0, 0.0, 0.0
     group = _group(layout, cluster, "shard", "context")
     gather_s = num_units * all_gather_s(count * states.parameter / num_units, group, cluster)
@@ -281,14 +287,14 @@ def _state_s(
         gather_again_s = gather_s if candidate.zero == 3 else 0.0
         # A pipeline keeps gathered parameters until the end of the step, unless the forward pass frees them.
         num_gathers = num_passes if layout.pipeline == 1 or candidate.zero == 3 else 1
-        shard_s = num_gathers * _exposed_s(gather_s, before_s, num_units)
-    sharded_s = _exposed_s(gather_again_s + reduce_s, beside_s, num_units)
-    # In a pipeline, parameters stay gathered from a backward pass to the next forward pass.
-    shard_s += num_reduced * sharded_s
-    # The same computation hides the collectives of both axes.
-    reduced_s = _all_reduce_gradients_s(candidate, states, cluster, count)
-    data_s = num_reduced * (_exposed_s(gather_again_s + reduce_s + reduced_s, beside_s, num_units) - sharded_s)
-    return shard_s, data_s
+        shard_s = num_gathers * _exposed_s(gather_s, forward_s, num_units)
+    exposed_s = _exposed_s(gather_again_s + reduce_s, backward_s, num_units)
+    # A pipeline gathers parameters again once per step: they stay gathered from a backward to the next forward pass.
+    shard_s += num_reductions * exposed_s
+    # The same computation hides the collectives of both axes, so `data` has what is exposed in addition.
+    data_reduce_s = _all_reduce_gradients_s(candidate, states, cluster, count)
+    all_exposed_s = _exposed_s(gather_again_s + reduce_s + data_reduce_s, backward_s, num_units)
+    return shard_s, num_reductions * (all_exposed_s - exposed_s)
 
 
 def _all_reduce_gradients_s(candidate: Candidate, states: StateBytes, cluster: Cluster, count: float) -> float:
@@ -310,7 +316,7 @@ def _sum_tied_s(costs: ModelCosts, candidate: Candidate, states: StateBytes, clu
 
 
 def _exposed_s(collectives_s: float, compute_s: float, num_units: int) -> float:
-    """Return the part of collectives that computation does not hide: at least one of `num_units`, first or last."""
+    """Return the seconds that computation does not hide. Nothing hides the first or last of `num_units` units."""
     return max(collectives_s / num_units, collectives_s - compute_s * (num_units - 1) / num_units)
 
 

@@ -28,8 +28,8 @@ class MeasuredRound:
 
     Attributes:
         costs: costs that were measured in this round.
-        ahead_over_io: time per batch with prefetching divided by the time without, as measured. In `costs`, t_a is
-            limited to t_io, because more is noise.
+        ahead_over_io: time per batch with prefetching divided by the time without, as measured. A value above 1 is
+            noise, so t_a in `costs` is limited to t_io.
         measured_s: seconds per step of each mode (arrangement of the parts of a step) that was run.
     """
 
@@ -145,25 +145,25 @@ class Profile:
     def _parts(self) -> list[str]:
         costs = self.costs
         rows = [
-            ("t_io", "fetch and decode, in the call", costs.io_s),
-            ("t_a", "the same, prefetched: per batch", costs.ahead_s),
-            ("t_i", "of it, in the training thread", costs.caller_s),
+            ("t_io", "fetch and decode, not prefetched", costs.io_s),
+            ("t_a", "fetch and decode, prefetched", costs.ahead_s),
+            ("t_i", "part of t_io in training thread", costs.caller_s),
             ("t_h2d", "host to device", costs.transfer_s),
-            ("t_n", "adding up targets", costs.targets_s),
+            ("t_n", "summing the targets of all ranks", costs.targets_s),
             ("t_f", "forward", costs.forward_s),
             ("t_b", "backward", costs.backward_s),
             ("t_l", "launching all-reduces", costs.launch_s),
             ("t_c", f"all-reduce, {len(costs.messages)} messages", costs.reduce_s),
-            ("t_c^no", "of it, not hidden by backward", exposed_reduce_s(costs)),
+            ("t_c^no", "part of t_c not hidden by backward", exposed_reduce_s(costs)),
             ("t_w", "waiting for the slowest rank", costs.skew_s),
             ("t_u", "update", costs.update_s),
-            ("w_io", "processor time beside, loader", costs.io_beside_s),
-            ("w_c", "processor time beside, all-reduce", costs.reduce_beside_s),
+            ("w_io", "loader threads, processor time", costs.io_beside_s),
+            ("w_c", "all-reduce threads, processor time", costs.reduce_beside_s),
         ]
         return (
             [f"{'':<8}{'part':<34}{'ms/step':>10}"]
             + [f"{symbol:<8}{name:<34}{seconds * 1e3:>10.2f}" for symbol, name, seconds in rows]
-            + [f"{'k':<8}{'lost for each second beside':<34}{costs.contention:>10.2f}"]
+            + [f"{'k':<8}{'time lost per second of w_io, w_c':<34}{costs.contention:>10.2f}"]
         )
 
     def _slowest_layers(self, top: int) -> list[str]:
@@ -184,7 +184,7 @@ class Profile:
                 f"{layer.gradient_bytes / 1e6:>9.2f} MB"
                 for layer in layers
             ),
-            f"hooks cost {self.layers.overhead:+.1%}, taken out",
+            f"hooks changed the time by {self.layers.overhead:+.1%}; the times above are those without hooks",
         ]
 
     def _modes(self) -> list[str]:
