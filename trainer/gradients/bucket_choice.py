@@ -17,9 +17,10 @@ import torch
 from datasvc.trainer.gradients.buckets import FIRST_BUCKET_BYTES, plan_buckets
 
 _MIN_BYTES: Final = 64 * 1024
-# Candidates are this factor apart. Near the best size the time of a step changes little.
+# Ratio of successive candidates. Near the best size the time of a step changes little, so it need not be small.
 _STEP: Final = 2**0.5
-# Share of the time from the first gradient to the end of the last all-reduce.
+# Sizes count as equally good if their ends differ by at most this share of the time from the first gradient to the
+# end of the last all-reduce.
 _TOLERANCE: Final = 0.02
 
 
@@ -63,12 +64,12 @@ def choose_bucket_bytes(
     kinds: Sequence[Hashable] | None = None,
     max_bytes: int,
 ) -> int:
-    """Return the largest maximum size of buckets with which the last all-reduce is predicted to end nearly first.
+    """Return the maximum size of buckets with which the last all-reduce ends first; the largest of equally good ones.
 
     Args:
         cost: cost of an all-reduce, for the bytes of `sizes_bytes`.
         sizes_bytes: size of the gradient of each parameter, in the order of the parameters.
-        ready_s: time at which each gradient is ready, from any origin.
+        ready_s: time at which each gradient is ready, from any common origin.
         kinds: kind of each parameter as for `plan_buckets`; None if all are of one kind.
         max_bytes: largest size to return.
     """
@@ -78,7 +79,7 @@ def choose_bucket_bytes(
     while candidates[-1] > _MIN_BYTES:
         candidates.append(int(candidates[-1] / _STEP))
     ends_s = [predict_end_s(cost, sizes_bytes, ready_s, kinds=kinds, bucket_bytes=size) for size in candidates]
-    # Among nearly equal ones, prefer few messages: each takes processor time, which the model does not have.
+    # Of equally good sizes, take the largest: each message takes processor time, which the model leaves out.
     latest_s = min(ends_s) + _TOLERANCE * (min(ends_s) - min(ready_s))
     return next(size for size, end_s in zip(candidates, ends_s, strict=True) if end_s <= latest_s)
 

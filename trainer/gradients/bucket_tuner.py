@@ -1,8 +1,8 @@
 """Measures the first steps of a training, and chooses the size of buckets for the steps after them.
 
 All ranks combine what they measured, and compute the choice from equal numbers. Invariant: all ranks have the same
-choice in every step. So the choice is discarded when the process joins another round of an elastic job, because the
-new ranks of that round have none; and when all ranks have called `join`, because some have counted fewer steps.
+choice in every step. So the choice is discarded when a new round of an elastic job begins, whose new ranks have no
+choice. It is also discarded when all ranks have called `join`, because some have counted fewer steps.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BucketTuner:
         self._round = naming_round()
         self._num_steps = 0
         self._stamps: dict[int, Any] = {}  # the time of each gradient in this step: seconds, or an event of CUDA
-        self._ready_s: dict[int, list[float]] = defaultdict(list)  # by position, of each measured step
+        self._ready_s: dict[int, list[float]] = defaultdict(list)  # by position, one time per measured step
 
     @property
     def is_outdated(self) -> bool:
@@ -72,7 +72,7 @@ class BucketTuner:
         if self.bucket_bytes is not None:
             return
         if parameter.is_cuda:
-            # The host is ahead of the device, which alone has the time at which the gradient is ready.
+            # The host is ahead of the device, so only an event on the device has the time of the gradient.
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # untyped in torch
             event.record()
             self._stamps[position] = event
@@ -130,7 +130,7 @@ class BucketTuner:
     def _measure_cost(self, like: Tensor, *, total_bytes: int) -> AllReduceCost:
         """Measure all-reduces through the engine, as buckets are sent; every rank gets the same result."""
         dtype = self._wire_dtype or like.dtype
-        # A bucket of n bytes of the parameters has this many bytes on the wire.
+        # Bytes on the wire for each byte of the parameters.
         share = dtype.itemsize / like.element_size()
         sizes_bytes: list[int] = []
         times_s: list[float] = []
@@ -138,7 +138,7 @@ class BucketTuner:
         while len(sizes_bytes) < 2 or (times_s[-1] < _LONG_S and size_bytes <= min(total_bytes, _LAST_BYTES)):
             tensor = torch.zeros(int(size_bytes * share) // dtype.itemsize, dtype=dtype, device=like.device)
             samples_s = torch.tensor([self._time(tensor) for _ in range(_REPEATS + 1)], dtype=torch.float64)
-            # The time of a rank includes its wait for later ranks; the last rank does not wait.
+            # The time of a rank includes its wait for later ranks. The last rank does not wait: it has the minimum.
             self._allreduce(samples_s, ReduceOp.MIN)
             sizes_bytes.append(size_bytes)
             times_s.append(float(samples_s[1:].median()))  # the first one is a warm-up
@@ -153,7 +153,7 @@ class BucketTuner:
         return time.perf_counter() - began
 
     def _allreduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        # Grouped like a bucket, so that the engine does not wait for others to fuse it with.
+        # Grouped like a bucket, so that the engine does not wait for other tensors to fuse it with.
         submit_allreduce(
             [tensor], [tensor], name="bucket choice", op=op, is_grouped=True, process_set=self._process_set
         ).wait()
@@ -163,7 +163,7 @@ def _seconds(stamps: Mapping[int, Any]) -> dict[int, float]:
     """Return the seconds from the first stamp to each stamp. The stamps are in the order in which they were taken."""
     if not stamps:
         return {}
-    first, *_, last = [*stamps.values(), *stamps.values()]
+    first, *_, last = [*stamps.values(), *stamps.values()]  # twice, because there may be only one
     if isinstance(first, float):
         return {position: stamp - first for position, stamp in stamps.items()}
     last.synchronize()  # the stream runs in order, so the earlier events are recorded too

@@ -42,7 +42,7 @@ class Snapshot:
         loss_scale: state of the loss scaler.
         average: average of the weights; None without one.
         early_stop: best metric, and evaluations since.
-        loader: position of the job, which is also that of the learning rate's schedule.
+        loader: position of the job, from which the learning rate's schedule follows too.
         reading: samples consumed so far; see `ConsumptionTracker`.
         log_ids: ids of the trackers' runs by target.
     """
@@ -76,7 +76,7 @@ class ElasticMemory(State):
 
     @contextmanager
     def holding(self, run: Run) -> Iterator[None]:
-        """Copy the state of `run` at each commit inside the context, a round; close the run after an error."""
+        """Copy the state of `run` at each commit inside the context (one round); close the run after an error."""
         self._run = run
         try:
             yield
@@ -161,7 +161,7 @@ def copy_to_host(tree: Any) -> Any:
 
 @contextmanager
 def reporting_lost_ranks() -> Iterator[None]:
-    """Raise the loss of a rank that a checkpoint has met as `HorovodInternalError`, which starts a new round."""
+    """Raise `HorovodInternalError`, which starts a new round, for errors of checkpoints that a lost rank caused."""
     try:
         yield
     except DatasvcError as error:

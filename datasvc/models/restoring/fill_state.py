@@ -132,12 +132,15 @@ def _assemble(
     tensors: Mapping[str, Any],
     visit: Callable[[str, torch.Tensor, Any], Any],
 ) -> Any:
-    """Return `into` with stored values: `visit` returns those of its tensors, `unflatten` all others."""
+    """Return `into` with stored values: those of its tensors from `visit`, all others from `unflatten`.
+
+    `visit` is called with the path of a tensor, the tensor, and its place in the skeleton or `_ABSENT`.
+    """
     import torch
 
     if isinstance(into, torch.Tensor):
         return visit(path, into, skeleton)
-    if path and not _has_tensors(into):  # at the root, the keys choose what is restored
+    if path and not _has_tensors(into):  # at the root, only the keys of `into` are restored
         return into if skeleton is _ABSENT else unflatten(skeleton, tensors)
     children = _children(skeleton)
 

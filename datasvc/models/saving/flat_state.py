@@ -62,6 +62,7 @@ class FlatState:
             for name, tensor in self.tensors.items()
             if name not in self.parts
         }
+        # A tensor without elements has no box.
         held = {
             name: tensor if 0 not in tensor.shape else tensor._replace(box=None) for name, tensor in whole.items()
         }

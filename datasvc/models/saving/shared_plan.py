@@ -1,4 +1,4 @@
-"""Plans which ranks hold which blocks of the tensors of a distributed save, and checks that they hold all of each.
+"""Plans which ranks hold which blocks of the tensors of a distributed save, and checks that they hold all.
 
 All functions are pure. A rank describes what it holds, and each rank computes the same plan from all descriptions. A
 tensor may be whole on all ranks (replicated), divided among them (sharded), or only on some of them, as with the
@@ -52,7 +52,7 @@ class SharedBlock:
 
 @dataclass(frozen=True)
 class SharedPlan:
-    """The shared state of all ranks, as far as it is equal in all saves of a run.
+    """Tensors and blocks of the state that the ranks share. They are the same in all saves of a run.
 
     Attributes:
         tensors: dtype and shape of each whole tensor, by name.
@@ -76,11 +76,11 @@ def plan_shared(held: Sequence[Mapping[str, HeldTensor]], outlines: Sequence[Any
     """Return the plan for what the ranks hold, by rank.
 
     Args:
-        held: for each rank, what it holds, by name of the tensor.
+        held: what each rank holds of each tensor, by name.
         outlines: for each rank, `outline` of its skeleton.
 
     Raises:
-        ConfigError: ranks have a tensor with other dtypes or shapes; the parts of a tensor do not tile it; or a
+        ConfigError: ranks have a tensor with different dtypes or shapes; the parts of a tensor do not tile it; or a
             tensor is in a list that has another length on another rank. The message names the tensor.
     """
     first_rank: dict[str, int] = {}  # by name, the lowest rank that has the tensor

@@ -29,8 +29,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box | None]:
     """Return the part of a tensor that this rank holds, without gradient, and its box in the whole tensor.
 
-    A tensor that is not a DTensor is its own only part. The box is None if the part has no elements, for example on a
-    rank outside of the tensor's mesh. No communication takes place.
+    Of a tensor that is not a DTensor, the part is the whole tensor. The box is None if the part has no elements, for
+    example on a rank outside of the tensor's mesh. No communication takes place.
 
     Raises:
         ConfigError: the tensor has partial placements, so that no rank has its values; the message has `name`.

@@ -1,8 +1,8 @@
 """Hierarchical all-reduce: inside the nodes first, so that less is sent between them.
 
 The ranks of a node reduce-scatter a tensor, so that each has the node's sum of one part. The ranks with the same
-local rank all-reduce their part over the nodes. Then the ranks of a node all-gather the parts. A node sends
-2 (M - 1) / M of the bytes of the tensor for M nodes; a ring over all N ranks sends 2 (N - 1) / N.
+local rank all-reduce their part over the nodes. Then the ranks of a node all-gather the parts. Of M nodes,
+each sends 2 (M - 1) / M times the bytes of the tensor; in a ring over all N ranks, 2 (N - 1) / N times.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class NodeGroups(NamedTuple):
     Attributes:
         scatter: ranks of this rank's node, in the order of ranks, for the reduce-scatters.
         across: one rank of each node, with the same local rank.
-        gather: the ranks of `scatter` again. Gathers begin in another thread than scatters: in one group, their order
-            would differ between ranks.
+        gather: a second group of the ranks of `scatter`. Gathers and scatters begin in different threads, so in one
+            group their order could differ between ranks.
     """
 
     scatter: dist.ProcessGroup
@@ -37,7 +37,7 @@ class NodeGroups(NamedTuple):
 
 
 def group_by_node(node_of_rank: Sequence[int]) -> list[list[int]]:
-    """Return the ranks of each node, both in increasing order, for the number of the node of each rank."""
+    """Return the ranks of each node, nodes and ranks in increasing order, from the node number of each rank."""
     return [
         [rank for rank, node in enumerate(node_of_rank) if node == number] for number in sorted(set(node_of_rank))
     ]
@@ -54,7 +54,7 @@ def explain_flat(nodes: Sequence[Sequence[int]]) -> str:
 
 
 class HierarchicalWork:
-    """A hierarchical sum of a tensor that has begun, in place; the ranks of all nodes get equal bits.
+    """A hierarchical sum of a tensor, in place, that has begun; all ranks get equal bits.
 
     Every rank of the job constructs one in the same order, and waits for them in the same order.
 
@@ -77,7 +77,7 @@ class HierarchicalWork:
             dist.all_reduce(self._part, group=groups.across)
             self._work = _all_gather(tensor, self._part, group=groups.gather, async_op=True)
         else:
-            # gloo's reduce-scatter sends as many bytes as an all-reduce, twice those of an all-to-all.
+            # `wait` adds the parts: gloo's reduce-scatter would send twice the bytes of an all-to-all.
             self._work = dist.all_to_all_single(
                 as_bytes(scratch), as_bytes(tensor), group=groups.scatter, async_op=True
             )

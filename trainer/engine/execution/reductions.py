@@ -105,14 +105,14 @@ class Reductions:
                 sent = flat if packed is None else packed
                 scratch = None
                 if is_hierarchical:
-                    # On a GPU nothing is written to it.
+                    # Empty on a GPU, where it is not used.
                     scratch = self.buffers.take(torch.uint8, sent.device, 0 if sent.is_cuda else sent.nbytes)
                     work = self.transport.begin_hierarchical_allreduce(sent, scratch.view(sent.dtype))
                 else:
                     work = self._reduce(buffer, request, sent)
 
         def complete(work: CollectiveWork) -> None:
-            # The stream got the events and tensors when the buffer was packed.
+            # Without events and tensors: the stream got them when the buffer was packed.
             with self.streams.on_engine_stream(outputs[0].device, (), ()):
                 with profiled("wait"):
                     work.wait()

@@ -220,7 +220,7 @@ class GroupTransport(Transport):
         self.add_process_set(GLOBAL_SET, range(self.size))
         self._node_groups: NodeGroups | None = None
         is_wanted = self.settings.hierarchical_allreduce
-        # Autotune tries them if the settings leave it open.
+        # If the setting is None, autotune tries hierarchical allreduces.
         if is_wanted or (is_wanted is None and self.settings.autotune):
             self._make_node_groups(group_by_node([facts_of_rank[3] for facts_of_rank in facts]))
         self.has_node_groups = self._node_groups is not None
@@ -331,7 +331,7 @@ class GroupTransport(Transport):
         if not reason and len(nodes[0]) != self.local_size:
             reason = "the local sizes of the ranks are not the numbers of ranks on the nodes; check LOCAL_WORLD_SIZE"
         if reason:
-            # If only autotune would have tried them, nobody has asked for them.
+            # No warning if only autotune would have tried them, without a request of the user.
             if self.rank == 0 and self.settings.hierarchical_allreduce:
                 logger.warning("allreduces are not hierarchical, but flat: %s", reason)
             return

@@ -16,13 +16,12 @@ class LayoutSettings(SettingGroup):
 
     Attributes:
         layout: number of ranks along each axis, such as "data=2,shard=2,tensor=2"; the axes are data, shard, tensor,
-            pipeline and context. A missing data is derived from the number of ranks. None: all ranks along data, so
-            that each has the whole model.
+            pipeline and context. data may be left out: it follows from the number of ranks. None: all ranks along
+            data, so that each has the whole model.
         pipeline_schedule: order in which the micro-batches go through the stages of a pipeline: "gpipe", "1f1b",
             "interleaved" or "zbv". The last two give each rank two stages.
-        zero: what the axis shard divides: 1: the optimizer state; 2: gradients too; 3: parameters too, which are
-            gathered twice per step; with 2, gathered parameters are kept from the forward to the backward pass. None:
-            3.
+        zero: what the axis shard divides: 1: the optimizer state; 2: also gradients; 3: also parameters, which are
+            gathered for the forward pass and again for the backward pass. None: 3.
         recompute: whether the activations of each block are freed and computed again in the backward pass.
         offload: whether parameters, gradients and optimizer state are in host memory; needs the axis shard.
     """

@@ -25,7 +25,7 @@ from datasvc.trainer.recipes.settings.presets import PRESETS, find_preset
 from datasvc.trainer.recipes.settings.settings_file import PRESET, format_yaml, read_settings
 
 _REQUIRED = dataclasses.MISSING
-# The variables that also count for the other commands of datasvc, by the setting that they give.
+# Environment variables by setting. The other commands of datasvc read the same ones.
 _VARIABLES: Final = {"repo": "DATASVC_REPO", "cache": "DATASVC_CACHE", "peers": "DATASVC_PEERS"}
 
 

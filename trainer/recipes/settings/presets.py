@@ -204,8 +204,8 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "epochs": Choice(74, "Simonyan and Zisserman 2015, section 3.1"),
             **_INCEPTION_CROPS,
         },
-        differs="crops are those of Szegedy et al. 2015; the survey compares the speed of frameworks, and leaves "
-        "open what has another source here",
+        differs="crops are those of Szegedy et al. 2015; the survey compares the speed of frameworks, and "
+        "does not give the values that have another source here",
     ),
     "nichols2021-gpt2": Preset(
         _NICHOLS,
@@ -224,7 +224,7 @@ PRESETS: Final[Mapping[str, Preset]] = {
             "warmup_epochs": Choice(0.0, _CHOSEN),
             "epochs": Choice(1, _CHOSEN),
         },
-        differs="trains on any token blocks of the vocabulary of GPT-2; the survey leaves open what is chosen here",
+        differs="trains on any token blocks of the vocabulary of GPT-2; the survey does not give what is chosen here",
     ),
 }
 

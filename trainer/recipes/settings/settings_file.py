@@ -13,7 +13,7 @@ from datasvc.trainer.recipes.settings.config import setting_types
 from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, naming
 
 PRESET = "preset"
-"""The name of the only entry of a file that is no setting."""
+"""The only entry of a file that is no setting: the name of a preset."""
 
 
 def read_settings(path: str) -> dict[str, Any]:

@@ -20,8 +20,8 @@ class CheckpointSettings(SettingGroup):
         checkpoint_every: steps between checkpoints; the end of the run always commits one.
         max_stall: maximum share of the training time that checkpoints take, such as "3%"; to stay below it,
             checkpoints are made less often. None: no limit.
-        checkpoint_overlap: what happens to a checkpoint while earlier ones are being written: "queue" makes it wait
-            once two are, "refuse" skips it.
+        checkpoint_overlap: what happens to a checkpoint while earlier ones are being written: "queue": it is
+            written after them, and the run waits if there are two; "refuse": it is skipped.
         codec: storage of weights: "none": raw; "planes": compressed; "delta": the difference to the previous
             checkpoint, where that is smaller.
         grace: maximum time from SIGTERM or Ctrl-C to the end of the run, which saves a last checkpoint.

@@ -19,7 +19,7 @@ class EvaluationSettings(SettingGroup):
             end of the run only.
         statistics: statistics of batch normalisation: "average": moving averages of the training, averaged over the
             ranks; "recompute": means over batches of training data, with the weights that are evaluated.
-        statistics_batches: steps of training data over which `statistics` "recompute" computes.
+        statistics_batches: steps of training data over which the means of "recompute" are computed.
         patience: number of consecutive evaluations without a new best `stop_metric` after which the run ends; None:
             never.
         stop_metric: metric of the evaluation that `patience` compares.

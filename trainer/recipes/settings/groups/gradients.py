@@ -18,7 +18,7 @@ class CompressionChoice:
 
     Attributes:
         name: name in `datasvc.trainer.Compression`.
-        arguments: arguments of that compression; empty for those without a number.
+        arguments: its arguments, by name; empty for those without a number.
     """
 
     name: str
@@ -66,11 +66,11 @@ class GradientSettings(SettingGroup):
     Attributes:
         compression: what the ranks send of a gradient: "none": all of it; "fp16", "bf16": 16 bits of each number;
             "topk:0.01": this share of its numbers, the largest; "powersgd:2": two matrices of this rank;
-            "powersgd:2:1000": the same after as many steps without compression. The last three send the rest later.
+            "powersgd:2:1000": the same after 1000 steps without compression. topk and powersgd send the rest later.
         op: "average": the step is made with the mean gradient of all ranks; "adasum": each rank makes a step with
-            the mean gradient of its own samples, and the ranks combine these steps; for a power of two ranks.
-        bucket: maximum size of the buckets in which gradients are sent, such as "4MiB"; "auto" measures the first
-            steps and chooses it; None: 25MiB.
+            the mean gradient of its own samples, and the ranks combine these steps; needs a power of two ranks.
+        bucket: maximum size of the buckets in which gradients are sent, such as "4MiB"; "auto": chosen
+            from measurements in the first steps; None: 25MiB.
     """
 
     title: ClassVar[str] = "gradients of the ranks"

@@ -129,7 +129,7 @@ def field_types(group: type[SettingGroup]) -> dict[str, FieldType]:
 
 @contextlib.contextmanager
 def naming(name: str, value: object) -> Iterator[None]:
-    """Add the name and value of a setting to a ConfigError of the block, whose message has only a part of them."""
+    """Add the name and value of a setting to the message of a ConfigError that the block raises."""
     try:
         yield
     except ConfigError as error:
