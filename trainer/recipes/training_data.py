@@ -26,10 +26,7 @@ class TrainingData:
 
 
 def resolve_data(repo: DataRepository, config: TrainConfig) -> list[str]:
-    """Return the version of each configured data set, such as "digits@1".
-
-    Call this on one rank only: between two calls, a tag may move to another version.
-    """
+    """Return the version of each data set, such as "digits@1". Call it on one rank: between calls, a tag may move."""
     return [str(repo.dataset(reference).resolved) for reference, _ in config.parse_data()]
 
 

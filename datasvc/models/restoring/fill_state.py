@@ -132,10 +132,7 @@ def _assemble(
     tensors: Mapping[str, Any],
     visit: Callable[[str, torch.Tensor, Any], Any],
 ) -> Any:
-    """Return `into` with stored values: those of its tensors from `visit`, all others from `unflatten`.
-
-    `visit` is called with the path of a tensor, the tensor, and its place in the skeleton or `_ABSENT`.
-    """
+    """Return `into` with stored values: `visit(path, tensor, skeleton)` returns tensors, `unflatten` the others."""
     import torch
 
     if isinstance(into, torch.Tensor):

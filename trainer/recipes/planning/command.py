@@ -159,11 +159,7 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
     add_cluster_options(parser, num_nodes=(1,), default_help="1")
     add("--gpus", type=int, dest="ranks_per_node", default=argparse.SUPPRESS, help="the same as --ranks-per-node")
     add("--device-memory", metavar="SIZE", help="memory of a device, such as 80GB [not limited]")
-    add(
-        "--flops",
-        metavar="RATE",
-        help="rate that a device reaches in training, such as 150TFLOP/s; or give --measured",
-    )
+    add("--flops", metavar="RATE", help="rate of a device in training, such as 150TFLOP/s; or give --measured")
     add(
         "--memory-bandwidth",
         metavar="RATE",

@@ -21,8 +21,7 @@ class Choices:
         micro_batches: samples of a pass of a data rank; empty: every power of two that divides its batch.
         recompute: whether to compute blocks again in the backward pass.
         schedules: schedules of pipelines.
-        zero_stages: ZeRO stages of the axis `shard`; stage 1 is tried only without `tensor`,
-            `pipeline` and `context`.
+        zero_stages: ZeRO stages of the axis `shard`; stage 1 is tried with `data` and `shard` only.
     """
 
     micro_batches: tuple[int, ...] = ()

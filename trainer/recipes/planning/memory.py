@@ -169,10 +169,8 @@ def _activation_bytes(
     # Per sample: `held_bytes` for each held micro-batch, `once_bytes` for the one in its backward pass.
     if candidate.recompute:
         # The input of each block is kept, and all activations of the one block that is computed again.
-        held_bytes, once_bytes = (
-            parts.blocks * costs.boundary_elements * size_of_element / layout.context,
-            block_bytes,
-        )
+        held_bytes = parts.blocks * costs.boundary_elements * size_of_element / layout.context
+        once_bytes = block_bytes
     else:
         held_bytes, once_bytes = parts.blocks * block_bytes, 0.0
     if parts.has_first:

@@ -316,7 +316,7 @@ def _sum_tied_s(costs: ModelCosts, candidate: Candidate, states: StateBytes, clu
 
 
 def _exposed_s(collectives_s: float, compute_s: float, num_units: int) -> float:
-    """Return the seconds that computation does not hide. Nothing hides the first or last of `num_units` units."""
+    """Return the seconds that computation does not hide: at least one of `num_units` units, the first or the last."""
     return max(collectives_s / num_units, collectives_s - compute_s * (num_units - 1) / num_units)
 
 
