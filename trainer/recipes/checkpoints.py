@@ -254,7 +254,10 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     num_tensor_ranks = 1 if run.execution is None else run.execution.layout.tensor
     has_same_ranks = len(rank_states) == hvd.size() and saved_layout.get("tensor", 1) == num_tensor_ranks
     rank_state = rank_states[hvd.rank() if has_same_ranks else 0]
-    optimizer = {**state["optimizer"], "state": rank_state.get("optimizer", state["optimizer"]["state"])}
+    optimizer = {**state["optimizer"]}
+    if run.config.combines_steps and has_same_ranks:
+        # A checkpoint of a run that did not combine steps has one state for all ranks.
+        optimizer["state"] = rank_state.get("optimizer", optimizer["state"])
     # At another number of ranks, what a rank has not sent of its gradients is lost: without its rank, `optimizer`
     # loads the part that is equal on all ranks.
     owner = hvd.rank() if has_same_ranks else None

@@ -25,6 +25,7 @@ from datasvc.repository import Repository
 from datasvc.repository.objects.objects import Objects
 from datasvc.shards import ingest
 from datasvc.trainer.recipes import random_state
+from datasvc.trainer.recipes.checkpoints import restore
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train
 from tests.terminals import read_terminal
@@ -74,6 +75,22 @@ def state_of(repository, ref):
 
 def equal_weights(repository, a, b):
     return describe_model(repository, a).entry["content"] == describe_model(repository, b).entry["content"]
+
+
+@pytest.mark.parametrize(("op", "uses_its_own"), [("average", False), ("adasum", True)])
+def test_only_a_run_that_combines_steps_restores_the_moments_of_its_own_rank(
+    repository, monkeypatch, op, uses_its_own
+):
+    def restore_with_moments_of_this_rank(*arguments, **options):
+        checkpoint = restore(*arguments, **options)
+        checkpoint.state["rank_state"][0]["optimizer"] = {}
+        return checkpoint
+
+    run(repository, f"whole-{op}", op=op, max_steps=6)
+    run(repository, f"halves-{op}", op=op, max_steps=3)
+    monkeypatch.setattr("datasvc.trainer.recipes.start.restore", restore_with_moments_of_this_rank)
+    run(repository, f"halves-{op}", op=op, max_steps=6)
+    assert equal_weights(repository, f"whole-{op}", f"halves-{op}") is not uses_its_own
 
 
 MIXED = {"precision": "fp16", "ema_decay": 0.9, "optimizer": "lamb", "learning_rate": 0.01, "clip_norm": 1.0}
