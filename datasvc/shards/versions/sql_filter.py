@@ -18,7 +18,7 @@ from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.schema import is_blob
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.keys import SplitKeys
-from datasvc.sql_sandbox import connect, lock
+from datasvc.sql_sandbox import connect, fetch, lock
 
 
 class Condition:
@@ -81,8 +81,11 @@ class Condition:
         """Return the positions of the samples that satisfy the condition: `int64[n]`, ascending."""
         column = _unused_column_name(samples.schema)
         numbered = samples.append_column(column, pa.array(np.arange(samples.num_rows)))
+        relation = self._connection.from_arrow(numbered)
         with self._map_errors():
-            selected = self._connection.from_arrow(numbered).filter(self._filter).project(f'"{column}"').fetchnumpy()
+            selected = fetch(
+                self._connection, lambda: relation.filter(self._filter).project(f'"{column}"').fetchnumpy()
+            )
         # DuckDB evaluates in parallel and does not guarantee an order of rows.
         return np.sort(np.asarray(selected[column], np.int64))
 

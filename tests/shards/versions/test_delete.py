@@ -1,12 +1,17 @@
 """Deleting samples from a data set: by key, by condition, in races."""
 
+import os
+import signal
+
 import pyarrow as pa
 import pytest
 
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import shard_schema
+from datasvc.shards.versions import sql_filter
 from datasvc.shards.versions.delete import delete
+from datasvc.sql_sandbox import fetch
 from tests.shards.written_versions import LABELLED_SCHEMA, write_version
 
 KEY = pa.field("key", pa.string(), nullable=False)
@@ -89,6 +94,21 @@ def test_a_dry_run_counts_the_samples_and_stores_nothing(pets):
     with pytest.raises(ConfigError, match="all samples of split 'train'"):
         delete(pets, "pets", where="true", dry_run=True)
     assert {file.path for file in pets.storage.walk("")} == before
+
+
+def test_ctrl_c_ends_a_condition_that_would_run_for_ever(pets, monkeypatch):
+    def interrupted(connection, read):
+        def read_after_ctrl_c():
+            os.kill(os.getpid(), signal.SIGINT)
+            return read()
+
+        return fetch(connection, read_after_ctrl_c)
+
+    monkeypatch.setattr(sql_filter, "fetch", interrupted)
+    for_ever = "(select sum(a.range * b.range) from range(1000000000) a, range(1000000000) b) > label"
+    with pytest.raises(KeyboardInterrupt):
+        delete(pets, "pets", where=for_ever)
+    assert pets.versions("datasets", "pets").numbers() == [1]
 
 
 @pytest.mark.parametrize("what", [{"keys": []}, {"where": "label > 5"}, {"keys": ["x"], "ignore_missing": True}])
