@@ -38,7 +38,7 @@ check(root / "shared")
 # A server that runs already on one node: every rank is told.
 taken = root / f"taken-{dist.get_rank()}"
 with RankNodes(taken, (repo,), budget="50MB"):
-    with raises(ConfigError, "cannot serve the cache of their node"):
+    with raises(ConfigError, "cannot serve the cache of the node"):
         RankNodes(taken, (repo,))
     dist.barrier()
 # A failure on one rank alone is an error on all, and nobody waits for ever.
