@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +59,12 @@ def parse_file(path: Path) -> Any:
     """Return the content of a file that is YAML, or JSON or TOML by its suffix; {} if a YAML file is empty.
 
     Raises:
-        ValueError: the file cannot be read, or is not of this format.
+        ValueError: the file cannot be read, is not of this format, or has a setting twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            return json.loads(text)
+            return json.loads(text, object_pairs_hook=_unique_entries)
         if path.suffix == ".toml":
             return tomllib.loads(text)
     except OSError as error:
@@ -79,9 +79,41 @@ def parse_file(path: Path) -> Any:
         ) from None
     try:
         # YAML reads an empty file as None; it is a file without settings.
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+        return yaml.load(text, _unique_key_loader()) or {}  # noqa: S506 - a subclass of SafeLoader
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from None
+
+
+def _unique_entries(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the entries of a JSON object. Raises ValueError: it has a name twice."""
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        _check_new(name, entries)
+        entries[name] = value
+    return entries
+
+
+def _unique_key_loader() -> type[Any]:
+    """Return a safe YAML loader that refuses a mapping with a name twice by a ValueError."""
+    import yaml
+
+    class UniqueKeyLoader(yaml.SafeLoader):  # type: ignore[misc]  # has no type information
+        # Before the merge key "<<" is resolved: the entries that it merges may be given again.
+        def compose_mapping_node(self, anchor: Any) -> Any:
+            node = super().compose_mapping_node(anchor)
+            names: set[str] = set()
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    _check_new(key.value, names)
+                    names.add(key.value)
+            return node
+
+    return UniqueKeyLoader
+
+
+def _check_new(name: str, names: Collection[str]) -> None:
+    if name in names:
+        raise ValueError(f"it has {name!r} twice; remove one of them")
 
 
 def _list_arguments(content: Mapping[str, Any], path: Path, switches: Collection[str]) -> Iterator[str]:

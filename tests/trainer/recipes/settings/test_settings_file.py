@@ -63,6 +63,7 @@ def test_a_file_is_yaml_json_or_toml(written, name, text):
         ("scale: [1]\n", "expected a list of 2 values"),
         ("flip: often\n", "flip is 'often': expected a number"),
         ("batch_size: 1\nbatch-size: 2\n", "'batch_size' twice"),
+        ("epochs: 1\nlanes: 1\nepochs: 2\n", "cannot read .*run.yaml: it has 'epochs' twice; remove one of them"),
         ("- epochs\n", "has a list; expected settings"),
         ("epochs: [\n", "cannot read .*run.yaml"),
     ],
@@ -70,6 +71,19 @@ def test_a_file_is_yaml_json_or_toml(written, name, text):
 def test_a_file_with_a_mistake_is_refused_with_what_was_expected(written, text, message):
     with pytest.raises(ConfigError, match=message):
         parse_options([*WORDS, "--config", written(text)])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("run.json", '{"epochs": 1, "epochs": 2}'), ("run.toml", "epochs = 1\nepochs = 2\n")]
+)
+def test_a_setting_twice_is_refused_in_every_format(written, name, text):
+    with pytest.raises(ConfigError, match=rf"cannot read .*{name}: "):
+        read_settings(written(text, name))
+
+
+def test_a_yaml_file_may_override_the_settings_that_it_merges(written):
+    path = written("<<: &few {epochs: 1, lanes: 2}\nepochs: 3\n")
+    assert read_settings(path) == {"epochs": 3, "lanes": 2}
 
 
 def test_a_file_that_does_not_exist_is_named():
