@@ -69,7 +69,7 @@ def run(repository, name, *words, options=(), killed=("", "", 0)):
         "--data", "digits@1", "--repo", repository.url, "--name", name, "--size", "32", "--resize", "32",
         "--scale", "0.8", "1", "--epochs", "2", "--global-batch", "96", "--checkpoint-every", "4",
         "--optimizer", "lamb", "--learning-rate", "0.002", "--ema-decay", "0.9", "--evaluate-every", "1",
-        "--patience", "5", "--commit-every", "3", *words,
+        "--patience", "5", *words,
     ]
     # fmt: on
     environment = {**os.environ, "KILLED": json.dumps(killed), "OMP_NUM_THREADS": "1"}
@@ -139,6 +139,8 @@ def test_a_run_goes_on_without_a_rank_that_is_killed(repository, undisturbed, tm
         repository,
         name,
         "--elastic",
+        "--commit-every",
+        "3",
         "--ledger",
         str(ledger),
         options=("--min-num-proc", "1"),
@@ -159,6 +161,8 @@ def test_a_rank_that_replaces_another_gets_the_state_from_memory_and_nothing_dif
         repository,
         "replaced",
         "--elastic",
+        "--commit-every",
+        "3",
         "--ledger",
         str(tmp_path / "ledger"),
         options=SAME_SIZE,
@@ -180,6 +184,8 @@ def test_a_rank_that_is_killed_while_the_last_checkpoint_is_written_loses_nothin
         repository,
         "ended",
         "--elastic",
+        "--commit-every",
+        "3",
         options=("--min-num-proc", "1"),
         killed=("1", "last save", NUM_STEPS),
     )

@@ -99,7 +99,7 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
         statistics_loader = None
         if config.recomputes_statistics:
             # The samples of this loader are not trained on: they belong in no ledger, and in no group's batches.
-            unrecorded = choose_task(dataclasses.replace(config, ledger=None, decode_group=None), data.train)
+            unrecorded = choose_task(config.without_records(), data.train)
             statistics_loader = unrecorded.open_loader(
                 data.train, training=True, batch_size=batches.batch_size, cache=cache, place=place
             )

@@ -10,6 +10,7 @@ import sys
 import datasvc.trainer as hvd
 from datasvc.models.saving.preemption import SIGNALS
 from datasvc.trainer.env.environment import read_placement
+from datasvc.trainer.job import runtime
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import commit, report_commits
 from datasvc.trainer.recipes.choose_layout import choose_layout
@@ -49,6 +50,11 @@ def train(config: TrainConfig) -> str:
     choose_layout(config, read_placement(os.environ).size)
     hvd.init()
     events = choose_events(sys.stdout)
+    if config.elastic and not runtime.is_elastic() and hvd.rank() == 0:
+        sys.stderr.write(
+            "elastic has no effect in a job whose ranks cannot change: start it with datasvc-run --min-num-proc "
+            "(docs/elastic.md)\n"
+        )
     events.report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
     run = train_elastically(config, events) if config.elastic else train_once(config, events)
     hvd.shutdown()

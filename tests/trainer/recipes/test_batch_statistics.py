@@ -83,7 +83,9 @@ NORMALISED = f"{__name__}:make_normalised"
 
 def run(repository, name, **settings):
     defaults = {"data": "digits", "size": 16, "scale": (0.8, 1.0), "batch_size": 32, "epochs": 2, "evaluate_every": 1}
-    defaults |= {"model": NORMALISED, "statistics": "recompute", "statistics_batches": 3, "micro_batch": 20}
+    defaults |= {"model": NORMALISED, "micro_batch": 20}
+    if settings.get("statistics") != "average":
+        defaults |= {"statistics": "recompute", "statistics_batches": 3}
     train(TrainConfig(repo=repository.url, name=name, **{**defaults, **settings}))
     return datasvc.open(repository.url).models.restore(name)
 

@@ -48,6 +48,24 @@ def test_the_loss_smooths_labels_and_takes_auxiliary_classifiers_in(digits):
     assert both == pytest.approx(1.6 * alone, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"decode": "cpu"},
+        {"on_bad": "mask"},
+        {"mean": (0.0, 0.0, 0.0)},
+        {"std": (1.0, 1.0, 1.0)},
+        {"jitter": "1,0,0,0"},
+    ],
+    ids=str,
+)
+def test_options_of_images_are_refused_for_tokens(setting):
+    config = TrainConfig(data="d", repo="r", name="m", vocabulary=7, **setting)
+    option = "--" + "".join(setting).replace("_", "-")
+    with pytest.raises(ConfigError, match=f"{option} is for images, and .* holds tokens; leave it out"):
+        LanguageModelling(config, split=None)
+
+
 def test_tokens_without_a_next_one_count_nowhere():
     task = LanguageModelling(CONFIG, split=None)
     logits, targets = torch.randn(4, 5, 7), torch.randint(7, (4, 5))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasvc.errors import ConfigError
+from datasvc.trainer.recipes.layouts.layout import parse_sizes
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
 from datasvc.trainer.recipes.settings.groups.cache import CacheSettings
 from datasvc.trainer.recipes.settings.groups.checkpoints import CheckpointSettings, StartSettings
@@ -76,11 +77,17 @@ class TrainConfig(
                 "loss scale that changes; give --precision bf16, or --compression none, fp16 or bf16"
             )
         if self.elastic and self.layout is not None:
+            only_data = parse_sizes(self.layout).keys() == {"data"}
+            reason = "has a fixed number of ranks" if only_data else "can lose a part of the model with a rank"
             raise ConfigError(
-                f"elastic is for ranks that each have the whole model, and layout is {self.layout!r}: a part of the "
-                "model would be lost with its rank, or the sizes would not fit the remaining ranks. Leave out "
+                f"layout is {self.layout!r}, which {reason}, and the ranks of an elastic run change. Leave out "
                 "--layout, or leave out --elastic: after a failure start the run again, with a layout of the ranks "
                 "that are there; it continues the newest version at any layout"
+            )
+        if self.elastic and self.combines_steps:
+            raise ConfigError(
+                "op is 'adasum', which needs a power of two ranks, and the ranks of an elastic run change to any "
+                "number; give --op average, or leave out --elastic"
             )
         # Created only for its errors about the milestones.
         RateSchedule(

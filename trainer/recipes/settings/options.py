@@ -132,9 +132,9 @@ def parse_options(
     if "batch_size" in batch_source and "global_batch" not in batch_source:
         # Remove the global batch of the file or the preset, because it would override this batch size.
         settings["global_batch"] = Setting(None, f"{settings['batch_size'].source}: --batch-size replaces it")
-    for name in ("cache", "peers"):
+    for name in ("cache", "peers", "cache_budget"):
         if settings[name].value == "":
-            # Given empty, so that the variable does not count.
+            # Given empty, so that neither the file nor the variable counts.
             settings[name] = Setting(None, settings[name].source)
     if settings["peers"].source.startswith("variable") and settings["cache"].value is None:
         # The variable may be set for all commands of a node: without a cache, peers are ignored, and are no error.

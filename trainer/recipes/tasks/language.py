@@ -40,8 +40,8 @@ class LanguageModelling:
             raise ConfigError(
                 f"{split!r} holds tokens: set the size of its vocabulary, such as --vocabulary 50257 for GPT-2's"
             )
-        for name in ("transform", "jitter", "decode_group"):
-            if getattr(config, name) is not None:
+        for name in ("transform", "jitter", "mean", "std", "decode", "decode_group", "on_bad"):
+            if getattr(config, name) != getattr(TrainConfig, name):
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option} is for images, and {split!r} holds tokens; leave it out")
         self._config = config

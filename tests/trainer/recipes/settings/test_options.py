@@ -1,4 +1,5 @@
 import dataclasses
+import shlex
 import subprocess
 import sys
 from fractions import Fraction
@@ -64,6 +65,7 @@ def test_every_setting_is_an_option_with_a_help(program):
     assert status == 0
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')}" in helps
+    assert "powersgd:RANK[:STEPS]" in helps
     assert "optimizer steps: the run may end before `epochs` are over. The schedule" in " ".join(helps.split())
 
 
@@ -137,8 +139,18 @@ def test_settings_out_of_range_are_refused_before_anything_runs(change):
         (("--init-from", "small@"), "init_from is 'small@': '' is not a valid name of a tag"),
         (("--cache", "/c", "--cache-budget", "junk"), "cache_budget is 'junk': .* write for example 50GB"),
         (("--cache-budget", "50GB"), "cache_budget is the budget .*--cache"),
-        (("--elastic", "--layout", "shard=2"), "layout is 'shard=2': .* continues the newest version at any layout"),
+        (
+            ("--elastic", "--layout", "shard=2"),
+            "layout is 'shard=2', which can lose a part of the model.* at any layout",
+        ),
+        (("--elastic", "--layout", "data=2"), "layout is 'data=2', which has a fixed number of ranks"),
+        (("--elastic", "--op", "adasum"), "op is 'adasum', which needs a power of two ranks.*--op average"),
         (("--shuffle", "windowed", "--lanes", "4"), "lanes is 4, and block is not set; give --block too"),
+        (("--statistics-batches", "3"), "statistics_batches is 3, and .*--statistics recompute, or leave it at 10"),
+        (("--decode-lag", "3"), "decode_lag is 3, and .*--decode-group, or leave it at 6"),
+        (("--commit-every", "3"), "commit_every is 3, and .*--elastic, or leave it at 10"),
+        (("--data", "a@1:1e400", "b@1:1"), "data has 'a@1:1e400'; .*, with a finite weight of 0 or more"),
+        (("--data", f"a@1:{10**400}/3", "b@1:1"), "data has .*, with a finite weight of 0 or more"),
         (("--bucket", "much"), "bucket is 'much': .*"),
         (("--bucket", "auto", "--op", "adasum"), "op is 'adasum', which sends no buckets; leave out --bucket"),
         (("--bucket", "auto", "--compression", "topk:0.1"), "bucket is 'auto'; give --bucket a size"),
@@ -230,6 +242,18 @@ def test_an_empty_option_turns_cache_and_peers_of_the_environment_off():
     assert parse_options([*WORDS, "--cache", "", "--peers", ""], environ=ENVIRON).config().peers is None
 
 
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [("peers: ranks", "--peers ''"), ("cache_budget: 5GB", "--cache-budget ''"), ("tenant: b", "--tenant default")],
+)
+def test_without_the_cache_of_a_file_its_other_settings_are_refused_with_the_option_for_it(tmp_path, setting, remedy):
+    (tmp_path / "run.yaml").write_text(f"cache: /c\n{setting}\n")
+    words = [*WORDS, "--config", str(tmp_path / "run.yaml"), "--cache", ""]
+    with pytest.raises(ConfigError, match=f"or give {remedy}"):
+        parse_options(words, environ={}).config()
+    assert parse_options([*words, *shlex.split(remedy)], environ={}).config().cache is None
+
+
 def test_peers_of_the_environment_are_no_error_without_a_cache():
     assert parse_options(WORDS, environ={"DATASVC_PEERS": "http://a:1"}).config().peers is None
     with pytest.raises(ConfigError, match="peers need a node cache"):
@@ -240,6 +264,11 @@ def test_the_choices_of_the_checkpoint_options_are_those_of_the_manager():
     types = field_types(CheckpointSettings)
     assert (types["checkpoint_overlap"].choices, types["codec"].choices) == (OVERLAPS, CODECS)
     assert field_types(ImageSettings)["evaluation"].choices == get_args(Evaluation)
+
+
+def test_a_loader_beside_the_training_has_no_group_and_no_ledger():
+    config = config_of("--decode-group", "pair", "--decode-lag", "9", "--ledger", "/ledger")
+    assert config.without_records() == config_of()
 
 
 def test_the_choices_of_decoding_are_those_of_the_loader():

@@ -89,12 +89,14 @@ def open_profiled_run(config: TrainConfig) -> Iterator[ProfiledRun]:
     Raises:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
     """
+    if config.combines_steps:
+        raise ConfigError("op is adasum; a profile measures all-reduces of gradients: give --op average")
     repo = datasvc.open(config.repo)
     versions = call_on_first_rank(lambda: resolve_data(repo, config), name="profile")
     samples = open_data(repo, config, versions).train
     task = choose_task(config, samples)
     # A profile is no run of which others have a part: it leaves no ledger, and decodes what it measures.
-    config = dataclasses.replace(config, model=config.model or task.default_model, ledger=None, decode_group=None)
+    config = dataclasses.replace(config.without_records(), model=config.model or task.default_model)
     layout = choose_layout(config, hvd.size())
     if not layout.is_data_only:
         raise ConfigError(f"layout is {layout}; a profile measures replicas of the model: leave out --layout")

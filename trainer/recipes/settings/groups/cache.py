@@ -34,12 +34,17 @@ class CacheSettings(SettingGroup):
         """Check that the settings of a cache come with its folder, and the forms of tenant and budget."""
         check_name(self.tenant, "tenant")
         if self.tenant != "default" and not self.cache:
-            raise ConfigError("tenant is a tenant of a node cache: set its folder with --cache")
+            raise ConfigError(
+                "tenant is a tenant of a node cache: set its folder with --cache, or give --tenant default"
+            )
         if self.peers is not None and not self.cache:
-            raise ConfigError("peers need a node cache: set its folder with --cache")
+            raise ConfigError("peers need a node cache: set its folder with --cache, or give --peers ''")
         if self.cache_budget is not None:
             if not self.cache:
-                raise ConfigError("cache_budget is the budget of a node cache: set its folder with --cache")
+                raise ConfigError(
+                    "cache_budget is the budget of a node cache: set its folder with --cache, or give "
+                    "--cache-budget ''"
+                )
             # Imported here, because most runs have no budget, and need the cache only after this check.
             from datasvc.cache import parse_budget
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, ClassVar
@@ -36,7 +37,8 @@ class DataSettings(SettingGroup):
         for reference, _ in parts:
             with naming("data", reference):
                 parse_reference(reference)
-        if len(parts) == 1 and (self.mixture_block, self.epoch_samples) != (4096, None):
+        defaults = (DataSettings.mixture_block, DataSettings.epoch_samples)
+        if len(parts) == 1 and (self.mixture_block, self.epoch_samples) != defaults:
             raise ConfigError(
                 "mixture_block and epoch_samples are settings of a mixture; give --data several data sets with "
                 "weights, such as --data digits@1:0.8 letters@2:0.2"
@@ -46,7 +48,7 @@ class DataSettings(SettingGroup):
         """Return reference and weight of each data set; the weight is 1 if there is only one.
 
         Raises:
-            ConfigError: a part of a mixture has no weight, or one that is not a number of 0 or more.
+            ConfigError: a part of a mixture has no weight, or one that is not a finite number of 0 or more.
         """
         words = self.data.split()
         if len(words) < 2:
@@ -56,15 +58,25 @@ class DataSettings(SettingGroup):
             # From the right, because a reference such as digits@best:val_loss has colons too.
             reference, _, weight = word.rpartition(":")
             try:
-                parts.append((reference, Fraction(weight)))
-            except (ValueError, ZeroDivisionError):
+                parts.append((reference, _parse_weight(weight)))
+            except (ValueError, OverflowError, ZeroDivisionError):
                 parts.append((reference, Fraction(-1)))
             if not reference or parts[-1][1] < 0:
                 raise ConfigError(
                     f"data has {word!r}; expected each data set of a mixture as REFERENCE:WEIGHT, such as "
-                    "digits@1:0.8, with a weight of 0 or more"
+                    "digits@1:0.8, with a finite weight of 0 or more"
                 )
         return tuple(parts)
+
+
+def _parse_weight(text: str) -> Fraction:
+    """Return a weight. Raises ValueError, OverflowError or ZeroDivisionError: it is not a finite number."""
+    # Checked before it is a fraction, which for 1e999999999 would have as many digits.
+    if "/" not in text and math.isinf(float(text)):
+        raise OverflowError(text)
+    weight = Fraction(text)
+    float(weight)  # refuses a quotient that is too large
+    return weight
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup
@@ -38,9 +39,18 @@ class DecodeSettings(SettingGroup):
     ledger: Annotated[str | None, Metavar("FOLDER")] = None
 
     def check(self) -> None:
-        """Check that the group keeps the batches that its jobs prefetch."""
+        """Check that the lag is that of a group, and that the group keeps the batches that its jobs prefetch."""
+        if self.decode_group is None and self.decode_lag != DecodeSettings.decode_lag:
+            raise ConfigError(
+                f"decode_lag is {self.decode_lag}, and there is no decode group; give --decode-group, or leave it at "
+                f"{DecodeSettings.decode_lag}"
+            )
         if self.decode_group is not None and self.prefetch > self.decode_lag:
             raise ConfigError(
                 f"prefetch is {self.prefetch}, and decode_lag is {self.decode_lag}: jobs of a decode group "
                 "that prefetch more batches than it keeps would fall behind; raise --decode-lag, or lower --prefetch"
             )
+
+    def without_records(self) -> Self:
+        """Return the settings for a loader that writes no ledger, and decodes for itself what it reads."""
+        return dataclasses.replace(self, ledger=None, decode_group=None, decode_lag=DecodeSettings.decode_lag)

@@ -41,7 +41,13 @@ class EvaluationSettings(SettingGroup):
         return self.statistics == "recompute"
 
     def check(self) -> None:
-        """Check that there are evaluations to compare, and that it is known which of two values is better."""
+        """Check that settings have an effect, and that it is known which of two values of the metric is better."""
+        if not self.recomputes_statistics and self.statistics_batches != EvaluationSettings.statistics_batches:
+            raise ConfigError(
+                f"statistics_batches is {self.statistics_batches}, and statistics is {self.statistics!r}, which uses "
+                "no batches; give --statistics recompute, or leave it at "
+                f"{EvaluationSettings.statistics_batches}"
+            )
         if self.patience is None:
             return
         if self.evaluate_every is None:

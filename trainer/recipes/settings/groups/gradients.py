@@ -68,14 +68,15 @@ class GradientSettings(SettingGroup):
             "topk:0.01": this share of its numbers, the largest; "powersgd:2": two matrices of this rank;
             "powersgd:2:1000": the same after 1000 steps without compression. topk and powersgd send the rest later.
         op: "average": the step is made with the mean gradient of all ranks; "adasum": each rank makes a step with
-            the mean gradient of its own samples, and the ranks combine these steps; needs a power of two ranks.
+            the mean gradient of its own samples, and the ranks combine these steps; needs a power of two ranks,
+            without `elastic`.
         bucket: maximum size of the buckets in which gradients are sent, such as "4MiB"; "auto": chosen
             from measurements in the first steps; None: 25MiB.
     """
 
     title: ClassVar[str] = "gradients of the ranks"
 
-    compression: Annotated[str, Metavar("{none,fp16,bf16,topk:SHARE,powersgd:RANK}")] = "none"
+    compression: Annotated[str, Metavar("{none,fp16,bf16,topk:SHARE,powersgd:RANK[:STEPS]}")] = "none"
     op: Literal["average", "adasum"] = "average"
     bucket: Annotated[str | None, Metavar("{auto,SIZE}")] = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup
 
 
@@ -23,3 +24,11 @@ class RankSettings(SettingGroup):
 
     elastic: bool = False
     commit_every: Annotated[int, Metavar("STEPS"), Range(1)] = 10
+
+    def check(self) -> None:
+        """Check that copies are made."""
+        if not self.elastic and self.commit_every != RankSettings.commit_every:
+            raise ConfigError(
+                f"commit_every is {self.commit_every}, and only an elastic run copies its state; give --elastic, or "
+                f"leave it at {RankSettings.commit_every}"
+            )

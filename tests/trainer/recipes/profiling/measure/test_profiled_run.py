@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import datasvc.trainer as hvd
+from datasvc.errors import ConfigError
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.trainer.recipes.profiling.measure.layer_times import HostClock, LayerTimer
@@ -65,6 +66,16 @@ def test_a_loader_holds_nothing_while_it_is_not_its_turn(opened, tmp_path):
             held.append(before._decoder)
         assert held == [None] * 3
         assert run.loaders.current._decoder is not None
+
+
+def test_a_profile_of_combined_steps_is_refused(opened):
+    with (
+        pytest.raises(
+            ConfigError, match="op is adasum; a profile measures all-reduces of gradients: give --op average"
+        ),
+        opened(op="adasum"),
+    ):
+        pass
 
 
 def test_a_profiled_step_is_the_one_of_training_and_changes_no_weight(opened):
