@@ -35,6 +35,11 @@ def test_the_commands_of_the_guide_run(tmp_path):
             ["bash", "-e", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{script}\n{done.stdout[-2000:]}\n{done.stderr}"
+    few, validated = (
+        {path.read_bytes() for path in tmp_path.glob(f"{folder}/*/*.jpg")} for folder in ("few/train", "images/val")
+    )
+    assert few
+    assert not few & validated
     repository = Repository.open(str(tmp_path / "repo"))
     assert describe_model(repository, "branch@1").entry["parent"] == "careful@1"
     assert describe_model(repository, "small").entry["config"]["epochs"] == 3
