@@ -1,7 +1,8 @@
 """Reduction of gradients over the ranks during the backward pass; the core of `DistributedOptimizer`.
 
-Parameters are grouped into buckets; a bucket is sent as soon as all its gradients are complete. The buckets are the
-same in every run, so equal runs give equal bits.
+Parameters are grouped into buckets; a bucket is sent as soon as all its gradients are complete. With a fixed
+maximum size, the buckets are the same in every run, so equal runs give equal bits. With "auto", the size depends on
+measurements, so runs can differ in the last bits.
 
 Invariant: every rank sends every bucket exactly once per `finish`, with zeros for missing gradients. A parameter that
 one rank does not use therefore cannot make the other ranks wait.

@@ -3,7 +3,8 @@
 A checkpoint holds weights, their average, optimizer, loss scale, loader position, step, the state of early stopping,
 and of every rank the random states, the batch statistics, and what it has not sent of its gradients. A run that was
 killed and resumed at the same world size therefore ends with the same bits as an uninterrupted run. The steps at
-which checkpoints were made do not matter.
+which checkpoints were made do not matter. With the bucket size "auto", which depends on measurements, the last bits
+can differ.
 """
 
 from __future__ import annotations

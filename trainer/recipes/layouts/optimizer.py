@@ -45,7 +45,7 @@ class LayoutOptimizer:
         return self._optimizer.param_groups
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
         self._optimizer.zero_grad()
 
     def synchronize(self) -> None:
@@ -145,7 +145,7 @@ class ZeroOptimizer(LayoutOptimizer):
         self._parameters = {number: each for number, each in self._parameters.items() if each in own}
 
     def zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
         self._reducing.zero_grad()
 
     def synchronize(self) -> None:
