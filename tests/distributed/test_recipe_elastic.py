@@ -36,6 +36,10 @@ def die():
 
 real_update = training.update
 def update(run, batch):
+    if run.config.parse_compression().has_memory:
+        memory = run.optimizer.state_dict()["compression"]["memory"]
+        norms = [float(values["residual"].norm()) for _, values in sorted(memory.items()) if "residual" in values]
+        run.events.report("residuals", rank=hvd.rank(), size=hvd.size(), step=run.step, norms=norms)
     if is_victim and point == "step" and run.step == count:
         run.optimizer.param_groups[0]["params"][0].register_hook(lambda gradient: die())
     return hvd.allreduce(real_update(run, batch), name="test.loss")
@@ -60,11 +64,11 @@ def repository(digits_folder, tmp_path_factory):
     return repository
 
 
-def run(repository, name, *words, options=(), killed=("", "", 0)):
-    """Run the program at two ranks; returns its exit status, events and standard error."""
+def run(repository, name, *words, options=(), killed=("", "", 0), num_ranks=2, hosts=TWO_HOSTS):
+    """Run the program; returns its exit status, events and standard error."""
     # fmt: off
     command = [
-        sys.executable, "-m", "datasvc.trainer.launch", "-np", "2", *TWO_HOSTS, *options, "--no-prefix",
+        sys.executable, "-m", "datasvc.trainer.launch", "-np", str(num_ranks), *hosts, *options, "--no-prefix",
         sys.executable, "-c", PROGRAM,
         "--data", "digits@1", "--repo", repository.url, "--name", name, "--size", "32", "--resize", "32",
         "--scale", "0.8", "1", "--epochs", "2", "--global-batch", "96", "--checkpoint-every", "4",
@@ -192,3 +196,26 @@ def test_a_rank_that_is_killed_while_the_last_checkpoint_is_written_loses_nothin
     assert status == 0, errors
     check_undisturbed(repository, "ended", events, undisturbed)
     assert events[-1]["event"] == "end"
+
+
+@pytest.mark.slow
+def test_the_remaining_ranks_keep_what_their_compression_has_not_sent(repository):
+    status, events, errors = run(
+        repository,
+        "compressed",
+        *("--elastic", "--compression", "topk:0.1", "--max-steps", "5"),
+        options=("--min-num-proc", "2"),
+        killed=("0", "step", 4),
+        num_ranks=3,
+        hosts=("-H", "localhost:3"),
+    )
+    assert status == 0, errors
+    residuals = {
+        (event["size"], event["rank"]): event["norms"]
+        for event in events
+        if event["event"] == "residuals" and event["step"] == 3
+    }
+    assert len(residuals) == 5
+    # The residuals of rank 0 are lost with it. Ranks 1 and 2 become ranks 0 and 1.
+    assert [residuals[2, rank] for rank in range(2)] == [residuals[3, rank] for rank in (1, 2)]
+    assert residuals[3, 1] != residuals[3, 2]

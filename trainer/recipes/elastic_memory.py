@@ -29,7 +29,7 @@ from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of the state of a run, the same on all ranks.
+    """A copy of the state of a run, the same on all ranks but for the residuals in `optimizer`.
 
     Attributes:
         data_versions: version of each data set, such as "digits@1".
@@ -38,7 +38,7 @@ class Snapshot:
         metrics: metrics of the newest evaluation; empty if training has continued since.
         model: weights and buffers; the statistics of batch normalisation are those of rank 0.
         average_statistics: statistics of batch normalisation of the averaged weights; see `Run`.
-        optimizer: moments and counters. What a compression has not sent yet is lost, except on rank 0.
+        optimizer: moments and counters, and of this rank what its compression has not sent yet (residuals).
         loss_scale: state of the loss scaler.
         average: average of the weights; None without one.
         early_stop: best metric, and evaluations since.
@@ -102,8 +102,14 @@ class ElasticMemory(State):
         """Do nothing: the next round loads the snapshot."""
 
     def sync(self) -> None:
-        """Take the snapshot of rank 0. Every rank calls this."""
-        self.snapshot = self._bcast_object(self.snapshot)
+        """Take the snapshot of rank 0, but keep what this rank's compression has not sent. Every rank calls this."""
+        own = self.snapshot
+        snapshot: Snapshot | None = self._bcast_object(own)
+        # A rank that was lost in a commit may leave this rank with an older snapshot, whose residuals are outdated.
+        if own is not None and snapshot is not None and own.step == snapshot.step and "compression" in own.optimizer:
+            optimizer = {**snapshot.optimizer, "compression": own.optimizer["compression"]}
+            snapshot = dataclasses.replace(snapshot, optimizer=optimizer)
+        self.snapshot = snapshot
 
 
 def parent_of(run: Run) -> str | None:
@@ -114,6 +120,11 @@ def parent_of(run: Run) -> str | None:
 
 def take_snapshot(run: Run) -> Snapshot:
     """Return a copy of the state of a run, in host memory."""
+    optimizer = copy_to_host(run.optimizer.state_dict())
+    if "compression" in optimizer:
+        # Ranks change between rounds, so only the process may identify whose residuals these are. If the number of
+        # the rank did too, one residual could be applied on two ranks.
+        optimizer["compression"]["rank"] = None
     return Snapshot(
         data_versions=[split.dataset for split in splits_of(run.loader.split)],
         parent=parent_of(run),
@@ -121,7 +132,7 @@ def take_snapshot(run: Run) -> Snapshot:
         metrics=dict(run.metrics),
         model=copy_to_host(run.model.state_dict()),
         average_statistics=copy_to_host(run.average_statistics),
-        optimizer=copy_to_host(run.optimizer.state_dict()),
+        optimizer=optimizer,
         loss_scale=run.loss_scale.state_dict(),
         average=None if run.average is None else copy_to_host(run.average.state_dict()),
         early_stop=run.stop.state_dict(),

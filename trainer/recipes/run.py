@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from datasvc.cache import Cache
 from datasvc.loaders.core.loader import Loader
 from datasvc.models import CheckpointManager, ConsumptionTracker, SaveHandle
 from datasvc.node.ranks import RankNodes
@@ -32,7 +33,8 @@ class Run(Learner):
         stop: early stopping.
         events: sink of this rank's events.
         logs: experiment trackers by target, on rank 0.
-        log_ids: ids of the trackers' runs by target, from the checkpoint that the run continues; see `open_logs`.
+        log_ids: ids of the trackers' runs by target, equal on all ranks; see `open_logs`.
+        cache: cache of the node, as opened for this run; None without one.
         nodes: servers that this rank started for its node.
         checkpoints: manager that saves the run.
         reading: tracker of the samples consumed since the run started, or since the version that it continues.
@@ -54,6 +56,7 @@ class Run(Learner):
     events: EventSink
     logs: dict[str, MetricLog] = field(default_factory=dict)
     log_ids: dict[str, str] = field(default_factory=dict)
+    cache: Cache | None = None
     nodes: RankNodes | None = None
     # Set by `start` after construction, because a restore changes the other attributes first.
     checkpoints: CheckpointManager = field(init=False)
@@ -99,6 +102,8 @@ class Run(Learner):
                 stack.callback(log.close)
             if self.nodes is not None:
                 stack.callback(self.nodes.close)
+            if self.cache is not None:
+                stack.enter_context(self.cache)
             for loader in (self.val_loader, self.statistics_loader, self.loader):
                 if loader is not None:
                     stack.callback(loader.close)

@@ -86,6 +86,8 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
         cache, nodes = open_cache(config)
         if nodes is not None:
             stack.callback(nodes.close)
+        if cache is not None:
+            stack.enter_context(cache)
         loader = task.open_loader(data.train, training=True, batch_size=batches.batch_size, cache=cache, place=place)
         stack.callback(loader.close)
         # The validation loader is opened before training, so that its errors appear at the start.
@@ -112,6 +114,7 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
             schedule=schedule,
             stop=EarlyStop(config.stop_metric, config.patience, config.stop_mode),
             events=events,
+            cache=cache,
             nodes=nodes,
             version=version,
         )
@@ -127,10 +130,9 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
         if snapshot is not None:
             run.reading.load_state_dict(snapshot.reading)
         compile_model(run.model, config.compile)
-        if hvd.rank() == 0:
-            settings = config.to_dict()
-            run.logs = open_logs(config.log_to, name=config.name, config=settings, step=run.step, run_ids=run.log_ids)
-            run.log_ids |= {target: log.run_id for target, log in run.logs.items() if log.run_id is not None}
+        if config.log_to:
+            # Every rank keeps the ids, because any rank of an elastic run may become rank 0 and continue these runs.
+            run.log_ids |= call_on_first_rank(lambda: open_run_logs(run), name="logs")
         stack.pop_all()
     return run
 
@@ -323,6 +325,14 @@ def choose_place(config: TrainConfig, layout: Layout) -> DataPlacement:
         device=device,
         num_threads=config.decode_threads or max(1, count_processors() // hvd.local_size()),
     )
+
+
+def open_run_logs(run: Run) -> dict[str, str]:
+    """Open the experiment trackers of a run, for rank 0; return the ids of the trackers' runs by target."""
+    config = run.config
+    settings = config.to_dict()
+    run.logs = open_logs(config.log_to, name=config.name, config=settings, step=run.step, run_ids=run.log_ids)
+    return {target: log.run_id for target, log in run.logs.items() if log.run_id is not None}
 
 
 def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:

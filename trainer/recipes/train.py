@@ -289,6 +289,8 @@ def end(run: Run) -> None:
     for loader in (run.val_loader, run.statistics_loader):
         if loader is not None:
             loader.close()
+    if run.cache is not None:
+        run.cache.close()
     if run.nodes is not None:
         hvd.barrier()  # a node must not stop its server while another node fetches from it
         run.nodes.close()

@@ -1,22 +1,35 @@
 """Rounds of an elastic run in one process; tests/distributed/test_recipe_elastic.py kills real ranks."""
 
+import contextlib
 import json
+import sys
 
 import pytest
 import torch
 
 import datasvc
 import datasvc.trainer as hvd
-from datasvc.errors import UnavailableError
+from datasvc.cache import Cache
+from datasvc.errors import ConfigError, UnavailableError
 from datasvc.ledger.audit import audit
 from datasvc.ledger.file import read_ledger
 from datasvc.models import describe_model, model_log
 from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.repository import Repository
 from datasvc.shards import ingest
+from datasvc.trainer.optim import optimizer as optimizers
 from datasvc.trainer.recipes import train as training
-from datasvc.trainer.recipes.elastic_memory import ElasticMemory, copy_to_host, reporting_lost_ranks
+from datasvc.trainer.recipes.elastic_memory import (
+    ElasticMemory,
+    copy_to_host,
+    load_snapshot,
+    reporting_lost_ranks,
+    take_snapshot,
+)
+from datasvc.trainer.recipes.first_rank import call_on_first_rank
+from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.start import start
 from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
 from tests.samples import write_folder
 
@@ -138,6 +151,88 @@ def test_a_snapshot_shares_no_memory_with_the_run():
     weight += 1
     assert copied["a"][0].tolist() == copied["b"][0].tolist() == [1, 1, 1]
     assert (copied["a"][1], copied["b"][1]) == (1, "c")
+
+
+@pytest.fixture
+def compressed(repository):
+    """A run whose top-k compression has a residual of ones for its first parameter."""
+    hvd.init()
+    config = TrainConfig(repo=repository.url, data="pets", name="compressed", compression="topk:0.1", **SETTINGS)
+    run = start(config, choose_events(sys.stdout))
+    weight = run.optimizer.param_groups[0]["params"][0]
+    run.optimizer._exchange.memory[0] = {"residual": torch.ones_like(weight)}
+    with contextlib.closing(run), run.checkpoints:
+        yield run
+    hvd.shutdown()
+
+
+def residuals_of(run):
+    return [values["residual"] for values in run.optimizer._exchange.memory.values()]
+
+
+def test_the_residuals_of_a_snapshot_are_loaded_only_in_the_process_that_took_it(compressed, monkeypatch):
+    snapshot = take_snapshot(compressed)
+    load_snapshot(compressed, snapshot)
+    assert len(residuals_of(compressed)) == 1
+    # Another process, with the number of the rank that took the snapshot.
+    monkeypatch.setattr(optimizers, "_process_token", "other")
+    load_snapshot(compressed, snapshot)
+    assert not residuals_of(compressed)
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, [1.0]), (3, [])])
+def test_a_rank_keeps_its_own_residuals_if_rank_0_has_the_same_step(compressed, monkeypatch, step, kept):
+    memory = ElasticMemory()
+    memory.snapshot = take_snapshot(compressed)
+    compressed.step = step
+    residuals_of(compressed)[0].fill_(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizers, "_process_token", "rank 0")
+        of_rank_0 = take_snapshot(compressed)
+    memory._bcast_object = lambda _snapshot: of_rank_0
+    memory.sync()
+    load_snapshot(compressed, memory.snapshot)
+    assert [float(residual.max()) for residual in residuals_of(compressed)] == kept
+
+
+def test_each_round_closes_its_cache(repository, tmp_path, capsys, monkeypatch):
+    real_update, fails_before, opened = training.update, [2], []
+
+    class RecordedCache(Cache):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            opened.append(self)
+
+    def update(run, batch):
+        if fails_before and run.step == fails_before[0]:
+            del fails_before[0]
+            raise hvd.HorovodInternalError("a rank was lost")
+        return real_update(run, batch)
+
+    monkeypatch.setattr("datasvc.trainer.recipes.start.Cache", RecordedCache)
+    monkeypatch.setattr(training, "update", update)
+    run(repository, "cached", capsys, elastic=True, max_steps=4, cache=str(tmp_path / "cache"), cache_budget="50MB")
+    assert len(opened) == 2
+    for cache in opened:
+        with pytest.raises(ConfigError, match="was closed"):
+            cache.new_job()
+
+
+def test_every_rank_has_the_ids_of_the_trackers_runs(repository, tmp_path, monkeypatch):
+    hvd.init()
+
+    # As on a rank other than 0, to which rank 0 sends what it has opened.
+    def answer_of_rank_0(function, *, name):
+        return {"wandb:p": "run-7"} if name == "logs" else call_on_first_rank(function, name=name)
+
+    monkeypatch.setattr("datasvc.trainer.recipes.start.call_on_first_rank", answer_of_rank_0)
+    monkeypatch.setattr("datasvc.trainer.recipes.start.open_logs", None)
+    config = TrainConfig(repo=repository.url, data="pets", name="tracked", log_to=("wandb:p",), **SETTINGS)
+    started = start(config, choose_events(sys.stdout))
+    with contextlib.closing(started), started.checkpoints:
+        assert take_snapshot(started).log_ids == {"wandb:p": "run-7"}
+        assert not started.logs
+    hvd.shutdown()
 
 
 def test_only_the_loss_of_a_rank_starts_a_new_round():
