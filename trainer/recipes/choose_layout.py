@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.layouts.execution import find_tied_weights, read_sizes
-from datasvc.trainer.recipes.layouts.layout import Layout, check_layout, parse_layout, stages_per_rank
+from datasvc.trainer.recipes.layouts.execution import read_sizes
+from datasvc.trainer.recipes.layouts.layout import Layout, check_layout, parse_layout
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -39,8 +39,6 @@ def choose_layout(config: TrainConfig, world_size: int) -> Layout:
         sizes=None if model is None else read_sizes(model),
         pipeline_schedule=config.pipeline_schedule,
     )
-    if model is not None and config.pipeline_schedule == "zbv":
-        _check_tied(layout, model, layout.pipeline * stages_per_rank("zbv"))
     return layout
 
 
@@ -67,13 +65,3 @@ def check_settings(config: TrainConfig, layout: Layout) -> None:
     for setting, is_set, remedy in refused:
         if is_set:
             raise ConfigError(f"{setting} does not work with layout {layout}; {remedy}")
-
-
-def _check_tied(layout: Layout, model: torch.nn.Module, num_stages: int) -> None:
-    """Refuse a pipeline that comes back to the first rank if that would shard the same weights in two stages."""
-    tied = find_tied_weights(model, num_stages)
-    if tied is not None and layout.size > layout.pipeline * layout.tensor:
-        raise ConfigError(
-            f"pipeline_schedule is 'zbv', whose first and last stage are on one rank, and both have {tied}; layout "
-            f"{layout} divides parameters too: use another schedule, or --model-option tie_weights=false"
-        )

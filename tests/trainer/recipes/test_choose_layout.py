@@ -47,7 +47,20 @@ def test_a_layout_that_divides_everything_is_chosen(settings):
         ),
         ({**GPT, "layout": "pipeline=4"}, "micro_batch may be 1, 2"),
         ({**GPT, "layout": "shard=4", "global_batch": 6}, "cannot be divided evenly among 4 ranks"),
-        ({**GPT, "layout": "shard=2,pipeline=2", "pipeline_schedule": "zbv", "micro_batch": 1}, "tie_weights=false"),
+        *(
+            (
+                {
+                    **GPT,
+                    "layout": f"{axis}=2,pipeline=2",
+                    "pipeline_schedule": "zbv",
+                    "micro_batch": 1,
+                    "model_option": ("layers=4", "heads=4", "width=16", f"tie_weights={tied}"),
+                },
+                "does not work with the schedule zbv",
+            )
+            for axis in ("data", "shard", "context")
+            for tied in ("true", "false")
+        ),
         ({"layout": "shard=4", "precision": "fp16"}, "use bf16"),
         ({"layout": "shard=4", "compile": "inductor"}, "leave out --compile"),
         ({"layout": "shard=4", "compression": "bf16"}, "compression bf16 does not work with layout shard=4"),

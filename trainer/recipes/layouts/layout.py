@@ -205,7 +205,7 @@ def check_layout(
     sizes: ModelSizes | None = None,
     pipeline_schedule: str = "1f1b",
 ) -> None:
-    """Check that a layout divides the ranks, the batch and the model.
+    """Check that a layout divides the ranks, the batch and the model, and goes with the schedule of its pipeline.
 
     Args:
         layout: layout to check.
@@ -216,7 +216,7 @@ def check_layout(
         pipeline_schedule: one of `PIPELINE_SCHEDULES`.
 
     Raises:
-        ConfigError: a size does not divide; the message has the sizes that would do.
+        ConfigError: a size does not divide, or the schedule does not go with an axis; the message has what would do.
     """
     _check_size(layout, world_size)
     if global_batch % layout.num_data_ranks:
@@ -226,6 +226,8 @@ def check_layout(
             f"{_list_divisors(global_batch)}, or use a global batch that is a multiple of {layout.num_data_ranks}"
         )
     if layout.pipeline > 1:
+        if pipeline_schedule == "zbv":
+            _check_zbv(layout)
         _check_micro_batches(layout, global_batch // layout.num_data_ranks, micro_batch, pipeline_schedule)
     if sizes is not None:
         _check_model(layout, sizes, pipeline_schedule)
@@ -263,6 +265,16 @@ def _suggest_sizes(sizes: Mapping[str, int], world_size: int) -> str:
         if axis != "data" and world_size % others == 0:
             suggestions.append(f"{axis} may be {_list_divisors(world_size // others)}")
     return "; ".join(suggestions) or f"use sizes whose product is {world_size}, or leave out data to derive it"
+
+
+def _check_zbv(layout: Layout) -> None:
+    # torch's ZBV computes the gradients of weights in a pass of their own, for which FSDP, which the other axes use,
+    # is not made: the run would train with wrong gradients, without an error.
+    if layout.size > layout.pipeline * layout.tensor:
+        raise ConfigError(
+            f"layout {layout} does not work with the schedule zbv, which goes with pipeline and tensor only; use "
+            "another schedule, or only these axes"
+        )
 
 
 def _check_micro_batches(layout: Layout, batch: int, micro_batch: int | None, pipeline_schedule: str) -> None:

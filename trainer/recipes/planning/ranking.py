@@ -213,10 +213,6 @@ def _choose_candidate(
     candidates, reason = enumerate_candidates(
         layout, global_batch=workload.global_batch, sizes=sizes, choices=choices
     )
-    if costs.tied_parameters and layout.size > layout.pipeline * layout.tensor:
-        # Under zbv, a rank has the first and the last stage, and FSDP cannot shard their common weights twice.
-        candidates = [each for each in candidates if each.schedule != "zbv"]
-        reason = reason or f"the schedule zbv needs weights that are not tied for layout {layout}; allow another one"
     if not candidates:
         return RefusedLayout(layout, reason)
     memories = [

@@ -125,6 +125,14 @@ def test_a_text_that_is_no_layout_of_the_ranks_is_refused(text, world_size, mess
             "use a batch per data rank that is a multiple of 4",
         ),
         (Layout(pipeline=2), {"micro_batch": 1, "pipeline_schedule": "x"}, "expected one of gpipe, 1f1b"),
+        *(
+            (
+                Layout(pipeline=2, **{axis: 2}),
+                {"micro_batch": 1, "pipeline_schedule": "zbv"},
+                "schedule zbv, which goes with pipeline and tensor only; use another schedule",
+            )
+            for axis in ("data", "shard", "context")
+        ),
         (Layout(context=3), {"sizes": GPT}, "a block has 1024 tokens; context may be 1, 2, 4"),
         (Layout(context=2), {"sizes": ModelSizes()}, "no attention over blocks"),
     ],
@@ -139,6 +147,8 @@ def test_an_impossible_layout_is_refused_with_the_sizes_that_would_do(layout, se
 @given(LAYOUTS, st.sampled_from(PIPELINE_SCHEDULES))
 def test_a_layout_whose_sizes_all_divide_is_accepted(layout, schedule):
     sizes = ModelSizes(layers=12, heads=6, width=384, block=12)
+    if schedule == "zbv":
+        layout = Layout(pipeline=layout.pipeline, tensor=layout.tensor)
     micro_batch = None if layout.pipeline == 1 else 2
     global_batch = layout.num_data_ranks * layout.pipeline * 4
     check_layout(
