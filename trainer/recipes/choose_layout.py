@@ -60,6 +60,12 @@ def check_settings(config: TrainConfig, layout: Layout) -> None:
         ),
         ("op adasum", config.combines_steps, "use --op average"),
         (f"bucket {config.bucket}", config.bucket is not None, "leave out --bucket"),
+        # FSDP refuses the weights of such a model, but ZeRO-1 is not FSDP.
+        (
+            "channels_last",
+            config.channels_last and config.zero != 1,
+            "leave it out (--no-channels-last), or use zero 1",
+        ),
         ("init_from", config.init_from is not None, "start with --layout data, and continue it with this layout"),
     )
     for setting, is_set, remedy in refused:
