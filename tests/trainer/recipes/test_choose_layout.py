@@ -39,7 +39,7 @@ def test_a_layout_that_divides_everything_is_chosen(settings):
         ({"layout": "shard=3"}, "need a multiple of 3 ranks, and there are 4; shard may be 1, 2, 4"),
         ({"layout": "tensor=2", "model": "resnet18"}, "no plan for `tensor`"),
         ({"layout": "pipeline=2", "model": "resnet18", "micro_batch": 8}, "the model cannot be cut"),
-        ({"layout": "context=2", "model": "resnet18"}, "no attention over blocks"),
+        ({"layout": "context=2", "model": "resnet18"}, "the model cannot divide them"),
         ({**GPT, "layout": "tensor=4", "model_option": ("heads=6", "width=24")}, "tensor may be 1, 2, 3, 6"),
         (
             {**GPT, "layout": "pipeline=4", "model_option": ("layers=6",), "micro_batch": 2},

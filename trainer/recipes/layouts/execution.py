@@ -162,6 +162,7 @@ def read_sizes(model: nn.Module, *, block: int | None = None) -> ModelSizes:
         heads=sizes.get("heads") if hasattr(model, "tensor_plan") else None,
         width=sizes.get("width"),
         block=block,
+        splits_tokens=hasattr(model, "split_tokens"),
     )
 
 

@@ -92,12 +92,14 @@ class ModelSizes:
         heads: attention heads; None: the model has no plan for `tensor`.
         width: channels of the residual stream.
         block: tokens of a sample; None: unknown, or samples are not token blocks.
+        splits_tokens: whether the model can compute a part of each block.
     """
 
     layers: int | None = None
     heads: int | None = None
     width: int | None = None
     block: int | None = None
+    splits_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -332,10 +334,10 @@ def _check_model(layout: Layout, sizes: ModelSizes, pipeline_schedule: str) -> N
                 f"and the model has {sizes.layers}; pipeline may be {_format(fits)}"
             )
     if layout.context > 1:
-        if sizes.heads is None:
+        if not sizes.splits_tokens:
             raise ConfigError(
-                f"layout {layout} divides the tokens of a block over {layout.context} ranks, and the model has no "
-                "attention over blocks; use data or shard, or a model such as gpt"
+                f"layout {layout} divides the tokens of a block over {layout.context} ranks, and the model cannot "
+                "divide them; use data or shard, or a model with a method `split_tokens`, such as gpt"
             )
         if sizes.block is not None and sizes.block % layout.context:
             raise ConfigError(

@@ -209,7 +209,9 @@ def _choose_candidate(
     layout: Layout, workload: PlannedWork, cluster: Cluster, choices: Choices
 ) -> RankedLayout | RefusedLayout:
     costs = workload.costs
-    sizes = ModelSizes(costs.layers, costs.heads, costs.width, costs.tokens) if costs.heads else ModelSizes()
+    sizes = ModelSizes()
+    if costs.heads:
+        sizes = ModelSizes(costs.layers, costs.heads, costs.width, costs.tokens, splits_tokens=True)
     candidates, reason = enumerate_candidates(
         layout, global_batch=workload.global_batch, sizes=sizes, choices=choices
     )

@@ -22,7 +22,7 @@ from tests.examples import examples
 
 SIZES = st.integers(1, 3)
 LAYOUTS = st.builds(Layout, data=SIZES, shard=SIZES, tensor=SIZES, pipeline=SIZES, context=SIZES)
-GPT = ModelSizes(layers=6, heads=6, width=384, block=1024)
+GPT = ModelSizes(layers=6, heads=6, width=384, block=1024, splits_tokens=True)
 
 
 @examples(50)
@@ -134,7 +134,7 @@ def test_a_text_that_is_no_layout_of_the_ranks_is_refused(text, world_size, mess
             for axis in ("data", "shard", "context")
         ),
         (Layout(context=3), {"sizes": GPT}, "a block has 1024 tokens; context may be 1, 2, 4"),
-        (Layout(context=2), {"sizes": ModelSizes()}, "no attention over blocks"),
+        (Layout(context=2), {"sizes": ModelSizes(heads=6)}, "a model with a method `split_tokens`"),
     ],
 )
 def test_an_impossible_layout_is_refused_with_the_sizes_that_would_do(layout, settings, message):
@@ -146,7 +146,7 @@ def test_an_impossible_layout_is_refused_with_the_sizes_that_would_do(layout, se
 @examples(50)
 @given(LAYOUTS, st.sampled_from(PIPELINE_SCHEDULES))
 def test_a_layout_whose_sizes_all_divide_is_accepted(layout, schedule):
-    sizes = ModelSizes(layers=12, heads=6, width=384, block=12)
+    sizes = ModelSizes(layers=12, heads=6, width=384, block=12, splits_tokens=True)
     if schedule == "zbv":
         layout = Layout(pipeline=layout.pipeline, tensor=layout.tensor)
     micro_batch = None if layout.pipeline == 1 else 2
@@ -159,6 +159,10 @@ def test_a_layout_whose_sizes_all_divide_is_accepted(layout, schedule):
         sizes=sizes,
         pipeline_schedule=schedule,
     )
+
+
+def test_the_axis_context_needs_no_heads():
+    check_layout(Layout(context=2), world_size=2, global_batch=8, sizes=ModelSizes(block=12, splits_tokens=True))
 
 
 def test_a_size_below_one_is_refused():

@@ -45,7 +45,7 @@ def test_joined_stages_have_the_names_of_the_whole_model():
 
 
 def test_the_sizes_of_a_model_say_which_axes_it_has():
-    assert read_sizes(make_gpt(), block=8) == ModelSizes(layers=4, heads=2, width=8, block=8)
+    assert read_sizes(make_gpt(), block=8) == ModelSizes(4, 2, 8, block=8, splits_tokens=True)
     assert read_sizes(build_model("resnet18", 10)) == ModelSizes()
 
 

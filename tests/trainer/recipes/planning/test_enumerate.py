@@ -9,7 +9,7 @@ from datasvc.trainer.recipes.layouts.layout import Layout, ModelSizes
 from datasvc.trainer.recipes.planning.candidate import Candidate
 from datasvc.trainer.recipes.planning.enumerate import Choices, enumerate_candidates, enumerate_layouts
 
-SIZES = ModelSizes(layers=8, heads=4, width=64, block=32)
+SIZES = ModelSizes(layers=8, heads=4, width=64, block=32, splits_tokens=True)
 ONE = Choices(recompute=(False,), schedules=("1f1b",), zero_stages=(3,))
 
 
