@@ -30,7 +30,7 @@ from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.layouts.execution import LayoutOptions, apply_layout, read_sizes
 from datasvc.trainer.recipes.layouts.layout import Layout, check_layout, plan_layout
-from datasvc.trainer.recipes.layouts.shard import recompute_activations
+from datasvc.trainer.recipes.layouts.shard import find_units, recompute_activations
 from datasvc.trainer.recipes.make_optimizer import (
     build_distributed_optimizer,
     build_layout_optimizer,
@@ -242,7 +242,7 @@ def build_model(config: TrainConfig, task: Task) -> torch.nn.Module:
     """Return the configured model, freshly initialised, on the CPU. Every rank must call this.
 
     Raises:
-        ConfigError: the settings have no such model, or are for batch normalisation, which the model lacks.
+        ConfigError: the settings have no such model, or are for batch normalisation or blocks, which the model lacks.
     """
     assert config.model is not None
     model = task.build_model(config.model, config.parse_model_options())
@@ -252,6 +252,11 @@ def build_model(config: TrainConfig, task: Task) -> torch.nn.Module:
         raise ConfigError(
             f"{' and '.join(options)}: the model {config.model!r} has no batch normalisation; leave the option out, "
             "or choose another --model"
+        )
+    if config.recompute and not find_units(model):
+        raise ConfigError(
+            f"--recompute: the model {config.model!r} has no blocks to compute again; leave the option out, choose "
+            "another --model, such as resnet50 or gpt, or give the model a method `shard_units` that returns blocks"
         )
     return hvd.SyncBatchNorm.convert_sync_batchnorm(model) if config.sync_batch_norm else model
 

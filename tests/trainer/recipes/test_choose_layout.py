@@ -1,11 +1,15 @@
 """What is refused before the ranks connect: layouts that do not divide the model, and settings that need replicas."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.layouts.layout import Layout
+from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.start import build_model as build_configured
 
 GPT = {"model": "gpt", "vocabulary": 11, "model_option": ("layers=4", "heads=4", "width=16"), "global_batch": 8}
 
@@ -88,3 +92,15 @@ def test_what_cannot_work_is_refused_with_what_would(settings, message):
     with pytest.raises(ConfigError) as refusal:
         choose(4, **settings)
     assert message in str(refusal.value)
+
+
+def build(model, **settings):
+    task = SimpleNamespace(build_model=lambda name, _options: build_model(name, 10))
+    return build_configured(TrainConfig(data="a@1", repo="r", name="n", model=model, **settings), task)
+
+
+def test_recomputation_is_refused_for_a_model_without_blocks():
+    with pytest.raises(ConfigError, match=r"'small-cnn' has no blocks to compute again.*resnet50.*`shard_units`"):
+        build("small-cnn", recompute=True)
+    build("small-cnn")
+    build("resnet18", recompute=True)
