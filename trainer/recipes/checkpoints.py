@@ -183,10 +183,14 @@ def plan_restore(run: Run, repo: DataRepository, ref: str) -> dict[str, Any] | N
 def describe_execution(config: TrainConfig, world_size: int) -> Execution:
     """Return what the entry of a version says about the execution of a run on `world_size` ranks."""
     layout = Layout(data=world_size) if config.layout is None else parse_layout(config.layout, world_size)
+    # Parameters are sharded over both axes. ZeRO-1 sums whole gradients, and each rank sends the weights it updates.
+    is_zero_1 = config.zero == 1
+    is_sharded = layout.shard * layout.context > 1 and not is_zero_1
     communication = {
-        "all-reduce": layout.data > 1 or layout.tensor > 1,
-        "reduce-scatter": layout.shard > 1,
-        "all-gather": layout.shard > 1 or layout.context > 1,
+        "all-reduce": layout.data > 1 or layout.tensor > 1 or is_zero_1,
+        "reduce-scatter": is_sharded,
+        "all-gather": is_sharded,
+        "broadcast": is_zero_1,
         "point-to-point": layout.pipeline > 1,
     }
     divides_model = layout.tensor * layout.pipeline * layout.context > 1

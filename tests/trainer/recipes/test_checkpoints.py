@@ -9,18 +9,20 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
 
 
 @pytest.mark.parametrize(
-    ("layout", "size", "parallelism", "communication"),
+    ("layout", "zero", "size", "parallelism", "communication"),
     [
-        (None, 1, "none", ""),
-        (None, 4, "data", "all-reduce"),
-        ("shard=4", 4, "data", "reduce-scatter, all-gather"),
-        ("pipeline=4", 4, "model", "point-to-point"),
-        ("tensor=2", 4, "hybrid", "all-reduce"),
-        ("data=2,context=2", 4, "hybrid", "all-reduce, all-gather"),
+        (None, None, 1, "none", ""),
+        (None, None, 4, "data", "all-reduce"),
+        ("shard=4", None, 4, "data", "reduce-scatter, all-gather"),
+        ("shard=4", 1, 4, "data", "all-reduce, broadcast"),
+        ("pipeline=4", None, 4, "model", "point-to-point"),
+        ("tensor=2", None, 4, "hybrid", "all-reduce"),
+        ("context=4", None, 4, "model", "reduce-scatter, all-gather"),
+        ("data=2,context=2", None, 4, "hybrid", "all-reduce, reduce-scatter, all-gather"),
     ],
 )
-def test_the_entry_has_all_axes_and_what_is_divided(layout, size, parallelism, communication):
-    config = TrainConfig(data="tokens@1", repo="repo", name="net", layout=layout)
+def test_the_entry_has_all_axes_and_what_is_divided(layout, zero, size, parallelism, communication):
+    config = TrainConfig(data="tokens@1", repo="repo", name="net", layout=layout, zero=zero)
     execution = describe_execution(config, size)
     assert (execution.parallelism, execution.communication) == (parallelism, communication)
     assert (execution.consistency, execution.topology) == ("synchronous", "decentralised")
