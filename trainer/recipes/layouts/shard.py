@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -67,13 +68,40 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forwar
 def recompute_activations(model: nn.Module) -> None:
     """Free the activations of each unit after the forward pass; the backward pass computes them again.
 
-    Chen et al. 2016, arXiv:1604.06174. The names of parameters do not change.
+    Chen et al. 2016, arXiv:1604.06174. The names of parameters do not change. Batch statistics are tracked once.
     """
     for unit in find_units(model):
-        unit.forward = partial(_recompute, unit.forward)
+        unit.forward = partial(_recompute, unit, unit.forward)
 
 
-def _recompute(forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+def _recompute(unit: nn.Module, forward: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return cast("torch.Tensor", checkpoint(forward, *args, use_reentrant=False, **kwargs))
+    if torch.compiler.is_compiling():
+        # A compiled graph changes buffers only in the forward pass, and can contain no such context.
+        return cast("torch.Tensor", checkpoint(forward, *args, use_reentrant=False, **kwargs))
+    contexts = partial(_make_contexts, unit)
+    return cast("torch.Tensor", checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs))
+
+
+def _make_contexts(unit: nn.Module) -> tuple[nullcontext[None], Any]:
+    """Return the contexts of the forward pass and of the recomputation."""
+    return nullcontext(), _discarding_statistics(unit)
+
+
+@contextmanager
+def _discarding_statistics(unit: nn.Module) -> Iterator[None]:
+    """Let batch normalisations update copies of their statistics in the context, and forget these at its end."""
+    # The name is that of the base class of all batch normalisations.
+    norms = [module for module in unit.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001
+    kept = [module._buffers for module in norms]  # noqa: SLF001 - to be set back as a whole
+    try:
+        for module in norms:
+            module._buffers = {  # noqa: SLF001
+                name: None if value is None else value.clone()
+                for name, value in module._buffers.items()  # noqa: SLF001
+            }
+        yield
+    finally:
+        for module, buffers in zip(norms, kept, strict=True):
+            module._buffers = buffers  # noqa: SLF001
