@@ -73,7 +73,7 @@ def check_sets_come_and_go_while_the_job_runs():
         hvd.add_process_set([1])
     with raises(ValueError, "already"):
         hvd.add_process_set(list(range(SIZE)))
-    with raises(ValueError, "but the job has"):
+    with raises(ValueError, "but the ranks of the job are"):
         hvd.add_process_set([0, SIZE])
     if first.included():
         assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=first).item() == 1.0
