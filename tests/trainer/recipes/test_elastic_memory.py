@@ -211,7 +211,7 @@ def test_each_round_closes_its_cache(repository, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr("datasvc.trainer.recipes.start.Cache", RecordedCache)
     monkeypatch.setattr(training, "update", update)
-    run(repository, "cached", capsys, elastic=True, max_steps=4, cache=str(tmp_path / "cache"), cache_budget="50MB")
+    run(repository, "cached", capsys, max_steps=4, cache=str(tmp_path / "cache"), cache_budget="50MB")
     assert len(opened) == 2
     for cache in opened:
         with pytest.raises(ConfigError, match="was closed"):
