@@ -29,6 +29,7 @@ from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.name_filter import select_names
 from datasvc.models.versions.execution import Parallelism
 from datasvc.progress import NO_PROGRESS, byte_progress
+from datasvc.repository import Resolved
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.layouts.layout import AXES, Layout, parse_layout
@@ -161,11 +162,19 @@ def plan_restore(run: Run, repo: DataRepository, ref: str) -> dict[str, Any] | N
     """Return the state that a restore fills on this rank: its part of the model, and the state of its parameters.
 
     Returns None if every rank has the whole model and optimizer, and therefore restores all of the checkpoint. The
-    checkpoint may be from a run with another layout. For errors see `models.restore`.
+    checkpoint may be from a run with another layout.
+
+    Raises:
+        ConfigError: the checkpoint belongs to another model.
+        NotFoundError, CorruptDataError, UnavailableError: see `models.restore`.
     """
     if not isinstance(run.optimizer, LayoutOptimizer):
         return None
-    records = read_version(repo.repository, ref).records
+    stored = read_version(repo.repository, ref)
+    records = stored.records
+    # Check it here: a restore into the tensors of another model would fail first, with a list of tensors.
+    saved = (stored.entry.get("config") or {}).get("model") or run.config.model
+    _check_same(stored.version, "model", saved, run.config.model)
     prefix = "optimizer.state."
     moments = {
         record.name.removeprefix(prefix): (getattr(torch, record.dtype), record.shape)
@@ -178,6 +187,13 @@ def plan_restore(run: Run, repo: DataRepository, ref: str) -> dict[str, Any] | N
     if run.average is not None and any(record.name.startswith("ema.averages.") for record in records):
         into["ema"] = run.average.state_dict()
     return into
+
+
+def _check_same(version: Resolved, part: str, saved: str | None, configured: str | None) -> None:
+    if saved != configured:
+        raise ConfigError(
+            f"{version} has the {part} {saved!r}, this run has {configured!r}; use another --name, or --resume never"
+        )
 
 
 def describe_execution(config: TrainConfig, world_size: int) -> Execution:
@@ -215,12 +231,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     state = {name: value for name, value in checkpoint.state.items() if value is not None}
     for part, configured in (("model", run.config.model), ("optimizer", run.config.optimizer)):
         # A checkpoint without this name passes; the loads below check its tensors.
-        saved = state.get(f"{part}_name", configured)
-        if saved != configured:
-            raise ConfigError(
-                f"{checkpoint.version} has the {part} {saved!r}, this run has {configured!r}; "
-                "use another --name, or --resume never"
-            )
+        _check_same(checkpoint.version, part, state.get(f"{part}_name", configured), configured)
     if isinstance(run.loader, ImageLoader) and hvd.rank() == 0:
         # Releases without this setting evaluated by "window".
         saved = (checkpoint.entry.get("config") or {}).get("evaluation", "window")

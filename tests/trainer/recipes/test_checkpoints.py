@@ -1,9 +1,13 @@
 """What a checkpoint says about the layout of its run, and what a rank restores of an optimizer it has in part."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from datasvc.trainer.recipes.checkpoints import describe_execution
+from datasvc.errors import ConfigError
+from datasvc.trainer.recipes import checkpoints
+from datasvc.trainer.recipes.checkpoints import describe_execution, plan_restore
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.settings.config import TrainConfig
 
@@ -47,3 +51,15 @@ def test_a_rank_restores_the_state_of_its_own_parameters():
         1: {"step": (), "exp_avg": (2, 3)},
         3: {"step": (), "exp_avg": (2,)},
     }
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_its_tensors_are_read(monkeypatch):
+    stored = SimpleNamespace(version="net@1", entry={"config": {"model": "gpt2"}}, records=())
+    monkeypatch.setattr(checkpoints, "read_version", lambda _repository, _ref: stored)
+    layer = torch.nn.Linear(3, 2)
+    optimizer = LayoutOptimizer(torch.optim.SGD(layer.parameters()), layer, [["weight", "bias"]])
+    run = SimpleNamespace(optimizer=optimizer, config=SimpleNamespace(model="gpt"), model=layer, average=None)
+    with pytest.raises(ConfigError, match="net@1 has the model 'gpt2', this run has 'gpt'; use another --name"):
+        plan_restore(run, SimpleNamespace(repository=None), "net@1")
+    stored.entry = {}
+    assert plan_restore(run, SimpleNamespace(repository=None), "net@1")["model"].keys() == {"weight", "bias"}
