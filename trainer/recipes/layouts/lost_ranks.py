@@ -42,9 +42,12 @@ class LostRankWatch:
 
     def explain(self, error: RuntimeError) -> HorovodInternalError:
         """Return the error for a step that lost a connection, with the numbers of the lost ranks."""
-        store = _get_default_store()
-        store.set(_FAILED, "")
-        self._found.wait(_ANSWER_S + 2 * _POLL_S + 1.0)
+        try:
+            _get_default_store().set(_FAILED, "")
+            self._found.wait(_ANSWER_S + 2 * _POLL_S + 1.0)
+        except (RuntimeError, ValueError):
+            # Without a store no rank can answer, and this error must not hide the first one.
+            _LOG.debug("rank %d cannot reach the store of the job", self._rank, exc_info=True)
         return HorovodInternalError(f"{self._message or 'a rank failed or was lost'} ({error})")
 
     def _watch(self) -> None:
