@@ -95,7 +95,7 @@ def test_every_layout_and_option_has_the_losses_of_one_process(train, layouts):
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_every_rank_of_a_pipeline_hears_which_rank_is_lost(launcher, lost):
+def test_every_rank_of_a_pipeline_reports_which_rank_is_lost(launcher, lost):
     program = launcher.program("lost_in_pipeline.py")
     done = launcher.run(4, sys.executable, program, "pipeline=4", lost, timeout_s=TIMEOUT_S)
     for rank in {0, 1, 2, 3} - {lost}:

@@ -11,6 +11,7 @@ import torch
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.layouts.layout import plan_layout
+from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -86,7 +87,7 @@ def run(num_steps, settings):
     with learner.average.applied():
         averaged = evaluate(task, learner.model, held_out, device, "fp32", learner.execution)
     state = learner.optimizer.state_dict()  # with ZeRO-1, every rank must call it
-    states = getattr(learner.optimizer, "_states", state["state"])
+    states = learner.optimizer.states if isinstance(learner.optimizer, LayoutOptimizer) else state["state"]
     sizes = {
         "parameter_bytes": local_bytes(learner.model.parameters()),
         "optimizer_bytes": local_bytes(value for state in states.values() for value in state.values()),

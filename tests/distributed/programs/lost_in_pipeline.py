@@ -1,4 +1,4 @@
-"""Ranks of a pipeline, of which one kills itself in the middle of a step; the others print what they hear, and when.
+"""Ranks of a pipeline, of which one kills itself in the middle of a step; the others print their report and its time.
 
 Arguments: the layout, and the rank that kills itself.
 """

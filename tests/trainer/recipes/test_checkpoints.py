@@ -63,3 +63,12 @@ def test_a_checkpoint_of_another_model_is_refused_before_its_tensors_are_read(mo
         plan_restore(run, SimpleNamespace(repository=None), "net@1")
     stored.entry = {}
     assert plan_restore(run, SimpleNamespace(repository=None), "net@1")["model"].keys() == {"weight", "bias"}
+
+
+def test_the_states_of_a_rank_are_those_of_the_parameters_that_it_updates():
+    layer = torch.nn.Linear(3, 2)
+    optimizer = LayoutOptimizer(torch.optim.AdamW(layer.parameters()), layer, [["weight", "bias"]])
+    assert not optimizer.states
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert optimizer.states.keys() == set(layer.parameters())

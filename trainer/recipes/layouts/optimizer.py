@@ -44,6 +44,11 @@ class LayoutOptimizer:
         """Groups of this rank's parameters, with their settings; changes apply."""
         return self._optimizer.param_groups
 
+    @property
+    def states(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+        """State of each parameter that this rank updates, as the optimizer keeps it."""
+        return cast("Mapping[nn.Parameter, Mapping[str, Any]]", self._states)
+
     def zero_grad(self) -> None:
         """Reset the gradients."""
         self._optimizer.zero_grad()
