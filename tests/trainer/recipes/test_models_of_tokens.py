@@ -1,6 +1,7 @@
 """What the GPT computes: who sees whom, and that it learns."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.models import build_model
-from datasvc.trainer.recipes.models.gpt import GPT, mask_documents
+from datasvc.trainer.recipes.models.gpt import GPT, make_mask, mask_documents
 from tests.examples import examples
 
 VOCABULARY, BLOCK = 11, 12
@@ -73,6 +74,20 @@ def test_the_mask_lets_each_token_see_its_own_document_up_to_itself():
     mask = mask_documents(torch.tensor([[0, 0, 1, -1]], dtype=torch.int32))
     assert mask.shape == (1, 1, 4, 4)
     assert mask[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+def test_a_part_of_the_queries_has_its_rows_of_the_mask_and_no_others_in_memory():
+    documents, _ = pack([1, 3, BLOCK - 4])
+    whole = mask_documents(documents)
+    part = mask_documents(documents, start=2, num_queries=3)
+    torch.testing.assert_close(part, whole[:, :, 2:5])
+    split = SimpleNamespace(start=2, size=BLOCK // 2)
+    for ids in (documents, None):
+        mask = make_mask(ids, 2, split, torch.device("cpu"))
+        torch.testing.assert_close(
+            mask, mask_documents(torch.zeros_like(documents) if ids is None else ids)[:, :, 2:4]
+        )
+        assert mask.untyped_storage().nbytes() == 2 * BLOCK
 
 
 def test_one_document_and_no_documents_are_the_same():

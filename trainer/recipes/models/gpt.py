@@ -318,24 +318,26 @@ def make_mask(
     if document_ids is None:
         assert split is not None
         document_ids = torch.zeros(1, num_tokens * split.size, dtype=torch.int32, device=device)
-    mask = mask_documents(document_ids)
-    return mask if split is None else mask[:, :, split.start : split.start + num_tokens]
+    start = 0 if split is None else split.start
+    return mask_documents(document_ids, start=start, num_queries=num_tokens)
 
 
-def mask_documents(document_ids: torch.Tensor) -> torch.Tensor:
+def mask_documents(document_ids: torch.Tensor, *, start: int = 0, num_queries: int | None = None) -> torch.Tensor:
     """Return the attention mask in which each token attends to itself and to earlier tokens of its document.
 
     Args:
         document_ids: `int[batch, block]`.
+        start: position of the first query.
+        num_queries: number of successive queries; None: those up to the end of the block.
 
     Returns:
-        `bool[batch, 1, query, key]`, True where the query attends to the key. The diagonal is True, so no softmax is
-        over an empty set.
+        `bool[batch, 1, query, key]`, True where the query attends to the key. Each query attends to itself, so no
+        softmax is over an empty set.
     """
-    block = document_ids.shape[1]
-    same = document_ids[:, :, None] == document_ids[:, None, :]
-    causal = torch.ones(block, block, dtype=torch.bool, device=document_ids.device).tril()
-    return (same & causal)[:, None]
+    positions = torch.arange(document_ids.shape[1], device=document_ids.device)
+    queries = slice(start, None if num_queries is None else start + num_queries)
+    same = document_ids[:, queries, None] == document_ids[:, None, :]
+    return (same & (positions[queries, None] >= positions))[:, None]
 
 
 def gpt2(num_classes: int, *, context: int = 1024, dropout: float = 0.1, tie_weights: bool = True) -> GPT:
