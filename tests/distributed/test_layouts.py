@@ -94,10 +94,10 @@ def test_every_layout_and_option_has_the_losses_of_one_process(train, layouts):
             assert result["optimizer_bytes"] <= 1.05 / 2 * expected["optimizer_bytes"]
 
 
-@pytest.mark.parametrize("lost", [0, 2])
-def test_every_rank_of_a_pipeline_reports_which_rank_is_lost(launcher, lost):
+@pytest.mark.parametrize(("lost", "work"), [(0, "step"), (2, "evaluation")])
+def test_every_rank_of_a_pipeline_reports_which_rank_is_lost(launcher, lost, work):
     program = launcher.program("lost_in_pipeline.py")
-    done = launcher.run(4, sys.executable, program, "pipeline=4", lost, timeout_s=TIMEOUT_S)
+    done = launcher.run(4, sys.executable, program, "pipeline=4", lost, work, timeout_s=TIMEOUT_S)
     for rank in {0, 1, 2, 3} - {lost}:
         assert f"rank {rank}: rank {lost} was lost, of 4" in done.stderr
     assert f"rank {lost} was the first to fail" in done.stderr

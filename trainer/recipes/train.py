@@ -15,6 +15,7 @@ from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import commit, report_commits
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.elastic_memory import ElasticMemory, reporting_lost_ranks
+from datasvc.trainer.recipes.layouts.lost_ranks import explaining_lost_ranks
 from datasvc.trainer.recipes.make_optimizer import set_rate
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.reporting.events import EventSink, choose_events
@@ -106,7 +107,9 @@ def train_elastically(config: TrainConfig, events: EventSink) -> Run:
 def train_to_end(run: Run, memory: ElasticMemory | None = None) -> None:
     """Train until the run is complete or a stop signal arrives, and close what it has opened."""
     with run.checkpoints:
-        go_through_epochs(run, memory)
+        # Inside, because the end of this context waits for a save, which waits for the lost rank.
+        with explaining_lost_ranks(None if run.execution is None else run.execution.watch):
+            go_through_epochs(run, memory)
         if run.checkpoints.stop_signal is not None:
             # The launcher signals the other ranks as soon as the first one exits. Each rank ignores this signal,
             # because it is exiting already.

@@ -13,7 +13,6 @@ from torch import nn
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.layouts.execution import LayoutExecution
-from datasvc.trainer.recipes.layouts.lost_ranks import is_lost_connection
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -57,17 +56,9 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
     "targets", "forward", "backward", "all-reduce", "update".
 
     Raises:
-        HorovodInternalError: a rank is lost; with a divided model, the message has its number.
+        HorovodInternalError: a rank is lost. With a divided model, it may be another error of a connection, see
+            `explaining_lost_ranks`.
     """
-    try:
-        return _update(run, batch, mark)
-    except RuntimeError as error:
-        if run.execution is None or not is_lost_connection(error):
-            raise
-        raise run.execution.watch.explain(error) from error
-
-
-def _update(run: Learner, batch: Any, mark: Mark) -> torch.Tensor:
     run.optimizer.zero_grad()
     mark("update")
     examples = run.task.unpack(batch, run.device)

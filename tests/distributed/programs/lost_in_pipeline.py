@@ -1,6 +1,6 @@
-"""Ranks of a pipeline, of which one kills itself in the middle of a step; the others print their report and its time.
+"""Ranks of a pipeline, of which one kills itself in a step or an evaluation; the others print their report.
 
-Arguments: the layout, and the rank that kills itself.
+Arguments: the layout, the rank that kills itself, and "step" or "evaluation".
 """
 
 import os
@@ -14,14 +14,16 @@ from torch import nn
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.layouts.execution import LayoutOptions, apply_layout
 from datasvc.trainer.recipes.layouts.layout import parse_layout
-from datasvc.trainer.recipes.layouts.lost_ranks import is_lost_connection
+from datasvc.trainer.recipes.layouts.lost_ranks import explaining_lost_ranks
 from datasvc.trainer.recipes.models.gpt import GPT
 
 
 class Killed(nn.Module):
-    """A layer that ends its process in the backward pass, so that neighbours wait for it on both sides."""
+    """A layer that ends its process, in the backward pass if there is one: neighbours wait for it on both sides."""
 
     def forward(self, x):
+        if not torch.is_grad_enabled():
+            os.kill(os.getpid(), signal.SIGKILL)
         x.register_hook(lambda _gradient: os.kill(os.getpid(), signal.SIGKILL))
         return x
 
@@ -31,7 +33,7 @@ def main():
     # The launcher ends the other ranks as soon as one is lost; here they report it first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hvd.init()
-    text, lost = sys.argv[1], int(sys.argv[2])
+    text, lost, work = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     model = GPT(11, context=8, layers=4, heads=2, width=8, dropout=0.0)
     layout = parse_layout(text, hvd.size())
     execution = apply_layout(
@@ -44,17 +46,21 @@ def main():
         execution.pipeline.step(tokens, tokens, {}, lambda outputs, _targets: outputs.sum())
         execution.sum_over_copies(torch.zeros(()))
 
+    def evaluate():
+        with torch.no_grad():
+            execution.pipeline.evaluate(tokens, {})
+        execution.sum_over_copies(torch.zeros(()))
+
     step()
     if rank == lost:
         block = next(iter(execution.modules[0].blocks.values()))
         block.mlp.append(Killed())
     began_s = time.monotonic()
     try:
-        step()
+        with explaining_lost_ranks(execution.watch):
+            step() if work == "step" else evaluate()
     except RuntimeError as error:
-        noticed_s = time.monotonic() - began_s
-        failure = execution.watch.explain(error) if is_lost_connection(error) else error
-        sys.stdout.write(f"after {noticed_s:.1f} s and {time.monotonic() - began_s:.1f} s: {failure}\n")
+        sys.stdout.write(f"after {time.monotonic() - began_s:.1f} s: {error}\n")
         sys.stdout.flush()
     os._exit(1)
 

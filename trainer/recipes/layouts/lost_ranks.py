@@ -7,15 +7,19 @@ there, all that run answer, and the lost ones are those that do not.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any, Final, cast
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _get_default_store, _world
 
 import datasvc.trainer as hvd
+from datasvc.errors import DatasvcError
+from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.trainer.errors import HorovodInternalError
 
 _LOG = logging.getLogger(__name__)
@@ -40,8 +44,8 @@ class LostRankWatch:
         self._message = ""
         threading.Thread(target=self._watch, name="lost-ranks", daemon=True).start()
 
-    def explain(self, error: RuntimeError) -> HorovodInternalError:
-        """Return the error for a step that lost a connection, with the numbers of the lost ranks."""
+    def explain(self, error: Exception) -> HorovodInternalError:
+        """Return the error for work that lost a connection, with the numbers of the lost ranks."""
         try:
             _get_default_store().set(_FAILED, "")
             self._found.wait(_ANSWER_S + 2 * _POLL_S + 1.0)
@@ -83,8 +87,25 @@ class LostRankWatch:
             group.abort()
 
 
-def is_lost_connection(error: RuntimeError) -> bool:
-    """Return whether an error of a step came from the connections of this rank, not from its computation."""
+@contextlib.contextmanager
+def explaining_lost_ranks(watch: LostRankWatch | None) -> Iterator[None]:
+    """Raise `HorovodInternalError` with the numbers of the lost ranks for errors in the context that these caused.
+
+    Without a watch, errors stay as they are.
+    """
+    try:
+        yield
+    except (RuntimeError, DatasvcError) as error:
+        if watch is None or not is_lost_connection(error):
+            raise
+        raise watch.explain(error) from error
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether an error came from the connections of this rank to others, not from its computation."""
+    if isinstance(error, DatasvcError):
+        # A save has connections of its own.
+        return isinstance(error, LostRankError) or isinstance(error.__cause__, LostRankError)
     # gloo raises RuntimeError; its messages have the file of its source, and those of its pairs the word connection.
     text = str(error).lower()
     return isinstance(error, dist.DistError | HorovodInternalError) or "gloo" in text or "connection" in text
