@@ -57,6 +57,9 @@ def shard_parameters(model: nn.Module, mesh: DeviceMesh, *, reshard_after_forwar
     )
     for unit in find_units(model):
         shard(unit)
+        if reshard_after_forward:
+            # Autocast would keep 16-bit copies of the freed parameters until the end of the forward pass.
+            unit.register_forward_hook(lambda *_: torch.clear_autocast_cache())
     shard(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):

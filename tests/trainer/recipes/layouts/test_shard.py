@@ -1,11 +1,14 @@
-"""The recomputation of activations."""
+"""What sharding and the recomputation of activations keep, in one process."""
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import datasvc.trainer as hvd
-from datasvc.trainer.recipes.layouts.shard import recompute_activations
+from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -38,3 +41,33 @@ def test_recomputation_tracks_batch_statistics_once(options):
     expected, found = train(recompute=False, **options), train(recompute=True, **options)
     assert int(found["0.layers.1.num_batches_tracked"]) == 2
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts the copies to bfloat16."""
+
+    number = 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+        options = options or {}
+        self.number += operation is torch.ops.aten._to_copy.default and options.get("dtype") == torch.bfloat16
+        return operation(*arguments, **options)
+
+
+@pytest.mark.parametrize(("zero", "casts_again"), [(2, False), (3, True)])
+def test_autocast_keeps_no_copies_of_freed_parameters(zero, casts_again):
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5)) for _ in range(2)))
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+        shard_parameters(model, mesh, reshard_after_forward=zero == 3, offload=False)
+        x = torch.randn(2, 5, dtype=torch.bfloat16)
+        with torch.autocast("cpu", dtype=torch.bfloat16), CastCounter() as counter:
+            model(x)
+            first = counter.number
+            model(x)
+        assert first > 0
+        assert (counter.number == 2 * first) == casts_again
+    finally:
+        dist.destroy_process_group()
