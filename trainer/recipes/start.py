@@ -223,7 +223,8 @@ def _build_divided_learner(
     execution.parameter_groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups
     ]
-    # Ranks of the axis `tensor` compute the same activations, so they must drop the same ones.
+    # Ranks of the axis `tensor` compute the same activations, so they must drop the same ones. Inside the attention,
+    # where each has other heads, the same masks thus occur for a head of every rank; each mask is still random.
     random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank() // layout.tensor))
     return Learner(
         config=config,
