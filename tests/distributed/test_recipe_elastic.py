@@ -203,7 +203,7 @@ def test_the_remaining_ranks_keep_what_their_compression_has_not_sent(repository
     status, events, errors = run(
         repository,
         "compressed",
-        *("--elastic", "--compression", "topk:0.1", "--max-steps", "5"),
+        *("--elastic", "--commit-every", "3", "--compression", "topk:0.1", "--max-steps", "5"),
         options=("--min-num-proc", "2"),
         killed=("0", "step", 4),
         num_ranks=3,
