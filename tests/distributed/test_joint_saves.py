@@ -88,7 +88,7 @@ def test_what_fails_on_one_rank_in_the_background_fails_on_all_and_the_next_save
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_is_an_error_on_the_others_and_nothing_is_visible(seen):
-    assert seen["dies"] == [[*["UnavailableError"] * 2, None, []]] * 2 + [None]
+    assert seen["dies"] == [[*["LostRankError"] * 2, None, []]] * 2 + [None]
 
 
 @pytest.mark.slow

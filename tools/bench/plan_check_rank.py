@@ -24,7 +24,7 @@ from datasvc.trainer.recipes.planning.enumerate import Choices
 from datasvc.trainer.recipes.planning.execution_traits import GLOO, ExecutionTraits
 from datasvc.trainer.recipes.planning.memory import state_bytes
 from datasvc.trainer.recipes.planning.model_costs import ModelCosts, transformer_costs
-from datasvc.trainer.recipes.planning.ranking import Workload, rank_layouts
+from datasvc.trainer.recipes.planning.ranking import PlannedWork, rank_layouts
 from datasvc.trainer.recipes.planning.step_time import ComputeTimes, estimate_step
 from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 
@@ -184,7 +184,7 @@ def choose_traits() -> ExecutionTraits:
 def choose_candidates(costs: ModelCosts, times: ComputeTimes, link: Link, number: int) -> list[Candidate]:
     """Return the candidates of the best layouts of the ranking, equal on all ranks."""
     size = dist.get_world_size()
-    workload = Workload(costs, times, STATES, "fp32", MICRO_BATCH * PASSES_PER_RANK * size, traits=choose_traits())
+    workload = PlannedWork(costs, times, STATES, "fp32", MICRO_BATCH * PASSES_PER_RANK * size, traits=choose_traits())
     choices = Choices((MICRO_BATCH,), recompute=(False,), schedules=("1f1b",), zero_stages=(2, 3))
     ranking = rank_layouts(workload, Cluster(1, link, size), choices)
     chosen = [[each.candidate for each in ranking.ranked[:number]]]
