@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.dcp.paths import Path, find
-from datasvc.models.tensors.state_tree import flatten
+from datasvc.models.tensors.state_tree import dict_skeleton, flatten
 
 
 class EncodedValue(NamedTuple):
@@ -130,11 +130,7 @@ def _encode_node(node: dict[str | int, Any] | _ValueLeaf) -> Any:
     if children and all(isinstance(key, int) for key in children):
         # An index may be absent: an element without leaves, such as an empty dict, has no path. It becomes None.
         return [children.get(index) for index in range(max(map(int, children)) + 1)]
-    if all(isinstance(key, str) and not key.startswith("$") for key in children):
-        return children
-    # A JSON object has only texts as keys, and a key that starts with "$" marks an encoded value. So store any other
-    # dict as a list of pairs.
-    return {"$dict": [[key, child] for key, child in children.items()]}
+    return dict_skeleton(children)
 
 
 def _resolve_value(planner: SavePlanner, item: WriteItem) -> tuple[Any, bool]:

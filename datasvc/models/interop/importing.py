@@ -22,11 +22,11 @@ from datasvc.models.interop.huggingface_folder import (
     with_small_files,
 )
 from datasvc.models.interop.safetensors_files import INDEX_FILE, SUFFIX, read_safetensors, read_safetensors_folder
-from datasvc.models.interop.state import ForeignState, ForeignTensor, check_tensor_name, dict_skeleton, flat_skeleton
+from datasvc.models.interop.state import ForeignState, ForeignTensor, check_tensor_name, flat_skeleton
 from datasvc.models.interop.torch_files import CHECKPOINT_FILE, LEGACY, ZIP, read_torch_file
 from datasvc.models.interop.torch_reader import READER_MEMORY_BYTES
 from datasvc.models.tensors.name_filter import map_names, select_names
-from datasvc.models.tensors.state_tree import encode_state, unflatten
+from datasvc.models.tensors.state_tree import dict_skeleton, encode_state, unflatten
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks
 from datasvc.models.versions.code_revision import CodeRevision

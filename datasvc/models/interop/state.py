@@ -15,6 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from datasvc.durable import is_plain_name
 from datasvc.errors import CorruptDataError
 from datasvc.models.tensors.chunks import Shape
+from datasvc.models.tensors.state_tree import dict_skeleton
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -101,15 +102,6 @@ def check_file_name(folder: Path, name: object, *, listed_in: str, suffix: str =
 def flat_skeleton(names: Mapping[str, str]) -> Any:
     """Return the skeleton of a dict of tensors; `names` has the name of the tensor for each key of the dict."""
     return dict_skeleton({key: {"$tensor": name} for key, name in names.items()})
-
-
-def dict_skeleton(parts: Mapping[str, Any]) -> Any:
-    """Return the skeleton of a dict from the skeletons of its values."""
-    # In a skeleton, a key that starts with "$" marks an encoded value. Write a dict that has such a key itself as a
-    # list of pairs.
-    if any(key.startswith("$") for key in parts):
-        return {"$dict": [[key, part] for key, part in parts.items()]}
-    return dict(parts)
 
 
 def read_block(file: IO[bytes], dtype: str, shape: Shape, location: str) -> torch.Tensor:

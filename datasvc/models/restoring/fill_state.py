@@ -17,7 +17,7 @@ from datasvc.models.tensors.chunks import Box
 from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.read import load_tensors, plan_reads, read_chunks
 from datasvc.models.tensors.sharded import local_part
-from datasvc.models.tensors.state_tree import unflatten
+from datasvc.models.tensors.state_tree import dict_parts, unflatten
 from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.progress import Progress
 
@@ -176,11 +176,7 @@ def _children(skeleton: Any) -> dict[Any, Any]:
         skeleton = skeleton["$tuple"]
     if isinstance(skeleton, list):
         return dict(enumerate(skeleton))
-    if not isinstance(skeleton, dict):
-        return {}
-    if "$dict" in skeleton:
-        return dict(skeleton["$dict"])
-    return {} if any(key.startswith("$") for key in skeleton) else skeleton
+    return dict_parts(skeleton) or {}
 
 
 class UsedRecords(dict[str, Any]):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from datasvc.errors import ConfigError
 from datasvc.models.tensors.chunks import Box, Shape, is_tiling
+from datasvc.models.tensors.state_tree import dict_parts, dict_skeleton
 
 
 class HeldTensor(NamedTuple):
@@ -161,30 +162,19 @@ def merge_skeletons(first: Any, other: Any) -> Any:
 
     The elements of lists of equal length are merged in turn.
     """
-    pairs, other_pairs = _pairs(first), _pairs(other)
-    if pairs is not None and other_pairs is not None:
+    parts, other_parts = dict_parts(first), dict_parts(other)
+    if parts is not None and other_parts is not None:
         merged = {
-            key: merge_skeletons(item, other_pairs[key]) if key in other_pairs else item
-            for key, item in pairs.items()
+            key: merge_skeletons(part, other_parts[key]) if key in other_parts else part
+            for key, part in parts.items()
         }
-        merged |= {key: item for key, item in other_pairs.items() if key not in merged}
-        is_plain = all(isinstance(key, str) and not key.startswith("$") for key in merged)
-        return merged if is_plain else {"$dict": [[key, item] for key, item in merged.items()]}
+        return dict_skeleton(merged | {key: part for key, part in other_parts.items() if key not in merged})
     for mark in (None, "$tuple"):
         items, other_items = (_items(value, mark) for value in (first, other))
         if items is not None and other_items is not None and len(items) == len(other_items):
             merged_items = [merge_skeletons(*both) for both in zip(items, other_items, strict=True)]
             return merged_items if mark is None else {mark: merged_items}
     return first
-
-
-def _pairs(skeleton: Any) -> dict[Any, Any] | None:
-    """Return the items of the dict that a skeleton stands for; None if it stands for another value."""
-    if not isinstance(skeleton, dict):
-        return None
-    if "$dict" in skeleton:
-        return dict(skeleton["$dict"])
-    return None if any(key.startswith("$") for key in skeleton) else skeleton
 
 
 def _items(skeleton: Any, mark: str | None) -> list[Any] | None:

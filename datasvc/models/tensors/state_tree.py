@@ -63,6 +63,24 @@ def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     return _unflatten(skeleton, tensors, 0)
 
 
+def dict_skeleton(parts: Mapping[Any, Any]) -> Any:
+    """Return the skeleton of a dict from the skeletons of its values. Its keys are strings or integers."""
+    # A key of a JSON object is a string, and one that starts with "$" marks an encoded value. So any other dict
+    # becomes a list of pairs.
+    if all(isinstance(key, str) and not key.startswith("$") for key in parts):
+        return dict(parts)
+    return {"$dict": [[key, part] for key, part in parts.items()]}
+
+
+def dict_parts(skeleton: Any) -> dict[Any, Any] | None:
+    """Return the skeletons of the values of a dict, by key; None if `skeleton` is that of another value."""
+    if not isinstance(skeleton, dict):
+        return None
+    if "$dict" in skeleton:
+        return dict(skeleton["$dict"])
+    return None if any(key.startswith("$") for key in skeleton) else skeleton
+
+
 def encode_state(skeleton: Any) -> bytes:
     """Return the bytes of a state object with a skeleton from `flatten`; the order of keys is kept.
 
@@ -142,9 +160,7 @@ def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: _TensorCollec
                 f"state key {key!r} at {path or '(root)'} is neither a string nor an int; convert it with str()"
             )
     flat = {key: _flatten(item, _join(path, key), tensors, depth + 1) for key, item in value.items()}
-    if all(isinstance(key, str) and not key.startswith("$") for key in flat):
-        return flat
-    return {"$dict": [[key, item] for key, item in flat.items()]}
+    return dict_skeleton(flat)
 
 
 def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
