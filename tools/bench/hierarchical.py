@@ -18,7 +18,7 @@ from report import Report, make_parser
 from shaped_nodes import NUM_NODES, run_ranks, shaped_nodes
 
 from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
-from datasvc.trainer.recipes.profiling.predict.predict import all_reduce_s
+from datasvc.trainer.recipes.profiling.predict.collectives import all_ranks, all_reduce_s
 
 RANKS_PER_NODE = 2
 FLAT, HIERARCHICAL, INSIDE = "flat", "hierarchical", "inside"
@@ -37,7 +37,7 @@ def predict(size_bytes: int, way: str, network: Link, inside_s: float, message_s
     # A ring of two ranks takes bytes / bandwidth; its latency is in `message_s`.
     inside = Link(size_bytes / max(inside_s - message_s, 1e-9))
     links = Cluster(NUM_NODES, network, RANKS_PER_NODE, inside if way == HIERARCHICAL else None, message_s)
-    return all_reduce_s(size_bytes, links)
+    return all_reduce_s(size_bytes, all_ranks(links), links)
 
 
 def main() -> None:

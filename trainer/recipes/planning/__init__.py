@@ -1,5 +1,5 @@
 """Estimates memory and step time of the layouts of a training run, and ranks them.
 
-`model_costs` describes a model, `memory` and `step_time` estimate one candidate, `collectives` has the costs of
-communication, `ranking` compares all candidates of `enumerate`. These are pure. `command` is the command line.
+`model_costs` describes a model, `memory` and `step_time` estimate one candidate, `ranking` compares all candidates of
+`enumerate`. These are pure. `command` is the command line.
 """

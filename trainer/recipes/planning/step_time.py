@@ -25,7 +25,12 @@ from typing import Final
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.layouts.layout import AXES, Layout, stages_per_rank
 from datasvc.trainer.recipes.planning.candidate import Candidate
-from datasvc.trainer.recipes.planning.collectives import (
+from datasvc.trainer.recipes.planning.execution_traits import GPUS, ExecutionTraits
+from datasvc.trainer.recipes.planning.memory import StateBytes, element_bytes, rank_parameters
+from datasvc.trainer.recipes.planning.model_costs import ModelCosts
+from datasvc.trainer.recipes.planning.stages import RankParts, divide_parts, idle_s
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster
+from datasvc.trainer.recipes.profiling.predict.collectives import (
     LinkedRanks,
     all_gather_s,
     all_reduce_s,
@@ -34,11 +39,6 @@ from datasvc.trainer.recipes.planning.collectives import (
     reduce_scatter_s,
     send_s,
 )
-from datasvc.trainer.recipes.planning.execution_traits import GPUS, ExecutionTraits
-from datasvc.trainer.recipes.planning.memory import StateBytes, element_bytes, rank_parameters
-from datasvc.trainer.recipes.planning.model_costs import ModelCosts
-from datasvc.trainer.recipes.planning.stages import RankParts, divide_parts, idle_s
-from datasvc.trainer.recipes.profiling.predict.cluster import Cluster
 
 _BACKWARD_FLOPS: Final = 2  # a backward pass computes gradients of activations and of weights
 _BUCKET_BYTES: Final = 25 << 20  # gradients of one all-reduce, as in `gradients.buckets`, whose module imports torch

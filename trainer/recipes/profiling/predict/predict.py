@@ -9,7 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Final
 
-from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster
+from datasvc.trainer.recipes.profiling.predict.collectives import all_ranks, all_reduce_s
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, step_time
 
@@ -56,40 +57,16 @@ def costs_on(costs: StepCosts, cluster: Cluster) -> StepCosts:
     """
     if cluster.world_size == 1:
         return costs_alone(costs)
+    ranks = all_ranks(cluster)
     messages = tuple(
-        dataclasses.replace(message, reduce_s=all_reduce_s(message.size_bytes, cluster)) for message in costs.messages
+        dataclasses.replace(message, reduce_s=all_reduce_s(message.size_bytes, ranks, cluster))
+        for message in costs.messages
     )
     # Targets are summed only if their numbers may differ between ranks, which does not depend on the cluster.
-    targets_s = all_reduce_s(_TARGETS_BYTES, cluster) if costs.targets_s else 0.0
+    targets_s = all_reduce_s(_TARGETS_BYTES, ranks, cluster) if costs.targets_s else 0.0
     return dataclasses.replace(costs, messages=messages, targets_s=targets_s)
 
 
 def costs_alone(costs: StepCosts) -> StepCosts:
     """Return the costs of a single rank, without communication."""
     return dataclasses.replace(costs, messages=(), launch_s=0.0, reduce_beside_s=0.0, skew_s=0.0, targets_s=0.0)
-
-
-def all_reduce_s(size_bytes: int, cluster: Cluster) -> float:
-    """Return the seconds of one all-reduce over all ranks of a cluster without other traffic; 0 for one rank.
-
-    Without `cluster.inside`, the all-reduce is one ring over all ranks. With it, the all-reduce is hierarchical:
-    reduce-scatter in each node, then a ring between the nodes for each part, then all-gather in each node.
-    """
-    if cluster.world_size == 1:
-        return 0.0
-    if cluster.inside is None:
-        return cluster.message_s + ring_s(size_bytes, cluster.world_size, cluster.network)
-    # Each rank of a node sends its part through its own ring over the nodes. All these rings share the network link
-    # of the node, so together they take as long as one ring with all bytes.
-    within_s = ring_s(size_bytes, cluster.ranks_per_node, cluster.inside)
-    return cluster.message_s + within_s + ring_s(size_bytes, cluster.num_nodes, cluster.network)
-
-
-def ring_s(size_bytes: float, num_ranks: int, link: Link) -> float:
-    """Return the seconds of a ring all-reduce: 2 (N - 1) / N * bytes / bandwidth + 2 (N - 1) * latency.
-
-    It is a reduce-scatter and an all-gather of N - 1 messages each. A message is one N-th of the bytes (Patarasuk
-    and Yuan 2009).
-    """
-    num_messages = 2 * (num_ranks - 1)
-    return num_messages / num_ranks * size_bytes / link.bytes_per_s + num_messages * link.latency_s

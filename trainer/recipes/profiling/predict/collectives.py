@@ -39,6 +39,11 @@ class LinkedRanks:
         return self.num_nodes * self.ranks_per_node
 
 
+def all_ranks(cluster: Cluster) -> LinkedRanks:
+    """Return the group of all ranks of a cluster."""
+    return LinkedRanks(cluster.num_nodes, cluster.ranks_per_node)
+
+
 def place_group(ranks: Sequence[int], ranks_per_node: int) -> LinkedRanks:
     """Return how a group of ranks is distributed over nodes of `ranks_per_node` consecutive ranks.
 

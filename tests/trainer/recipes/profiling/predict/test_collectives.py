@@ -5,17 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.planning.collectives import (
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
+from datasvc.trainer.recipes.profiling.predict.collectives import (
     LinkedRanks,
     all_gather_s,
+    all_ranks,
     all_reduce_s,
     all_to_all_s,
     place_group,
     reduce_scatter_s,
     send_s,
 )
-from datasvc.trainer.recipes.profiling.predict import predict
-from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 from tests.trainer.recipes.planning.examples import clusters
 
 COLLECTIVES = [all_gather_s, reduce_scatter_s, all_reduce_s, all_to_all_s, send_s]
@@ -67,10 +67,9 @@ def test_groups_that_share_the_link_of_a_node_share_its_bandwidth():
     assert all_to_all_s(400, shared, cluster) == pytest.approx(0.5 + 8.0)
 
 
-@given(clusters, st.integers(0, 10**12))
-def test_an_all_reduce_of_all_ranks_is_that_of_the_profile(cluster, size_bytes):
-    group = place_group(range(cluster.world_size), cluster.ranks_per_node)
-    assert all_reduce_s(size_bytes, group, cluster) == pytest.approx(predict.all_reduce_s(size_bytes, cluster))
+@given(clusters)
+def test_all_ranks_of_a_cluster_are_placed_as_its_nodes_have_them(cluster):
+    assert all_ranks(cluster) == place_group(range(cluster.world_size), cluster.ranks_per_node)
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
