@@ -22,6 +22,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "sign": ("cryptography>=43",),
     "onnx": ("onnx>=1.18", "onnxscript>=0.5"),
     "ray": ("ray>=2.40",),
+    "ui": ("jinja2>=3.1",),
     "demo": ("scikit-learn>=1.6",),
 }
 _EXTRA_OF_SCHEME: Final = {

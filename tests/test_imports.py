@@ -61,6 +61,7 @@ ALLOWED["datasvc.gc"] = ALLOWED["datasvc.models"] | {"datasvc.models"}
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.gc"] | {"datasvc.gc"}
 ALLOWED["datasvc.testing"] = ALLOWED["datasvc.api"] | {"datasvc.api"}
 ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
+ALLOWED["datasvc.ui"] = ALLOWED["datasvc.api"] | {"datasvc.api", "datasvc.node", "datasvc.ledger"}
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
     "datasvc.api",
     "datasvc.node",
@@ -85,7 +86,10 @@ ALLOWED["datasvc.loaders"] = {
 ALLOWED["datasvc.trainer"] = set()
 ALLOWED["datasvc.trainer.recipes"] = {"datasvc", "datasvc.trainer", "datasvc.loaders"} | ALLOWED["datasvc.cli"]
 ALLOWED["datasvc.trainer.__main__"] = {"datasvc.trainer", "datasvc.trainer.recipes", "datasvc.errors"}
-ALLOWED["datasvc.cli"] = ALLOWED["datasvc.cli"] | {"datasvc.trainer.__main__"}  # `datasvc train`
+ALLOWED["datasvc.cli"] = ALLOWED["datasvc.cli"] | {
+    "datasvc.trainer.__main__",  # `datasvc train`
+    "datasvc.ui",
+}
 
 # The rooms of each package, bottom first: a room imports rooms of lines before its own. "." are the modules in the
 # folder of the package itself; its `__init__` is on top unless it is listed.
@@ -105,6 +109,7 @@ ROOMS = {
         "transfer",
     ],
     "datasvc.node": ["transfers", "http", "."],
+    "datasvc.ui": ["settings", "web", "pages", "server"],
     "datasvc.cli": ["terminal", "nodes datasets", "models", "."],
     "datasvc.loaders": [
         "augment profiling ranks",

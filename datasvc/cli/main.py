@@ -36,6 +36,7 @@ _COMMANDS: Final = {
     "stage": ("nodes.cache", "stage"),
     "serve": ("nodes.serve", "serve"),
     "top": ("nodes.serve", "top"),
+    "ui": ("ui", "ui"),
     "train": ("train", "train"),
 }
 # Module of each group of commands; the group is its `app`.

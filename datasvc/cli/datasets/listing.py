@@ -20,19 +20,10 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
     """
     from datasvc.repository import Repository
     from datasvc.repository.store.redaction import redact_url
-    from datasvc.shards.versions.dataset import list_datasets
+    from datasvc.shards.versions.describe import summarize_datasets
 
     repository = Repository.open(repo)
-    rows: list[dict[str, Any]] = [
-        {
-            "name": dataset.resolved.name,
-            "version": dataset.resolved.version,
-            "samples": sum(split["samples"] for split in dataset.entry.content["splits"].values()),
-            "bytes": sum(split["bytes"] for split in dataset.entry.content["splits"].values()),
-            "tags": repository.tags("datasets", dataset.resolved.name),
-        }
-        for dataset in list_datasets(repository)
-    ]
+    rows = summarize_datasets(repository)
     if as_json:
         print_json([*rows, *unreadable_facts()])
         return

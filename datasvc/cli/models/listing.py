@@ -53,7 +53,7 @@ def log(
 
     repository = Repository.open(repo)
     if as_json:
-        facts = [version_facts(version) for version in model_log(repository, name, last=last)[::-1]]
+        facts = [version.to_dict() for version in model_log(repository, name, last=last)[::-1]]
         print_json([*facts, *unreadable_facts()])
         return
     console = Console(highlight=False, soft_wrap=True)
@@ -77,7 +77,7 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
     version = describe_model(repository, ref)
     removal = repository.removals("models", version.name).find(version.version) if version.removed else None
     if as_json:
-        print_json(version_facts(version) | ({"removal": dict(removal.content)} if removal else {}))
+        print_json(version.to_dict() | ({"removal": dict(removal.content)} if removal else {}))
         return
     entry = version.entry
     print_facts({"version": str(version)} | removal_line(removal.content if removal else None))
@@ -103,16 +103,10 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
     )
 
 
-def version_facts(version: ModelVersion) -> dict[str, Any]:
-    """Return the metadata of a version as JSON values."""
-    facts = {"name": version.name, "version": version.version, "tags": list(version.tags)}
-    return facts | ({"removed": True} if version.removed else {}) | dict(version.entry)
-
-
 def print_versions(versions: Sequence[ModelVersion], *, as_json: bool) -> None:
     """Print versions as a table, or as JSON."""
     if as_json:
-        print_json([*map(version_facts, versions), *unreadable_facts()])
+        print_json([*(version.to_dict() for version in versions), *unreadable_facts()])
         return
     rows = [
         (

@@ -40,6 +40,11 @@ class ModelVersion:
     def __str__(self) -> str:
         return f"{self.name}@{self.version}"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the metadata of the version as JSON values, as `datasvc models show --json` prints them."""
+        facts = {"name": self.name, "version": self.version, "tags": list(self.tags)}
+        return facts | ({"removed": True} if self.removed else {}) | dict(self.entry)
+
     @property
     def tensors(self) -> Digest:
         """Digest of the tensor table. Versions with the same table have equal tensors; others may, too."""

@@ -91,10 +91,9 @@ def is_own_host(header: str, own_hosts: Collection[str]) -> bool:
     return host is not None and (is_loopback(host) or host in own_hosts)
 
 
-def check_exposure(host: str, token: str | None) -> None:
-    """Raise ConfigError if other machines could reach a node that requires no token."""
+def check_exposure(host: str, token: str | None, *, how: str = f"--token-file or {TOKEN_VARIABLE}") -> None:
+    """Raise ConfigError if other machines could reach a server that requires no token; `how` sets one."""
     if token is None and not is_loopback(host):
         raise ConfigError(
-            f"listening on {host!r} gives other machines access: set a token with --token-file or {TOKEN_VARIABLE}, "
-            "or listen on 127.0.0.1"
+            f"listening on {host!r} gives other machines access: set a token with {how}, or listen on 127.0.0.1"
         )

@@ -9,10 +9,28 @@ from typing import Any, Final
 from datasvc.errors import CorruptDataError
 from datasvc.repository import Repository
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.shards.versions.dataset import DatasetVersion, Split, read_version
+from datasvc.shards.versions.dataset import DatasetVersion, Split, list_datasets, read_version
 from datasvc.threads import map_in_threads
 
 _READS_AT_ONCE: Final = 8
+
+
+def summarize_datasets(repository: Repository) -> list[dict[str, Any]]:
+    """Return the newest version of every data set as JSON values: name, version, samples, bytes, created, tags.
+
+    See `list_datasets` for what is left out, and for errors.
+    """
+    return [
+        {
+            "name": dataset.resolved.name,
+            "version": dataset.resolved.version,
+            "samples": sum(split["samples"] for split in dataset.entry.content["splits"].values()),
+            "bytes": sum(split["bytes"] for split in dataset.entry.content["splits"].values()),
+            "created": dataset.entry.content.get("created"),
+            "tags": repository.tags("datasets", dataset.resolved.name),
+        }
+        for dataset in list_datasets(repository)
+    ]
 
 
 def describe_dataset(dataset: DatasetVersion) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""`datasvc ui`: the page in the browser."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json_line, print_line
+from datasvc.errors import ConfigError
+from datasvc.extras import how_to_install
+
+
+def ui(
+    repo: RepoOption,
+    node: Annotated[
+        list[str] | None,
+        typer.Option("--node", help="URL of a node's server to show; may be given several times."),
+    ] = None,
+    runs: Annotated[
+        Path | None,
+        typer.Option("--runs", help="Folder with the ledgers of runs (--ledger of the training program)."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; an address other than loopback requires a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8766,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the token that users of the page need."),
+    ] = None,
+    node_token_file: Annotated[
+        Path | None, typer.Option(help="File with the token of the nodes; by default DATASVC_TOKEN.")
+    ] = None,
+    open_browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open the page in the browser of this machine.")
+    ] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Show data sets, models, runs and nodes in the browser, until Ctrl-C. The page changes nothing.
+
+    Example: datasvc ui --repo ./repo
+
+    Prints its address once it accepts connections.
+    """
+    from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
+    from datasvc.ui.settings import UiSettings
+
+    try:
+        from datasvc.ui.server import serve
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the page needs a package that is not installed ({error.name}): {how_to_install('ui')}"
+        ) from error
+
+    settings = UiSettings(
+        repository=repo,
+        nodes=tuple(node or ()),
+        node_token=load_token(node_token_file, os.environ.get(TOKEN_VARIABLE)),
+        ledgers=runs,
+        host=host,
+        port=port,
+        token=load_token(token_file, None),
+    )
+
+    def ready(address: str) -> None:
+        if as_json:
+            print_json_line({"url": address, "process": os.getpid()})
+            return
+        print_line(f"the page is at {address}; stop with Ctrl-C")
+        sys.stdout.flush()  # a program may wait for the address at the other end of a pipe
+        if open_browser and sys.stdout.isatty():
+            import webbrowser
+
+            webbrowser.open(address)
+
+    serve(settings, ready)

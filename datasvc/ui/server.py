@@ -1,0 +1,92 @@
+"""Runs the page's server: `datasvc ui`. It only reads, so it can be stopped at any time."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+
+from datasvc.cache.peers.membership import bracketed
+from datasvc.errors import ConfigError
+from datasvc.ui.pages import datasets, home, search
+from datasvc.ui.settings import UiSettings
+from datasvc.ui.web.access import LOGIN_PATH, STATIC_PATH, Access, add_headers
+from datasvc.ui.web.page import Load
+from datasvc.ui.web.rendering import make_environment
+from datasvc.ui.web.routes import PageRoutes
+from datasvc.ui.web.site import Site
+
+# Function of each page by path. Its JSON twin has the same path below `/api`.
+PAGES: Final[Mapping[str, Load]] = {
+    "/": home.load,
+    "/search": search.load,
+    "/datasets": datasets.load_list,
+}
+_STATIC: Final = Path(__file__).with_name("static")
+
+
+def make_app(site: Site) -> web.Application:
+    """Return the web application of all pages."""
+    environment = make_environment()
+    routes = PageRoutes(site, environment, PAGES)
+    access = Access(site.settings.token, site.settings.host)
+    app = web.Application(middlewares=[add_headers, routes.respond_to_errors, access.middleware()])
+    routes.add_to(app)
+    app.router.add_static(STATIC_PATH, _STATIC)
+    app.router.add_post(LOGIN_PATH, access.login)
+
+    async def show_login(_: web.Request) -> web.Response:
+        return web.Response(text=environment.get_template("login.html").render(), content_type="text/html")
+
+    app.router.add_get(LOGIN_PATH, show_login)
+    return app
+
+
+def serve(settings: UiSettings, ready: Callable[[str], None]) -> None:
+    """Serve the pages until SIGTERM or SIGINT.
+
+    Args:
+        settings: settings of the server.
+        ready: called with the address of the page once the server listens.
+
+    Raises:
+        ConfigError: the address cannot be used, or Jinja2 is not installed.
+    """
+    asyncio.run(_serve_until_signal(settings, ready))
+
+
+async def run_ui(settings: UiSettings, ready: Callable[[str], None], stop_requested: asyncio.Event) -> None:
+    """Like `serve`, but until `stop_requested` is set."""
+    site = Site(settings)
+    runner = web.AppRunner(make_app(site), access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        with site.unreadable.collect():
+            ready(await _listen(runner, settings))
+            await stop_requested.wait()
+    finally:
+        await runner.cleanup()
+
+
+async def _serve_until_signal(settings: UiSettings, ready: Callable[[str], None]) -> None:
+    stop_requested = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop_requested.set)
+    await run_ui(settings, ready, stop_requested)
+
+
+async def _listen(runner: web.AppRunner, settings: UiSettings) -> str:
+    listener = web.TCPSite(runner, settings.host, settings.port)
+    try:
+        await listener.start()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {settings.host}:{settings.port}: {error}; choose another --port or --host"
+        ) from error
+    host, port = runner.addresses[0][:2]
+    return f"http://{bracketed(host)}:{port}/"

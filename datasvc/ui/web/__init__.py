@@ -1,0 +1,1 @@
+"""What all pages share: access, errors, links, rendering, and the route of a page and of its JSON twin."""

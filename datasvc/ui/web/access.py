@@ -1,0 +1,91 @@
+"""Who may read the pages: a token in a header or in a strict cookie, and a check of the host; security headers."""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from typing import Final
+
+from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+
+from datasvc.node.http.auth import is_authorized, is_own_host
+
+LOGIN_PATH: Final = "/login"
+STATIC_PATH: Final = "/static/"
+_COOKIE: Final = "datasvc_page"
+_HEADERS: Final = {
+    # Scripts, styles and images come from this server only; no inline script or style runs, whatever a template has.
+    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
+
+
+@web.middleware
+async def add_headers(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Add the headers of all responses, also of errors."""
+    response = await handler(request)
+    for name, value in _HEADERS.items():
+        response.headers.setdefault(name, value)
+    response.headers.setdefault("Cache-Control", "no-store")
+    return response
+
+
+class Access:
+    """Checks requests.
+
+    Args:
+        token: token that users need; None: none, but the `Host` header must name this machine's loopback.
+        host: address that the server listens on.
+    """
+
+    def __init__(self, token: str | None, host: str) -> None:
+        self._token = token
+        self._host = host
+        # A cookie of this process: it is no use after a restart, and does not reveal the token.
+        self._session = secrets.token_urlsafe(32)
+
+    def middleware(self) -> Middleware:
+        """Return the middleware that refuses requests without access."""
+
+        @web.middleware
+        async def checking(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self._token is None and not is_own_host(request.headers.get("Host", ""), {self._host}):
+                # DNS rebinding: another site's name points to this machine, and its page reads ours.
+                raise web.HTTPMisdirectedRequest(
+                    text=f"this page is not {request.headers.get('Host', '')[:80]!r}; "
+                    "use the address that `datasvc ui` prints, or a token"
+                )
+            if not self._is_open(request.path) and not self._is_allowed(request):
+                if request.path.startswith("/api/"):
+                    raise web.HTTPUnauthorized(
+                        text="the page requires a token: Authorization: Bearer TOKEN",
+                        headers={"WWW-Authenticate": "Bearer"},
+                    )
+                raise web.HTTPSeeOther(LOGIN_PATH)
+            return await handler(request)
+
+        return checking
+
+    async def login(self, request: web.Request) -> web.StreamResponse:
+        """Set the cookie if the form has the token. Raise HTTPForbidden otherwise."""
+        form = await request.post()
+        given = str(form.get("token", ""))
+        if not is_authorized(f"Bearer {given}", self._token):
+            raise web.HTTPForbidden(text="this is not the token of this page; see --token-file of `datasvc ui`")
+        response = web.HTTPSeeOther("/")
+        response.set_cookie(_COOKIE, self._session, httponly=True, samesite="Strict", path="/")
+        return response
+
+    def _is_open(self, path: str) -> bool:
+        return path == LOGIN_PATH or path.startswith(STATIC_PATH)
+
+    def _is_allowed(self, request: web.Request) -> bool:
+        if is_authorized(request.headers.get("Authorization"), self._token):
+            return True
+        cookie = request.cookies.get(_COOKIE, "")
+        return hmac.compare_digest(cookie.encode("utf-8", "surrogateescape"), self._session.encode())

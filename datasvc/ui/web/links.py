@@ -1,0 +1,63 @@
+"""Addresses of the pages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import quote, urlencode
+
+
+def _address(*parts: str, query: Mapping[str, object] | None = None) -> str:
+    path = "/" + "/".join(quote(part, safe="@") for part in parts)
+    given = {name: value for name, value in (query or {}).items() if value not in {None, ""}}
+    return f"{path}?{urlencode(given)}" if given else path
+
+
+def dataset_link(ref: str, **query: object) -> str:
+    """Return the address of the page of a data-set version, or of a data set's newest version."""
+    return _address("datasets", ref, query=query)
+
+
+def samples_link(ref: str, split: str, **query: object) -> str:
+    """Return the address of the samples of a split; `where`, `key`, `page` and `sort` select among them."""
+    return _address("datasets", ref, "samples", split, query=query)
+
+
+def sample_link(ref: str, split: str, position: int) -> str:
+    """Return the address of one sample, by its position in the split."""
+    return _address("datasets", ref, "samples", split, str(position))
+
+
+def diff_link(old: str, new: str) -> str:
+    """Return the address of the comparison of two data-set versions."""
+    return _address("diff", old, new)
+
+
+def model_link(ref: str, **query: object) -> str:
+    """Return the address of the page of a model version, or of a model."""
+    return _address("models", ref, query=query)
+
+
+def compare_link(first: str, second: str) -> str:
+    """Return the address of the comparison of two model versions."""
+    return _address("compare", first, second)
+
+
+def lineage_link(ref: str) -> str:
+    """Return the address of the lineage of a model version."""
+    return _address("lineage", ref)
+
+
+def run_link(name: str, run_id: str) -> str:
+    """Return the address of a training run."""
+    return _address("runs", name, run_id)
+
+
+def audit_link(ledger: str) -> str:
+    """Return the address of the audit of a ledger, named as in the folder of ledgers."""
+    return _address("audit", ledger)
+
+
+def with_query(path: str, query: Mapping[str, object], **changes: object) -> str:
+    """Return `path` with parameters, of which `changes` replaces some and removes those that are None."""
+    merged = {name: value for name, value in {**query, **changes}.items() if value not in {None, ""}}
+    return f"{path}?{urlencode(merged)}" if merged else path

@@ -1,0 +1,136 @@
+"""Turns the values of a page into HTML. Texts are escaped by Jinja2, and control characters are made visible."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from datasvc.printable import count_text, escape_controls
+from datasvc.sizes import format_size
+from datasvc.ui.web import links
+from datasvc.ui.web.page import Page
+
+NAVIGATION = (
+    ("home", "Home", "/"),
+    ("datasets", "Data sets", "/datasets"),
+    ("models", "Models", "/models"),
+    ("runs", "Runs", "/runs"),
+    ("cluster", "Cluster", "/cluster"),
+    ("planner", "Planner", "/planner"),
+)
+_SHORT_DIGEST_CHARS = 12
+_UNITS = ((86400 * 365, "year"), (86400 * 30, "month"), (86400, "day"), (3600, "hour"), (60, "minute"))
+
+
+def make_environment() -> Environment:
+    """Return the templates, with the filters and functions that they use."""
+    environment = Environment(
+        loader=PackageLoader("datasvc.ui"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "ago": ago,
+        "count": count_text,
+        "digest": digest,
+        "json_text": json_text,
+        "metric": metric,
+        "number": number,
+        "size": size,
+    }
+    environment.globals |= {
+        "navigation": NAVIGATION,
+        **{name: getattr(links, name) for name in dir(links) if name.endswith(("_link", "with_query"))},
+    }
+    return environment
+
+
+def render(environment: Environment, page: Page, *, address: str, api_address: str, search: str = "") -> str:
+    """Return the HTML of a page.
+
+    Args:
+        environment: templates.
+        page: values of the page.
+        address: path and query of the page.
+        api_address: path and query of its JSON twin.
+        search: text of the search box.
+    """
+    return environment.get_template(page.template).render(
+        page=page, address=address, api_address=api_address, search=search, **page.view
+    )
+
+
+def trusted(svg: str) -> Markup:
+    """Mark a drawing as HTML. Only for text from `datasvc.drawing`, which escapes what it contains."""
+    return Markup(svg)  # noqa: S704
+
+
+def ago(time: str | float | None, now: datetime | None = None) -> Markup | str:
+    """Return a time relative to now, with the exact time in its title; "-" for None.
+
+    Args:
+        time: time as in log entries (ISO 8601), or seconds since 1970.
+        now: current time; default: that of the clock.
+    """
+    if time is None:
+        return "-"
+    try:
+        moment = datetime.fromtimestamp(time, UTC) if isinstance(time, (int, float)) else datetime.fromisoformat(time)
+    except (ValueError, OverflowError, OSError):
+        return escape_controls(str(time))
+    moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    seconds = ((now or datetime.now(UTC)) - moment).total_seconds()
+    exact = moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(
+        moment.astimezone(UTC).isoformat(), exact, _relative(seconds)
+    )
+
+
+def _relative(seconds: float) -> str:
+    for unit_s, unit in _UNITS:
+        if abs(seconds) >= unit_s:
+            count = count_text(int(abs(seconds) // unit_s), unit)
+            return f"{count} ago" if seconds > 0 else f"in {count}"
+    return "now" if abs(seconds) < 1 else f"{seconds:.0f} s ago" if seconds > 0 else f"in {-seconds:.0f} s"
+
+
+def number(value: float | None) -> str:
+    """Return a number with separators of thousands; "-" for None."""
+    return "-" if value is None else f"{value:,}"
+
+
+def metric(value: object) -> str:
+    """Return a value of a metric or a setting as short text."""
+    if isinstance(value, bool) or not isinstance(value, float):
+        return json_text(value) if isinstance(value, (dict, list, bool)) or value is None else str(value)
+    return f"{value:.4g}"
+
+
+def size(value: float | None) -> Markup | str:
+    """Return a number of bytes as text, such as "1.50 GB", with the exact number in its title; "-" for None."""
+    if value is None:
+        return "-"
+    return Markup('<span title="{} bytes">{}</span>').format(f"{value:,}", format_size(value))
+
+
+def digest(value: str) -> Markup:
+    """Return the first characters of a digest; a click copies it whole."""
+    algorithm, colon, digits = str(value).rpartition(":")
+    short = f"{algorithm}{colon}{digits[:_SHORT_DIGEST_CHARS]}"
+    return Markup('<code class="digest" title="{}" data-copy="{}">{}</code>').format(value, value, short)
+
+
+def json_text(value: object) -> str:
+    """Return a value as one line of JSON."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _finalize(value: object) -> object:
+    """Make control characters of texts visible, such as those that change the direction of writing."""
+    return escape_controls(value) if isinstance(value, str) and not isinstance(value, Markup) else value
