@@ -37,7 +37,7 @@ check: setup  ## ruff, mypy and the import directions
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_imports.py
 
-bench: setup  ## most benchmarks, some minutes; results belong into docs/benchmarks.md
+bench: setup  ## most benchmarks, some minutes; results belong into docs/reference/benchmarks.md
 	$(BIN)/python tools/bench/order.py
 	$(BIN)/python tools/bench/ingest.py
 	$(BIN)/python tools/bench/ingest_samples.py

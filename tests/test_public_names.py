@@ -14,6 +14,7 @@ import datasvc
 from datasvc.api import Datasets, Models
 from datasvc.api.operation import Operation
 from datasvc.models.transfer import transfer
+from tests.pages import find_page
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("public_names.txt")
@@ -150,9 +151,7 @@ def test_calls_that_repeat_a_signature_have_the_parameters_defaults_and_types_of
 
 
 def test_the_page_about_python_lists_every_method_of_the_facade():
-    rows = [
-        line.split("|") for line in (ROOT / "docs" / "python.md").read_text().splitlines() if line.startswith("|")
-    ]
+    rows = [line.split("|") for line in find_page("python.md").read_text().splitlines() if line.startswith("|")]
     for column, facade in enumerate(("Datasets", "Models"), 2):
         listed = {name for row in rows for name in re.findall(r"`(\w+)\(", row[column])}
         prefix = f"datasvc.api.{facade}."

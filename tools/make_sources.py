@@ -1,4 +1,4 @@
-"""Write small real examples of every source that `datasvc ingest` reads, for docs/ingest.md and for tests.
+"""Write small real examples of every source that `datasvc ingest` reads, for docs/reference/sources.md and for tests.
 
 They hold scans of digits, photos, measured flowers and texts that scikit-learn bundles: nothing is downloaded. Each
 lies in a folder of its own below FOLDER, and `tokenizer.json` beside them. The same seed gives the same bytes.

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Slurm Epilog: cancels what deploy/slurm/prolog.sh began, if it still runs. What has arrived stays for the next job.
-# Explained in docs/cluster.md. Runs as root on every node of the job, after it, however it ended.
+# Explained in docs/how-to/cluster.md. Runs as root on every node of the job, after it, however it ended.
 
 set -u
 PATH=/usr/bin:/bin

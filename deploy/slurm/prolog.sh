@@ -1,6 +1,6 @@
 #!/bin/bash
 # Slurm Prolog: a job submitted with --comment=datasvc:NAME[@VERSION|@TAG] finds its data set on the way when it starts.
-# Explained in docs/cluster.md. Runs as root on every node of the job, before it.
+# Explained in docs/how-to/cluster.md. Runs as root on every node of the job, before it.
 #
 # It asks the node's datasvc to stage and does not wait: the loader streams what has not arrived yet. Whatever goes
 # wrong here is logged and the job starts all the same, because a Prolog that fails takes the node out of service.

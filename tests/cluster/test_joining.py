@@ -64,7 +64,7 @@ def check_served(readers, numbers, epochs=1):
 
 
 def write_members(path, serving, nodes):
-    """Publish who the nodes are, as docs/cluster.md says."""
+    """Publish who the nodes are, as the page cluster.md says."""
     new = path.with_suffix(".new")
     new.write_text("".join(f"{serving.url(node)}\n" for node in nodes))
     new.rename(path)

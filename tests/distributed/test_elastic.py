@@ -4,7 +4,6 @@ import random
 import re
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from tests.distributed.elastic_jobs import (
     check_each_sample_once,
     check_equal,
 )
+from tests.pages import find_page
 
 REPLACING = (*SAME_SIZE, *TWO_HOSTS)
 SHRINKING = ("--min-num-proc", "1", *TWO_HOSTS)
@@ -346,7 +346,7 @@ def test_ranks_that_die_leave_no_threads_and_no_open_files_behind_in_others(elas
 
 @pytest.mark.slow
 def test_the_program_on_the_page_runs(launcher, tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "elastic.md").read_text()
+    page = find_page("elastic.md").read_text()
     program = tmp_path / "train.py"
     program.write_text(re.search(r"```python\n# train.py\n(.*?)```", page, re.DOTALL)[1])
     done = launcher.run(2, sys.executable, program, options=SHRINKING)

@@ -1,4 +1,4 @@
-"""The commands and the Python of docs/recipes.md run as they stand."""
+"""The commands and the Python of the page recipes.md run as they stand."""
 
 import os
 import re
@@ -10,9 +10,10 @@ import pytest
 
 from datasvc.models import describe_model
 from datasvc.repository import Repository
+from tests.pages import find_page
 
 ROOT = Path(__file__).parents[2]
-GUIDE = (ROOT / "docs/recipes.md").read_text()
+GUIDE = find_page("recipes.md").read_text()
 
 
 def blocks(language):
@@ -21,7 +22,7 @@ def blocks(language):
 
 def test_the_python_of_the_guide_runs():
     (code,) = blocks("python")
-    exec(compile(code, "docs/recipes.md", "exec"), {"__name__": "__main__"})
+    exec(compile(code, "recipes.md", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Every format that docs/formats.md defines, byte by byte.
+"""Every format that the page formats.md defines, byte by byte.
 
 The files in `golden/` were written by the first release of each format and must open for ever; writing the same
 content must give the same bytes. A new format gets new files beside the old ones, which

@@ -1,4 +1,4 @@
-"""What docs/upgrading.md says of an old release that meets a newer format: it refuses one version, not the others."""
+"""The page upgrading.md on an old release that meets a newer format: it refuses one version, not the others."""
 
 import json
 

@@ -1,7 +1,6 @@
-"""The Python of docs/loaders.md and docs/mixtures.md runs as it stands, a page's blocks in turn in one program."""
+"""The Python of the pages loaders.md and mixtures.md runs as it stands, a page's blocks in turn in one program."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -9,10 +8,10 @@ from datasvc.loaders.core.loader import Loader
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.shards.sources import SourceOptions
+from tests.pages import find_page
 from tests.shards.sources.text.test_tokens import train
 
-DOCS = Path(__file__).parents[2] / "docs"
-BLOCKS = {name: re.findall(r"^```python\n(.+?)^```", (DOCS / name).read_text(), re.DOTALL | re.MULTILINE)
+BLOCKS = {name: re.findall(r"^```python\n(.+?)^```", find_page(name).read_text(), re.DOTALL | re.MULTILINE)
           for name in ("loaders.md", "mixtures.md")}  # fmt: skip
 
 

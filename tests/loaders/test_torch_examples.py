@@ -1,12 +1,13 @@
-"""The examples of docs/torch.md run as they stand; those of packages that are not installed are skipped."""
+"""The examples of the page torch.md run as they stand; those of packages that are not installed are skipped."""
 
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-GUIDE = Path(__file__).parents[2] / "docs/torch.md"
+from tests.pages import find_page
+
+GUIDE = find_page("torch.md")
 EXAMPLES = dict(re.findall(r"^## (.+?)\n\n```python\n(.+?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE))
 
 

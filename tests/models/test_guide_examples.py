@@ -1,16 +1,16 @@
-"""The examples of docs/models.md for users of any loader run as they stand."""
+"""The examples of the page models.md for users of any loader run as they stand."""
 
 import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import datasvc
 from datasvc.cli.main import make_app
+from tests.pages import find_page
 
-GUIDE = Path(__file__).parents[2] / "docs/models.md"
+GUIDE = find_page("models.md")
 SECTION = re.search(r"^## Checkpoints alone\n(.+?)^## ", GUIDE.read_text(), re.DOTALL | re.MULTILINE)[1]
 TORCH, LIGHTNING = re.findall(r"^```python\n(.+?)^```", SECTION, re.DOTALL | re.MULTILINE)
 
@@ -18,7 +18,7 @@ TORCH, LIGHTNING = re.findall(r"^```python\n(.+?)^```", SECTION, re.DOTALL | re.
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    return lambda code: exec(compile(code, "docs/models.md", "exec"), {"__name__": "__main__"})
+    return lambda code: exec(compile(code, "models.md", "exec"), {"__name__": "__main__"})
 
 
 def said_of(ref):

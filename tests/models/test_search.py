@@ -22,6 +22,7 @@ from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.storage import Storage
 from tests.confined_sql import check_refused
 from tests.models.entries import commit_entry
+from tests.pages import find_page
 from tests.progress import RecordedProgress
 
 
@@ -187,7 +188,7 @@ def test_the_guide_lists_every_column_with_its_type(repository):
     commit_entry(
         repository, "m", metrics={"loss": 1.0}, config={"lr": 1}, environment={"python": "3"}, execution=execution
     )
-    guide = (Path(__file__).parents[2] / "docs/models.md").read_text()
+    guide = find_page("registry.md").read_text()
     for column in rows_of(repository, "describe all_versions"):
         kind = column["column_type"].partition("(")[0]
         assert f"| `{column['column_name']}` | {kind} |" in guide

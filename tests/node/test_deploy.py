@@ -1,4 +1,4 @@
-"""The examples of deploy/ and docs/cluster.md name commands and options that exist, and do what they say."""
+"""The examples of deploy/ and the page cluster.md name commands and options that exist, and do what they say."""
 
 import re
 import shlex
@@ -14,11 +14,13 @@ from datasvc.cli.main import make_app
 from datasvc.node.http.auth import load_token
 from datasvc.shards import ingest
 from tests.node.conftest import RunningNode
+from tests.pages import find_page
 
 ROOT = Path(__file__).parents[2]
 UNIT = (ROOT / "deploy/systemd/datasvc.service").read_text()
 MANIFESTS = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/datasvc.yaml").read_text()))
-GUIDE = (ROOT / "docs/cluster.md").read_text()
+PAGE = find_page("cluster.md")
+GUIDE = PAGE.read_text()
 TOKEN = "0123456789abcdef0123456789abcdef"
 
 
@@ -135,7 +137,7 @@ def test_commands_of_the_guide_exist_with_their_options(line, monkeypatch):
 
 def test_the_guide_links_to_files_and_names_metrics_that_exist(node):
     for target in re.findall(r"\]\((\.\./[^)]+)\)", GUIDE):
-        assert (ROOT / "docs" / target).is_file(), target
+        assert (PAGE.parent / target).is_file(), target
     assert (ROOT / "deploy/slurm/epilog.sh").is_file()
     metrics = node.get("/metrics").body.decode()
     for name in set(re.findall(r"`(datasvc_[a-z_]+)", GUIDE)):

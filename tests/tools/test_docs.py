@@ -13,15 +13,16 @@ import pytest
 
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
+from tests.pages import ROOT, all_pages, find_page
 from tests.shards.export.contents import write_photos
 from tests.test_imports import ALLOWED, ROOMS
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# The data sets that the page makes, and how many versions each has at its end.
+# The pages whose commands continue each other, and the data sets that they make, with the number of their versions.
+INGEST = ["ingest.md", "sources.md", "data-versions.md"]
 MADE = {
     "digits": 3,
+    "by-folder": 1,
     "photos": 1,
     "by-csv": 1,
     "by-lines": 1,
@@ -53,21 +54,21 @@ MADE = {
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, its line, and the exit status that the words before it name."""
+    """A fenced block: its language, its text, its place, and the exit status that the words before it name."""
 
     language: str
     text: str
-    line: int
+    place: str
     status: int
 
 
 def read_blocks(name):
-    text = (DOCS / name).read_text()
+    text = find_page(name).read_text()
     blocks, stop = [], 0
     for match in FENCE.finditer(text):
         named = re.search(r"exit status (\d):\s*$", text[stop : match.start()])
-        line = text.count("\n", 0, match.start()) + 1
-        blocks.append(Block(match[1], match[2], line, int(named[1]) if named else 0))
+        place = f"{name}, line {text.count(chr(10), 0, match.start()) + 1}"
+        blocks.append(Block(match[1], match[2], place, int(named[1]) if named else 0))
         stop = match.end()
     return blocks
 
@@ -75,13 +76,13 @@ def read_blocks(name):
 def run_blocks(blocks, folder):
     """Run blocks one after the other, in one shell, which keeps what they export."""
     script = ["set -eu"]
-    for block in blocks:
+    for number, block in enumerate(blocks):
         text = block.text
         if block.language == "python":
-            program = folder / f"line_{block.line}.py"
+            program = folder / f"program_{number}.py"
             program.write_text(text)
             text = f"python {program}\n"
-        script.append(f"echo 'line {block.line}:' >&2")
+        script.append(f"echo '{block.place}:' >&2")
         script.append(text if not block.status else f"set +e\n{text}test $? -eq {block.status} || exit 99\nset -e")
     script.append("echo all of them ran")
     if not (folder / "tools").exists():
@@ -102,7 +103,9 @@ def run_blocks(blocks, folder):
 
 def at(blocks, bucket):
     """Return the blocks with another bucket in place of the one that they name."""
-    return [Block(each.language, each.text.replace("s3://bucket", bucket), each.line, each.status) for each in blocks]
+    return [
+        Block(each.language, each.text.replace("s3://bucket", bucket), each.place, each.status) for each in blocks
+    ]
 
 
 def versions(repository):
@@ -119,9 +122,9 @@ def check_ingested(folder, bucket, made):
 
 
 @pytest.mark.slow
-def test_every_command_of_the_page_on_ingest_runs_on_s3_and_on_ray(tmp_path, s3_bucket):
+def test_every_command_of_the_pages_on_ingest_runs_on_s3_and_on_ray(tmp_path, s3_bucket):
     bucket = f"{s3_bucket}/docs"
-    blocks = read_blocks("ingest.md")
+    blocks = [block for page in INGEST for block in read_blocks(page)]
     assert [block.status for block in blocks if block.status] == [6]
     assert [block for block in blocks if "--engine ray" in block.text]
     printed = run_blocks(at(blocks, bucket), tmp_path)
@@ -146,7 +149,7 @@ def test_every_command_of_the_page_on_export_runs(tmp_path):
 def test_the_script_of_the_first_steps_resumes_and_has_nothing_left_to_do_when_it_has_ended(tmp_path):
     blocks = read_blocks("start.md")
     script = next(block for block in blocks if block.language == "python")
-    changed = Block("python", script.text.replace("EPOCHS = 3", "EPOCHS = 4"), 0, 0)
+    changed = Block("python", script.text.replace("EPOCHS = 3", "EPOCHS = 4"), "changed", 0)
     printed = run_blocks([*blocks, script, changed], tmp_path)
     assert re.findall(r"^\d+ steps: .*", printed, re.MULTILINE) == [
         "66 steps: digits-net@3",
@@ -156,7 +159,7 @@ def test_the_script_of_the_first_steps_resumes_and_has_nothing_left_to_do_when_i
 
 
 def test_every_source_that_is_made_is_ingested_by_the_page():
-    text = "".join(block.text for block in read_blocks("ingest.md"))
+    text = "".join(block.text for page in INGEST for block in read_blocks(page))
     sources = (ROOT / "tools" / "make_sources.py").read_text()
     names = re.findall(r'^    "([\w-]+)": \w+\.write_', sources, re.MULTILINE)
     assert len(names) > 20
@@ -168,7 +171,7 @@ def test_every_program_of_the_page_on_testing_runs(tmp_path, monkeypatch):
     programs = [block for block in read_blocks("testing.md") if block.language == "python"]
     assert len(programs) == 4
     for program in programs:
-        exec(compile(program.text, f"testing.md, line {program.line}", "exec"), {"__name__": "__main__"})
+        exec(compile(program.text, program.place, "exec"), {"__name__": "__main__"})
 
 
 PAGES = ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md"]
@@ -179,9 +182,38 @@ def test_every_path_that_a_page_names_exists(page):
     text = (ROOT / page).read_text()
     folders = "|".join(sorted(path.name for path in ROOT.iterdir() if path.is_dir()))
     paths = re.findall(rf"`((?:{folders})/[\w./-]*|[\w./-]+\.(?:py|md|toml))`", text)
-    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
     assert paths
-    assert [path for path in [*paths, *links] if not (ROOT / path).exists()] == []
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def anchors(path):
+    """Return the names of the headings of a page, as links have them."""
+    text = FENCE.sub("", path.read_text())
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {
+        *(re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles),
+        *re.findall(r'<a id="([\w-]+)">', text),
+    }
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "ARCHITECTURE.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "README.md",
+        *(str(path.relative_to(ROOT)) for path in all_pages()),
+    ],
+)
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
+    path = ROOT / page
+    lost = []
+    for target, anchor in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", FENCE.sub("", path.read_text())):
+        file = path.parent / target if target else path
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            lost.append(f"{target}#{anchor}")
+    assert lost == []
 
 
 def read_rooms():
@@ -219,7 +251,7 @@ def test_the_imports_between_packages_are_those_that_hold():
     assert allowed == {name: {target.removeprefix("datasvc.") for target in held[name]} for name in held}
 
 
-@pytest.mark.parametrize("page", ["README.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md"))])
+@pytest.mark.parametrize("page", ["README.md", *(str(path.relative_to(ROOT)) for path in all_pages())])
 def test_every_name_that_a_page_imports_exists(page):
     imports = [
         node
@@ -235,7 +267,7 @@ def test_every_name_that_a_page_imports_exists(page):
 
 def test_every_variable_of_an_option_is_on_a_page():
     sources = "".join(path.read_text() for path in (ROOT / "datasvc/cli").rglob("*.py"))
-    pages = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    pages = "".join(path.read_text() for path in [ROOT / "README.md", *all_pages()])
     variables = set(re.findall(r'envvar="(DATASVC_\w+)"', sources))
     assert len(variables) > 4
     assert {name for name in variables if f"`{name}`" not in pages} == set()

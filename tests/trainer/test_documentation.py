@@ -1,4 +1,4 @@
-"""The examples of docs/trainer.md run as they stand, alone and on two ranks."""
+"""The examples of the page trainer.md run as they stand, alone and on two ranks."""
 
 import re
 import subprocess
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.pages import find_page
+
 ROOT = Path(__file__).parents[2]
-EXAMPLES = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8"), re.DOTALL)
+EXAMPLES = re.findall(r"```python\n(.*?)```", find_page("trainer.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
 def run(command, tmp_path):

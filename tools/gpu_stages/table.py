@@ -1,4 +1,4 @@
-"""The outcomes of a GPU day as the section of docs/benchmarks.md."""
+"""The outcomes of a GPU day as the section of docs/reference/benchmarks.md."""
 
 from __future__ import annotations
 

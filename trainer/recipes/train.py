@@ -54,7 +54,7 @@ def train(config: TrainConfig) -> str:
     if config.elastic and not runtime.is_elastic() and hvd.rank() == 0:
         sys.stderr.write(
             "elastic has no effect in a job whose ranks cannot change: start it with datasvc-run --min-num-proc "
-            "(docs/elastic.md)\n"
+            "(docs/how-to/elastic.md)\n"
         )
     events.report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
     run = train_elastically(config, events) if config.elastic else train_once(config, events)

@@ -50,7 +50,8 @@ def query_versions(repository: Repository, sql: str, *, progress: Progress = NO_
     """Return the result of a SQL query over the versions of all models.
 
     The table `versions` has a row for each version; `all_versions` has removed versions too, and the column
-    `removed`. The function `names` turns a list of references into a list of names. docs/models.md lists the columns.
+    `removed`. The function `names` turns a list of references into a list of names.
+    docs/how-to/registry.md lists the columns.
 
     Versions that cannot be read are left out with an `UnreadableVersionWarning`.
 

@@ -69,7 +69,7 @@ class ShardTable:
     """The shards of one split, in table order.
 
     Attributes:
-        rows: Arrow table with the columns of docs/formats.md.
+        rows: Arrow table with the columns of docs/reference/formats.md.
         sample_schema: columns of the samples. Samples of a shard that lacks a column have null in it.
         classes: class names: label i means `classes[i]`; empty if there are none.
         label_counts: number of live (not deleted) samples by label; empty if they were not counted, for instance

@@ -47,7 +47,7 @@ class Deletions:
     A bitmap has one bit per stored sample (live or deleted), lowest bit first; 1 means deleted.
 
     Args:
-        table: Arrow table with the columns of docs/formats.md, by ascending shard number.
+        table: Arrow table with the columns of docs/reference/formats.md, by ascending shard number.
 
     Attributes:
         shards: `int64[n]`, numbers of the shards with deletions, ascending.

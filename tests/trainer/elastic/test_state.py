@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +28,7 @@ from datasvc.trainer.elastic import (
 from datasvc.trainer.env.environment import RankPlacement
 from datasvc.trainer.rendezvous.messages import RankAssignment
 from datasvc.trainer.rendezvous.round_store import RoundStore
+from tests.pages import find_page
 
 
 @pytest.fixture(autouse=True)
@@ -381,7 +381,7 @@ def test_losses_of_ranks_are_not_counted_among_errors_that_come_again_and_again(
 
 
 def test_the_program_on_the_page_goes_on_when_hosts_change_at_the_last_batch_of_an_epoch():
-    page = (Path(__file__).parents[3] / "docs" / "elastic.md").read_text(encoding="utf-8")
+    page = find_page("elastic.md").read_text(encoding="utf-8")
     program = re.search(r"```python\n# train.py\n(.*?)```", page, re.DOTALL)[1]
     program, num_replaced = re.subn(r"epoch < \d+", "epoch < 2", program)
     assert num_replaced == 1

@@ -12,7 +12,7 @@ from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutSettings(SettingGroup):
-    """How the ranks divide the model and the batches; see docs/layouts.md.
+    """How the ranks divide the model and the batches; see docs/explanation/layouts.md.
 
     Attributes:
         layout: number of ranks along each axis, such as "data=2,shard=2,tensor=2"; the axes are data, shard, tensor,

@@ -15,7 +15,7 @@ class RankSettings(SettingGroup):
 
     Attributes:
         elastic: whether the run goes on when ranks fail, leave or join, for jobs that are started with `datasvc-run
-            --min-num-proc`; see docs/elastic.md.
+            --min-num-proc`; see docs/how-to/elastic.md.
         commit_every: for an elastic run: steps between copies of the state to host memory. After a failure the
             remaining ranks repeat the steps since the newest copy.
     """
