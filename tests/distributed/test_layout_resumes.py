@@ -1,4 +1,7 @@
-"""A run that was saved at one layout continues at any other: with the weights, moments and losses of one process."""
+"""A run that was saved at one layout continues at any other: with the weights, moments and losses of one process.
+
+A new run at any layout starts with the weights of such a version.
+"""
 
 import json
 
@@ -42,30 +45,45 @@ def url(tmp_path_factory):
     return url
 
 
-def assert_close(found, expected, path=""):
+def assert_close(found, expected, path="", tolerance=1e-5):
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), (path, found.keys() ^ expected.keys())
         for key, value in expected.items():
-            assert_close(found[key], value, f"{path}.{key}")
+            assert_close(found[key], value, f"{path}.{key}", tolerance)
     elif isinstance(expected, torch.Tensor):
-        assert torch.allclose(found, expected, atol=1e-5, rtol=0), (path, (found - expected).abs().max())
+        assert torch.allclose(found, expected, atol=tolerance, rtol=0), (path, (found - expected).abs().max())
     else:
-        assert found == pytest.approx(expected, abs=1e-5) if isinstance(expected, float) else found == expected, path
+        assert (
+            found == pytest.approx(expected, abs=tolerance) if isinstance(expected, float) else found == expected
+        ), path
+
+
+def bytes_read(output, rank):
+    """Return the bytes that a rank has read in each of its restores."""
+    events = [json.loads(line[line.index("{") :]) for line in output.splitlines() if '"restored"' in line]
+    return [event["size_bytes"] for event in events if event["rank"] == rank]
 
 
 def test_a_run_saved_at_one_layout_continues_at_any_other(launcher, url):
-    def run(num_ranks, save, resume):
-        request = json.dumps({"layouts": LAYOUTS, "save": save, "resume": resume})
-        launcher.run_program(num_ranks, "layout_resumes.py", url, request, timeout_s=TIMEOUT_S)
+    def run(num_ranks, save, resume, init):
+        request = json.dumps({"layouts": LAYOUTS, "save": save, "resume": resume, "init": init})
+        return launcher.run_program(num_ranks, "layout_resumes.py", url, request, timeout_s=TIMEOUT_S).stdout
 
-    run(1, ["alone"], [("alone", "alone")])
+    output = run(1, ["alone"], [("alone", "alone")], [("alone", "alone")])
+    bytes_alone = bytes_read(output, 0)[-1]
     # Each layout continues what its neighbour in the list has saved, and one process, and one process continues each.
     ring = list(zip(FOUR, [*FOUR[1:], FOUR[0]], strict=True))
-    run(4, FOUR, [*ring, ("alone", "tensor"), ("alone", "pipeline"), ("alone", "zero")])
-    run(1, [], [(name, "alone") for name in FOUR])
+    initialised = ["shard", "tensor", "zero", "stages"]
+    output = run(
+        4,
+        FOUR,
+        [*ring, ("alone", "tensor"), ("alone", "pipeline"), ("alone", "zero")],
+        [("alone", name) for name in initialised],
+    )
+    run(1, [], [(name, "alone") for name in FOUR], [])
 
     models = datasvc.open(url).models
-    expected = models.restore("alone-then-alone")
+    alone, expected = models.restore("alone@1"), models.restore("alone-then-alone")
     resumed = [name for name in models.names() if "-then-" in name]
     assert len(resumed) == 1 + len(FOUR) + 3 + len(FOUR)
     for name in resumed:
@@ -84,6 +102,22 @@ def test_a_run_saved_at_one_layout_continues_at_any_other(launcher, url):
             assert torch.equal(drawn[0], drawn[1]), name
             assert torch.equal(drawn[2], drawn[3]), name
             assert not torch.equal(drawn[0], drawn[2]), name
+
+    expected = models.restore("alone-into-alone")
+    # The tokens were trained, the excluded tensors were not: their random weights are those of the seed.
+    assert torch.equal(expected.state["model"]["tokens.weight"], alone.state["model"]["tokens.weight"])
+    assert not torch.equal(
+        expected.state["model"]["blocks.1.mlp.0.weight"], alone.state["model"]["blocks.1.mlp.0.weight"]
+    )
+    for name in initialised:
+        found = models.restore(f"alone-into-{name}")
+        assert found.entry["parent"] == "alone@1"
+        assert found.entry["metrics"]["val_loss"] == pytest.approx(expected.entry["metrics"]["val_loss"], abs=1e-6)
+        for part in ("model", "ema"):
+            assert_close(found.state[part], expected.state[part], f"{found.version} {part}", 1e-6)
+    # A rank of a pipeline reads the tensors of its stage only. The first and the last have the tied weights.
+    assert sum(bytes_read(output, rank)[-1] for rank in range(4)) < 1.5 * bytes_alone
+
     execution = models.describe("pipeline").entry["execution"]
     assert execution["layout"] == {"data": 1, "shard": 2, "tensor": 1, "pipeline": 2, "context": 1}
     assert execution["parallelism"] == "hybrid"

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -24,14 +23,12 @@ from datasvc.cache import Cache
 from datasvc.errors import BusyError, ConfigError, StateMismatchError
 from datasvc.loaders import ImageLoader
 from datasvc.loaders.core.mixture import splits_of
-from datasvc.models import Checkpoint, CheckpointManager, Execution, load_into
+from datasvc.models import Checkpoint, CheckpointManager, Execution
 from datasvc.models.restoring.stored_version import read_version
-from datasvc.models.tensors.name_filter import select_names
 from datasvc.models.versions.execution import Parallelism
 from datasvc.progress import NO_PROGRESS, byte_progress
 from datasvc.repository import Resolved
 from datasvc.trainer.recipes import random_state
-from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.layouts.layout import AXES, Layout, parse_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
@@ -304,48 +301,6 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         # The ranks have changed, so seed again. The step is part of the seed: no random numbers are repeated.
         rank = hvd.rank() // num_tensor_ranks
         random_state.seed_all(random_state.seed_of_rank(run.config.seed, rank, step=run.step))
-
-
-def initialise(run: Run, repo: DataRepository, ref: str) -> None:
-    """Load the weights of a version into the model of a new run. Every rank must call this.
-
-    The version is a checkpoint of this program, or its tensors have the model's names. It becomes the parent of the
-    run's first checkpoint.
-
-    Raises:
-        ConfigError: the tensors, without excluded ones, are not those of the model; the message has the differences.
-        NotFoundError, CorruptDataError, UnavailableError: see `models.restore`.
-    """
-    stored = call_on_first_rank(
-        lambda: [record.name for record in read_version(repo.repository, ref).records], name="init_from"
-    )
-    expected = list(run.model.state_dict())
-    # A checkpoint of this program has the prefix "model." before the names of weights, other versions have none. But
-    # a model may itself have a module called "model", so choose the case in which more names fit.
-    prefix = "model."
-    stored_names = {name.removeprefix(prefix): name for name in stored if name.startswith(prefix)}
-    if len(stored_names.keys() & set(expected)) < len(set(stored) & set(expected)):
-        prefix, stored_names = "", {name: name for name in stored}
-    included = set(select_names([*dict.fromkeys([*expected, *stored_names])], exclude=run.config.init_exclude))
-    names_to_read = [stored_name for name, stored_name in stored_names.items() if name in included]
-    if not included & stored_names.keys() & set(expected):
-        raise ConfigError(
-            f"{ref} has no weights for the model {run.config.model!r}, whose tensors are {', '.join(expected[:3])}, "
-            "...; give --model the model of that version, or --init-from a version with these names"
-        )
-    checkpoint = restore(run, ref, only=names_to_read)
-    report = load_into(run.model, checkpoint, prefix=prefix, strict=False, cast=True)
-    report = replace(report, missing={name: spec for name, spec in report.missing.items() if name in included})
-    if not report.is_exact:
-        differing = [*(mismatch.name for mismatch in report.mismatched), *report.missing, *report.unexpected]
-        modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))
-        raise ConfigError(
-            f"{checkpoint.version} does not fit the model {run.config.model!r} of this run: {report}\n"
-            "train tensors that differ from random weights, and leave out those that the model lacks, with "
-            f"--init-exclude {' '.join([*modules[:3], *(['...'] if len(modules) > 3 else [])])}"
-        )
-    if run.average is not None:
-        run.average.restart()
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:

@@ -66,7 +66,6 @@ def check_settings(config: TrainConfig, layout: Layout) -> None:
             config.channels_last and config.zero != 1,
             "leave it out (--no-channels-last), or use zero 1",
         ),
-        ("init_from", config.init_from is not None, "start with --layout data, and continue it with this layout"),
     )
     for setting, is_set, remedy in refused:
         if is_set:

@@ -22,12 +22,13 @@ from datasvc.processors import count_processors
 from datasvc.shards import Split
 from datasvc.shards.format.schema import IMAGE
 from datasvc.trainer.recipes import random_state
-from datasvc.trainer.recipes.checkpoints import initialise, open_checkpoints, plan_restore, restore, resume
+from datasvc.trainer.recipes.checkpoints import open_checkpoints, plan_restore, restore, resume
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
+from datasvc.trainer.recipes.initial_weights import initialise
 from datasvc.trainer.recipes.layouts.execution import LayoutOptions, apply_layout, read_sizes
 from datasvc.trainer.recipes.layouts.layout import Layout, check_layout, plan_layout
 from datasvc.trainer.recipes.layouts.shard import find_units, recompute_activations

@@ -1,7 +1,7 @@
-"""Trains a small GPT at some layouts, then continues runs at other layouts. Takes a URL and JSON.
+"""Trains a small GPT at some layouts, and continues or starts runs from their versions at others.
 
-The JSON has "layouts": settings by name; "save": names of layouts to train from the start; and "resume": pairs of
-names, the run to continue and the layout.
+Takes a URL and JSON with "layouts": settings by name; "save": names of layouts to train at; "resume": pairs of names,
+the run to continue and the layout; and "init": pairs of the run whose weights a new run starts with, and the layout.
 """
 
 import json
@@ -18,8 +18,8 @@ BLOCK, STEPS, MORE_STEPS = 8, 3, 6
 torch.set_num_threads(1)
 
 
-def run(name, settings, *, steps, resume):
-    # `train` connects the ranks; the next run connects them anew.
+def run(name, settings, *, steps, **options):
+    # `train` connects the ranks, so disconnect them before the next run.
     train(
         TrainConfig(
             **{
@@ -39,7 +39,7 @@ def run(name, settings, *, steps, resume):
                 "clip_norm": 0.5,
                 "ema_decay": 0.9,
                 "evaluate_every": None,
-                "resume": resume,
+                **options,
                 **settings,
             }
         )
@@ -53,3 +53,12 @@ for name in request["save"]:
     run(name, layouts[name], steps=STEPS, resume="never")
 for saved, name in request["resume"]:
     run(f"{saved}-then-{name}", layouts[name], steps=MORE_STEPS, resume=f"{saved}@1")
+for saved, name in request["init"]:
+    # One block and the last normalisation begin with random weights. Nothing is trained, so weights stay the same.
+    options = {
+        "init_from": f"{saved}@1",
+        "init_exclude": ("blocks.1", "norm"),
+        "learning_rate": 0.0,
+        "weight_decay": 0.0,
+    }
+    run(f"{saved}-into-{name}", layouts[name], steps=1, **options)

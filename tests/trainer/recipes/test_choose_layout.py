@@ -31,6 +31,7 @@ def test_without_a_layout_each_rank_has_the_whole_model():
         {**GPT, "layout": "pipeline=2,tensor=2", "pipeline_schedule": "zbv", "micro_batch": 2},
         {"layout": "shard=2", "model": "resnet18", "optimizer": "lars", "offload": True},
         {"layout": "data=2,shard=2", "zero": 1, "channels_last": True},
+        {"layout": "shard=4", "init_from": "a@1"},
     ],
 )
 def test_a_layout_that_divides_everything_is_chosen(settings):
@@ -78,7 +79,6 @@ def test_a_layout_that_divides_everything_is_chosen(settings):
             {"layout": "shard=4", "channels_last": True},
             "channels_last does not work with layout shard=4; leave it out",
         ),
-        ({"layout": "shard=4", "init_from": "a@1"}, "init_from does not work with layout shard=4"),
         ({"layout": "shard=4", "zero": 4}, "zero is 4; expected 1 <= zero < 4"),
         ({"zero": 3}, "zero is for the axis shard"),
         ({"layout": "tensor=4", "offload": True}, "offload is for the axis shard"),
