@@ -10,9 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
-
-from datasvc.trainer.recipes.layouts.parts import fill_part
 
 
 class LayoutOptimizer:
@@ -31,7 +28,7 @@ class LayoutOptimizer:
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: nn.Module, group_names: Sequence[Sequence[str]]
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer: Any = optimizer
         self._states: Any = optimizer.state
         self._group_names = group_names
         numbers = {name: number for number, name in enumerate(name for group in group_names for name in group)}
@@ -42,7 +39,8 @@ class LayoutOptimizer:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Groups of this rank's parameters, with their settings; changes apply."""
-        return self._optimizer.param_groups
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
 
     @property
     def states(self) -> Mapping[nn.Parameter, Mapping[str, Any]]:
@@ -101,6 +99,8 @@ class LayoutOptimizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this rank's part of the state of an optimizer of the whole model, whatever layout has saved it.
 
+        The tensors of `state`, such as those of `make_state`, are not copied.
+
         Raises:
             ValueError: the state has another number of groups, or of parameters in a group.
         """
@@ -112,7 +112,7 @@ class LayoutOptimizer:
             # JSON has no numbers as keys, so a state from a checkpoint may have strings.
             saved = state["state"].get(number, state["state"].get(str(number)))
             if saved is not None:
-                self._states[parameter] = {key: _place(value, parameter) for key, value in saved.items()}
+                self._states[parameter] = dict(saved)
         for group, saved_group in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in saved_group.items() if key != "params"})
 
@@ -144,34 +144,16 @@ class ZeroOptimizer(LayoutOptimizer):
         # torch calls `optimizer` with the groups of this rank's parameters.
         zero: Any = ZeroRedundancyOptimizer(groups, cast("Any", optimizer), process_group=process_group, lr=rate)
         super().__init__(zero, model, group_names)
-        self._optimizer = self._reducing = wrap(zero)
+        self._optimizer = wrap(zero)
         self._states = zero.optim.state
         own = {parameter for group in zero.optim.param_groups for parameter in group["params"]}
         self._parameters = {number: each for number, each in self._parameters.items() if each in own}
 
-    def zero_grad(self) -> None:
-        """Reset the gradients."""
-        self._reducing.zero_grad()
-
     def synchronize(self) -> None:
         """Wait until the gradients of all ranks are summed."""
-        self._reducing.synchronize()
+        self._optimizer.synchronize()
 
     def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which `step` takes the gradients as they are."""
-        context: contextlib.AbstractContextManager[None] = self._reducing.skip_synchronize()
+        context: contextlib.AbstractContextManager[None] = self._optimizer.skip_synchronize()
         return context
-
-
-def _place(value: Any, parameter: torch.Tensor) -> Any:
-    """Return a value of a saved state, with the placement of its parameter if it has its shape."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.shape != parameter.shape or not parameter.dim():
-        return value.clone()
-    part = torch.zeros_like(parameter, dtype=value.dtype, requires_grad=False)
-    if isinstance(value, DTensor):
-        part.copy_(value)
-    else:
-        fill_part(part, value)
-    return part
