@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import datasvc.trainer as hvd
 from datasvc.processors import count_processors
-from datasvc.trainer.recipes.layouts.execution import LayoutOptions, apply_layout
+from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout
 from datasvc.trainer.recipes.layouts.tensor import divide_layers, find_tensor_plan
 from datasvc.trainer.recipes.models.gpt import GPT
 from datasvc.trainer.recipes.planning.candidate import Candidate
@@ -60,7 +60,7 @@ def make_step(candidate: Candidate) -> Step:
             backward_passes_per_step=candidate.num_micro_batches,
         )
         return lambda: run_passes(model, optimizer, tokens, targets, candidate.micro_batch)
-    execution = apply_layout(
+    divided = apply_layout(
         model,
         layout,
         LayoutOptions(candidate.schedule, candidate.zero or 3, candidate.recompute),
@@ -70,17 +70,17 @@ def make_step(candidate: Candidate) -> Step:
         block=TOKENS,
     )
     # A foreach kernel needs tensors of one mesh.
-    optimizer = torch.optim.AdamW(execution.model.parameters(), foreach=False if layout.tensor > 1 else None)
-    pipeline, split = execution.pipeline, execution.split
+    optimizer = torch.optim.AdamW(divided.model.parameters(), foreach=False if layout.tensor > 1 else None)
+    pipeline, split = divided.pipeline, divided.split
     if split is not None:
         tokens, targets = (each[:, split.start : split.start + split.num_tokens] for each in (tokens, targets))
     if pipeline is None:
-        return lambda: run_passes(execution.model, optimizer, tokens, targets, candidate.micro_batch)
+        return lambda: run_passes(divided.model, optimizer, tokens, targets, candidate.micro_batch)
 
     def step() -> None:
         optimizer.zero_grad()
         pipeline.step(tokens, targets, {}, sum_loss)
-        execution.sum_tied_gradients()
+        divided.sum_tied_gradients()
         optimizer.step()
 
     return step

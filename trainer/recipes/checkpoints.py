@@ -29,7 +29,7 @@ from datasvc.models.versions.execution import Parallelism
 from datasvc.progress import NO_PROGRESS, byte_progress
 from datasvc.repository import Resolved
 from datasvc.trainer.recipes import random_state
-from datasvc.trainer.recipes.layouts.layout import AXES, Layout, parse_layout
+from datasvc.trainer.recipes.layouts.layout import AXES, Layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.run import Run
@@ -109,7 +109,7 @@ def commit(run: Run, *, due: bool = False) -> None:
             data=[run.reading.use()],
             config=run.config.to_dict(),
             metrics=run.metrics,
-            execution=describe_execution(run.config, hvd.size()),
+            execution=describe_execution(run.layout, zero=run.config.zero),
             parent=None if run.has_saved else run.parent,
         )
     except BusyError:
@@ -193,11 +193,10 @@ def _check_same(version: Resolved, part: str, saved: str | None, configured: str
         )
 
 
-def describe_execution(config: TrainConfig, world_size: int) -> Execution:
-    """Return what the entry of a version says about the execution of a run on `world_size` ranks."""
-    layout = Layout(data=world_size) if config.layout is None else parse_layout(config.layout, world_size)
+def describe_execution(layout: Layout, *, zero: int | None = None) -> Execution:
+    """Return what the entry of a version says about the execution of a run; `zero` is that of the settings."""
     # Parameters are sharded over both axes. ZeRO-1 sums whole gradients, and each rank sends the weights it updates.
-    is_zero_1 = config.zero == 1
+    is_zero_1 = zero == 1
     is_sharded = layout.shard * layout.context > 1 and not is_zero_1
     communication = {
         "all-reduce": layout.data > 1 or layout.tensor > 1 or is_zero_1,
@@ -264,8 +263,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     rank_states = state.get("rank_state") or [{"random": random} for random in state["random"]]
     # Ranks of the axis `tensor` must go on to draw equal numbers, so a state of another size of it serves no rank.
     saved_layout = (checkpoint.entry.get("execution") or {}).get("layout") or {}
-    num_tensor_ranks = 1 if run.execution is None else run.execution.layout.tensor
-    has_same_ranks = len(rank_states) == hvd.size() and saved_layout.get("tensor", 1) == num_tensor_ranks
+    has_same_ranks = len(rank_states) == hvd.size() and saved_layout.get("tensor", 1) == run.layout.tensor
     rank_state = rank_states[hvd.rank() if has_same_ranks else 0]
     optimizer = {**state["optimizer"]}
     if run.config.combines_steps and has_same_ranks:
@@ -299,7 +297,7 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         run.model.load_state_dict(rank_state.get("batch_statistics", {}), strict=False)
     else:
         # The ranks have changed, so seed again. The step is part of the seed: no random numbers are repeated.
-        rank = hvd.rank() // num_tensor_ranks
+        rank = hvd.rank() // run.layout.tensor
         random_state.seed_all(random_state.seed_of_rank(run.config.seed, rank, step=run.step))
 
 

@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.layouts.execution import read_sizes
+from datasvc.trainer.recipes.layouts.divided_model import read_sizes
 from datasvc.trainer.recipes.layouts.layout import Layout, check_layout, parse_layout
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
+
+
+def read_layout(config: TrainConfig, world_size: int) -> Layout:
+    """Return the layout of `world_size` ranks, without a check of the model and of other settings.
+
+    Raises:
+        ConfigError: the sizes of the layout do not multiply to `world_size`.
+    """
+    return Layout(data=world_size) if config.layout is None else parse_layout(config.layout, world_size)
 
 
 def choose_layout(config: TrainConfig, world_size: int) -> Layout:
@@ -18,9 +27,7 @@ def choose_layout(config: TrainConfig, world_size: int) -> Layout:
     Raises:
         ConfigError: the layout does not divide the ranks, the batch or the model, or does not go with a setting.
     """
-    if config.layout is None:
-        return Layout(data=world_size)
-    layout = parse_layout(config.layout, world_size)
+    layout = read_layout(config, world_size)
     if layout.is_data_only:
         return layout
     check_settings(config, layout)
@@ -29,8 +36,7 @@ def choose_layout(config: TrainConfig, world_size: int) -> Layout:
     model = None
     if layout.tensor * layout.pipeline * layout.context > 1:
         with torch.device("meta"):
-            name = config.model or ("small-cnn" if config.vocabulary is None else "gpt")
-            model = build_model(name, config.vocabulary or 1, **config.parse_model_options())
+            model = build_model(config.model_or_default, config.vocabulary or 1, **config.parse_model_options())
     check_layout(
         layout,
         world_size=world_size,

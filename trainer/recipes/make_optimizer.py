@@ -9,7 +9,7 @@ from torch import nn
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.layouts.execution import LayoutExecution, new_group
+from datasvc.trainer.recipes.layouts.divided_model import DividedModel, new_group
 from datasvc.trainer.recipes.layouts.layout import Layout, plan_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer, ZeroOptimizer
 from datasvc.trainer.recipes.optimizers.lamb import LAMB
@@ -55,19 +55,17 @@ def build_compression(config: TrainConfig) -> Any:
     return compression(**choice.arguments) if choice.has_memory else compression
 
 
-def build_layout_optimizer(config: TrainConfig, execution: LayoutExecution) -> LayoutOptimizer:
+def build_layout_optimizer(config: TrainConfig, divided: DividedModel) -> LayoutOptimizer:
     """Return the run's optimizer of the parameters that this rank has. Gradients are summed in the backward pass."""
-    parameters = dict(execution.model.named_parameters())
+    parameters = dict(divided.model.named_parameters())
     groups = [
         {**group, "params": [parameters[name] for name in group["params"] if name in parameters]}
-        for group in execution.parameter_groups
+        for group in divided.parameter_groups
     ]
     # A foreach kernel needs tensors of one mesh; the layers that `tensor` divides have another one than the rest.
-    foreach = False if execution.layout.tensor > 1 else None
-    optimizer = build_optimizer(config, execution.model, groups=groups, foreach=foreach)
-    return LayoutOptimizer(
-        optimizer, execution.model, [list(group["params"]) for group in execution.parameter_groups]
-    )
+    foreach = False if divided.layout.tensor > 1 else None
+    optimizer = build_optimizer(config, divided.model, groups=groups, foreach=foreach)
+    return LayoutOptimizer(optimizer, divided.model, [list(group["params"]) for group in divided.parameter_groups])
 
 
 def build_zero_optimizer(config: TrainConfig, model: nn.Module, layout: Layout, *, num_passes: int) -> ZeroOptimizer:

@@ -23,13 +23,13 @@ from datasvc.shards import Split
 from datasvc.shards.format.schema import IMAGE
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import open_checkpoints, plan_restore, restore, resume
-from datasvc.trainer.recipes.choose_layout import choose_layout
+from datasvc.trainer.recipes.choose_layout import read_layout
 from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.initial_weights import initialise
-from datasvc.trainer.recipes.layouts.execution import LayoutOptions, apply_layout, read_sizes
+from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout, read_sizes
 from datasvc.trainer.recipes.layouts.layout import Layout, check_layout, plan_layout
 from datasvc.trainer.recipes.layouts.shard import find_units, recompute_activations
 from datasvc.trainer.recipes.make_optimizer import (
@@ -73,7 +73,7 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
     task = choose_task(config, data.train)
     # Replace None by the default model of the task, because the checkpoints store the name of the model.
     config = dataclasses.replace(config, model=config.model or task.default_model)
-    layout = choose_layout(config, hvd.size())
+    layout = read_layout(config, hvd.size())
     batches = plan_batches(config, layout.num_data_ranks)
     schedule = build_schedule(config, batches.global_batch)
     place = choose_place(config, layout)
@@ -182,6 +182,7 @@ def build_learner(
         config=config,
         task=task,
         batches=batches,
+        layout=layout,
         model=model,
         optimizer=optimizer,
         loss_scale=make_loss_scale(config.precision, place.device),
@@ -212,7 +213,7 @@ def _build_divided_learner(
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
-    execution = apply_layout(
+    divided = apply_layout(
         model,
         layout,
         LayoutOptions(config.pipeline_schedule, config.zero or 3, config.recompute, config.offload),
@@ -221,7 +222,7 @@ def _build_divided_learner(
         num_micro_batches=batches.num_passes,
         block=block,
     )
-    execution.parameter_groups = [
+    divided.parameter_groups = [
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups
     ]
     # Ranks of the axis `tensor` compute the same activations, so they must drop the same ones. Inside the attention,
@@ -231,12 +232,13 @@ def _build_divided_learner(
         config=config,
         task=task,
         batches=batches,
-        model=execution.model,
-        optimizer=build_layout_optimizer(config, execution),
+        layout=layout,
+        model=divided.model,
+        optimizer=build_layout_optimizer(config, divided),
         loss_scale=make_loss_scale(config.precision, place.device),
-        average=None if config.ema_decay is None else WeightAverage(execution.model, config.ema_decay),
+        average=None if config.ema_decay is None else WeightAverage(divided.model, config.ema_decay),
         device=place.device,
-        execution=execution,
+        divided=divided,
     )
 
 

@@ -108,7 +108,7 @@ def train_to_end(run: Run, memory: ElasticMemory | None = None) -> None:
     """Train until the run is complete or a stop signal arrives, and close what it has opened."""
     with run.checkpoints:
         # Inside, because the end of this context waits for a save, which waits for the lost rank.
-        with explaining_lost_ranks(None if run.execution is None else run.execution.watch):
+        with explaining_lost_ranks(None if run.divided is None else run.divided.watch):
             go_through_epochs(run, memory)
         if run.checkpoints.stop_signal is not None:
             # The launcher signals the other ranks as soon as the first one exits. Each rank ignores this signal,
@@ -188,13 +188,13 @@ def evaluate_run(run: Run) -> dict[str, float]:
     prepare_statistics(run)
     if run.val_loader is None:
         return {}
-    metrics = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision, run.execution)
+    metrics = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision, run.divided)
     if run.average is not None:
         with run.average.applied(), keeping_statistics(run.model):
             if run.config.recomputes_statistics:
                 prepare_statistics(run)
                 run.average_statistics = {name: value.clone() for name, value in batch_statistics(run.model).items()}
-            averaged = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision, run.execution)
+            averaged = evaluate(run.task, run.model, run.val_loader, run.device, run.config.precision, run.divided)
         metrics |= {f"ema_{name}": value for name, value in averaged.items()}
     run.val_loader.close()
     if hvd.rank() == 0:

@@ -12,7 +12,8 @@ from torch import nn
 
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.ema import WeightAverage
-from datasvc.trainer.recipes.layouts.execution import LayoutExecution
+from datasvc.trainer.recipes.layouts.divided_model import DividedModel
+from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -30,23 +31,25 @@ class Learner:
         config: effective settings.
         task: classification or language modelling.
         batches: batch sizes of a step.
+        layout: layout of all ranks.
         model: model, on `device`.
         optimizer: distributed optimizer.
         loss_scale: loss scaler for fp16; has no effect otherwise.
         average: average of the weights; None unless configured.
         device: device of the model.
-        execution: what this rank has of the model and does in a step; None: each rank has the whole model.
+        divided: this rank's part of the model; None: each rank has the whole model.
     """
 
     config: TrainConfig
     task: Task
     batches: BatchPlan
+    layout: Layout
     model: nn.Module
     optimizer: Any
     loss_scale: torch.amp.GradScaler
     average: WeightAverage | None
     device: torch.device
-    execution: LayoutExecution | None = field(default=None, kw_only=True)
+    divided: DividedModel | None = field(default=None, kw_only=True)
 
 
 def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tensor:
@@ -66,20 +69,19 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
     mark("transfer")
     # Divide by the number of targets of all ranks and passes, not of this pass (Goyal et al. 2017, remark 3).
     # Ranks that have the same batch count its targets once.
-    num_copies = 1 if run.execution is None else run.execution.layout.num_copies
-    num_divided_by = num_targets * hvd.size() // num_copies
+    num_divided_by = num_targets * run.layout.num_data_ranks
     if run.config.combines_steps:
         # Adasum combines steps of ranks that each follow the mean over their own targets.
         num_divided_by = num_targets
     elif run.task.targets_vary:
         num_divided_by = int(hvd.allreduce(torch.tensor(num_targets), name="update.targets", op=hvd.Sum))
-        num_divided_by //= num_copies
+        num_divided_by //= run.layout.num_copies
         mark("targets")
     num_divided_by = max(num_divided_by, 1)  # 0 if all blocks are padding; their gradient is 0 too
-    if run.execution is None:
+    if run.divided is None:
         total = _accumulate(run, examples, num_divided_by, mark)
     else:
-        total = _accumulate_divided(run, run.execution, examples, num_divided_by, mark)
+        total = _accumulate_divided(run, run.divided, examples, num_divided_by, mark)
     if not run.config.combines_steps:
         run.optimizer.synchronize()
     mark("all-reduce")
@@ -87,10 +89,10 @@ def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tenso
     if run.config.combines_steps:
         _share_overflow(run.loss_scale, run.optimizer)
     if run.config.clip_norm is not None:
-        if run.execution is None:
+        if run.divided is None:
             torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.clip_norm)
         else:
-            run.execution.clip_gradients(run.config.clip_norm)
+            run.divided.clip_gradients(run.config.clip_norm)
     # Gradients that are combined already must not be summed once more. With Adasum, the ranks combine their steps in
     # here, after each rank has clipped its own gradient.
     with contextlib.nullcontext() if run.config.combines_steps else run.optimizer.skip_synchronize():
@@ -129,12 +131,12 @@ def _accumulate(run: Learner, examples: Examples, num_divided_by: int, mark: Mar
 
 
 def _accumulate_divided(
-    run: Learner, execution: LayoutExecution, examples: Examples, num_divided_by: int, mark: Mark
+    run: Learner, divided: DividedModel, examples: Examples, num_divided_by: int, mark: Mark
 ) -> torch.Tensor:
     """As `_accumulate`, for a model that is divided over ranks; the sum is that of all ranks with the same batch."""
-    if execution.split is not None:
-        examples = examples.narrow_tokens(execution.split.narrow)
-    if execution.pipeline is None:
+    if divided.split is not None:
+        examples = examples.narrow_tokens(divided.split.narrow)
+    if divided.pipeline is None:
         total = _accumulate(run, examples, num_divided_by, mark)
     else:
 
@@ -144,8 +146,8 @@ def _accumulate_divided(
             )
 
         with autocast(run.config.precision, run.device):
-            total = execution.pipeline.step(examples.inputs, examples.targets, examples.extra, compute_loss)
+            total = divided.pipeline.step(examples.inputs, examples.targets, examples.extra, compute_loss)
         total = total * num_divided_by
-        execution.sum_tied_gradients()
+        divided.sum_tied_gradients()
         mark("backward")
-    return execution.sum_over_copies(total)
+    return divided.sum_over_copies(total)

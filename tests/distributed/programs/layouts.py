@@ -83,9 +83,9 @@ def run(num_steps, settings):
         losses.append(float(hvd.allreduce(part, op=hvd.Sum)))
     held_out = [own_part(draw(1000 + number, documents=documents), place) for number in range(2)]
     device = torch.device("cpu")
-    metrics = evaluate(task, learner.model, held_out, device, "fp32", learner.execution)
+    metrics = evaluate(task, learner.model, held_out, device, "fp32", learner.divided)
     with learner.average.applied():
-        averaged = evaluate(task, learner.model, held_out, device, "fp32", learner.execution)
+        averaged = evaluate(task, learner.model, held_out, device, "fp32", learner.divided)
     state = learner.optimizer.state_dict()  # with ZeRO-1, every rank must call it
     states = learner.optimizer.states if isinstance(learner.optimizer, LayoutOptimizer) else state["state"]
     sizes = {

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import datasvc.trainer as hvd
-from datasvc.trainer.recipes.layouts.execution import LayoutOptions, apply_layout
+from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout
 from datasvc.trainer.recipes.layouts.layout import parse_layout
 from datasvc.trainer.recipes.layouts.lost_ranks import explaining_lost_ranks
 from datasvc.trainer.recipes.models.gpt import GPT
@@ -36,28 +36,28 @@ def main():
     text, lost, work = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     model = GPT(11, context=8, layers=4, heads=2, width=8, dropout=0.0)
     layout = parse_layout(text, hvd.size())
-    execution = apply_layout(
+    divided = apply_layout(
         model, layout, LayoutOptions(), rank=hvd.rank(), device=torch.device("cpu"), num_micro_batches=4
     )
     rank = hvd.rank()
     tokens = torch.zeros(4, 8, dtype=torch.long)
 
     def step():
-        execution.pipeline.step(tokens, tokens, {}, lambda outputs, _targets: outputs.sum())
-        execution.sum_over_copies(torch.zeros(()))
+        divided.pipeline.step(tokens, tokens, {}, lambda outputs, _targets: outputs.sum())
+        divided.sum_over_copies(torch.zeros(()))
 
     def evaluate():
         with torch.no_grad():
-            execution.pipeline.evaluate(tokens, {})
-        execution.sum_over_copies(torch.zeros(()))
+            divided.pipeline.evaluate(tokens, {})
+        divided.sum_over_copies(torch.zeros(()))
 
     step()
     if rank == lost:
-        block = next(iter(execution.modules[0].blocks.values()))
+        block = next(iter(divided.modules[0].blocks.values()))
         block.mlp.append(Killed())
     began_s = time.monotonic()
     try:
-        with explaining_lost_ranks(execution.watch):
+        with explaining_lost_ranks(divided.watch):
             step() if work == "step" else evaluate()
     except RuntimeError as error:
         sys.stdout.write(f"after {time.monotonic() - began_s:.1f} s: {error}\n")

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import datasvc.trainer as hvd
 from datasvc.trainer.engine.execution.adasum import combine
+from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.make_optimizer import build_distributed_optimizer, build_optimizer
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
@@ -59,6 +60,7 @@ def make_learner(config):
         config=config,
         task=Task(),
         batches=batches,
+        layout=Layout(data=hvd.size()),
         model=model,
         optimizer=build_distributed_optimizer(config, model, num_passes=batches.num_passes),
         loss_scale=make_loss_scale(config.precision, device),

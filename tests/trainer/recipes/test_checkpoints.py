@@ -8,6 +8,7 @@ import torch
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes import checkpoints
 from datasvc.trainer.recipes.checkpoints import describe_execution, plan_restore
+from datasvc.trainer.recipes.choose_layout import read_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.settings.config import TrainConfig
 
@@ -27,7 +28,7 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
 )
 def test_the_entry_has_all_axes_and_what_is_divided(layout, zero, size, parallelism, communication):
     config = TrainConfig(data="tokens@1", repo="repo", name="net", layout=layout, zero=zero)
-    execution = describe_execution(config, size)
+    execution = describe_execution(read_layout(config, size), zero=config.zero)
     assert (execution.parallelism, execution.communication) == (parallelism, communication)
     assert (execution.consistency, execution.topology) == ("synchronous", "decentralised")
     assert execution.layout.keys() == {"data", "shard", "tensor", "pipeline", "context"}

@@ -17,7 +17,7 @@ from datasvc.trainer.launch.one_line_parser import OneLineParser
 from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES, Layout
 from datasvc.trainer.recipes.planning.enumerate import ZERO_STAGES, Choices
 from datasvc.trainer.recipes.planning.execution_traits import GLOO, GPUS, ExecutionTraits
-from datasvc.trainer.recipes.planning.measured import MeasuredStep, choose_model, read_measured
+from datasvc.trainer.recipes.planning.measured import MeasuredStep, read_measured
 from datasvc.trainer.recipes.planning.memory import state_bytes
 from datasvc.trainer.recipes.planning.ranking import PlannedWork, rank_layouts
 from datasvc.trainer.recipes.planning.step_time import rate_compute
@@ -102,7 +102,7 @@ def _make_workloads(
     from datasvc.trainer.recipes.planning.count_costs import count_costs
 
     costs = count_costs(
-        choose_model(config),
+        config.model_or_default,
         config.vocabulary or chosen.classes,
         config.parse_model_options(),
         tokens=chosen.block_tokens,

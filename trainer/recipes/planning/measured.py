@@ -57,15 +57,10 @@ def _check_same(path: str, config: TrainConfig, measured: dict[str, Any]) -> Non
     for name, value in measured.items():
         planned: Any = getattr(config, name)
         # A profile has the name of the model even if it is the default, and lists instead of tuples.
-        planned = choose_model(config) if name == "model" else planned
+        planned = config.model_or_default if name == "model" else planned
         planned = list(planned) if isinstance(planned, tuple) else planned
         if planned != value:
             raise ConfigError(
                 f"{path} was measured with {name} {value!r}, and the plan has {planned!r}; "
                 f"give --{name.replace('_', '-')} as it was measured, or another profile"
             )
-
-
-def choose_model(config: TrainConfig) -> str:
-    """Return the model of a run; by default, a GPT for token data and a small network for images."""
-    return config.model or ("small-cnn" if config.vocabulary is None else "gpt")

@@ -20,7 +20,7 @@ from datasvc.trainer.recipes.settings.groups.evaluation import EvaluationSetting
 from datasvc.trainer.recipes.settings.groups.gradients import GradientSettings
 from datasvc.trainer.recipes.settings.groups.images import ImageSettings
 from datasvc.trainer.recipes.settings.groups.length import LengthSettings
-from datasvc.trainer.recipes.settings.groups.model import ModelSettings
+from datasvc.trainer.recipes.settings.groups.model import IMAGE_MODEL, TEXT_MODEL, ModelSettings
 from datasvc.trainer.recipes.settings.groups.optimizer import OptimizerSettings
 from datasvc.trainer.recipes.settings.groups.order import OrderSettings
 from datasvc.trainer.recipes.settings.groups.precision import PrecisionSettings
@@ -101,6 +101,11 @@ class TrainConfig(
         PixelFormat(mean=self.mean, std=self.std)
         if self.decode_group is not None:
             DecodeGroup(self.decode_group)
+
+    @property
+    def model_or_default(self) -> str:
+        """The model; by default, that of token data if the settings have a vocabulary, else that of images."""
+        return self.model or (IMAGE_MODEL if self.vocabulary is None else TEXT_MODEL)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as JSON values."""

@@ -30,6 +30,7 @@ from datasvc.shards.format.shard_table import MAX_CLASSES
 from datasvc.trainer.recipes.models import build_model, combine_losses
 from datasvc.trainer.recipes.models.user_function import import_function
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.groups.model import IMAGE_MODEL
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
 
 _TOP = 5
@@ -44,7 +45,7 @@ class Classification:
     """
 
     unit: ClassVar[str] = "images"
-    default_model: ClassVar[str] = "small-cnn"
+    default_model: ClassVar[str] = IMAGE_MODEL
     num_sums: ClassVar[int] = 4
 
     def __init__(self, config: TrainConfig, split: Split | Mixture) -> None:

@@ -16,6 +16,7 @@ from datasvc.loaders import DataRanks, Loader, Mixture, TokenBatch, TokenFormat,
 from datasvc.shards import Split
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.groups.model import TEXT_MODEL
 from datasvc.trainer.recipes.tasks.classification import order_arguments
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
 
@@ -31,7 +32,7 @@ class LanguageModelling:
     """
 
     unit: ClassVar[str] = "blocks"
-    default_model: ClassVar[str] = "gpt"
+    default_model: ClassVar[str] = TEXT_MODEL
     num_sums: ClassVar[int] = 3
     targets_vary: ClassVar[bool] = True
 

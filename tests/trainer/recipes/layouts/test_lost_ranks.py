@@ -43,7 +43,7 @@ def run(monkeypatch):
         loader = SimpleNamespace(state_dict=lambda: {"epoch": 0}, epoch=1)
         watch = SimpleNamespace(explain=lambda found: hvd.HorovodInternalError(f"rank 2 was lost ({found})"))
         run = SimpleNamespace(
-            loader=loader, is_over=False, checkpoints=contextlib.nullcontext(), execution=SimpleNamespace(watch=watch)
+            loader=loader, is_over=False, checkpoints=contextlib.nullcontext(), divided=SimpleNamespace(watch=watch)
         )
         train.train_to_end(run)
 

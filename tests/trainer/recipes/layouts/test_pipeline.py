@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from datasvc.trainer.recipes.layouts.execution import find_tied_weights, read_sizes
+from datasvc.trainer.recipes.layouts.divided_model import find_tied_weights, read_sizes
 from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES, ModelSizes
 from datasvc.trainer.recipes.layouts.pipeline import join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import find_units

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.planning.measured import MeasuredStep, choose_model, read_measured
+from datasvc.trainer.recipes.planning.measured import MeasuredStep, read_measured
 from datasvc.trainer.recipes.planning.step_time import ComputeTimes
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from tests.trainer.recipes.profiling.steps import EXAMPLE
@@ -16,7 +16,7 @@ CONFIG = TrainConfig(data="d@1", repo="r", name="n", vocabulary=64, model_option
 
 def write(path, *, config=CONFIG, **changes):
     costs = dataclasses.replace(EXAMPLE, samples=6)
-    effective = dataclasses.replace(config, model=choose_model(config))
+    effective = dataclasses.replace(config, model=config.model_or_default)
     profile = {"costs": dataclasses.asdict(costs), "config": effective.to_dict(), "message_s": 0.25} | changes
     path.write_text(json.dumps(profile))
     return str(path)
@@ -61,6 +61,6 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_token_data_have_a_gpt_and_images_a_small_network():
-    assert choose_model(CONFIG) == "gpt"
-    assert choose_model(dataclasses.replace(CONFIG, vocabulary=None)) == "small-cnn"
-    assert choose_model(dataclasses.replace(CONFIG, model="vgg16")) == "vgg16"
+    assert CONFIG.model_or_default == "gpt"
+    assert dataclasses.replace(CONFIG, vocabulary=None).model_or_default == "small-cnn"
+    assert dataclasses.replace(CONFIG, model="vgg16").model_or_default == "vgg16"

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup
+
+IMAGE_MODEL: Final = "small-cnn"
+"""The default model of image data."""
+
+TEXT_MODEL: Final = "gpt"
+"""The default model of token data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Executes a layout on torch's engines: divides a model over the ranks, and does what is different in a step."""
+"""A model that is divided over the ranks by torch's engines, and what is different in its steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LayoutOptions:
 
 
 @dataclass
-class LayoutExecution:
+class DividedModel:
     """A model that is divided over the ranks, on one rank.
 
     Attributes:
@@ -175,7 +175,7 @@ def apply_layout(
     device: torch.device,
     num_micro_batches: int = 1,
     block: int | None = None,
-) -> LayoutExecution:
+) -> DividedModel:
     """Divide a model over all ranks. Every rank calls this; the default process group must exist.
 
     Args:
@@ -188,27 +188,27 @@ def apply_layout(
         block: tokens of a sample; only for the axis `context`.
     """
     plan = plan_layout(layout)
-    execution = LayoutExecution(layout, plan.ranks[rank], model, [model])
+    divided = DividedModel(layout, plan.ranks[rank], model, [model])
     shape = (layout.pipeline, layout.data, layout.shard * layout.context, layout.tensor)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
-    execution.groups = {axis: mesh.get_group(axis) for axis in ("pipeline", "tensor") if layout.size_of(axis) > 1}
+    divided.groups = {axis: mesh.get_group(axis) for axis in ("pipeline", "tensor") if layout.size_of(axis) > 1}
     if layout.context > 1:
         assert block is not None
-        _split_tokens(execution, plan, block, device)
+        _split_tokens(divided, plan, block, device)
     if layout.pipeline > 1:
-        _cut(execution, plan, options, device=device, num_micro_batches=num_micro_batches)
+        _cut(divided, plan, options, device=device, num_micro_batches=num_micro_batches)
     # FSDP moves one unit after the other, so that a model that is larger than the device fits.
     parameter_mesh = _choose_parameter_mesh(mesh, layout)
     if layout.tensor > 1 or parameter_mesh is None:
-        execution.model.to(device)
-    for module in execution.modules:
+        divided.model.to(device)
+    for module in divided.modules:
         if layout.tensor > 1:
             divide_layers(module, find_tensor_plan(model), mesh["tensor"])
         if options.recompute:
             recompute_activations(module)
         if parameter_mesh is not None:
             shard_parameters(module, parameter_mesh, reshard_after_forward=options.zero == 3, offload=options.offload)
-    return execution
+    return divided
 
 
 def _choose_parameter_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh | None:
@@ -218,17 +218,17 @@ def _choose_parameter_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh | Non
     return mesh["shard"] if layout.shard * layout.context > 1 else None
 
 
-def _split_tokens(execution: LayoutExecution, plan: LayoutPlan, block: int, device: torch.device) -> None:
-    place, size = execution.place, execution.layout.context
+def _split_tokens(divided: DividedModel, plan: LayoutPlan, block: int, device: torch.device) -> None:
+    place, size = divided.place, divided.layout.context
     group = new_group({peer.peers["context"] for peer in plan.ranks}, place.rank)
-    execution.groups = {**execution.groups, "context": group}
+    divided.groups = {**divided.groups, "context": group}
     mesh = DeviceMesh.from_group(group, device.type)
-    execution.split = ContextSplit(place.coordinates["context"], size, block // size, mesh)
-    cast("Any", execution.model).split_tokens(execution.split)
+    divided.split = ContextSplit(place.coordinates["context"], size, block // size, mesh)
+    cast("Any", divided.model).split_tokens(divided.split)
 
 
 def _cut(
-    execution: LayoutExecution,
+    divided: DividedModel,
     plan: LayoutPlan,
     options: LayoutOptions,
     *,
@@ -236,9 +236,9 @@ def _cut(
     num_micro_batches: int,
 ) -> None:
     """Replace the whole model by the stages of this rank."""
-    place, size, schedule = execution.place, execution.layout.pipeline, options.pipeline_schedule
+    place, size, schedule = divided.place, divided.layout.pipeline, options.pipeline_schedule
     num_stages = size * stages_per_rank(schedule)
-    whole = cast("Any", execution.model)
+    whole = cast("Any", divided.model)
     numbers = plan_stages(place.coordinates["pipeline"], size, schedule)
     tied = find_tied_weights(whole, num_stages)
     # With "zbv" one rank has both stages, and the weights once.
@@ -246,15 +246,15 @@ def _cut(
         ends = {(peer.peers["pipeline"][0], peer.peers["pipeline"][-1]) for peer in plan.ranks}
         group = new_group(ends, place.rank)
         if {0, num_stages - 1} & set(numbers):
-            execution.tied_name, execution.tied_group = tied, group
+            divided.tied_name, divided.tied_group = tied, group
     stages: list[nn.Module] = [whole.stage(number, num_stages) for number in numbers]
-    execution.model, execution.modules = join_stages(stages), stages
-    execution.pipeline = Pipeline(
+    divided.model, divided.modules = join_stages(stages), stages
+    divided.pipeline = Pipeline(
         stages,
         schedule=schedule,
         num_micro_batches=num_micro_batches,
         device=device,
-        group=execution.groups["pipeline"],
+        group=divided.groups["pipeline"],
     )
 
 
