@@ -23,6 +23,7 @@ ALLOWED = {
     "datasvc.printable": set(),
     "datasvc.processors": set(),
     "datasvc.threads": {"datasvc.sizes"},
+    "datasvc.drawing": {"datasvc.printable", "datasvc.sizes"},
     "datasvc.durable": {"datasvc.errors"},
     "datasvc.keyed_random": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},

@@ -1,0 +1,49 @@
+"""Draws values as SVG and HTML text: graphs, charts and tables for the page, notebooks and files.
+
+Every function is pure: values in, markup out. All text of data is escaped in one place, `elements`. Markup has no
+`style` attribute, no style sheet and no script, so that a page whose policy is `default-src 'self'` can include it;
+classes name the colours (`colours`). `standalone` adds the style sheet for a file or a notebook.
+"""
+
+from datasvc.drawing.bars import Bar, Bin, bar_chart, bar_table, histogram, histogram_table
+from datasvc.drawing.charts import Mark, Series, chart_table, line_chart, small_multiples, stacked_areas
+from datasvc.drawing.colours import style_sheet
+from datasvc.drawing.elements import Markup, element, link, markup, standalone
+from datasvc.drawing.flow import FlowEdge, FlowNode, flow_graph, flow_table
+from datasvc.drawing.heat_maps import heat_map, heat_map_table
+from datasvc.drawing.numbers import format_quantity
+from datasvc.drawing.table import Column, html_table
+from datasvc.drawing.versions import VersionNode, version_graph, version_table
+
+__all__ = [
+    "Bar",
+    "Bin",
+    "Column",
+    "FlowEdge",
+    "FlowNode",
+    "Mark",
+    "Markup",
+    "Series",
+    "VersionNode",
+    "bar_chart",
+    "bar_table",
+    "chart_table",
+    "element",
+    "flow_graph",
+    "flow_table",
+    "format_quantity",
+    "heat_map",
+    "heat_map_table",
+    "histogram",
+    "histogram_table",
+    "html_table",
+    "line_chart",
+    "link",
+    "markup",
+    "small_multiples",
+    "stacked_areas",
+    "standalone",
+    "style_sheet",
+    "version_graph",
+    "version_table",
+]

@@ -1,0 +1,241 @@
+"""Histograms of numbers and bars of classes. A bar may be a link, so that a filter works without JavaScript."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from datasvc.drawing.elements import Markup, element, link, shorten, svg
+from datasvc.drawing.numbers import choose_ticks, format_quantity
+from datasvc.drawing.table import Column, html_table
+
+_LEFT: Final = 64
+_BOTTOM: Final = 36
+_TOP: Final = 26
+_BAR_ROW: Final = 22
+_MAX_LABEL: Final = 28
+_LABEL_WIDTH: Final = 200
+
+
+@dataclass(frozen=True)
+class Bin:
+    """A bar of a histogram: the number of values in `start <= value < stop`.
+
+    Attributes:
+        start: lower bound.
+        stop: upper bound.
+        count: number of values, not negative.
+        href: address of the values, such as the same page with a filter.
+        is_selected: whether the filter that is in effect selects it.
+    """
+
+    start: float
+    stop: float
+    count: float
+    href: str | None = None
+    is_selected: bool = False
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar with a name, such as a class.
+
+    Attributes:
+        label: its name.
+        value: its length, not negative.
+        href: address of what it counts.
+        is_selected: whether the filter that is in effect selects it.
+    """
+
+    label: str
+    value: float
+    href: str | None = None
+    is_selected: bool = False
+
+
+def histogram(
+    bins: Sequence[Bin],
+    *,
+    title: str,
+    unit: str = "",
+    count_unit: str = "samples",
+    log_scale: bool = False,
+    width: int = 480,
+    height: int = 200,
+    is_small: bool = False,
+) -> Markup:
+    """Return a histogram as SVG. The heights of bars are proportional to their counts, from zero.
+
+    Args:
+        bins: ascending and without overlap.
+        title: what is counted.
+        unit: unit of the bounds, as in `format_quantity`.
+        count_unit: unit of the counts.
+        log_scale: heights are proportional to log(1 + count).
+        width: pixels.
+        height: pixels.
+        is_small: without axes and text, for the head of a column.
+    """
+    left, top, bottom = (0, 0, 0) if is_small else (_LEFT, _TOP, _BOTTOM)
+    plot_width, plot_height = width - left - (0 if is_small else 12), height - top - bottom
+    most = max((each.count for each in bins), default=0.0)
+    ticks = [] if is_small else _count_ticks(most, log_scale=log_scale)
+    full = _scaled(max([most, *ticks]), log_scale=log_scale) or 1.0
+    low, high = (bins[0].start, bins[-1].stop) if bins else (0.0, 1.0)
+    span = high - low or 1.0
+    bars = []
+    for each in bins:
+        size = _scaled(each.count, log_scale=log_scale) / full * plot_height
+        x = left + (each.start - low) / span * plot_width
+        bar_width = (each.stop - each.start) / span * plot_width if high > low else plot_width
+        bars.append(_bin(each, unit, count_unit, x, top + plot_height - size, max(bar_width - 1, 0.5), size))
+        if each.href is not None:  # the whole height is clicked, so that a low bar is no small target
+            hit = element("rect", x=x, y=top, width=bar_width, height=plot_height, fill="transparent")
+            bars[-1] = link(Markup(bars[-1] + hit), each.href, title=_bin_text(each, unit, count_unit))
+    axes = (
+        []
+        if is_small
+        else _axes(title, ticks, full, (low, high), unit, count_unit, (width, height), log_scale=log_scale)
+    )
+    return svg(
+        *axes,
+        *bars,
+        width=width,
+        height=height,
+        title=title,
+        description=f"{len(bins)} bins from {format_quantity(low, unit)} to {format_quantity(high, unit)}; "
+        f"the largest has {format_quantity(most, count_unit)}",
+        interactive=any(each.href for each in bins),
+    )
+
+
+def histogram_table(bins: Sequence[Bin], *, title: str, unit: str = "", count_unit: str = "samples") -> Markup:
+    """Return the numbers of `histogram` as a table."""
+    rows = [
+        (format_quantity(each.start, unit), link(format_quantity(each.stop, unit), each.href), each.count)
+        for each in bins
+    ]
+    return html_table(["from", "below", Column(count_unit)], rows, caption=title)
+
+
+def bar_chart(
+    bars: Sequence[Bar],
+    *,
+    title: str,
+    unit: str = "samples",
+    max_bars: int = 20,
+    width: int = 560,
+    more_href: str | None = None,
+) -> Markup:
+    """Return horizontal bars with their names on the left and values on the right, as SVG.
+
+    Args:
+        bars: in the order in which they are drawn.
+        title: what they count.
+        unit: unit of the values.
+        max_bars: further bars are left out, and "and 312 more" is drawn.
+        width: pixels.
+        more_href: address of those that are left out.
+    """
+    shown = bars[:max_bars]
+    most = max((bar.value for bar in bars), default=0.0) or 1.0
+    room = width - _LABEL_WIDTH - 120
+    rows = [_bar(bar, unit, _TOP + number * _BAR_ROW, bar.value / most * room) for number, bar in enumerate(shown)]
+    if len(bars) > len(shown):
+        text = element(
+            "text", f"and {len(bars) - len(shown):,} more", x=0, y=_TOP + len(shown) * _BAR_ROW + 15, class_="quiet"
+        )
+        rows.append(link(text, more_href))
+    return svg(
+        element("text", title, x=0, y=14, font_weight="bold"),
+        *rows,
+        width=width,
+        height=_TOP + len(rows) * _BAR_ROW + 4,
+        title=title,
+        description="; ".join(f"{bar.label}: {format_quantity(bar.value, unit)}" for bar in shown[:10]),
+        interactive=any(bar.href for bar in bars) or more_href is not None,
+    )
+
+
+def bar_table(
+    bars: Sequence[Bar], *, title: str, name: str = "name", unit: str = "samples", max_rows: int = 1000
+) -> Markup:
+    """Return the numbers of `bar_chart` as a table."""
+    rows = [(link(bar.label, bar.href), bar.value) for bar in bars]
+    return html_table([name, Column(unit)], rows, caption=title, max_rows=max_rows)
+
+
+def _scaled(count: float, *, log_scale: bool) -> float:
+    return math.log1p(count) if log_scale else count
+
+
+def _count_ticks(most: float, *, log_scale: bool) -> list[float]:
+    if not log_scale:
+        return choose_ticks(0.0, most or 1.0, 5)
+    return [0.0, *(10.0**power for power in range(math.ceil(math.log10(max(most, 1))) + 1))]
+
+
+def _bin_text(each: Bin, unit: str, count_unit: str) -> str:
+    count = format_quantity(each.count, count_unit)
+    return f"{format_quantity(each.start, unit)} to {format_quantity(each.stop, unit)}: {count}"
+
+
+def _bin(each: Bin, unit: str, count_unit: str, x: float, y: float, width: float, height: float) -> Markup:
+    return element(
+        "rect",
+        element("title", _bin_text(each, unit, count_unit)),
+        x=x,
+        y=y,
+        width=width,
+        height=height,
+        class_=f"bar mark fill {'c1' if each.is_selected else 'accent'}",
+    )
+
+
+def _axes(
+    title: str,
+    ticks: Sequence[float],
+    full: float,
+    ends: tuple[float, float],
+    unit: str,
+    count_unit: str,
+    size: tuple[int, int],
+    *,
+    log_scale: bool,
+) -> list[Markup]:
+    width, height = size
+    base, plot_height = height - _BOTTOM, height - _TOP - _BOTTOM
+    parts = [
+        element("text", f"{title} ({count_unit}{', log scale' if log_scale else ''})", x=0, y=14, font_weight="bold")
+    ]
+    for tick in ticks:
+        y = base - _scaled(tick, log_scale=log_scale) / full * plot_height
+        parts.append(element("line", x1=_LEFT, y1=y, x2=width - 12, y2=y, class_="line pale"))
+        parts.append(element("text", format_quantity(tick), x=_LEFT - 6, y=y + 4, text_anchor="end", class_="quiet"))
+    for number, anchor in enumerate(("start", "middle", "end")):
+        value = ends[0] + (ends[1] - ends[0]) * number / 2
+        x = _LEFT + (width - 12 - _LEFT) * number / 2
+        parts.append(
+            element("text", format_quantity(value, unit), x=x, y=base + 18, text_anchor=anchor, class_="quiet")
+        )
+    return parts
+
+
+def _bar(bar: Bar, unit: str, y: float, length: float) -> Markup:
+    text = f"{bar.label}: {format_quantity(bar.value, unit)}"
+    row = Markup(
+        element("title", text)
+        + element("text", shorten(bar.label, _MAX_LABEL), x=_LABEL_WIDTH - 8, y=y + 15, text_anchor="end")
+        + element(
+            "rect",
+            x=_LABEL_WIDTH,
+            y=y + 3,
+            width=length,
+            height=_BAR_ROW - 6,
+            class_=f"bar mark fill {'c1' if bar.is_selected else 'accent'}",
+        )
+        + element("text", format_quantity(bar.value, unit), x=_LABEL_WIDTH + length + 6, y=y + 15, class_="quiet")
+    )
+    return element("g", link(row, bar.href, title=text), class_="row")

@@ -1,0 +1,191 @@
+"""The graph of versions: one lane per branch, newest on top, tags as labels, a removed version as a hollow node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from datasvc.drawing.colours import colour_class
+from datasvc.drawing.elements import Markup, element, link, markup, shorten, svg
+from datasvc.drawing.lanes import LaneEdge, plan_lanes
+from datasvc.drawing.table import html_table
+
+_ROW: Final = 24
+_LANE: Final = 14
+_MARGIN: Final = 14
+_RADIUS: Final = 5
+_CHARACTER: Final = 7  # width of an average character of the font, in pixels
+_MAX_LANES: Final = 24  # further branches share the last lane
+_MAX_LABEL: Final = 40
+_MAX_NOTE: Final = 80
+_MAX_TAGS: Final = 6
+
+
+@dataclass(frozen=True)
+class VersionNode:
+    """A version in a graph.
+
+    Attributes:
+        name: its reference, such as "pets@3"; unique in the graph.
+        parents: names of the versions it was made from. One that is not in the graph is drawn as a dashed end.
+        tags: its tags.
+        note: short text behind it, such as its message.
+        href: address of its page.
+        is_removed: whether it was removed.
+        title: text on hover; by default its name, parents and note.
+    """
+
+    name: str
+    parents: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    note: str = ""
+    href: str | None = None
+    is_removed: bool = False
+    title: str = ""
+
+
+def version_graph(
+    nodes: Sequence[VersionNode],
+    *,
+    start: int = 0,
+    limit: int = 200,
+    title: str = "versions",
+    more_href: str | None = None,
+) -> Markup:
+    """Return the graph of versions as SVG.
+
+    Args:
+        nodes: all versions, newest first, children before their parents.
+        start: number of the first version to draw.
+        limit: maximum number of versions to draw. Lanes are those of the complete graph, so pages fit together.
+        title: name of the picture.
+        more_href: address of the older versions that are left out.
+    """
+    lanes, edges = plan_lanes([node.name for node in nodes], [node.parents for node in nodes])
+    shown = range(start, min(start + limit, len(nodes)))
+    used = [min(lanes[row], _MAX_LANES - 1) for row in shown]
+    visible = [edge for edge in edges if edge.child < shown.stop and edge.parent >= start]
+    used += [min(edge.travel, _MAX_LANES - 1) for edge in visible]
+    text_x = _MARGIN + (max(used, default=0) + 1) * _LANE
+    known = {node.name for node in nodes}
+    lines = [_edge(edge, start) for edge in visible]
+    stubs = [_stub(lanes[row], row - start) for row in shown if set(nodes[row].parents) - known]
+    marks = [_node(nodes[row], lanes[row], row - start, text_x) for row in shown]
+    num_older = len(nodes) - shown.stop
+    if num_older > 0:
+        text = element(
+            "text",
+            f"and {num_older:,} older version{'s' * (num_older > 1)}",
+            x=text_x,
+            y=len(shown) * _ROW + 16,
+            class_="quiet",
+        )
+        marks.append(link(text, more_href))
+    widths = [_text_width(nodes[row]) for row in shown]
+    return svg(
+        *lines,
+        *stubs,
+        *marks,
+        width=text_x + max(widths, default=160) + _MARGIN,
+        height=(len(shown) + (num_older > 0)) * _ROW + 8,
+        title=title,
+        description=f"{len(nodes):,} versions, newest first; {len(shown):,} shown",
+        interactive=any(node.href for node in nodes) or more_href is not None,
+    )
+
+
+def version_table(
+    nodes: Sequence[VersionNode], *, start: int = 0, limit: int = 200, caption: str = "versions"
+) -> Markup:
+    """Return the versions of `version_graph` as a table, a row for each."""
+    rows = [
+        (
+            link(node.name, node.href),
+            ", ".join(node.tags),
+            ", ".join(node.parents),
+            "removed" if node.is_removed else "",
+            node.note,
+        )
+        for node in nodes[start : start + limit]
+    ]
+    return html_table(["version", "tags", "parents", "state", "note"], rows, caption=caption)
+
+
+def _x(lane: int) -> int:
+    return _MARGIN + min(lane, _MAX_LANES - 1) * _LANE
+
+
+def _y(row: int) -> int:
+    return row * _ROW + _ROW // 2 + 4
+
+
+def _edge(edge: LaneEdge, first_row: int) -> Markup:
+    start, travel, stop = _x(edge.start), _x(edge.travel), _x(edge.stop)
+    top, bottom = _y(edge.child - first_row), _y(edge.parent - first_row)
+    half = _ROW // 2
+    way = [f"M{start} {top}"]
+    if bottom - top == _ROW:
+        way.append(f"C{start} {top + half} {stop} {bottom - half} {stop} {bottom}")
+    else:
+        if travel != start:
+            way.append(f"C{start} {top + half} {travel} {top + half} {travel} {top + _ROW}")
+        way.append(f"V{bottom - _ROW}")
+        way.append(f"C{travel} {bottom - half} {stop} {bottom - half} {stop} {bottom}")
+    return element("path", d="".join(way), class_=f"line {colour_class(edge.travel)}", fill="none", stroke_width=2)
+
+
+def _stub(lane: int, row: int) -> Markup:
+    """Return the dashed end of a line whose parent is not in the graph."""
+    return element(
+        "path",
+        d=f"M{_x(lane)} {_y(row)}v{_ROW - _RADIUS}",
+        class_=f"line {colour_class(lane)}",
+        stroke_width=2,
+        stroke_dasharray="2 3",
+    )
+
+
+def _node(node: VersionNode, lane: int, row: int, text_x: int) -> Markup:
+    x, y, colour = _x(lane), _y(row), colour_class(lane)
+    circles = [element("circle", cx=x, cy=y, r=_RADIUS, class_=f"mark fill {'back' if node.is_removed else colour}")]
+    if node.is_removed:
+        circles.append(element("circle", cx=x, cy=y, r=_RADIUS, class_=f"line {colour}", stroke_width=2))
+    title = node.title or "; ".join(
+        filter(None, [node.name, ", ".join(node.parents) and f"from {', '.join(node.parents)}", node.note])
+    )
+    label = shorten(node.name, _MAX_LABEL) + (" (removed)" if node.is_removed else "")
+    named = link(
+        markup([element("title", title), *circles, element("text", label, x=text_x, y=y + 4)]),
+        node.href,
+        title=node.name,
+    )
+    x_next = text_x + len(label) * _CHARACTER + 8
+    boxes = []
+    for tag in _shown_tags(node):
+        boxes.append(_tag(tag, x_next, y))
+        x_next += len(tag) * _CHARACTER + 16
+    note = (
+        element("text", shorten(node.note, _MAX_NOTE), x=x_next, y=y + 4, class_="quiet") if node.note else Markup()
+    )
+    return element("g", named, *boxes, note, class_="node")
+
+
+def _shown_tags(node: VersionNode) -> list[str]:
+    tags = [shorten(tag, _MAX_LABEL) for tag in node.tags[:_MAX_TAGS]]
+    return [*tags, f"and {len(node.tags) - _MAX_TAGS} more"] if len(node.tags) > _MAX_TAGS else tags
+
+
+def _tag(tag: str, x: int, y: int) -> Markup:
+    width = len(tag) * _CHARACTER + 10
+    return element(
+        "g",
+        element("rect", x=x, y=y - 9, width=width, height=18, rx=4, class_="line accent", fill="none"),
+        element("text", tag, x=x + width / 2, y=y + 4, text_anchor="middle"),
+        class_="tag",
+    )
+
+
+def _text_width(node: VersionNode) -> int:
+    length = min(len(node.name), _MAX_LABEL) + 10 * node.is_removed + min(len(node.note), _MAX_NOTE)
+    return length * _CHARACTER + sum(len(tag) * _CHARACTER + 16 for tag in _shown_tags(node)) + 8

@@ -1,0 +1,194 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from datasvc.drawing import (
+    Bar,
+    Bin,
+    Mark,
+    Series,
+    bar_chart,
+    bar_table,
+    chart_table,
+    format_quantity,
+    heat_map,
+    heat_map_table,
+    histogram,
+    histogram_table,
+    line_chart,
+    small_multiples,
+    stacked_areas,
+)
+from datasvc.drawing.numbers import choose_ticks, thin_points
+from tests.drawing.hostile import local_name, parsed, text_of, texts, with_class
+
+values = st.floats(-1e300, 1e300) | st.just(math.nan) | st.none()
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20), st.booleans())
+def test_heights_of_bars_are_proportional_to_their_counts(counts, is_small):
+    bins = [Bin(number, number + 1, count) for number, count in enumerate(counts)]
+    heights = [
+        float(each.get("height")) for each in with_class(parsed(histogram(bins, title="x", is_small=is_small)), "bar")
+    ]
+    assert len(heights) == len(counts)
+    scale = max(heights) / (max(counts) or 1)
+    assert heights == pytest.approx([count * scale for count in counts], abs=0.01)
+    assert max(heights) > 0 or max(counts) == 0
+
+
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
+def test_lengths_of_named_bars_are_proportional_and_the_table_has_the_same_numbers(counts):
+    bars = [Bar(f"class {number}", count) for number, count in enumerate(counts)]
+    lengths = [float(each.get("width")) for each in with_class(parsed(bar_chart(bars, title="x")), "bar")]
+    scale = max(lengths) / (max(counts) or 1)
+    assert lengths == pytest.approx([count * scale for count in counts], abs=0.01)
+    cells = [each.text for each in parsed(bar_table(bars, title="x")).iter("td") if each.get("class") == "number"]
+    assert cells == [f"{count:,}" for count in counts]
+
+
+def test_a_bar_with_an_address_is_a_link_over_its_whole_height():
+    root = parsed(histogram([Bin(0, 1, 1, "?a"), Bin(1, 2, 1000, "?b", is_selected=True)], title="x"))
+    links = [each for each in root.iter() if local_name(each) == "a"]
+    assert [each.get("href") for each in links] == ["?a", "?b"]
+    assert links[0].get("aria-label") == "0 to 1: 1 samples"
+    assert root.get("role") == "group"
+    assert "c1" in with_class(links[1], "bar")[0].get("class").split()
+
+
+def test_small_counts_are_visible_on_a_log_scale():
+    root = parsed(histogram([Bin(0, 1, 1), Bin(1, 2, 10**6)], title="x", log_scale=True))
+    low, high = (float(each.get("height")) for each in with_class(root, "bar"))
+    assert low / high == pytest.approx(math.log(2) / math.log1p(10**6), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (1_500_000_000, "bytes", "1.50 GB"),
+        (12.5, "bytes", "12.5 bytes"),
+        (2000, "bytes/s", "2.00 kB/s"),
+        (12500, "samples", "12,500 samples"),
+        (0.0123456, "s", "0.01235 s"),
+        (50, "%", "50%"),
+        (math.nan, "s", "no value"),
+        (None, "", "no value"),
+        (math.inf, "", "inf"),
+    ],
+)
+def test_a_quantity_has_its_unit(value, unit, text):
+    assert format_quantity(value, unit) == text
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False), st.floats(allow_nan=False, allow_infinity=False))
+def test_ticks_cover_the_range_with_few_numbers(low, high):
+    low, high = sorted((low, high))
+    ticks = choose_ticks(low, high)
+    assert ticks == sorted(ticks)
+    assert ticks[0] < ticks[-1] or low == high
+    assert 2 <= len(ticks) <= 8
+    tolerance = (ticks[-1] - ticks[0]) * 1e-6
+    assert ticks[0] <= low + tolerance
+    assert ticks[-1] >= high - tolerance
+
+
+@given(st.lists(values, max_size=300))
+def test_thinning_keeps_the_extremes_and_the_order(ys):
+    points = thin_points(range(len(ys)), ys, 50)
+    assert len(points) <= 80
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+    known = [y for y in ys if y is not None and math.isfinite(y)]
+    kept = [y for _, y in points if y is not None]
+    assert (min(kept, default=None), max(kept, default=None)) == (min(known, default=None), max(known, default=None))
+
+
+@given(st.lists(st.lists(values, max_size=8), max_size=3))
+def test_any_numbers_can_be_drawn(columns):
+    series = [Series(f"s{number}", range(len(ys)), ys) for number, ys in enumerate(columns)]
+    for draw in (line_chart, small_multiples):
+        assert "nan" not in draw(series, title="x")
+        parsed(draw(series, title="x"))
+
+
+def test_a_gap_divides_a_line_and_a_mark_is_in_its_place():
+    root = parsed(
+        line_chart([Series("a", [0, 1, 2, 3], [1, math.nan, 2, 3])], title="x", marks=[Mark(1.5, "stall", True)])
+    )
+    (line,) = (each for each in root.iter() if local_name(each) == "path")
+    assert line.get("d").count("M") == 2
+    (mark,) = (each for each in with_class(root, "problem") if local_name(each) == "line")
+    (first, *_, last) = (float(each.get("cx")) for each in root.iter() if local_name(each) == "circle")
+    assert float(mark.get("x1")) == pytest.approx((first + last) / 2)
+
+
+def test_bytes_and_rates_begin_at_zero():
+    series = [Series("a", [0, 1], [100.0, 101.0])]
+    shown = [text_of(parsed(line_chart(series, title="x", unit=unit))) for unit in ("bytes", "images/s", "loss")]
+    assert ["x (loss)" in text for text in shown] == [False, False, True]
+    assert "0 bytes" in shown[0]
+    assert "images/s)0" in shown[1]
+    assert "100.2" in shown[2]
+
+
+def test_stacked_areas_stand_on_each_other():
+    series = [Series("a", [0, 1], [1, 2]), Series("b", [0, 1], [3, None])]
+    polygons = [
+        each.get("points").split()
+        for each in parsed(stacked_areas(series, title="x")).iter()
+        if local_name(each) == "polygon"
+    ]
+    upper_of_a, lower_of_b = polygons[0][:2], polygons[1][2:][::-1]
+    assert upper_of_a == lower_of_b
+    assert polygons[1][1] == polygons[1][2]  # None has no height
+
+
+def test_many_points_are_thinned():
+    xs = range(100_000)
+    series = [Series("a", xs, [float(x % 7) for x in xs])] * 2
+    assert len(line_chart(series, title="x")) < 100_000
+    assert len(stacked_areas(series, title="x")) < 200_000
+    root = parsed(chart_table(series[:1], title="x", max_rows=10))
+    assert len(list(root.iter("tr"))) == 11
+    assert "the last 10 of 100,000" in text_of(root)
+
+
+def test_the_opacity_of_a_cell_grows_with_its_value():
+    root = parsed(heat_map(["a"], ["1", "2", "3", "4"], [[0.5, 1.0, None, math.nan]], title="x"))
+    assert [float(each.get("fill-opacity")) for each in with_class(root, "cell")] == [0.5, 1, 0, 0]
+    root = parsed(heat_map(["a"], ["1", "2", "3"], [[0, 1e-6, 1.0]], title="x", log_scale=True))
+    zero, small, large = (float(each.get("fill-opacity")) for each in with_class(root, "cell"))
+    assert zero < small < large == 1
+    assert "and 4 more" in text_of(parsed(heat_map(["a"] * 5, ["b"], [[1.0]] * 5, title="x", max_rows=1)))
+
+
+@given(texts)
+def test_hostile_names_in_charts_stay_text(text):
+    series = [Series(text, [0, 1], [1.0, 2.0], href=text)]
+    charts = [
+        line_chart(series, title=text, unit=text, x_label=text, marks=[Mark(0.5, text, href=text)]),
+        small_multiples(series, title=text, unit=text, x_label=text),
+        stacked_areas(series, title=text, unit=text, x_label=text),
+        chart_table(series, title=text, unit=text, x_label=text),
+        histogram([Bin(0, 1, 1, text)], title=text, unit=text, count_unit=text),
+        histogram_table([Bin(0, 1, 1, text)], title=text, unit=text, count_unit=text),
+        bar_chart([Bar(text, 1, text)], title=text, unit=text, more_href=text),
+        bar_table([Bar(text, 1, text)], title=text, name=text, unit=text),
+        heat_map([text], [text], [[1.0]], title=text, unit=text),
+        heat_map_table([text], [text], [[1.0]], title=text, name=text, unit=text),
+    ]
+    for chart in charts:
+        parsed(chart)
+
+
+def test_empty_charts_are_drawn():
+    for chart in (
+        histogram([], title="x"),
+        bar_chart([], title="x"),
+        line_chart([], title="x"),
+        stacked_areas([], title="x"),
+    ):
+        parsed(chart)
+    parsed(small_multiples([], title="x"))
+    parsed(heat_map([], [], [], title="x"))
