@@ -62,7 +62,12 @@ ALLOWED["datasvc.gc"] = ALLOWED["datasvc.models"] | {"datasvc.models"}
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.gc"] | {"datasvc.gc"}
 ALLOWED["datasvc.testing"] = ALLOWED["datasvc.api"] | {"datasvc.api"}
 ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
-ALLOWED["datasvc.ui"] = ALLOWED["datasvc.api"] | {"datasvc.api", "datasvc.node", "datasvc.ledger"}
+ALLOWED["datasvc.ui"] = ALLOWED["datasvc.api"] | {
+    "datasvc.api",
+    "datasvc.drawing",
+    "datasvc.ledger",
+    "datasvc.node",
+}
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
     "datasvc.api",
     "datasvc.node",

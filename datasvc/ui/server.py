@@ -11,6 +11,8 @@ from typing import Final
 from aiohttp import web
 
 from datasvc.cache.peers.membership import bracketed
+from datasvc.drawing import style_sheet
+from datasvc.drawing.colours import NUM_COLOURS, colour_values
 from datasvc.errors import ConfigError
 from datasvc.ui.pages import datasets, home, search
 from datasvc.ui.settings import UiSettings
@@ -36,13 +38,17 @@ def make_app(site: Site) -> web.Application:
     access = Access(site.settings.token, site.settings.host)
     app = web.Application(middlewares=[add_headers, routes.respond_to_errors, access.middleware()])
     routes.add_to(app)
-    app.router.add_static(STATIC_PATH, _STATIC)
     app.router.add_post(LOGIN_PATH, access.login)
 
     async def show_login(_: web.Request) -> web.Response:
         return web.Response(text=environment.get_template("login.html").render(), content_type="text/html")
 
+    async def show_drawing_styles(_: web.Request) -> web.Response:
+        return web.Response(text=_drawing_styles(), content_type="text/css")
+
     app.router.add_get(LOGIN_PATH, show_login)
+    app.router.add_get(f"{STATIC_PATH}drawing.css", show_drawing_styles)
+    app.router.add_static(STATIC_PATH, _STATIC)
     return app
 
 
@@ -70,6 +76,16 @@ async def run_ui(settings: UiSettings, ready: Callable[[str], None], stop_reques
             await stop_requested.wait()
     finally:
         await runner.cleanup()
+
+
+def _drawing_styles() -> str:
+    """Return the style sheet of drawings, and their colours as the variables `--c0` to `--c7` for scripts."""
+    light, dark = (
+        " ".join(f"--c{number}: {colour_values(f'c{number}')[column]};" for number in range(NUM_COLOURS))
+        for column in (0, 1)
+    )
+    variables = f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    return f"{variables}\n{style_sheet()}"
 
 
 async def _serve_until_signal(settings: UiSettings, ready: Callable[[str], None]) -> None:

@@ -66,11 +66,6 @@ def render(environment: Environment, page: Page, *, address: str, api_address: s
     )
 
 
-def trusted(svg: str) -> Markup:
-    """Mark a drawing as HTML. Only for text from `datasvc.drawing`, which escapes what it contains."""
-    return Markup(svg)  # noqa: S704
-
-
 def ago(time: str | float | None, now: datetime | None = None) -> Markup | str:
     """Return a time relative to now, with the exact time in its title; "-" for None.
 
@@ -133,4 +128,5 @@ def json_text(value: object) -> str:
 
 def _finalize(value: object) -> object:
     """Make control characters of texts visible, such as those that change the direction of writing."""
-    return escape_controls(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    # Markup of filters and of `datasvc.drawing` has `__html__`; its texts are escaped already.
+    return escape_controls(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
