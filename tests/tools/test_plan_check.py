@@ -1,18 +1,12 @@
 """The comparison of estimated with measured layouts runs on a tiny number of steps; nothing here judges a speed."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.tools.test_bench import BENCH, run_json
 
 
 def test_layouts_are_ranked_by_the_median_of_their_repeats(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
+    monkeypatch.syspath_prepend(str(BENCH))
     from plan_check import rank_medians
 
     assert rank_medians({"data=4": [2.0, 9.0, 2.5], "shard=4": [3.0, 1.0, 3.0], "tensor=4": [0.5]}) == [
@@ -24,16 +18,6 @@ def test_layouts_are_ranked_by_the_median_of_their_repeats(monkeypatch):
 
 @pytest.mark.slow
 def test_estimated_and_measured_steps_of_layouts_are_compared():
-    done = subprocess.run(
-        [sys.executable, "tools/bench/plan_check.py", "--repeats", "1", "--ranks", "2", "--layouts", "3", "--json"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_json("plan_check.py", "--repeats", 1, "--ranks", 2, "--layouts", 3)
     assert (len(found["rows"]), len(found["ratios"])) == (2 * 3, 3)
     assert all(figure["n"] == 1 and figure["min"] > 0 for figure in found["rows"] + found["ratios"])

@@ -1,18 +1,12 @@
 """The comparison of predicted with measured steps runs on a tiny workload; nothing here judges a speed."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.tools.test_bench import BENCH, run_json
 
 
 def test_only_medians_farther_off_than_asked_are_named(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
+    monkeypatch.syspath_prepend(str(BENCH))
     from profile_check import far_off
     from report import Figure
 
@@ -22,26 +16,6 @@ def test_only_medians_farther_off_than_asked_are_named(monkeypatch):
 
 @pytest.mark.slow
 def test_predicted_and_measured_steps_are_compared_for_both_models_and_all_modes():
-    done = subprocess.run(
-        [
-            sys.executable,
-            "tools/bench/profile_check.py",
-            "--repeats",
-            "2",
-            "--steps",
-            "1",
-            "--json",
-            "--within",
-            "1e9",
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = run_json("profile_check.py", "--repeats", 2, "--steps", 1, "--within", 1e9)
     assert len(found["rows"]) == len(found["ratios"]) == 2 * 3
     assert all(figure["n"] == 2 and figure["min"] > 0 for figure in found["rows"] + found["ratios"])

@@ -17,6 +17,8 @@ from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics, kee
 from datasvc.trainer.recipes.tasks.task import Examples
 from datasvc.trainer.recipes.train import train
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def make_normalised(num_classes):
     """A small model with batch normalisation, before which random numbers are drawn."""
@@ -29,15 +31,6 @@ def world_of_one():
     hvd.init()
     yield
     hvd.shutdown()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Layers this small only wait for each other in several threads."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.mark.usefixtures("world_of_one")

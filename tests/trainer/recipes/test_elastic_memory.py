@@ -33,14 +33,7 @@ from datasvc.trainer.recipes.start import start
 from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
 from tests.samples import write_folder
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Layers this small only wait for each other in several threads."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

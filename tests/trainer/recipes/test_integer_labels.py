@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 import datasvc
 from datasvc.errors import ConfigError, ConflictError
@@ -20,17 +19,10 @@ from datasvc.trainer.recipes.tasks.classification import Classification
 from datasvc.trainer.recipes.train import train
 from tests.samples import jpeg
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_CLASSES = 3
 CONFIG = TrainConfig(data="d", repo="r", name="m")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Layers this small only wait for each other in several threads."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 def samples(num_samples=12, first=0):

@@ -11,6 +11,8 @@ from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.models import LogitsWithAuxiliary, build_model, combine_losses, main_logits
 from datasvc.trainer.recipes.models.resnet import BottleneckBlock, ResidualBlock, ResNet
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CLASSES = 5
 
 # Whole but cheap: narrow fully connected layers, few blocks, the smallest images.
@@ -27,15 +29,6 @@ TINY = {
     "inception-v3": (lambda: build_model("inception-v3", CLASSES, auxiliary=False), 75),
     "vgg16": (lambda: build_model("vgg16", CLASSES, hidden=32), 32),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny operations take longer on several threads than on one, most of all while other tests want the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=sorted(TINY))

@@ -15,16 +15,9 @@ from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.models.gpt import GPT, make_mask, mask_documents
 from tests.examples import examples
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 VOCABULARY, BLOCK = 11, 12
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Tiny operations take longer on several threads than on one, most of all while other tests want the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def make_gpt(**options):

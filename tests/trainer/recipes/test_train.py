@@ -30,16 +30,9 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train
 from tests.terminals import read_terminal
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 BLOCK, VOCABULARY = 16, 11
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Layers this small only wait for each other in several threads."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")

@@ -19,16 +19,9 @@ from datasvc.trainer.recipes.train import train
 from datasvc.trainer.recipes.training_data import open_data, resolve_data
 from tests.samples import write_folder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MIXTURE = "cats@1:0.75 dogs@1:0.25"
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Layers this small only wait for each other in several threads."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
