@@ -162,7 +162,8 @@ def _make_blocks(channels: int, table: tuple[_Widths, ...], kernel: int) -> tupl
 def _make_auxiliary(channels: int, num_classes: int) -> nn.Sequential:
     """Return an auxiliary classifier (section 5)."""
     return nn.Sequential(
-        nn.AdaptiveAvgPool2d(4),  # equals the 5x5 pooling with stride 3 of the paper for images of 224x224
+        # As large as the result of the paper's 5x5 pooling with stride 3 for images of 224x224; the windows differ.
+        nn.AdaptiveAvgPool2d(4),
         _convolution(channels, 128, 1),
         nn.Flatten(),
         nn.Linear(128 * 4 * 4, 1024),

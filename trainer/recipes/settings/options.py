@@ -127,11 +127,15 @@ def parse_options(
         },
     ]
     names = [field.name for field in setting_fields()]
-    settings = {name: next(source[name] for source in sources if name in source) for name in names}
+    places = {name: next(place for place, source in enumerate(sources) if name in source) for name in names}
+    settings = {name: sources[place][name] for name, place in places.items()}
     batch_source = next((source for source in sources[:2] if source.keys() & {"batch_size", "global_batch"}), {})
     if "batch_size" in batch_source and "global_batch" not in batch_source:
         # Remove the global batch of the file or the preset, because it would override this batch size.
         settings["global_batch"] = Setting(None, f"{settings['batch_size'].source}: --batch-size replaces it")
+    if settings["statistics"].value == "average" and places["statistics"] < places["statistics_batches"]:
+        # The number of batches belongs to the setting of the file or the preset that is overridden.
+        settings["statistics_batches"] = sources[-1]["statistics_batches"]
     for name in ("cache", "peers", "cache_budget"):
         if settings[name].value == "":
             # Given empty, so that neither the file nor the variable counts.

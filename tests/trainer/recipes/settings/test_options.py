@@ -205,6 +205,15 @@ def test_goyal_s_preset_has_the_paper_s_rates():
     assert found == pytest.approx([0.1, 1.65, 3.2, 3.2, 0.32, 0.032, 0.0032])
 
 
+def test_a_preset_s_number_of_batches_goes_with_the_statistics_that_it_is_for():
+    preset = ("--preset", "akiba2017")
+    config = config_of(*preset, "--statistics", "average")
+    assert (config.statistics, config.statistics_batches) == ("average", 10)
+    assert config_of(*preset, "--statistics", "recompute").statistics_batches == 1
+    with pytest.raises(ConfigError, match="statistics_batches is 3, and statistics is 'average'"):
+        config_of(*preset, "--statistics", "average", "--statistics-batches", "3")
+
+
 def test_akiba_s_preset_starts_slowly():
     config = config_of("--preset", "akiba2017")
     schedule = build_schedule(config, 32768)
