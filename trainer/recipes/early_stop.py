@@ -67,7 +67,7 @@ class EarlyStop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned; begin anew if it is of another metric or mode.
+        """Continue from a state that `state_dict` returned; start at zero if it is of another metric or mode.
 
         A state of an earlier release has neither, and counts as one of this metric.
         """

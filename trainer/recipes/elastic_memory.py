@@ -1,7 +1,7 @@
 """The state of an elastic run (`--elastic`): a copy of it in host memory, from which the ranks continue.
 
-A *round* is a period in which the ranks of a job do not change. Each round builds the run anew, for its own ranks,
-and loads the copy into it. So nothing of a lost round is left, such as hooks, connections and prefetched batches.
+A *round* is the time between two changes of the ranks of a job. At the start of each round, every rank builds a new
+run and loads the copy into it. The hooks, connections and prefetched batches of the round before are discarded.
 """
 
 from __future__ import annotations

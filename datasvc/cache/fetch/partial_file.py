@@ -25,7 +25,8 @@ from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo
 
 _READ_BACK_BYTES = 1 << 20
-# Limit of the bytes to read back and hash after each received buffer: meanwhile, nothing is read from the source.
+# Maximum number of bytes that are read back and hashed after each received buffer. Reading them delays the next read
+# from the source.
 _MAX_READ_BACK_BYTES = 8 << 20
 
 

@@ -72,7 +72,7 @@ class Journal:
         return str(plan["attempt"])
 
     def _start(self) -> str:
-        """Create the plan, and return its attempt; or that of another process that creates it meanwhile."""
+        """Create the plan and return its attempt. If another process created it first, return its attempt."""
         path, attempt = f"{self._folder}/{_PLAN}", secrets.token_hex(16)
         content = encode_entry({"attempt": attempt})
         try:

@@ -12,9 +12,9 @@ Entries are immutable, so they are copied byte by byte. Objects are shared. The 
 
 Each step may be repeated, also by several processes at once. A process does step 4 only after it has found each
 version under the new name. The removal of step 4 (the first one that lists the rename's entry) and the end of a tag
-are never copied. If an entry of the new name differs from the one to copy, somebody used the new name since, and the
-entry stays. Only a version that another process committed to the new name during step 1 cannot stay beside the
-copies: then the rename is taken back, by a removal of its entry alone.
+are never copied. An entry of the new name that differs from the one to copy is of a later use of the new name, and
+stays. But a version that another process committed to the new name during step 1 cannot stay beside the copies. The
+rename is undone then, by a removal of its entry alone.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ def _end_tag(repository: Repository, name: str, new_name: str, tag: str, rename_
         if not 1 <= current <= rename_number:
             raise _NothingToCommitError
         if ended and current < rename_number:
-            # The tag was set again after its end. A tag that the new name has is newer.
-            # ConfigError: no tag can be set anew that is called "latest", only copied.
+            # The tag was set again after its end, so set it under the new name, unless that name has a newer one.
+            # ConfigError: the tag is called "latest", which can be copied but not set.
             with suppress(ConflictError, ConfigError):
                 repository.tag("datasets", f"{new_name}@{current}", tag, expect=0)
         return {"version": None, _ENDED_BY: rename_number}
