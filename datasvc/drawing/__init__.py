@@ -5,25 +5,25 @@ Every function is pure: values in, markup out. All text of data is escaped in on
 classes name the colours (`colours`). `standalone` adds the style sheet for a file or a notebook.
 """
 
-from datasvc.drawing.bars import Bar, Bin, bar_chart, bar_table, histogram, histogram_table
-from datasvc.drawing.charts import Mark, Series, chart_table, line_chart, small_multiples, stacked_areas
+from datasvc.drawing.bars import HistogramBin, NamedBar, bar_chart, bar_table, histogram, histogram_table
+from datasvc.drawing.charts import ChartMark, ChartSeries, chart_table, line_chart, small_multiples, stacked_areas
 from datasvc.drawing.colours import style_sheet
 from datasvc.drawing.elements import Markup, element, link, markup, standalone
 from datasvc.drawing.flow import FlowEdge, FlowNode, flow_graph, flow_table
 from datasvc.drawing.heat_maps import heat_map, heat_map_table
 from datasvc.drawing.numbers import format_quantity
-from datasvc.drawing.table import Column, html_table
+from datasvc.drawing.table import TableColumn, html_table
 from datasvc.drawing.versions import VersionNode, version_graph, version_table
 
 __all__ = [
-    "Bar",
-    "Bin",
-    "Column",
+    "ChartMark",
+    "ChartSeries",
     "FlowEdge",
     "FlowNode",
-    "Mark",
+    "HistogramBin",
     "Markup",
-    "Series",
+    "NamedBar",
+    "TableColumn",
     "VersionNode",
     "bar_chart",
     "bar_table",

@@ -9,7 +9,7 @@ from typing import Final
 
 from datasvc.drawing.elements import Markup, element, link, shorten, svg
 from datasvc.drawing.numbers import choose_ticks, format_quantity
-from datasvc.drawing.table import Column, html_table
+from datasvc.drawing.table import TableColumn, html_table
 
 _LEFT: Final = 64
 _BOTTOM: Final = 36
@@ -20,7 +20,7 @@ _LABEL_WIDTH: Final = 200
 
 
 @dataclass(frozen=True)
-class Bin:
+class HistogramBin:
     """A bar of a histogram: the number of values in `start <= value < stop`.
 
     Attributes:
@@ -39,7 +39,7 @@ class Bin:
 
 
 @dataclass(frozen=True)
-class Bar:
+class NamedBar:
     """A bar with a name, such as a class.
 
     Attributes:
@@ -56,7 +56,7 @@ class Bar:
 
 
 def histogram(
-    bins: Sequence[Bin],
+    bins: Sequence[HistogramBin],
     *,
     title: str,
     unit: str = "",
@@ -111,17 +111,19 @@ def histogram(
     )
 
 
-def histogram_table(bins: Sequence[Bin], *, title: str, unit: str = "", count_unit: str = "samples") -> Markup:
+def histogram_table(
+    bins: Sequence[HistogramBin], *, title: str, unit: str = "", count_unit: str = "samples"
+) -> Markup:
     """Return the numbers of `histogram` as a table."""
     rows = [
         (format_quantity(each.start, unit), link(format_quantity(each.stop, unit), each.href), each.count)
         for each in bins
     ]
-    return html_table(["from", "below", Column(count_unit)], rows, caption=title)
+    return html_table(["from", "below", TableColumn(count_unit)], rows, caption=title)
 
 
 def bar_chart(
-    bars: Sequence[Bar],
+    bars: Sequence[NamedBar],
     *,
     title: str,
     unit: str = "samples",
@@ -160,11 +162,11 @@ def bar_chart(
 
 
 def bar_table(
-    bars: Sequence[Bar], *, title: str, name: str = "name", unit: str = "samples", max_rows: int = 1000
+    bars: Sequence[NamedBar], *, title: str, name: str = "name", unit: str = "samples", max_rows: int = 1000
 ) -> Markup:
     """Return the numbers of `bar_chart` as a table."""
     rows = [(link(bar.label, bar.href), bar.value) for bar in bars]
-    return html_table([name, Column(unit)], rows, caption=title, max_rows=max_rows)
+    return html_table([name, TableColumn(unit)], rows, caption=title, max_rows=max_rows)
 
 
 def _scaled(count: float, *, log_scale: bool) -> float:
@@ -177,12 +179,12 @@ def _count_ticks(most: float, *, log_scale: bool) -> list[float]:
     return [0.0, *(10.0**power for power in range(math.ceil(math.log10(max(most, 1))) + 1))]
 
 
-def _bin_text(each: Bin, unit: str, count_unit: str) -> str:
+def _bin_text(each: HistogramBin, unit: str, count_unit: str) -> str:
     count = format_quantity(each.count, count_unit)
     return f"{format_quantity(each.start, unit)} to {format_quantity(each.stop, unit)}: {count}"
 
 
-def _bin(each: Bin, unit: str, count_unit: str, x: float, y: float, width: float, height: float) -> Markup:
+def _bin(each: HistogramBin, unit: str, count_unit: str, x: float, y: float, width: float, height: float) -> Markup:
     return element(
         "rect",
         element("title", _bin_text(each, unit, count_unit)),
@@ -223,7 +225,7 @@ def _axes(
     return parts
 
 
-def _bar(bar: Bar, unit: str, y: float, length: float) -> Markup:
+def _bar(bar: NamedBar, unit: str, y: float, length: float) -> Markup:
     text = f"{bar.label}: {format_quantity(bar.value, unit)}"
     row = Markup(
         element("title", text)

@@ -9,9 +9,9 @@ from typing import Final
 
 from datasvc.drawing.colours import colour_class
 from datasvc.drawing.elements import Markup, element, link, markup, number_text, svg
-from datasvc.drawing.frame import Frame, legend
+from datasvc.drawing.frame import ChartFrame, legend
 from datasvc.drawing.numbers import format_quantity, thin_points
-from datasvc.drawing.table import Column, html_table
+from datasvc.drawing.table import TableColumn, html_table
 from datasvc.printable import count_text
 
 _MAX_POINTS: Final = 1000  # of a line; more would not be visible
@@ -20,7 +20,7 @@ _MAX_ROWS: Final = 1000
 
 
 @dataclass(frozen=True)
-class Series:
+class ChartSeries:
     """Values over x.
 
     Attributes:
@@ -39,7 +39,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Mark:
+class ChartMark:
     """An event at an x, such as a checkpoint or a stall: a vertical line.
 
     Attributes:
@@ -56,12 +56,12 @@ class Mark:
 
 
 def line_chart(
-    series: Sequence[Series],
+    series: Sequence[ChartSeries],
     *,
     title: str,
     unit: str = "",
     x_label: str = "step",
-    marks: Sequence[Mark] = (),
+    marks: Sequence[ChartMark] = (),
     from_zero: bool | None = None,
     width: int = 640,
     height: int = 240,
@@ -90,7 +90,7 @@ def line_chart(
 
 
 def small_multiples(
-    series: Sequence[Series],
+    series: Sequence[ChartSeries],
     *,
     title: str,
     unit: str = "",
@@ -133,7 +133,7 @@ def small_multiples(
 
 
 def stacked_areas(
-    series: Sequence[Series],
+    series: Sequence[ChartSeries],
     *,
     title: str,
     unit: str = "",
@@ -160,7 +160,7 @@ def stacked_areas(
             [below + _at_least_zero(each.ys[number]) for below, number in zip(levels[-1], kept, strict=True)]
         )
     names, colours = _names_and_colours(series)
-    frame = Frame.of(xs, levels[-1], (width, height), names, from_zero=True)
+    frame = ChartFrame.of(xs, levels[-1], (width, height), names, from_zero=True)
     areas = []
     for each, colour, below, above in zip(series, colours, levels, levels[1:], strict=False):
         outline = [*zip(xs, above, strict=True), *reversed(list(zip(xs, below, strict=True)))]
@@ -183,7 +183,7 @@ def stacked_areas(
 
 
 def chart_table(
-    series: Sequence[Series], *, title: str, unit: str = "", x_label: str = "step", max_rows: int = _MAX_ROWS
+    series: Sequence[ChartSeries], *, title: str, unit: str = "", x_label: str = "step", max_rows: int = _MAX_ROWS
 ) -> Markup:
     """Return the numbers of a chart as a table: a row for each x, a column for each series.
 
@@ -193,15 +193,15 @@ def chart_table(
     xs = sorted({x for each in values for x in each})
     rows = [(x, *(each.get(x) for each in values)) for x in xs[-max_rows:]]
     caption = title if len(xs) <= max_rows else f"{title}; the last {max_rows:,} of {len(xs):,} values"
-    return html_table([x_label, *(Column(each.name, unit) for each in series)], rows, caption=caption)
+    return html_table([x_label, *(TableColumn(each.name, unit) for each in series)], rows, caption=caption)
 
 
 def _lines(
-    series: Sequence[Series],
+    series: Sequence[ChartSeries],
     title: str,
     unit: str,
     x_label: str,
-    marks: Sequence[Mark],
+    marks: Sequence[ChartMark],
     size: tuple[int, int],
     *,
     from_zero: bool | None,
@@ -212,7 +212,7 @@ def _lines(
     known = [(x, y) for points in thinned for x, y in points if y is not None]
     names, colours = _names_and_colours(series)
     is_rate = unit.startswith("bytes") or unit.endswith("/s")
-    frame = Frame.of(
+    frame = ChartFrame.of(
         [*(x for x, _ in known), *(ends or ())],
         [y for _, y in known],
         size,
@@ -230,7 +230,9 @@ def _lines(
     ]
 
 
-def _line(points: Sequence[tuple[float, float | None]], frame: Frame, colour: str, name: str, unit: str) -> Markup:
+def _line(
+    points: Sequence[tuple[float, float | None]], frame: ChartFrame, colour: str, name: str, unit: str
+) -> Markup:
     way = []
     is_down = False
     for x, y in points:
@@ -246,7 +248,7 @@ def _line(points: Sequence[tuple[float, float | None]], frame: Frame, colour: st
     return markup(parts)
 
 
-def _mark(mark: Mark, frame: Frame) -> Markup:
+def _mark(mark: ChartMark, frame: ChartFrame) -> Markup:
     x = frame.x(mark.x)
     colour = "problem" if mark.is_problem else "grey"
     line = element(
@@ -255,7 +257,7 @@ def _mark(mark: Mark, frame: Frame) -> Markup:
     return link(markup([element("g", element("title", mark.label), line)]), mark.href, title=mark.label)
 
 
-def _names_and_colours(series: Sequence[Series]) -> tuple[list[str], list[str]]:
+def _names_and_colours(series: Sequence[ChartSeries]) -> tuple[list[str], list[str]]:
     colours = [each.colour or colour_class(number) for number, each in enumerate(series)]
     return [each.name for each in series], colours
 
@@ -271,7 +273,7 @@ def _kept_numbers(count: int) -> list[int]:
     return sorted({round(number * (count - 1) / (_MAX_POINTS - 1)) for number in range(_MAX_POINTS)})
 
 
-def _description(series: Sequence[Series], unit: str) -> str:
+def _description(series: Sequence[ChartSeries], unit: str) -> str:
     """Return the last value of each series in words, as screen readers read it."""
     lasts = [
         f"{each.name}: last {format_quantity(next((y for y in reversed(each.ys) if y is not None), None), unit)}"

@@ -19,7 +19,7 @@ _MAX_LABEL: Final = 40
 
 
 @dataclass(frozen=True)
-class Frame:
+class ChartFrame:
     """A chart's area and scales, in pixels.
 
     Attributes:
@@ -39,7 +39,7 @@ class Frame:
     @classmethod
     def of(
         cls, xs: Sequence[float], ys: Sequence[float], size: tuple[int, int], names: Sequence[str], *, from_zero: bool
-    ) -> Frame:
+    ) -> ChartFrame:
         """Return the frame of finite values, of a size, with room for a legend of `names`."""
         low, high = min(ys, default=0.0), max(ys, default=1.0)
         if from_zero:

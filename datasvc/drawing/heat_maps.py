@@ -8,7 +8,7 @@ from typing import Final
 
 from datasvc.drawing.elements import Markup, element, shorten, svg
 from datasvc.drawing.numbers import format_quantity
-from datasvc.drawing.table import Column, html_table
+from datasvc.drawing.table import TableColumn, html_table
 
 _LABEL_WIDTH: Final = 220
 _MAX_LABEL: Final = 30
@@ -93,7 +93,9 @@ def heat_map_table(
 ) -> Markup:
     """Return the numbers of `heat_map` as a table."""
     cells = [(row, *each) for row, each in zip(rows, values, strict=True)]
-    return html_table([name, *(Column(column, unit) for column in columns)], cells, caption=title, max_rows=max_rows)
+    return html_table(
+        [name, *(TableColumn(column, unit) for column in columns)], cells, caption=title, max_rows=max_rows
+    )
 
 
 def _strength(value: float | None, low: float, high: float, *, log_scale: bool) -> float | None:

@@ -12,7 +12,7 @@ Cell = str | float | None
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """A column of a table.
 
     Attributes:
@@ -27,7 +27,11 @@ class Column:
 
 
 def html_table(
-    columns: Sequence[str | Column], rows: Sequence[Sequence[Cell]], *, caption: str = "", max_rows: int | None = None
+    columns: Sequence[str | TableColumn],
+    rows: Sequence[Sequence[Cell]],
+    *,
+    caption: str = "",
+    max_rows: int | None = None,
 ) -> Markup:
     """Return a table. Numbers have thousands separators and stand on the right; None is an empty cell.
 
@@ -37,7 +41,7 @@ def html_table(
         caption: what the table shows.
         max_rows: further rows are left out, and a last row gives their number; None for all rows.
     """
-    heads = [column if isinstance(column, Column) else Column(column) for column in columns]
+    heads = [column if isinstance(column, TableColumn) else TableColumn(column) for column in columns]
     shown = rows[:max_rows]
     is_number = [
         any(_is_number(row[number]) for row in shown)
@@ -76,7 +80,7 @@ def _is_number(cell: Cell) -> bool:
     return isinstance(cell, (int, float)) and not isinstance(cell, bool)
 
 
-def _text(cell: Cell, column: Column) -> str:
+def _text(cell: Cell, column: TableColumn) -> str:
     if isinstance(cell, str):
         return cell
     if cell is None or isinstance(cell, bool):

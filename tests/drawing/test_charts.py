@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.drawing import (
-    Bar,
-    Bin,
-    Mark,
-    Series,
+    ChartMark,
+    ChartSeries,
+    HistogramBin,
+    NamedBar,
     bar_chart,
     bar_table,
     chart_table,
@@ -29,7 +29,7 @@ values = st.floats(-1e300, 1e300) | st.just(math.nan) | st.none()
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20), st.booleans())
 def test_heights_of_bars_are_proportional_to_their_counts(counts, is_small):
-    bins = [Bin(number, number + 1, count) for number, count in enumerate(counts)]
+    bins = [HistogramBin(number, number + 1, count) for number, count in enumerate(counts)]
     heights = [
         float(each.get("height")) for each in with_class(parsed(histogram(bins, title="x", is_small=is_small)), "bar")
     ]
@@ -41,7 +41,7 @@ def test_heights_of_bars_are_proportional_to_their_counts(counts, is_small):
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=20))
 def test_lengths_of_named_bars_are_proportional_and_the_table_has_the_same_numbers(counts):
-    bars = [Bar(f"class {number}", count) for number, count in enumerate(counts)]
+    bars = [NamedBar(f"class {number}", count) for number, count in enumerate(counts)]
     lengths = [float(each.get("width")) for each in with_class(parsed(bar_chart(bars, title="x")), "bar")]
     scale = max(lengths) / (max(counts) or 1)
     assert lengths == pytest.approx([count * scale for count in counts], abs=0.01)
@@ -50,7 +50,9 @@ def test_lengths_of_named_bars_are_proportional_and_the_table_has_the_same_numbe
 
 
 def test_a_bar_with_an_address_is_a_link_over_its_whole_height():
-    root = parsed(histogram([Bin(0, 1, 1, "?a"), Bin(1, 2, 1000, "?b", is_selected=True)], title="x"))
+    root = parsed(
+        histogram([HistogramBin(0, 1, 1, "?a"), HistogramBin(1, 2, 1000, "?b", is_selected=True)], title="x")
+    )
     links = [each for each in root.iter() if local_name(each) == "a"]
     assert [each.get("href") for each in links] == ["?a", "?b"]
     assert links[0].get("aria-label") == "0 to 1: 1 samples"
@@ -59,7 +61,7 @@ def test_a_bar_with_an_address_is_a_link_over_its_whole_height():
 
 
 def test_small_counts_are_visible_on_a_log_scale():
-    root = parsed(histogram([Bin(0, 1, 1), Bin(1, 2, 10**6)], title="x", log_scale=True))
+    root = parsed(histogram([HistogramBin(0, 1, 1), HistogramBin(1, 2, 10**6)], title="x", log_scale=True))
     low, high = (float(each.get("height")) for each in with_class(root, "bar"))
     assert low / high == pytest.approx(math.log(2) / math.log1p(10**6), rel=0.01)
 
@@ -106,7 +108,7 @@ def test_thinning_keeps_the_extremes_and_the_order(ys):
 
 @given(st.lists(st.lists(values, max_size=8), max_size=3))
 def test_any_numbers_can_be_drawn(columns):
-    series = [Series(f"s{number}", range(len(ys)), ys) for number, ys in enumerate(columns)]
+    series = [ChartSeries(f"s{number}", range(len(ys)), ys) for number, ys in enumerate(columns)]
     for draw in (line_chart, small_multiples):
         assert "nan" not in draw(series, title="x")
         parsed(draw(series, title="x"))
@@ -114,7 +116,9 @@ def test_any_numbers_can_be_drawn(columns):
 
 def test_a_gap_divides_a_line_and_a_mark_is_in_its_place():
     root = parsed(
-        line_chart([Series("a", [0, 1, 2, 3], [1, math.nan, 2, 3])], title="x", marks=[Mark(1.5, "stall", True)])
+        line_chart(
+            [ChartSeries("a", [0, 1, 2, 3], [1, math.nan, 2, 3])], title="x", marks=[ChartMark(1.5, "stall", True)]
+        )
     )
     (line,) = (each for each in root.iter() if local_name(each) == "path")
     assert line.get("d").count("M") == 2
@@ -124,7 +128,7 @@ def test_a_gap_divides_a_line_and_a_mark_is_in_its_place():
 
 
 def test_bytes_and_rates_begin_at_zero():
-    series = [Series("a", [0, 1], [100.0, 101.0])]
+    series = [ChartSeries("a", [0, 1], [100.0, 101.0])]
     shown = [text_of(parsed(line_chart(series, title="x", unit=unit))) for unit in ("bytes", "images/s", "loss")]
     assert ["x (loss)" in text for text in shown] == [False, False, True]
     assert "0 bytes" in shown[0]
@@ -133,7 +137,7 @@ def test_bytes_and_rates_begin_at_zero():
 
 
 def test_stacked_areas_stand_on_each_other():
-    series = [Series("a", [0, 1], [1, 2]), Series("b", [0, 1], [3, None])]
+    series = [ChartSeries("a", [0, 1], [1, 2]), ChartSeries("b", [0, 1], [3, None])]
     polygons = [
         each.get("points").split()
         for each in parsed(stacked_areas(series, title="x")).iter()
@@ -146,7 +150,7 @@ def test_stacked_areas_stand_on_each_other():
 
 def test_many_points_are_thinned():
     xs = range(100_000)
-    series = [Series("a", xs, [float(x % 7) for x in xs])] * 2
+    series = [ChartSeries("a", xs, [float(x % 7) for x in xs])] * 2
     assert len(line_chart(series, title="x")) < 100_000
     assert len(stacked_areas(series, title="x")) < 200_000
     root = parsed(chart_table(series[:1], title="x", max_rows=10))
@@ -165,16 +169,16 @@ def test_the_opacity_of_a_cell_grows_with_its_value():
 
 @given(texts)
 def test_hostile_names_in_charts_stay_text(text):
-    series = [Series(text, [0, 1], [1.0, 2.0], href=text)]
+    series = [ChartSeries(text, [0, 1], [1.0, 2.0], href=text)]
     charts = [
-        line_chart(series, title=text, unit=text, x_label=text, marks=[Mark(0.5, text, href=text)]),
+        line_chart(series, title=text, unit=text, x_label=text, marks=[ChartMark(0.5, text, href=text)]),
         small_multiples(series, title=text, unit=text, x_label=text),
         stacked_areas(series, title=text, unit=text, x_label=text),
         chart_table(series, title=text, unit=text, x_label=text),
-        histogram([Bin(0, 1, 1, text)], title=text, unit=text, count_unit=text),
-        histogram_table([Bin(0, 1, 1, text)], title=text, unit=text, count_unit=text),
-        bar_chart([Bar(text, 1, text)], title=text, unit=text, more_href=text),
-        bar_table([Bar(text, 1, text)], title=text, name=text, unit=text),
+        histogram([HistogramBin(0, 1, 1, text)], title=text, unit=text, count_unit=text),
+        histogram_table([HistogramBin(0, 1, 1, text)], title=text, unit=text, count_unit=text),
+        bar_chart([NamedBar(text, 1, text)], title=text, unit=text, more_href=text),
+        bar_table([NamedBar(text, 1, text)], title=text, name=text, unit=text),
         heat_map([text], [text], [[1.0]], title=text, unit=text),
         heat_map_table([text], [text], [[1.0]], title=text, name=text, unit=text),
     ]
