@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -41,6 +42,8 @@ class CacheStatus:
         quarantined_bytes: bytes of corrupt objects that are kept until their space is needed.
         held_bytes: bytes of resident objects that jobs use.
         pinned_bytes: bytes of resident objects that are pinned.
+        disk_bytes: size of the disk of the cache.
+        free_disk_bytes: bytes of that disk that this user can still write, for whatever files.
         pins: bytes of the objects of each pin, resident or not, by name of the pin.
         tenants: usage by tenant.
         jobs: running jobs that have the cache open.
@@ -55,6 +58,8 @@ class CacheStatus:
     quarantined_bytes: int
     held_bytes: int
     pinned_bytes: int
+    disk_bytes: int
+    free_disk_bytes: int
     num_resident: int
     pins: Mapping[str, int]
     tenants: Mapping[str, TenantUsage]
@@ -88,6 +93,7 @@ def read_status(folder: CacheFolder) -> CacheStatus:
         resident_bytes += record.used_bytes
         held_bytes += record.used_bytes if folder.locks.is_held(digest) else 0
         pinned_bytes += record.used_bytes if digest in pinned else 0
+    disk = shutil.disk_usage(folder.files.folder)
     return CacheStatus(
         folder=str(folder.files.folder),
         budget_bytes=configuration.budget_bytes,
@@ -97,6 +103,8 @@ def read_status(folder: CacheFolder) -> CacheStatus:
         quarantined_bytes=account.quarantined_bytes,
         held_bytes=held_bytes,
         pinned_bytes=pinned_bytes,
+        disk_bytes=disk.total,
+        free_disk_bytes=disk.free,
         num_resident=num_resident,
         pins={name: sum(map(footprint, pin.objects.values())) for name, pin in read_pins(folder.files.pins).items()},
         tenants={

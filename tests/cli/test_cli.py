@@ -1,6 +1,7 @@
 """The program as a user runs it: its output, errors and exit codes."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,7 @@ def test_a_data_set_from_folder_to_cache(folder, tmp_path):
     assert staged["fetched_bytes"] == status["counters"]["origin_bytes"] > 0
     assert status["resident_bytes"] >= staged["fetched_bytes"]  # in whole blocks of the disk
     assert status["budget_bytes"] == 1_000_000
+    assert status["disk_bytes"] == shutil.disk_usage(tmp_path).total > status["free_disk_bytes"] > 0
     assert said(datasvc("stage", "pets", "--json", **where))["fetched_bytes"] == 0
 
 

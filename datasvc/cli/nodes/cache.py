@@ -157,6 +157,7 @@ def status(cache: CacheOption, as_json: JsonOption = False) -> None:
             "pinned": format_size(state.pinned_bytes),
             "in quarantine": format_size(state.quarantined_bytes),
             "corrupt objects found": state.num_corrupt,
+            "disk": f"{format_size(state.free_disk_bytes)} free of {format_size(state.disk_bytes)}",
         }
     )
     for name, pinned_bytes in state.pins.items():
