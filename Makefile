@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check bench clean
+.PHONY: help setup demo test test-all check bench docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1	/' | expand -t 20
@@ -48,5 +48,8 @@ bench: setup  ## most benchmarks, some minutes; results belong into docs/referen
 	$(BIN)/python tools/bench/trainer.py
 	$(BIN)/python tools/bench/profile_check.py
 
+docs: setup  ## the documentation as a site: build/book/site/index.html
+	$(BIN)/python -m tools.book build/book
+
 clean:  ## remove .venv and what the demo made
-	rm -rf .venv demo-run
+	rm -rf .venv demo-run build

@@ -24,6 +24,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "ray": ("ray>=2.40",),
     "ui": ("jinja2>=3.1",),
     "demo": ("scikit-learn>=1.6",),
+    "docs": ("zensical>=0.0.73", "mkdocstrings-python>=2"),
 }
 _EXTRA_OF_SCHEME: Final = {
     **dict.fromkeys(("s3", "s3a"), "s3"),

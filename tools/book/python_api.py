@@ -1,0 +1,62 @@
+"""Writes the reference of the Python API: a page for the facade, and one for each package, for mkdocstrings to fill.
+
+What is public is what the `__all__` of a package lists.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from datasvc.api import Datasets, Models
+from datasvc.api.operation import Operation
+
+PACKAGES = (
+    "datasvc",
+    "datasvc.shards",
+    "datasvc.cache",
+    "datasvc.loaders",
+    "datasvc.loaders.torch",
+    "datasvc.models",
+    "datasvc.models.dcp",
+    "datasvc.trainer",
+    "datasvc.trainer.elastic",
+    "datasvc.testing",
+)
+_FACADE = """# repo.datasets and repo.models
+
+`repo = datasvc.open(url)` returns a repository. Most of its methods are functions of the library whose first
+parameter is the repository; leave this parameter out in a call: `repo.datasets.ingest(source, name)`."""
+
+
+def write_python_api(folder: Path) -> None:
+    """Write the pages `api-facade.md` and `api-PACKAGE.md` to `folder`."""
+    facade = [_FACADE]
+    for name, owner in (("repo.datasets", Datasets), ("repo.models", Models)):
+        facade += [f"## {name}", *(_directive(path, f"{name}.{method}") for method, path in _methods(owner))]
+    (folder / "api-facade.md").write_text("\n\n".join(facade) + "\n", encoding="utf-8")
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        sections = [f"# {package}", inspect.getdoc(module) or ""]
+        sections += [
+            _directive(f"{package}.{name}", name, level=2) for name in module.__all__ if name != "__version__"
+        ]
+        page = folder / f"api-{package.replace('.', '-')}.md"
+        page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def _methods(owner: type) -> Iterator[tuple[str, str]]:
+    """Give the public methods of a facade, each with the full name of the function that documents it."""
+    for name in sorted(name for name in dir(owner) if not name.startswith("_")):
+        static: Any = inspect.getattr_static(owner, name)
+        function = static.function if isinstance(static, Operation) else static
+        if callable(function):
+            yield name, f"{function.__module__}.{function.__qualname__}"
+
+
+def _directive(path: str, heading: str, *, level: int = 3) -> str:
+    options = [f"heading: {heading}", f"toc_label: {heading}", f"heading_level: {level}"]
+    return "\n      ".join([f"::: {path}\n    options:", *options])
