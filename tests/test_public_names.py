@@ -23,6 +23,7 @@ PACKAGES = [
     "datasvc.api",
     "datasvc.cache",
     "datasvc.models",
+    "datasvc.runs",
     "datasvc.shards",
     "datasvc.loaders",
     "datasvc.loaders.torch",
@@ -31,6 +32,7 @@ PACKAGES = [
 ]
 # What takes any keyword, and why its parameters cannot be spelt out.
 ANY_KEYWORD = {
+    "datasvc.runs.RunLog.report": "each keyword is a fact of the event",
     "datasvc.trainer.elastic.ObjectState": "each keyword becomes an attribute of the state",
     "datasvc.trainer.elastic.TorchState": "each keyword becomes an attribute of the state",
 }

@@ -22,6 +22,7 @@ PACKAGES = (
     "datasvc.loaders.torch",
     "datasvc.models",
     "datasvc.models.dcp",
+    "datasvc.runs",
     "datasvc.trainer",
     "datasvc.trainer.elastic",
     "datasvc.testing",

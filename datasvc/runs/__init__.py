@@ -1,0 +1,18 @@
+"""Run logs: the events of training runs, in small immutable files of the repository. See docs/runs.md."""
+
+from datasvc.runs.facts import RunEvent
+from datasvc.runs.history import RunHistory, RunSummary, Series
+from datasvc.runs.reader import follow_run, list_runs, read_run, resolve_run
+from datasvc.runs.run_log import RunLog
+
+__all__ = [
+    "RunEvent",
+    "RunHistory",
+    "RunLog",
+    "RunSummary",
+    "Series",
+    "follow_run",
+    "list_runs",
+    "read_run",
+    "resolve_run",
+]

@@ -1,0 +1,92 @@
+"""Facts of events: any values that a program reports, as JSON values of limited size."""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any, Final
+
+MAX_EVENT_BYTES: Final = 64 << 10
+_MAX_TEXT: Final = 4096
+_MAX_ITEMS: Final = 1000
+_MAX_DEPTH: Final = 8
+_MAX_NAME: Final = 128
+
+
+@dataclass(frozen=True)
+class RunEvent:
+    """One event of a run.
+
+    Attributes:
+        time_s: when it was reported, in seconds since 1970, by the clock of the machine that reported it.
+        event: its name, such as "checkpoint". Any program may choose any text: escape it before you show it.
+        facts: JSON values by name; a number that is not finite is text.
+        attempt: number of the attempt of the run that reported it, from 1 on.
+    """
+
+    time_s: float
+    event: str
+    facts: Mapping[str, Any]
+    attempt: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the event as JSON values, without its attempt."""
+        return {"time": round(self.time_s, 3), "event": self.event, "facts": dict(self.facts)}
+
+
+def make_event(time_s: float, event: object, facts: Mapping[str, Any]) -> RunEvent:
+    """Return an event whose facts are JSON values of limited size, whatever a program has passed."""
+    return RunEvent(time_s, to_name(event), limit_size(to_json_value(facts), MAX_EVENT_BYTES))
+
+
+def limit_size(value: Any, max_bytes: int) -> Any:
+    """Return a JSON value, or a note of its size if it needs more than `max_bytes` of JSON."""
+    size_bytes = len(json.dumps(value))
+    return value if size_bytes <= max_bytes else {"left_out_bytes": size_bytes}
+
+
+def to_number(value: Any) -> float | None:
+    """Return a number as a float; None for other values. A boolean is no number."""
+    if isinstance(value, float):
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def to_json_value(value: Any, depth: int = 0) -> Any:
+    """Return `value` as a JSON value: long texts and lists are cut, and other objects become text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and abs(value) < 1 << 63:
+        return int(value)
+    number = to_number(value)
+    if number is not None:
+        return number if math.isfinite(number) else repr(number)
+    if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+        items = list(value.items())[:_MAX_ITEMS]
+        return {to_name(name): to_json_value(item, depth + 1) for name, item in items}
+    if isinstance(value, Sequence | AbstractSet) and not isinstance(value, str | bytes) and depth < _MAX_DEPTH:
+        return [to_json_value(item, depth + 1) for item in list(value)[:_MAX_ITEMS]]
+    return to_text(value, _MAX_TEXT)
+
+
+def to_name(value: object) -> str:
+    """Return `value` as text of limited length: the name of an event or of a fact."""
+    return to_text(value, _MAX_NAME)
+
+
+def to_text(value: object, max_length: int = _MAX_TEXT) -> str:
+    """Return at most `max_length` characters of `value` as text that UTF-8 can encode."""
+    try:
+        text = value if isinstance(value, str) else str(value)
+    except Exception:  # noqa: BLE001 - the method of a user's class; an event must not end its run
+        text = f"<{type(value).__name__}>"
+    return text[:max_length].encode("utf-8", "replace").decode()

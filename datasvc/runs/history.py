@@ -1,0 +1,252 @@
+"""What a reader gets of a run: its state, its curves and its events. Pure: parts and headers in, values out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from datasvc.runs.content import STEP
+from datasvc.runs.facts import RunEvent, to_number
+from datasvc.runs.part import Part
+from datasvc.runs.run_ids import started_s
+from datasvc.runs.step_table import Floats, Integers, StepTable
+
+RunState = Literal["running", "finished", "failed", "interrupted", "not responding"]
+MISSED_HEARTBEATS: Final = 6
+"""A run whose newest part is older than so many heartbeats is not responding."""
+_STATES: Final = ("running", "finished", "failed", "interrupted")
+_NEW_RUN: Final[Mapping[str, Any]] = {"state": "running", "latest": {}, "versions": [], "lost": 0}
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run in a list.
+
+    Attributes:
+        name: name of the run.
+        id: identifier of the run.
+        state: "running"; "finished", "failed" or "interrupted", as the writer has said; or "not responding", if the
+            writer has not said so and has written nothing for `MISSED_HEARTBEATS` intervals.
+        message: message of the outcome, such as the error; "" without one. Any text: escape it.
+        started_s: when the run began, in seconds since 1970.
+        last_s: when its newest part was written, by the clock of the machine that wrote it.
+        num_attempts: number of attempts: 1, and one for each time that the run was continued.
+        latest: newest value of each fact of the `step` events, such as `step`, `progress`, `loss` and `unit`.
+        versions: model versions that the run has saved, oldest first; at most the last 100 of the last attempt.
+        world_size: number of ranks of the last attempt; None: unknown.
+        data: versions of data sets.
+        num_lost: number of events that the last attempt has lost.
+    """
+
+    name: str
+    id: str
+    state: RunState
+    message: str
+    started_s: float
+    last_s: float
+    num_attempts: int
+    latest: Mapping[str, Any]
+    versions: Sequence[str]
+    world_size: int | None
+    data: Sequence[str]
+    num_lost: int
+
+    @property
+    def ref(self) -> str:
+        """Reference to the run, such as "digits-cnn/20261123-221830-3fa9c1"."""
+        return f"{self.name}/{self.id}"
+
+    @property
+    def step(self) -> int | None:
+        """Number of optimizer steps; None before the first one."""
+        step = self.latest.get(STEP)
+        return step if type(step) is int else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as JSON values."""
+        return {**vars(self), "ref": self.ref, "latest": dict(self.latest), "versions": [*self.versions],
+                "data": [*self.data]}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values by step, ascending. A point is one step, or the mean over several that the log has combined.
+
+    Attributes:
+        steps: int64[point], last step of each point.
+        values: float64[point], mean.
+        low: float64[point], minimum.
+        high: float64[point], maximum.
+        times: float64[point], when the last step was reported, in seconds since 1970.
+        counts: int64[point], number of steps that were reported in each point.
+    """
+
+    steps: Integers
+    values: Floats
+    low: Floats
+    high: Floats
+    times: Floats
+    counts: Integers
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the points as lists; a value that is not finite is None."""
+        floats = {name: [value if math.isfinite(value) else None for value in getattr(self, name).tolist()]
+                  for name in ("values", "low", "high")}  # fmt: skip
+        return {"steps": self.steps.tolist(), **floats, "times": self.times.tolist(), "counts": self.counts.tolist()}
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """What the log of a run has.
+
+    Attributes:
+        summary: state of the run.
+        headers: header of each attempt that can be read, by its number; see docs/formats.md.
+        series: numbers of the `step` events by name, such as "loss". If an attempt has repeated steps of an earlier
+            one, because it continued an older checkpoint, the newer attempt counts.
+        evaluation: metrics of the `evaluation` events, in the same way.
+        events: all events but the steps, oldest first.
+        problems: parts and headers that cannot be read, and events that are lost, in words.
+        cursor: position after all of this, for `follow_run`.
+    """
+
+    summary: RunSummary
+    headers: Mapping[int, Mapping[str, Any]]
+    series: Mapping[str, Series]
+    evaluation: Mapping[str, Series]
+    events: Sequence[RunEvent]
+    problems: Sequence[str] = ()
+    cursor: str = ""
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """Header of the newest attempt: configuration, host, code and other facts; {} if it cannot be read."""
+        return self.headers[max(self.headers)] if self.headers else {}
+
+    @property
+    def versions(self) -> list[str]:
+        """Model versions that the run has saved, oldest first."""
+        saved = [event.facts.get("version") for event in self.events if event.event == "checkpoint"]
+        return list(dict.fromkeys(version for version in saved if isinstance(version, str)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        return {
+            **self.summary.to_dict(),
+            "versions": self.versions,
+            "headers": {str(number): dict(header) for number, header in self.headers.items()},
+            "series": {name: series.to_dict() for name, series in self.series.items()},
+            "evaluation": {name: series.to_dict() for name, series in self.evaluation.items()},
+            "events": [{**event.to_json(), "attempt": event.attempt} for event in self.events],
+            "problems": [*self.problems],
+            "cursor": self.cursor,
+        }
+
+
+@dataclass(frozen=True)
+class Since:
+    """Where a reader stopped: at a part of an attempt, and at the time of its newest event."""
+
+    attempt: int = 0
+    part: int = 0
+    time_s: float = 0.0
+
+    def encode(self) -> str:
+        """Return the cursor as text."""
+        return f"{self.attempt}:{self.part}:{self.time_s:.3f}"
+
+
+def summarize(name: str, run_id: str, head: Mapping[str, Any] | None, num_attempts: int, now_s: float) -> RunSummary:
+    """Return the summary of a run from the head of its newest part; None: it has no part yet."""
+    began_s = started_s(run_id)
+    head = {**_NEW_RUN, "time": began_s, "heartbeat_s": 20.0, **(head or {})}
+    state: RunState = head["state"] if head["state"] in _STATES else "running"
+    if state == "running" and now_s - head["time"] > MISSED_HEARTBEATS * head["heartbeat_s"]:
+        state = "not responding"
+    world_size, data = head.get("world_size"), head.get("data")
+    return RunSummary(
+        name=name,
+        id=run_id,
+        state=state,
+        message=str(head.get("message", "")),
+        started_s=began_s,
+        last_s=head["time"],
+        num_attempts=num_attempts,
+        latest=head["latest"],
+        versions=head["versions"],
+        world_size=world_size if type(world_size) is int else None,
+        data=[str(ref) for ref in data] if isinstance(data, list) else [],
+        num_lost=head["lost"],
+    )
+
+
+def combine(parts: Sequence[Part], since: Since) -> tuple[dict[str, Series], dict[str, Series], list[RunEvent]]:
+    """Return the series of steps, those of evaluations, and the events, of what `parts` have after `since`."""
+    tables: list[StepTable] = []
+    evaluations: list[StepTable] = []
+    events: list[RunEvent] = []
+    first_step: float = math.inf  # of the attempts that are newer than that of the part
+    by_attempt: dict[int, list[Part]] = {}
+    for part in parts:
+        by_attempt.setdefault(part.range.attempt, []).append(part)
+    for attempt in sorted(by_attempt, reverse=True):
+        new_events: list[RunEvent] = []
+        first_steps = [first_step]
+        for part in by_attempt[attempt]:
+            # A reader that stopped inside of what is now one merged part has seen a part of it.
+            is_seen = attempt == since.attempt and part.range.first <= since.part
+            after_s = since.time_s if is_seen else -math.inf
+            content = part.content
+            tables += [table.select((table.last < first_step) & (table.times > after_s)) for table in content.tables]
+            new_events += [event for event in content.events if event.time_s > after_s]
+            first_steps += [int(table.first.min()) for table in content.tables if len(table)]
+        evaluations += [_evaluation_table(event) for event in new_events if _step_of(event) < first_step]
+        events = new_events + events
+        first_step = min(first_steps)
+    return _series(tables), _series(evaluations), events
+
+
+def _step_of(event: RunEvent) -> float:
+    step = event.facts.get(STEP)
+    is_evaluation = event.event == "evaluation" and type(step) is int and 0 <= step < 1 << 63
+    return float(step) if is_evaluation and step is not None else math.inf
+
+
+def _evaluation_table(event: RunEvent) -> StepTable:
+    numbers = {name: number for name, value in event.facts.items() if (number := _metric(value)) is not None}
+    numbers.pop(STEP, None)
+    row = (event.facts[STEP], event.time_s, tuple(numbers.values()))
+    return StepTable.from_rows(tuple(numbers), [row])
+
+
+def _metric(value: Any) -> float | None:
+    """Return the number in a fact: a text such as "nan" stands for a number that is not finite."""
+    return float(value) if value in ("nan", "inf", "-inf") else to_number(value)
+
+
+def _series(tables: Iterable[StepTable]) -> dict[str, Series]:
+    columns: dict[str, list[tuple[StepTable, int]]] = {}
+    for table in tables:
+        for index, name in enumerate(table.names):
+            columns.setdefault(name, []).append((table, index))
+    return {name: _join(column) for name, column in columns.items() if any(len(table) for table, _ in column)}
+
+
+def _join(column: Sequence[tuple[StepTable, int]]) -> Series:
+    """Return the series of one name, ascending by step, from a column of each table."""
+    steps = np.concatenate([table.last for table, _ in column])
+    order = np.argsort(steps, kind="stable")
+    mean, low, high = (
+        np.concatenate([getattr(table, field)[:, index] for table, index in column])[order]
+        for field in ("mean", "low", "high")
+    )
+    times = np.concatenate([table.times for table, _ in column])[order]
+    counts = np.concatenate([table.counts for table, _ in column])[order]
+    return Series(steps[order], mean, low, high, times, counts)

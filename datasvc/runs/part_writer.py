@@ -1,0 +1,119 @@
+"""Writes the parts of one attempt, and replaces several small ones by merged ones, so that their number stays small.
+
+Each attempt has one writer: it has created the header of the attempt, so nobody else has its number. Parts are merged
+in levels, as in a log-structured merge tree: eight parts of a level become one of the next level. So a log of N parts
+has about 8 * log8(N) files.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from datasvc.errors import ConflictError, DatasvcError
+from datasvc.repository import Storage
+from datasvc.runs.content import Content, merge
+from datasvc.runs.part import Part, PartRange, encode_part
+
+PARTS_PER_MERGE: Final = 8
+BINS_PER_PART: Final = 64  # of a part that is not merged
+BINS_PER_MERGED_PART: Final = 256
+BINS_PER_ATTEMPT: Final = 4096  # after its end
+EVENTS_PER_PART: Final = 1000
+EVENTS_PER_ATTEMPT: Final = 5000  # after its end
+
+_LOG = logging.getLogger(__name__)
+
+
+class PartWriter:
+    """Writer of the parts of one attempt.
+
+    Args:
+        storage: file tree of the repository.
+        folder: folder of the run.
+        attempt: number of the attempt, which this process has created.
+    """
+
+    def __init__(self, storage: Storage, folder: str, attempt: int) -> None:
+        self._storage = storage
+        self._folder = folder
+        self.attempt = attempt
+        self._num_parts = 0
+        self._levels: list[list[Part]] = [[]]
+        self._unwritten: tuple[Part, bytes] | None = None
+
+    @property
+    def has_unwritten(self) -> bool:
+        """Whether the store has refused a part, which `write_again` tries to write."""
+        return self._unwritten is not None
+
+    def write(self, head: Mapping[str, Any], content: Content) -> None:
+        """Write the next part. If that fails, `write_again` tries again; for errors, see `Storage.create`."""
+        assert self._unwritten is None
+        number = self._num_parts + 1
+        part = Part(PartRange(self.attempt, number, number), head, content)
+        self._unwritten = part, encode_part(part)
+        self.write_again()
+
+    def write_again(self) -> None:
+        """Write the part that the store has refused, if there is one; for errors, see `Storage.create`."""
+        if self._unwritten is None:
+            return
+        part, raw = self._unwritten
+        # The same bytes as before: an earlier try may have stored them, although it raised an error.
+        self._create(part.range, raw)
+        self._unwritten = None
+        self._num_parts += 1
+        self._levels[0].append(part)
+        self._merge_full_levels()
+
+    def finish(self) -> None:
+        """Merge all parts but the newest one, whose head has the outcome of the run: lists read only that."""
+        parts = [part for level in reversed(self._levels) for part in level][:-1]
+        if len(parts) > 1:
+            self._replace(parts, BINS_PER_ATTEMPT, EVENTS_PER_ATTEMPT)
+
+    def _merge_full_levels(self) -> None:
+        level = 0
+        # The newest part is not merged before the next one exists: readers of the head read it, and it is small.
+        while len(self._levels[level]) > PARTS_PER_MERGE:
+            *parts, newest = self._levels[level]
+            merged = self._replace(parts, BINS_PER_MERGED_PART, EVENTS_PER_PART)
+            if merged is None:
+                return  # merge more parts the next time
+            self._levels[level] = [newest]
+            level += 1
+            if level == len(self._levels):
+                self._levels.append([])
+            self._levels[level].append(merged)
+
+    def _replace(self, parts: Sequence[Part], max_bins: int, max_events: int) -> Part | None:
+        """Replace consecutive parts by a merged one; return that, or None if the store has failed."""
+        merged_range = PartRange(self.attempt, parts[0].range.first, parts[-1].range.last)
+        content = merge(part.content for part in parts).thin(max_bins, max_events)
+        merged = Part(merged_range, parts[-1].head, content)
+        try:
+            self._create(merged_range, encode_part(merged))
+        except DatasvcError as error:
+            _LOG.debug("%s: merging parts failed: %s", self._folder, error)
+            return None
+        for part in parts:
+            # A part that is left is ignored by readers: the merged one has its events.
+            with suppress(DatasvcError):
+                self._storage.delete_if_older(self._path(part.range), math.inf)
+        return merged
+
+    def _create(self, part: PartRange, raw: bytes) -> None:
+        """Create a part; do nothing if it exists with these bytes. Raises ConflictError: it has other bytes."""
+        path = self._path(part)
+        try:
+            self._storage.create(path, raw)
+        except ConflictError:
+            if self._storage.read(path) != raw:
+                raise
+
+    def _path(self, part: PartRange) -> str:
+        return f"{self._folder}/{part.file_name}"

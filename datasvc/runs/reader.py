@@ -1,0 +1,191 @@
+"""Reads run logs: `list_runs`, `read_run` and `follow_run`. Readers need no lock: parts never change.
+
+A merged part appears before the parts that it replaces disappear. If a reader finds that a listed part is gone, it
+lists the folder again.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Final
+
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.printable import count_text
+from datasvc.repository import Repository
+from datasvc.repository.logs.log import Log
+from datasvc.repository.logs.references import check_name, is_name
+from datasvc.repository.store.storage import Storage
+from datasvc.runs.history import RunHistory, RunSummary, Since, combine, summarize
+from datasvc.runs.part import MAX_PART_BYTES, Part, PartRange, choose_parts, decode_part
+from datasvc.runs.run_ids import RUNS, check_run_id, is_run_id, parse_run, run_folder
+from datasvc.threads import map_in_threads
+
+_READS_AT_ONCE: Final = 16
+_LISTINGS: Final = 8  # how often a reader lists a folder again while its parts are merged
+_HEADER: Final = re.compile(r"(\d{8,18})\.json")
+_CURSOR: Final = re.compile(r"(\d{1,18}):(\d{1,18}):(\d{1,15}\.\d{3})")
+
+
+def list_runs(
+    repository: Repository, name: str | None = None, *, last: int | None = None, now_s: float | None = None
+) -> list[RunSummary]:
+    """Return the runs of a repository, newest first.
+
+    This lists the folders of names and runs, and reads one small file of each run that it returns.
+
+    Args:
+        repository: repository with the logs.
+        name: only runs of this name.
+        last: only so many of the newest runs; None: all.
+        now_s: present time in seconds since 1970, which decides whether a run is responding; default: now.
+
+    Raises:
+        ConfigError: `name` is not valid.
+        UnavailableError: the store does not respond.
+    """
+    storage = repository.storage
+    names = [found for found in storage.list(RUNS) if is_name(found)] if name is None else [check_name(name, "run")]
+    runs = [(run_id, found) for found in names for run_id in storage.list(f"{RUNS}/{found}") if is_run_id(run_id)]
+    runs = sorted(runs, reverse=True)[:last]
+    now = time.time() if now_s is None else now_s
+
+    def read(run: tuple[str, str]) -> RunSummary | None:
+        return _read_summary(storage, run[1], run[0], now)
+
+    found = list(map(read, runs)) if storage.is_local else map_in_threads(read, runs, _READS_AT_ONCE)
+    return [summary for summary in found if summary is not None]
+
+
+def resolve_run(repository: Repository, ref: str) -> tuple[str, str]:
+    """Return the name and the identifier of a run from `NAME/ID`, or of the newest run from `NAME`.
+
+    Raises:
+        ConfigError: `ref` is no such reference.
+        NotFoundError: there is no such run; the message lists those that exist.
+        UnavailableError: the store does not respond.
+    """
+    name, run_id = parse_run(ref)
+    ids = [found for found in repository.storage.list(f"{RUNS}/{name}") if is_run_id(found)]
+    if run_id is None and ids:
+        return name, max(ids)
+    if run_id is None or run_id not in ids:
+        existing = [f"{name}/{found}" for found in sorted(ids)[-5:]]
+        existing = existing or [found for found in repository.storage.list(RUNS) if is_name(found)]
+        listed = ", ".join(existing) or "no run; datasvc train writes one, unless --no-run-log is given"
+        raise NotFoundError(f"there is no run {ref!r} in {repository.storage.location('')}; it has {listed}")
+    return name, run_id
+
+
+def read_run(repository: Repository, name: str, run_id: str, *, now_s: float | None = None) -> RunHistory:
+    """Return what the log of a run has; for errors, see `follow_run`."""
+    return follow_run(repository, name, run_id, "", now_s=now_s)
+
+
+def follow_run(
+    repository: Repository, name: str, run_id: str, after: str, *, now_s: float | None = None
+) -> RunHistory:
+    """Return what the log of a run has after the `cursor` of an earlier result; "" returns all.
+
+    The summary and the headers are complete. If the number of attempts has grown, steps of the newer attempt may
+    replace those that were returned before: read the run again.
+
+    Args:
+        repository: repository with the log.
+        name: name of the run.
+        run_id: identifier of the run.
+        after: cursor.
+        now_s: see `list_runs`.
+
+    Raises:
+        ConfigError: `name`, `run_id` or `after` is not valid.
+        NotFoundError: there is no such run.
+        UnavailableError: the store does not respond.
+    """
+    check_name(name, "run")
+    check_run_id(run_id)
+    since = _parse_cursor(after)
+    storage, folder = repository.storage, run_folder(name, run_id)
+    for _ in range(_LISTINGS):
+        files = storage.list(folder)
+        if not files:
+            resolve_run(repository, f"{name}/{run_id}")
+        ranges = choose_parts(files)
+        # The newest part is always read, for the state of the run.
+        wanted = [part for part in ranges if (part.attempt, part.last) > (since.attempt, since.part)] or ranges[-1:]
+        parts, problems = _read_parts(storage, folder, wanted)
+        if parts is not None:
+            break
+    else:
+        raise ConfigError(f"{storage.location(folder)} changed in each of {_LISTINGS} readings; try again")
+    numbers = _attempts(files)
+    headers, errors = Log(storage, folder).try_entries(numbers)
+    series, evaluation, events = combine(parts, since)
+    summary = summarize(name, run_id, parts[-1].head if parts else None, len(numbers), _now(now_s))
+    if summary.num_lost:
+        problems.append(f"{count_text(summary.num_lost, 'event')} of the last attempt could not be written")
+    cursor = _cursor_after(ranges, parts, since).encode()
+    problems = [*map(str, errors.values()), *problems]
+    contents = {entry.number: entry.content for entry in headers}
+    return RunHistory(summary, contents, series, evaluation, events, problems, cursor)
+
+
+def _read_summary(storage: Storage, name: str, run_id: str, now_s: float) -> RunSummary | None:
+    """Return the summary of a run, or None if it was deleted meanwhile."""
+    folder = run_folder(name, run_id)
+    for _ in range(_LISTINGS):
+        files = storage.list(folder)
+        ranges = choose_parts(files)
+        if not files:
+            return None
+        parts, _ = _read_parts(storage, folder, ranges[-1:])
+        if parts is not None:
+            head = parts[-1].head if parts else None
+            return summarize(name, run_id, head, len(_attempts(files)), now_s)
+    return None
+
+
+def _read_parts(storage: Storage, folder: str, ranges: Sequence[PartRange]) -> tuple[list[Part] | None, list[str]]:
+    """Return the parts that can be read, and the problems of others; None if one was merged meanwhile."""
+    parts, problems = [], []
+    for part in ranges:
+        try:
+            decode = partial(decode_part, part=part)
+            parts.append(storage.read_checked(f"{folder}/{part.file_name}", decode, max_bytes=MAX_PART_BYTES))
+        except NotFoundError:
+            return None, []
+        except (CorruptDataError, ConfigError) as error:
+            problems.append(str(error))
+    return parts, problems
+
+
+def _attempts(files: Sequence[str]) -> list[int]:
+    """Return the numbers of the attempts that have a header, ascending."""
+    return sorted(int(match[1]) for name in files if (match := _HEADER.fullmatch(name)))
+
+
+def _cursor_after(ranges: Sequence[PartRange], parts: Sequence[Part], since: Since) -> Since:
+    if not ranges:
+        return since
+    newest = ranges[-1]
+    times = [0.0 if newest.attempt != since.attempt else since.time_s]
+    for part in parts:
+        if part.range.attempt == newest.attempt:
+            times += [float(table.times.max()) for table in part.content.tables if len(table)]
+            times += [event.time_s for event in part.content.events]
+    return Since(newest.attempt, newest.last, max(times))
+
+
+def _parse_cursor(text: str) -> Since:
+    if not text:
+        return Since()
+    match = _CURSOR.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is no cursor of a run; pass the `cursor` of an earlier result")
+    return Since(int(match[1]), int(match[2]), float(match[3]))
+
+
+def _now(now_s: float | None) -> float:
+    return time.time() if now_s is None else now_s

@@ -1,0 +1,412 @@
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from datasvc.errors import ConfigError, NotFoundError
+from datasvc.repository import Repository
+from datasvc.runs import RunLog, follow_run, list_runs, read_run, resolve_run
+from datasvc.testing import FaultyStore
+
+NEVER = 3600.0  # seconds between parts: only `flush` and `close` write
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "\x1b[31mred\x1b[0m",
+    "../../etc/passwd",
+    "a\nb\r\n",
+    "\ud800",
+    "\x00",
+    "'; DROP TABLE runs; --",
+    "{{7*7}}",
+    "\u202eabc",
+    "x" * 10_000,
+]
+
+
+@pytest.fixture
+def repository(tmp_path):
+    return Repository.create(str(tmp_path / "repo"))
+
+
+def open_log(repository, name="digits", **options):
+    return RunLog.open(repository, name, **{"flush_s": NEVER, **options})
+
+
+def files_of(repository, log):
+    return sorted(repository.storage.list(f"runs/{log.ref}"))
+
+
+def read(repository, log, **options):
+    return read_run(repository, log.name, log.id, **options)
+
+
+def test_a_reader_finds_what_was_reported_while_the_run_goes_on_and_after_its_end(repository):
+    with open_log(repository, config={"lr": 0.1}, data=["d@1"], world_size=4, facts={"why": "test"}) as log:
+        for step in range(1, 4):
+            log.report("step", step=step, loss=1 / step, unit="images")
+        log.report("evaluation", step=3, accuracy=0.5)
+        log.report("checkpoint", step=3, version="digits@1")
+        assert log.flush()
+        history = read(repository, log)
+        assert (history.summary.state, history.summary.step, history.summary.world_size) == ("running", 3, 4)
+        assert history.summary.latest["unit"] == "images"
+        assert history.header["config"] == {"lr": 0.1}
+        assert history.header["facts"] == {"why": "test"}
+        assert history.series["loss"].steps.tolist() == [1, 2, 3]
+        np.testing.assert_allclose(history.series["loss"].values, [1, 0.5, 1 / 3], rtol=1e-5)
+        assert history.evaluation["accuracy"].values.tolist() == [0.5]
+        assert [event.event for event in history.events] == ["evaluation", "checkpoint"]
+        assert history.versions == ["digits@1"]
+    ended = read(repository, log)
+    assert ended.summary.state == "finished"
+    assert ended.series["loss"].steps.tolist() == [1, 2, 3]
+    assert ended.events == history.events
+    json.dumps(ended.to_dict(), allow_nan=False)
+
+
+def test_an_error_becomes_the_outcome(repository):
+    log = open_log(repository)
+    with pytest.raises(ZeroDivisionError), log:
+        1 / 0  # noqa: B018
+    summary = list_runs(repository)[0]
+    assert (summary.state, summary.message) == ("failed", "ZeroDivisionError: division by zero")
+
+
+def test_an_interrupt_is_no_failure(repository):
+    log = open_log(repository)
+    with pytest.raises(KeyboardInterrupt), log:
+        raise KeyboardInterrupt
+    assert list_runs(repository)[0].state == "interrupted"
+
+
+def test_a_run_without_an_end_is_not_responding_after_some_heartbeats(repository):
+    log = open_log(repository, heartbeat_s=10)
+    log.flush()
+    last_s = list_runs(repository)[0].last_s
+    states = [list_runs(repository, now_s=last_s + age_s)[0].state for age_s in (0, 59, 61)]
+    log.close()
+    assert states == ["running", "running", "not responding"]
+    assert list_runs(repository, now_s=last_s + 1e6)[0].state == "finished"
+
+
+def test_each_attempt_continues_the_run_and_replaces_repeated_steps(repository):
+    first = open_log(repository)
+    for step in range(1, 11):
+        first.report("step", step=step, loss=1)
+    first.report("evaluation", step=8, accuracy=0.8)
+    first.report("evaluation", step=10, accuracy=1.0)
+    first.close("interrupted", "signal 15")
+    second = open_log(repository, run_id=first.id, parent="digits@1")
+    second.report("evaluation", step=8, accuracy=0.9)  # it continues the state after step 8
+    for step in range(9, 13):
+        second.report("step", step=step, loss=2)
+    second.close()
+    history = read(repository, second)
+    assert history.series["loss"].steps.tolist() == [*range(1, 13)]
+    assert history.series["loss"].values.tolist() == [1] * 8 + [2] * 4
+    assert history.evaluation["accuracy"].steps.tolist() == [8, 8]
+    assert [event.attempt for event in history.events] == [1, 1, 2]
+    assert (history.summary.num_attempts, len(list_runs(repository))) == (2, 1)
+    assert history.header["parent"] == "digits@1"
+
+
+def test_two_writers_of_one_run_do_not_disturb_each_other(repository):
+    first = open_log(repository)
+    second = open_log(repository, run_id=first.id)
+    for step in range(1, 40):
+        for log in (first, second):
+            log.report("step", step=step, loss=step)
+            log.report("note", who=id(log))
+            assert log.flush()
+    first.close()
+    second.close()
+    history = read(repository, first)
+    assert history.series["loss"].steps.tolist() == [*range(1, 40)]
+    assert len(history.events) == 2 * 39
+    assert not history.problems
+    assert history.summary.num_attempts == 2
+
+
+def _write_as_fast_as_possible(url, pipe):
+    log = RunLog.open(url, "digits", flush_s=NEVER)
+    pipe.send(log.id)
+    for step in range(1, 10_000):
+        log.report("step", step=step, loss=step)
+        log.report("note", step=step)
+        assert log.flush()
+        pipe.send(step)
+
+
+@pytest.mark.parametrize("num_parts", [1, 8, 9, 10, 25, 73])
+def test_a_killed_writer_leaves_a_log_with_everything_that_it_had_flushed(repository, num_parts):
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    writer = multiprocessing.get_context("spawn").Process(
+        target=_write_as_fast_as_possible, args=(repository.url, sender)
+    )
+    writer.start()
+    run_id = receiver.recv()
+    # Killed while it writes a later part or merges: the number of parts decides about where that is.
+    acknowledged = [receiver.recv() for _ in range(num_parts)][-1]
+    writer.kill()
+    writer.join()
+    history = read_run(repository, "digits", run_id)
+    steps = history.series["loss"].steps.tolist()
+    assert steps == [*range(1, len(steps) + 1)]
+    assert len(steps) >= acknowledged
+    assert [event.facts["step"] for event in history.events] == steps
+    assert not history.problems
+
+
+def test_a_concurrent_reader_finds_every_event_at_any_time(repository):
+    log = open_log(repository)
+    log.flush()
+    is_over = threading.Event()
+    problems = []
+
+    def read_often():
+        num_seen = 0
+        while not is_over.is_set():
+            steps = [event.facts["step"] for event in read(repository, log).events]
+            if steps != [*range(1, len(steps) + 1)] or len(steps) < num_seen:
+                problems.append(steps)
+            num_seen = len(steps)
+
+    reader = threading.Thread(target=read_often)
+    reader.start()
+    for step in range(1, 200):
+        log.report("note", step=step)
+        log.flush()
+    log.close()
+    is_over.set()
+    reader.join()
+    assert problems == []
+
+
+def test_following_a_run_returns_each_event_once_however_parts_are_merged(repository):
+    log = open_log(repository)
+    cursor, steps, notes = "", [], []
+    for step in range(1, 150):
+        log.report("step", step=step, loss=step)
+        log.report("note", step=step)
+        log.flush()
+        if step % 7 == 0 or step % 5 == 0:
+            new = follow_run(repository, log.name, log.id, cursor)
+            cursor = new.cursor
+            steps += new.series["loss"].steps.tolist()
+            notes += [event.facts["step"] for event in new.events]
+    assert steps == notes == [*range(1, len(steps) + 1)]
+    log.close()
+    last = follow_run(repository, log.name, log.id, cursor)
+    assert [event.facts["step"] for event in last.events] == [*range(len(steps) + 1, 150)]
+    assert last.summary.state == "finished"
+    assert follow_run(repository, log.name, log.id, last.cursor).events == []
+
+
+def test_the_number_of_files_grows_with_the_logarithm_of_the_parts(repository):
+    log = open_log(repository)
+    for step in range(1, 601):
+        log.report("step", step=step, loss=step)
+        log.flush()
+    assert len(files_of(repository, log)) <= 4 * 9 + 1
+    history = read(repository, log)
+    assert history.series["loss"].counts.sum() == 600
+    log.close()
+    assert len(files_of(repository, log)) == 3  # header, merged part, end
+    assert read(repository, log).series["loss"].counts.sum() == 600
+
+
+def test_frequent_events_are_thinned_and_rare_ones_stay(repository):
+    log = open_log(repository)
+    for step in range(20_000):
+        log.report("note", step=step)
+        if step == 5_000:
+            log.report("stall", step=step)
+    log.close()
+    events = read(repository, log).events
+    assert 400 < len(events) <= 1001
+    assert events[-1].facts["step"] == 19_999
+    assert [event.facts["step"] for event in events if event.event == "stall"] == [5_000]
+
+
+def test_a_store_that_fails_costs_neither_steps_nor_events_once_it_answers_again(caplog):
+    with FaultyStore() as store:
+        repository = Repository.create(store.url)
+        log = open_log(repository)
+        assert log.flush()
+        store.fail("write", "runs/*")
+        for step in range(1, 20):
+            log.report("step", step=step, loss=step)
+            log.report("note", step=step)
+            assert not log.flush()
+        store.heal()
+        assert log.flush()
+        log.close()
+        history = read(repository, log)
+        assert history.series["loss"].counts.sum() == 19
+        assert [event.facts["step"] for event in history.events] == [*range(1, 20)]
+        messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(messages) == 2
+        assert "the training continues" in messages[0]
+
+
+def test_a_write_whose_answer_is_lost_is_not_repeated():
+    with FaultyStore() as store:
+        repository = Repository.create(store.url)
+        log = open_log(repository)
+        assert log.flush()
+        store.fail("write", "runs/*.jsonl", times=1, effect="unanswered")
+        store.fail("read", "runs/*.jsonl", times=1)
+        log.report("note", step=1)
+        log.flush()
+        log.flush()
+        log.close()
+        history = read(repository, log)
+        assert [event.facts["step"] for event in history.events] == [1]
+        assert not history.problems
+
+
+def test_a_store_that_never_answers_does_not_keep_the_program(caplog):
+    with FaultyStore() as store:
+        repository = Repository.create(store.url)
+        log = open_log(repository)
+        log.flush()
+        store.fail("write", "runs/*")
+        log.close(timeout_s=0.0)
+        store.heal()
+    assert "the end of the run log is not written" in caplog.text
+
+
+def test_more_events_than_the_memory_holds_are_counted_as_lost(repository, monkeypatch):
+    monkeypatch.setattr("datasvc.runs.run_log._MAX_QUEUED", 10)
+    log = open_log(repository)
+    log.flush()
+    for step in range(15):
+        log.report("note", step=step)
+    log.close()
+    history = read(repository, log)
+    assert (len(history.events), history.summary.num_lost) == (10, 5)
+    assert history.problems == ["5 events of the last attempt could not be written"]
+
+
+def test_hostile_names_and_values_stay_text(repository):
+    log = open_log(repository, config={text: text for text in HOSTILE}, facts={"object": object(), "deep": _deep()})
+    for text in HOSTILE:
+        log.report(text, value=text, **{text: [text, {text: object()}]})
+        log.report("step", step=1, **{text: 1.0})
+    log.report("step", step="1", loss=1)
+    log.report("step", step=1 << 70, loss=1)
+    log.report("step", step=True, loss=1 << 2000)
+    log.report("huge", values=["x" * 4000] * 1000)
+    log.close(message=HOSTILE[0])
+    history = read(repository, log)
+    assert not history.problems
+    assert history.summary.message == HOSTILE[0]
+    names = [event.event for event in history.events]
+    assert names[:2] == HOSTILE[:2]
+    assert (
+        set(files_of(repository, log))
+        == {
+            "00000001.json",
+            "00000001.00000001-00000001.jsonl",
+            "00000001.00000002-00000002.jsonl",
+        }
+        or len(files_of(repository, log)) <= 3
+    )
+    json.dumps(history.to_dict(), allow_nan=False, ensure_ascii=False).encode()
+
+
+def _deep():
+    value = []
+    for _ in range(10_000):
+        value = [value]
+    return value
+
+
+def test_a_damaged_part_is_reported_and_the_rest_is_read(repository):
+    log = open_log(repository)
+    for step in range(1, 4):
+        log.report("note", step=step)
+        log.flush()
+    path = Path(repository.storage.local_path(f"runs/{log.ref}/{files_of(repository, log)[-2]}"))
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    history = read(repository, log)
+    assert len(history.events) == 2
+    assert len(history.problems) == 1
+    assert "is corrupt" in history.problems[0]
+    log.close()
+
+
+def test_lists_have_the_newest_runs_first_and_read_one_file_of_each(tmp_path):
+    with FaultyStore() as store:
+        repository = Repository.create(store.url)
+        logs = [open_log(repository, name) for name in ("a", "b", "a")]
+        for number, log in enumerate(logs):
+            log.report("step", step=number + 1, loss=1)
+            log.close()
+        before = len(store.requests)
+        listed = list_runs(repository)
+        reads = [path for operation, path in store.requests[before:] if operation == "read"]
+        assert len(reads) == 3
+        assert sorted(run.ref for run in listed) == sorted(log.ref for log in logs)
+        assert [run.id for run in listed] == sorted((log.id for log in logs), reverse=True)
+        assert len(list_runs(repository, last=2)) == 2
+        assert {run.name for run in list_runs(repository, "a")} == {"a"}
+        assert list_runs(repository, "unknown") == []
+
+
+def test_a_reference_is_a_name_or_a_name_and_an_identifier(repository):
+    log = open_log(repository)
+    log.close()
+    assert resolve_run(repository, "digits") == resolve_run(repository, log.ref) == ("digits", log.id)
+    with pytest.raises(NotFoundError, match=log.ref):
+        resolve_run(repository, "digits/20000101-000000-aaaaaa")
+    with pytest.raises(NotFoundError, match="it has digits"):
+        resolve_run(repository, "other")
+    for ref in ("../x", "digits/..", "digits/", "Digits"):
+        with pytest.raises(ConfigError):
+            resolve_run(repository, ref)
+
+
+def test_invalid_arguments_are_refused(repository):
+    with pytest.raises(ConfigError, match="valid name of a run"):
+        open_log(repository, "../x")
+    with pytest.raises(ConfigError, match="identifier of a run"):
+        open_log(repository, run_id="../x")
+    with pytest.raises(ConfigError, match="outcome"):
+        open_log(repository).close("done")
+    with pytest.raises(ConfigError, match="cursor"):
+        follow_run(repository, "digits", "20000101-000000-aaaaaa", "x")
+
+
+def test_a_program_that_forgets_to_close_its_log_is_interrupted(repository):
+    program = (
+        "import sys; from datasvc.runs import RunLog\n"
+        "log = RunLog.open(sys.argv[1], 'digits', flush_s=3600)\nlog.report('note', x=1)"
+    )
+    subprocess.run([sys.executable, "-c", program, repository.url], check=True)
+    (run,) = list_runs(repository)
+    assert (run.state, run.message) == ("interrupted", "the program ended without closing the log")
+    assert len(read_run(repository, run.name, run.id).events) == 1
+
+
+def test_a_forked_child_does_not_end_the_log_of_its_parent(repository):
+    log = open_log(repository)
+    log.flush()
+    child = os.fork()
+    if child == 0:
+        log.close("failed")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert list_runs(repository)[0].state == "running"
+    log.close()
+    assert list_runs(repository)[0].state == "finished"
