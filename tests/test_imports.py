@@ -42,6 +42,7 @@ ALLOWED = {
 }
 ALLOWED["datasvc.shards"] = {
     "datasvc.arrow_messages",
+    "datasvc.drawing",
     "datasvc.repository",
     "datasvc.order",
     "datasvc.keyed_random",

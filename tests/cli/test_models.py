@@ -11,6 +11,7 @@ from datasvc.cli.main import make_app
 from datasvc.cli.models.diff import _value_change
 from datasvc.errors import ConfigError, ConflictError, DatasvcError, NotFoundError
 from datasvc.models import CodeRevision, DataUse, save
+from tests.drawing.hostile import parsed, text_of, with_class
 from tests.models.entries import commit_entry
 
 
@@ -231,3 +232,20 @@ def test_two_versions_are_compared(repository, run, run_json):
     facts = run_json("diff", "m@1", "m@2")
     assert facts["tensors"]["changes"][0]["norm"] == 2.0
     assert run("diff", "m@1", "m@2", "--no-norms").endswith("  changed w\n")
+
+
+def test_the_log_as_a_picture_has_each_version_its_tags_and_a_hollow_removed_one(cnn, run, run_json, tmp_path):
+    cnn.tag("models", "cnn@4", "prod")
+    run("rm", "cnn@3", "-m", "worse")
+    path = tmp_path / "cnn.svg"
+    assert run("log", "cnn", "--svg", path) == ""
+    root = parsed(path.read_text())
+    texts = [text_of(node) for node in with_class(root, "node")]
+    assert [text.split(",")[0] for text in texts] == ["cnn@4", "cnn@3", "cnn@2", "cnn@1", "base@1"]
+    assert "prod" in texts[0]
+    assert "(removed)" in texts[1]
+    assert [len(with_class(node, "back")) for node in with_class(root, "node")] == [0, 1, 0, 0, 0]
+    assert [version["version"] for version in run_json("log", "cnn", "--last", 1, "--svg", path)] == [4]
+    assert len(with_class(parsed(path.read_text()), "node")) == 1
+    with pytest.raises(NotFoundError, match=r"the folder .* does not exist; create it first"):
+        run("log", "cnn", "--svg", tmp_path / "missing" / "cnn.svg")

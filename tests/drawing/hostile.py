@@ -60,4 +60,4 @@ def with_class(root: ET.Element, name: str) -> list[ET.Element]:
 
 
 def text_of(root: ET.Element) -> str:
-    return " ".join("".join(root.itertext()).split())
+    return " ".join(" ".join(root.itertext()).split())

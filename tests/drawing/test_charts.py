@@ -132,7 +132,7 @@ def test_bytes_and_rates_begin_at_zero():
     shown = [text_of(parsed(line_chart(series, title="x", unit=unit))) for unit in ("bytes", "images/s", "loss")]
     assert ["x (loss)" in text for text in shown] == [False, False, True]
     assert "0 bytes" in shown[0]
-    assert "images/s)0" in shown[1]
+    assert "(images/s) 0 50" in shown[1]
     assert "100.2" in shown[2]
 
 

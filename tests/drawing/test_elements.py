@@ -69,7 +69,7 @@ def luminance(colour):
 
 def test_a_table_aligns_numbers_and_names_what_it_leaves_out():
     root = parsed(html_table(["name", "n"], [["a", 1200], ["b", None], ["c", 3]], caption="<t>", max_rows=2))
-    assert text_of(root) == "<t>namena1,200band 1 more"
+    assert text_of(root) == "<t> name n a 1,200 b and 1 more"
     assert [each.get("class") for each in root.iter("td")] == [None, "number", None, "number", None]
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from datasvc.cli.terminal.drawing_file import LastOption, SvgOption, write_version_graph
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
 from datasvc.sizes import format_size
@@ -35,16 +36,28 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
         print_table(("name", "version", "samples", "bytes", "tags"), [_row(row) for row in rows])
 
 
-def log(name: NameArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
+def log(
+    name: NameArgument,
+    repo: RepoOption,
+    last: LastOption = None,
+    svg: SvgOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """List the versions of a data set: newest first in the table, oldest first with --json.
 
-    Example: datasvc log pets --repo ./repo
+    Example: datasvc log pets --svg pets.svg --repo ./repo
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.dataset import readable_versions
 
     repository = Repository.open(repo)
-    entries = readable_versions(repository, name)
+    if svg is not None:
+        from datasvc.shards.history.version_nodes import dataset_nodes
+
+        write_version_graph(svg, dataset_nodes(repository, name, last=last), name)
+        if not as_json:
+            return
+    entries = readable_versions(repository, name, last=last)
     removed = repository.state("datasets", name).removed
     if as_json:
         facts = [

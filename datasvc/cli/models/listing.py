@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
 from datasvc.cli.datasets.show import removal_line
 from datasvc.cli.models.arguments import NameArgument, RefArgument
+from datasvc.cli.terminal.drawing_file import LastOption, SvgOption, write_version_graph
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_line, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
 from datasvc.cli.terminal.values import text_value
@@ -40,21 +40,28 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
 def log(
     name: NameArgument,
     repo: RepoOption,
-    last: Annotated[int | None, typer.Option(min=1, help="Only this number of the newest versions.")] = None,
+    last: LastOption = None,
+    svg: SvgOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Draw the history of a model, newest first: forks, merges, and parent versions of other models.
 
-    Example: datasvc models log digits-cnn --repo ./repo
+    Example: datasvc models log digits-cnn --svg digits-cnn.svg --repo ./repo
     """
     from datasvc.models.registry.graph import read_history
     from datasvc.models.registry.registry import model_log
+    from datasvc.models.registry.version_nodes import version_nodes
     from datasvc.repository import Repository
 
     repository = Repository.open(repo)
+    if svg is not None:
+        history = read_history(repository, name, last=last)
+        write_version_graph(svg, version_nodes(line.version for line in history if line.version), name)
     if as_json:
         facts = [version.to_dict() for version in model_log(repository, name, last=last)[::-1]]
         print_json([*facts, *unreadable_facts()])
+        return
+    if svg is not None:
         return
     console = Console(highlight=False, soft_wrap=True)
     for line in read_history(repository, name, last=last):
@@ -108,13 +115,15 @@ def print_versions(versions: Sequence[ModelVersion], *, as_json: bool) -> None:
     if as_json:
         print_json([*(version.to_dict() for version in versions), *unreadable_facts()])
         return
+    from datasvc.models.registry.version_nodes import metrics_text
+
     rows = [
         (
             f"{version}{' (removed)' if version.removed else ''}",
             version.entry["created"],
             version.entry["step"],
             ", ".join(sorted({use["dataset"] for use in version.entry["data"]})) or "-",
-            metrics_line(version.entry["metrics"]) or "-",
+            metrics_text(version.entry["metrics"]) or "-",
             ", ".join(version.tags) or "-",
         )
         for version in versions
@@ -122,15 +131,10 @@ def print_versions(versions: Sequence[ModelVersion], *, as_json: bool) -> None:
     print_table(("version", "created", "step", "data", "metrics", "tags"), rows)
 
 
-def metrics_line(metrics: Mapping[str, Any]) -> str:
-    """Return metrics as one line of text."""
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
-    )
-
-
 def _summary(version: ModelVersion) -> str:
     """Return the text beside a version in the graph of `log`."""
+    from datasvc.models.registry.version_nodes import metrics_text
+
     entry = version.entry
     parts = [
         str(version),
@@ -138,7 +142,7 @@ def _summary(version: ModelVersion) -> str:
         f"[{', '.join(version.tags)}]" if version.tags else "",
         str(entry["created"]),
         f"step {entry['step']}",
-        metrics_line(entry["metrics"]),
+        metrics_text(entry["metrics"]),
         "NOT FINITE" if entry.get("num_nonfinite") else "",
         str(entry["message"]),
     ]

@@ -10,7 +10,6 @@ import typer
 from datasvc.cli.datasets import maintain
 from datasvc.cli.datasets.remove import ForceOption, RefsArgument, RemovalMessageOption, run_rm
 from datasvc.cli.models.arguments import NameArgument
-from datasvc.cli.models.listing import metrics_line
 from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_json, print_line, print_table
 from datasvc.printable import count_text
 
@@ -125,6 +124,8 @@ def mark_lost(
 
 
 def _row(version: ModelVersion, plan: RetentionPlan, *, apply: bool) -> tuple[object, ...]:
+    from datasvc.models.registry.version_nodes import metrics_text
+
     reasons = plan.kept.get(version.version)
     reason = ", ".join(reasons) if reasons else "removed" if apply else "REMOVE"
-    return str(version), version.entry["step"], metrics_line(version.entry["metrics"]) or "-", reason
+    return str(version), version.entry["step"], metrics_text(version.entry["metrics"]) or "-", reason

@@ -18,6 +18,7 @@ from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Digest, Repository
 from datasvc.repository.logs.references import parse_reference
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.versions.version_entry import entry_parents
 
 
 @dataclass(frozen=True)
@@ -205,20 +206,14 @@ def _read_dataset(repository: Repository, name: str) -> DataOrigin:
         # It is not recorded which version the name or the tag resolved to when the data was read.
         raise ConfigError("a data set without a version number is ambiguous")
     entry = repository.versions("datasets", reference.name).read(reference.version).content
-    change = _mapping_or_empty(entry.get("change"))
-    parents = [entry["parent"]] if entry.get("parent") else []
-    if change.get("kind") == "merge":
-        parents += change.get("versions", ())
-    elif change.get("kind") == "revert" and change.get("to"):
-        parents.append(change["to"])
     split_tables(entry, name)  # raises CorruptDataError if the splits are not valid
     return DataOrigin(
         name,
-        tuple(dict.fromkeys(map(str, parents))),
+        entry_parents(entry),
         entry.get("created"),
         str(entry.get("message") or ""),
         _mapping_or_empty(entry.get("source")),
-        change,
+        _mapping_or_empty(entry.get("change")),
         entry["splits"],
     )
 

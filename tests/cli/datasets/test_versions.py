@@ -9,6 +9,7 @@ import pytest
 from datasvc.shards import open_dataset
 from tests.cli.command import ROOT
 from tests.cli.test_cli import datasvc, said
+from tests.drawing.hostile import parsed, text_of, with_class
 from tests.shards.written_versions import LABELLED_SCHEMA, write_version
 
 
@@ -223,3 +224,20 @@ def test_tags_are_listed_moved_by_compare_and_set_removed_and_have_a_history(pet
     history = datasvc("tag", "pets", "stable", "--history", repo=pets.url).stdout.splitlines()
     assert [line.split("\t")[:2] for line in history] == [["~0", "removed"], ["~1", "2"], ["~2", "1"]]
     assert datasvc("tag", "pets", "--remove", repo=pets.url).returncode == 2
+
+
+def test_the_log_as_a_picture_has_merges_and_tags(pets, tmp_path):
+    datasvc("delete", "pets", "--where", "key = 'a'", "-m", "<script>", repo=pets.url)
+    datasvc("merge", "pets", "pets", "wild", "--on-common", "first", repo=pets.url)
+    pets.tag("datasets", "pets@2", "stable")
+    path = tmp_path / "pets.svg"
+    done = datasvc("log", "pets", "--svg", path, repo=pets.url)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", f"wrote 3 versions to {path}\n")
+    root = parsed(path.read_text())
+    merged, deleted, ingested = (" ".join(text_of(node).split()) for node in with_class(root, "node"))
+    assert "samples merge" in merged
+    assert "stable" in deleted
+    assert "<script>" in deleted
+    assert "ingest" in ingested
+    assert len(with_class(root, "line")) > 2
+    assert len(said(datasvc("log", "pets", "--json", "--last", 1, repo=pets.url))) == 1
