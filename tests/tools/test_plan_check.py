@@ -18,6 +18,6 @@ def test_layouts_are_ranked_by_the_median_of_their_repeats(monkeypatch):
 
 @pytest.mark.slow
 def test_estimated_and_measured_steps_of_layouts_are_compared():
-    found = run_json("plan_check.py", "--repeats", 1, "--ranks", 2, "--layouts", 3)
-    assert (len(found["rows"]), len(found["ratios"])) == (2 * 3, 3)
+    found = run_json("plan_check.py", "--repeats", 1, "--ranks", 2, "--layouts", 9, "--beside", "data=2")
+    assert (len(found["rows"]), len(found["ratios"])) == (2 * 5, 5 + 4)
     assert all(figure["n"] == 1 and figure["min"] > 0 for figure in found["rows"] + found["ratios"])

@@ -28,7 +28,7 @@ from datasvc.trainer.recipes.planning.ranking import PlannedWork, rank_layouts
 from datasvc.trainer.recipes.planning.step_time import ComputeTimes, estimate_step
 from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 
-LAYERS, HEADS, WIDTH, VOCABULARY, TOKENS = 4, 4, 512, 512, 16
+LAYERS, HEADS, WIDTH, VOCABULARY = 4, 4, 512, 512
 MICRO_BATCH, PASSES_PER_RANK = 1, 2
 STATES = state_bytes("adamw", "fp32")
 SMALL, LARGE = 1, 1 << 20  # float32 numbers
@@ -37,10 +37,10 @@ NUM_COLLECTIVES = 10
 Step = Callable[[], None]
 
 
-def build_model() -> GPT:
-    """Return the model, equal on all ranks."""
+def build_model(block: int) -> GPT:
+    """Return the model of blocks of `block` tokens, equal on all ranks."""
     torch.manual_seed(0)
-    return GPT(VOCABULARY, context=TOKENS, layers=LAYERS, heads=HEADS, width=WIDTH, dropout=0.0)
+    return GPT(VOCABULARY, context=block, layers=LAYERS, heads=HEADS, width=WIDTH, dropout=0.0)
 
 
 def sum_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -48,11 +48,11 @@ def sum_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def make_step(candidate: Candidate) -> Step:
+def make_step(candidate: Candidate, block: int) -> Step:
     """Return a step of a candidate, with a model of its own. Every rank calls this in the same order."""
-    model, layout = build_model(), candidate.layout
+    model, layout = build_model(block), candidate.layout
     batch = candidate.micro_batch * candidate.num_micro_batches
-    tokens, targets = torch.randint(VOCABULARY, (2, batch, TOKENS)).unbind()
+    tokens, targets = torch.randint(VOCABULARY, (2, batch, block)).unbind()
     if layout.is_data_only:
         optimizer = hvd.DistributedOptimizer(
             torch.optim.AdamW(model.parameters()),
@@ -67,7 +67,7 @@ def make_step(candidate: Candidate) -> Step:
         rank=hvd.rank(),
         device=torch.device("cpu"),
         num_micro_batches=candidate.num_micro_batches,
-        block=TOKENS,
+        block=block,
     )
     # A foreach kernel needs tensors of one mesh.
     optimizer = torch.optim.AdamW(divided.model.parameters(), foreach=False if layout.tensor > 1 else None)
@@ -108,12 +108,13 @@ def time_block(step: Step, num_steps: int) -> float:
 class Parts:
     """Measures what a plan needs: the passes and the update of the whole model on every rank, and the link."""
 
-    def __init__(self) -> None:
-        self._model = build_model()
+    def __init__(self, block: int) -> None:
+        self._model = build_model(block)
+        self._num_tokens = block
         self._optimizer = torch.optim.AdamW(self._model.parameters())
-        self._tokens, self._targets = torch.randint(VOCABULARY, (2, MICRO_BATCH, TOKENS)).unbind()
+        self._tokens, self._targets = torch.randint(VOCABULARY, (2, MICRO_BATCH, block)).unbind()
         # A block of its own that is divided over one rank, so that it is dispatched as divided ones are.
-        divided = GPT(VOCABULARY, context=TOKENS, layers=1, heads=HEADS, width=WIDTH, dropout=0.0)
+        divided = GPT(VOCABULARY, context=block, layers=1, heads=HEADS, width=WIDTH, dropout=0.0)
         mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("all", "tensor"))
         divide_layers(divided, find_tensor_plan(divided), mesh["tensor"])
         self._divided = divided.blocks[0]
@@ -138,7 +139,7 @@ class Parts:
         return computed, self._measure_link()
 
     def _measure_dispatch(self) -> float:
-        stream = torch.zeros(MICRO_BATCH, TOKENS, WIDTH)
+        stream = torch.zeros(MICRO_BATCH, self._num_tokens, WIDTH)
         plain_s, divided_s = (
             time_block(lambda block=block: block(stream, None).sum().backward(), NUM_COLLECTIVES)  # type: ignore[misc]
             for block in (self._model.blocks[0], self._divided)
@@ -152,7 +153,7 @@ class Parts:
         The small one is measured between computations of a block, as in a step: ranks then wait for the slowest one.
         """
         size = dist.get_world_size()
-        block, stream = self._model.blocks[0], torch.zeros(MICRO_BATCH, TOKENS, WIDTH)
+        block, stream = self._model.blocks[0], torch.zeros(MICRO_BATCH, self._num_tokens, WIDTH)
         small, large = torch.zeros(SMALL), torch.zeros(LARGE)
 
         def compute() -> None:
@@ -198,14 +199,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--layouts", type=int, required=True)
+    parser.add_argument("--tokens", type=int, required=True)
     arguments = parser.parse_args()
+    block = arguments.tokens
     dist.init_process_group("gloo")
     hvd.init()
-    costs = transformer_costs("gpt", layers=LAYERS, heads=HEADS, width=WIDTH, vocabulary=VOCABULARY, tokens=TOKENS)
-    parts = Parts()
+    costs = transformer_costs("gpt", layers=LAYERS, heads=HEADS, width=WIDTH, vocabulary=VOCABULARY, tokens=block)
+    parts = Parts(block)
     parts.measure()
     candidates = choose_candidates(costs, *parts.measure(), arguments.layouts)
-    steps = [make_step(candidate) for candidate in candidates]
+    steps = [make_step(candidate, block) for candidate in candidates]
     for step in steps:
         step()
     for number in range(arguments.repeats):
