@@ -1,4 +1,4 @@
-"""The benchmark of shared decoding runs on a tiny workload and prints its figures; nothing here judges a speed."""
+"""The benchmarks of shared decoding run on a tiny workload and print their figures; nothing here judges a speed."""
 
 import pytest
 
@@ -11,4 +11,13 @@ def test_jobs_that_share_and_jobs_that_do_not_are_measured(tmp_path):
     found = run_json("shared.py", "--repeats", 1, *sizes, "--folder", tmp_path)
     check(found, repeats=1)
     assert {row["name"] for row in found["rows"]} == {"2 jobs, sharing", "2 jobs, separate", "one job alone"}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_training_programs_that_share_and_that_do_not_are_measured(tmp_path):
+    sizes = ["--images", 24, "--batch", 4, "--epochs", 1, "--size", 32, "--runs", 1]
+    found = run_json("shared_training.py", "--repeats", 1, *sizes, "--folder", tmp_path)
+    check(found, repeats=1)
+    assert (len(found["rows"]), len(found["ratios"])) == (4, 2)
     assert not list(tmp_path.iterdir())
