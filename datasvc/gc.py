@@ -7,6 +7,7 @@ it references the object (`Objects.reuse`).
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import warnings
@@ -35,6 +36,8 @@ from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Reposit
 from datasvc.repository.logs.journal import JOURNALS
 from datasvc.repository.removal import swept_versions
 from datasvc.repository.repository import describe_damage
+from datasvc.runs.run_ids import RUNS
+from datasvc.runs.sweep import choose_old_runs, newest_changes
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads
 
@@ -57,6 +60,7 @@ class Garbage:
         pointers: paths of pointers (see `models.tensors.dedup_index`), by the digest of the chunk that they point to.
         temporary_files: paths of files left by killed writers.
         journals: folders of unfinished work that was not resumed.
+        runs: references of runs whose logs are not needed, see `choose_old_runs`.
         young: size in bytes of each young object.
     """
 
@@ -64,6 +68,7 @@ class Garbage:
     pointers: dict[Digest, str] = field(default_factory=dict)
     temporary_files: list[str] = field(default_factory=list)
     journals: list[str] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
     young: dict[Digest, int] = field(default_factory=dict)
 
 
@@ -77,6 +82,7 @@ class GcReport:
         pointers: paths of pointers, see `models.tensors.dedup_index`.
         temporary_files: paths of files left by killed writers.
         journals: folders of unfinished work that was not resumed.
+        runs: references of runs whose logs are not needed.
         num_kept: number of objects that are kept.
         num_young: number of objects that nothing references, but that are younger than the grace period.
         young_bytes: total size of the young objects in bytes.
@@ -88,6 +94,7 @@ class GcReport:
     pointers: tuple[str, ...]
     temporary_files: tuple[str, ...]
     journals: tuple[str, ...]
+    runs: tuple[str, ...]
     num_kept: int
     num_young: int = 0
     young_bytes: int = 0
@@ -105,9 +112,12 @@ def gc(
     grace_s: float = GRACE_S,
     dry_run: bool = True,
     no_writers: bool = False,
+    runs_older_than_s: float | None = None,
     now_s: float | None = None,
 ) -> GcReport:
     """Delete old objects that no log entry references, old temporary files, and journals that were not resumed.
+
+    Also delete old logs of runs that have saved model versions, all of which are removed.
 
     Other processes may read and write while gc runs.
 
@@ -116,12 +126,15 @@ def gc(
         grace_s: minimum age in seconds; younger files are kept. Work without a journal must commit within this time.
         dry_run: only list the files, delete nothing.
         no_writers: assert that no process writes to the repository, which allows any `grace_s`.
+        runs_older_than_s: also delete the logs of all runs that were not written for so many seconds, at least
+            `grace_s`, with or without versions. None: keep them.
         now_s: present time in seconds since 1970; default: that of the store, see `Storage.now_s`. A dry run on a
             read-only store uses the clock of this machine and sets `clock_warning` in the report.
 
     Raises:
-        ConfigError: the grace is too short for running writers; the clocks of this machine and the store differ by
-            more than an hour; an entry or table has a later format; the store is read-only (not in a dry run).
+        ConfigError: the grace is too short for running writers; `runs_older_than_s` is shorter than the grace; the
+            clocks of this machine and the store differ by more than an hour; an entry or table has a later format;
+            the store is read-only (not in a dry run).
         CorruptDataError, NotFoundError: entries or tables cannot be read, so their references are unknown; nothing
             was deleted. The message names all such versions. A version whose entry is damaged and has no copy can be
             marked as lost, see `lost_versions.mark_lost`; gc runs again once that was `grace_s` ago.
@@ -131,6 +144,11 @@ def gc(
         raise ConfigError(
             f"a grace of {grace_s:.0f} s could delete objects that a running writer is about to reference; use at "
             f"least {MIN_GRACE_S // 3600} h, or --no-writers if no process writes to the repository"
+        )
+    if runs_older_than_s is not None and runs_older_than_s < grace_s:
+        raise ConfigError(
+            f"runs_older_than_s is {runs_older_than_s:.0f} s, and the grace is {grace_s:.0f} s; give an age of at "
+            "least the grace, in which a run may be continued"
         )
     clock_warning = None
     if now_s is None:
@@ -142,6 +160,8 @@ def gc(
     num_listed = len(garbage.objects) + len(garbage.young)
     try:
         discard_referenced(garbage, referenced_objects(repository, before_s, began_s=began_s))
+        any_before_s = -math.inf if runs_older_than_s is None else now_s - runs_older_than_s
+        garbage.runs = _old_runs(repository, before_s, any_before_s)
     except DatasvcError as error:
         raise type(error)(f"{error}. Nothing was deleted: gc must be able to read all references") from error
     reported = garbage if dry_run else sweep(repository, garbage, before_s)
@@ -152,6 +172,7 @@ def gc(
         pointers=tuple(sorted(reported.pointers.values())),
         temporary_files=tuple(sorted(reported.temporary_files)),
         journals=tuple(sorted(reported.journals)),
+        runs=tuple(reported.runs),
         num_kept=num_listed - len(objects),
         num_young=len(garbage.young),
         young_bytes=sum(garbage.young.values()),
@@ -273,6 +294,12 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
         if newest.get(folder, before_s) < before_s:
             storage.delete_folder(folder)
             swept.journals.append(folder)
+    if garbage.runs:
+        # A run that was continued since has a new file.
+        changed = newest_changes(storage)
+        swept.runs = [ref for ref in garbage.runs if changed.get(ref, before_s) < before_s]
+        for ref in swept.runs:
+            storage.delete_folder(f"{RUNS}/{ref}")
     digest_of_path = {Objects.path(digest): digest for digest in garbage.objects}
 
     def delete(paths: Collection[str]) -> list[str]:
@@ -377,6 +404,21 @@ def _digests_in(value: Any) -> Iterator[Digest]:
     elif isinstance(value, list):
         for item in value:
             yield from _digests_in(item)
+
+
+def _old_runs(repository: Repository, before_s: float, any_before_s: float) -> list[str]:
+    """Return the references of the runs whose logs are not needed; for errors, see `gc`."""
+    newest = {ref: changed_s for ref, changed_s in newest_changes(repository.storage).items() if changed_s < before_s}
+    versions: dict[str, bool] = {}
+    # Reading all entries again takes time, so only if there are old runs.
+    for name in repository.names("models") if newest else ():
+        swept = swept_versions(repository, "models", name, before_s)
+        entries, _ = repository.versions("models", name).try_entries()
+        for entry in entries:
+            ref = entry.content.get("run")
+            if isinstance(ref, str):
+                versions[ref] = versions.get(ref, False) or entry.number not in swept
+    return choose_old_runs(newest, versions, before_s=before_s, any_before_s=any_before_s)
 
 
 def _journals(storage: Storage) -> dict[str, float]:

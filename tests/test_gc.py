@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from datasvc.cli.datasets.maintain import gc as command
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
-from datasvc.gc import GRACE_S, discard_referenced, gc, list_old, referenced_objects, sweep
+from datasvc.gc import GRACE_S, Garbage, discard_referenced, gc, list_old, referenced_objects, sweep
 from datasvc.models import describe_model, restore, save
+from datasvc.models.registry.removal import remove
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import encode_entry
+from datasvc.runs import RunLog, list_runs
 from datasvc.shards import open_dataset
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.verify import verify
@@ -245,6 +247,40 @@ def test_unfinished_files_of_killed_writers_go_once_they_are_old(full):
     done = gc(full, dry_run=False)
     assert sorted(done.temporary_files) == sorted(old)
     assert [path.name for path in Path(full.url).rglob(".tmp-*")] == [".tmp-5"]
+
+
+def test_the_log_of_a_run_goes_with_its_last_version_and_others_stay(repository):
+    logs = {name: RunLog.open(repository, name) for name in ("kept", "removed", "unsaved")}
+    for log in logs.values():
+        log.close()
+    for name in ("kept", "removed"):
+        for step in (1, 2):
+            save(repository, name, tensors(float(step)), step=step, run=logs[name].ref)
+    remove(repository, ["kept@1"])
+    remove(repository, ["removed@1", "removed@2"])
+    assert gc(repository, dry_run=False).runs == ()
+    make_old(repository)
+    assert gc(repository, dry_run=True, now_s=LATER).runs == (logs["removed"].ref,)
+    assert len(list_runs(repository)) == 3
+    assert gc(repository, dry_run=False, now_s=LATER).runs == (logs["removed"].ref,)
+    assert {run.name for run in list_runs(repository)} == {"kept", "unsaved"}
+    aged = gc(repository, dry_run=False, runs_older_than_s=GRACE_S, now_s=LATER)
+    assert aged.runs == (logs["kept"].ref, logs["unsaved"].ref)
+    assert list_runs(repository) == []
+    with pytest.raises(ConfigError, match="at least"):
+        gc(repository, runs_older_than_s=1.0)
+
+
+def test_a_run_that_was_continued_while_gc_ran_keeps_its_log(repository):
+    log = RunLog.open(repository, "cnn")
+    log.close()
+    save(repository, "cnn", tensors(1.0), step=1, run=log.ref)
+    remove(repository, ["cnn@1"])
+    make_old(repository)
+    garbage = Garbage(runs=[log.ref])
+    RunLog.open(repository, "cnn", run_id=log.id).close()
+    assert sweep(repository, garbage, time.time() - DAY).runs == []
+    assert list_runs(repository)[0].num_attempts == 2
 
 
 def test_strange_files_in_the_repository_are_left_alone(full):

@@ -110,24 +110,36 @@ def gc(
     grace: Annotated[str, typer.Option(help="Keep everything that is younger than this: 7d, 48h, 30m.")] = "7d",
     yes: YesOption = False,
     no_writers: NoWritersOption = False,
+    runs_older_than: Annotated[
+        str | None,
+        typer.Option(help="Also remove the logs of runs that were not written for this time, such as 90d."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Remove objects that no version of any data set or model references, and files left by killed writers.
+
+    Logs of runs are removed once all model versions that the run has saved are removed.
 
     Example: datasvc gc --grace 7d --yes --repo ./repo
     """
     from datasvc.gc import gc as run_gc
     from datasvc.repository import Repository
 
-    grace_s = parse_duration(grace)
-    report = run_gc(Repository.open(repo), grace_s=grace_s, dry_run=not yes, no_writers=no_writers)
+    report = run_gc(
+        Repository.open(repo),
+        grace_s=parse_duration(grace),
+        dry_run=not yes,
+        no_writers=no_writers,
+        runs_older_than_s=None if runs_older_than is None else parse_duration(runs_older_than),
+    )
     if as_json:
         print_json({**asdict(report), "size_bytes": report.size_bytes})
         return
     print_line(
         f"{'would remove' if report.dry_run else 'removed'} {count_text(len(report.objects), 'object')} "
         f"({format_size(report.size_bytes)}), {count_text(len(report.temporary_files), 'unfinished file')}, "
-        f"{count_text(len(report.journals), 'journal')}; kept {count_text(report.num_kept, 'object')}"
+        f"{count_text(len(report.journals), 'journal')}, {count_text(len(report.runs), 'run log')}; "
+        f"kept {count_text(report.num_kept, 'object')}"
     )
     if report.num_young:
         print_line(
@@ -136,7 +148,9 @@ def gc(
         )
     if report.clock_warning is not None:
         print_line(report.clock_warning)
-    if report.dry_run and (report.objects or report.pointers or report.temporary_files or report.journals):
+    if report.dry_run and any(
+        (report.objects, report.pointers, report.temporary_files, report.journals, report.runs)
+    ):
         print_line("nothing was removed; add --yes to remove, or --json to list everything")
 
 

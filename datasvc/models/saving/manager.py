@@ -217,6 +217,7 @@ class CheckpointManager:
         parent: str | None = None,
         message: str = "",
         execution: Execution | None = None,
+        run: str | None = None,
         wait: bool = False,
     ) -> SaveHandle:
         """Copy a state to host memory and return; the write continues in the background. Every rank calls this.
@@ -234,6 +235,7 @@ class CheckpointManager:
             parent: version that this one continues; default: the newest that this manager committed or restored.
             message: free text for readers of the log.
             execution: how the ranks of the run compute its steps; None: not recorded.
+            run: run whose log describes the training, `RunLog.ref`; None: none.
             wait: whether to return only after the commit.
 
         Returns:
@@ -261,7 +263,9 @@ class CheckpointManager:
                 # Resolve a tag now: it may point at another version by the time this save is committed.
                 parent = None if parent is None else exact_version(self._repository, parent)
                 metadata = copy.deepcopy(
-                    VersionMetadata(step, data, config, metrics, parent, message=message, execution=execution)
+                    VersionMetadata(
+                        step, data, config, metrics, parent, message=message, execution=execution, run=run
+                    )
                 )
                 flat_state = flatten_state(state, rank_state, self._main_channel.rank)
         except Exception as failure:  # noqa: BLE001 - `_agree` raises it, on all ranks

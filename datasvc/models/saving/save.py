@@ -33,6 +33,7 @@ def save(
     code: CodeRevision | None = None,
     environment: Mapping[str, Any] | None = None,
     execution: Execution | None = None,
+    run: str | None = None,
     codec: Codec = "delta",
     progress: Progress = NO_PROGRESS,
 ) -> Resolved:
@@ -53,6 +54,7 @@ def save(
         code: code of the run; default: the git checkout of the working folder, with its local changes.
         environment: environment of the run; default: that of this process.
         execution: how the ranks of the run computed its steps; None: not recorded.
+        run: run whose log describes the training, `RunLog.ref`; None: none.
         codec: "none", "planes" or "delta": encoding of chunks that are not stored yet, see `store_tensors`.
         progress: counts the bytes of each chunk that was stored.
 
@@ -68,7 +70,9 @@ def save(
     # Resolve references first: a tag may be moved while tensors are stored.
     parent = None if parent is None else exact_version(repository, parent)
     merged = [exact_version(repository, ref) for ref in merged]
-    metadata = VersionMetadata(step, data, config, metrics, parent, merged, message, code, environment, execution)
+    metadata = VersionMetadata(
+        step, data, config, metrics, parent, merged, message, code, environment, execution, run
+    )
     skeleton, tensors = flatten(state)
     # Encode the state for the errors only: a state that is too large must fail before tensors are stored.
     encode_state(skeleton)

@@ -72,6 +72,7 @@ def commit(
         "message": metadata.message,
         **({"merged": [exact_version(repository, ref) for ref in metadata.merged]} if metadata.merged else {}),
         **({} if metadata.execution is None else {"execution": metadata.execution.to_dict()}),
+        **({} if metadata.run is None else {"run": metadata.run}),
         **(extra or {}),
     }
     # Check before the append: an entry must never name an object that is missing.

@@ -122,6 +122,7 @@ _FIELDS: Final[Mapping[str, _FieldRule]] = {
     "parent": _FieldRule(_is_text_or_none, "a text or null", is_required=False),
     "merged": _FieldRule(_is_texts, "a list of texts", is_required=False),
     "environment": _FieldRule(_is_environment, "values by name", is_required=False),
+    "run": _FieldRule(_is_text, "a text", is_required=False),
     "execution": _FieldRule(_is_execution, "a layout of counts, and texts by name", is_required=False),
     "stored_bytes": _FieldRule(_is_count, "an integer from 0 on", is_required=False),
     "num_nonfinite": _FieldRule(_is_counts, "counts by tensor", is_required=False),

@@ -39,10 +39,13 @@ class VersionMetadata:
     code: CodeRevision | None = None
     environment: Mapping[str, Any] | None = None
     execution: Execution | None = None
+    run: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.message, str):
             raise ConfigError(f"message is {self.message!r}; expected a string")
+        if self.run is not None and not isinstance(self.run, str):
+            raise ConfigError(f"run is a {type(self.run).__name__}; expected the reference of a run, such as log.ref")
         if self.execution is not None and not isinstance(self.execution, Execution):
             raise ConfigError(f"execution is a {type(self.execution).__name__}; expected an Execution")
         checked = {

@@ -58,7 +58,9 @@ def test_gc_says_what_it_would_remove_and_removes_it_when_told_to(pets):
     for path in Path(pets.url).rglob("*"):
         os.utime(path, (time.time() - 8 * 24 * 3600,) * 2)
     done = datasvc("gc", repo=pets.url)
-    assert done.stdout.startswith("would remove 1 object (15 bytes), 0 unfinished files, 0 journals; kept 5 objects")
+    assert done.stdout.startswith(
+        "would remove 1 object (15 bytes), 0 unfinished files, 0 journals, 0 run logs; kept 5 objects"
+    )
     assert "add --yes" in done.stdout
     assert pets.objects.size(lost.digest) == 15
     assert said(datasvc("gc", "--grace", "9d", "--json", repo=pets.url))["objects"] == []
