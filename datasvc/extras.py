@@ -23,6 +23,8 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "onnx": ("onnx>=1.18", "onnxscript>=0.5"),
     "ray": ("ray>=2.40",),
     "ui": ("jinja2>=3.1",),
+    "pandas": ("pandas>=2.2",),
+    "plot": ("matplotlib>=3.9",),
     "demo": ("scikit-learn>=1.6",),
     "docs": ("zensical>=0.0.73", "mkdocstrings-python>=2"),
 }

@@ -24,6 +24,7 @@ ALLOWED = {
     "datasvc.processors": set(),
     "datasvc.threads": {"datasvc.sizes"},
     "datasvc.drawing": {"datasvc.printable", "datasvc.sizes"},
+    "datasvc.notebook": {"datasvc.drawing", "datasvc.errors", "datasvc.extras"},
     "datasvc.durable": {"datasvc.errors"},
     "datasvc.keyed_random": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},
@@ -43,6 +44,7 @@ ALLOWED = {
 ALLOWED["datasvc.shards"] = {
     "datasvc.arrow_messages",
     "datasvc.drawing",
+    "datasvc.notebook",
     "datasvc.repository",
     "datasvc.order",
     "datasvc.keyed_random",

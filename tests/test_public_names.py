@@ -74,6 +74,10 @@ def fields_of(value):
 
 # Library functions that a command calls and the facade does not, and what a program calls instead.
 NOT_ON_THE_FACADE = {
+    "dataset_nodes": "nodes of a drawing: a notebook shows `repo.datasets.log(name)`",
+    "metrics_text": "a line of text",
+    "summarize_datasets": "`repo.datasets.ls()`",
+    "version_nodes": "nodes of a drawing: a notebook shows `repo.models.log(name)`",
     "check_target": "`repo.models.export` checks its folder",
     "dataset_nodes": "draws what `repo.datasets.log` returns",
     "every_version": "`repo.models.versions(name)`",

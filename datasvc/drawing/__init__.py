@@ -10,6 +10,7 @@ from datasvc.drawing.charts import ChartMark, ChartSeries, chart_table, line_cha
 from datasvc.drawing.colours import style_sheet
 from datasvc.drawing.elements import Markup, element, link, markup, standalone
 from datasvc.drawing.flow import FlowEdge, FlowNode, flow_graph, flow_table
+from datasvc.drawing.fragments import facts_table, figure, folded
 from datasvc.drawing.heat_maps import heat_map, heat_map_table
 from datasvc.drawing.numbers import format_quantity
 from datasvc.drawing.table import TableColumn, html_table
@@ -29,8 +30,11 @@ __all__ = [
     "bar_table",
     "chart_table",
     "element",
+    "facts_table",
+    "figure",
     "flow_graph",
     "flow_table",
+    "folded",
     "format_quantity",
     "heat_map",
     "heat_map_table",

@@ -74,5 +74,6 @@ SCOPE th, SCOPE td { padding: 2px 8px; text-align: left; vertical-align: top; }
 SCOPE .number { text-align: right; }
 SCOPE figure { display: inline-block; margin: 4px; text-align: center; vertical-align: top; }
 SCOPE figure img { width: 96px; height: 96px; object-fit: contain; }
+SCOPE figure.bad { outline: 2px solid #b3261e; }
 SCOPE figcaption { max-width: 96px; overflow-wrap: anywhere; font-size: 12px; }
 """.strip()

@@ -116,15 +116,16 @@ def _cut(text: str, max_characters: int) -> str:
     return f"{text[: max_characters - 1 - end]}…{text[len(text) - end :]}"
 
 
-def standalone(drawing: str) -> Markup:
-    """Return a drawing with its style sheet, for a file or a notebook: light and dark as the system is set.
+def standalone(*parts: Markup) -> Markup:
+    """Return drawings with their style sheet, for a file or a notebook: light and dark as the system is set.
 
     Args:
-        drawing: what a function of this package returned: one `svg` element, or a fragment of HTML.
+        *parts: what functions of this package returned. A single SVG stays one, so that it can be a file; else the
+            result is HTML.
     """
-    style = Markup(f"<style>{style_sheet()}</style>")
-    if not drawing.startswith("<svg"):
-        return element("div", style, Markup(drawing), class_="drawing")
+    style, drawing = Markup(f"<style>{style_sheet()}</style>"), markup(parts)
+    if not (drawing.startswith("<svg") and drawing.endswith("</svg>") and drawing.count("<svg") == 1):
+        return element("div", style, drawing, class_="drawing")
     end = drawing.index(">") + 1
     return Markup(f"{drawing[:end]}{style}{drawing[end:]}")
 

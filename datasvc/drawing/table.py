@@ -53,7 +53,7 @@ def html_table(
         element(
             "tr",
             *(
-                element("td", _text(cell, head), class_=css)
+                element("td", cell_text(cell, head.unit), class_=css)
                 for cell, head, css in zip(row, heads, classes, strict=True)
             ),
         )
@@ -80,9 +80,10 @@ def _is_number(cell: Cell) -> bool:
     return isinstance(cell, (int, float)) and not isinstance(cell, bool)
 
 
-def _text(cell: Cell, column: TableColumn) -> str:
+def cell_text(cell: Cell, unit: str = "") -> str:
+    """Return a cell as text: numbers with separators and their unit, "yes" and "no", and "" for None."""
     if isinstance(cell, str):
         return cell
     if cell is None or isinstance(cell, bool):
         return "" if cell is None else ("yes" if cell else "no")
-    return format_quantity(cell, column.unit)
+    return format_quantity(cell, unit)

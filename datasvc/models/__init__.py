@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from datasvc.models.provenance.find_consumers import find_consumers
     from datasvc.models.provenance.lineage import Lineage, read_lineage
     from datasvc.models.provenance.sample_uses import ConsumerReport, SampleUse, VersionUses
-    from datasvc.models.registry.registry import ModelVersion, describe_model, list_models, model_log
+    from datasvc.models.registry.registry import ModelVersion, ModelVersions, describe_model, list_models, model_log
     from datasvc.models.registry.retention import RetentionPolicy
     from datasvc.models.restoring.load_into_module import load_into
     from datasvc.models.restoring.restore import Checkpoint, restore
@@ -36,6 +36,7 @@ __all__ = [
     "Execution",
     "Lineage",
     "ModelVersion",
+    "ModelVersions",
     "ReadLoader",
     "ReadSpan",
     "RetentionPolicy",
@@ -65,6 +66,7 @@ _MODULES = {
     "SampleUse": "provenance.sample_uses",
     "VersionUses": "provenance.sample_uses",
     "ModelVersion": "registry.registry",
+    "ModelVersions": "registry.registry",
     "describe_model": "registry.registry",
     "list_models": "registry.registry",
     "model_log": "registry.registry",

@@ -103,6 +103,11 @@ class Lineage:
             "gaps": self.gaps,
         }
 
+    def _repr_html_(self) -> str:
+        from datasvc.models.provenance.lineage_flow import lineage_html
+
+        return lineage_html(self)
+
 
 def read_lineage(repository: Repository, ref: str) -> Lineage:
     """Return the lineage of a model version.

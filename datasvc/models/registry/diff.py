@@ -104,6 +104,11 @@ class ModelDifference:
     values: Mapping[str, ValueChanges]
     tensors: TensorsDifference
 
+    def _repr_html_(self) -> str:
+        from datasvc.models.registry.difference_html import difference_html
+
+        return difference_html(self)
+
 
 def diff(
     repository: Repository, a: str, b: str, *, norms: bool = True, progress: Progress = NO_PROGRESS

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.search.index import map_models
 from datasvc.models.versions.entry_fields import check_fields, valid_entries
 from datasvc.models.versions.entry_reader import EntryReader
+from datasvc.notebook.tables import rows_to_arrow, to_frame
 from datasvc.repository import Digest, Entry, Repository, Resolved
 from datasvc.repository.logs.references import is_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.repository import NameState, warn_unreadable
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -57,8 +64,50 @@ class ModelVersion:
         recorded = (self.entry.get("parent"), *(merged if isinstance(merged, list) else ()))
         return tuple(str(parent) for parent in recorded if parent)
 
+    def _repr_html_(self) -> str:
+        from datasvc.models.registry.version_table import version_html
 
-def list_models(repository: Repository) -> list[ModelVersion]:
+        return version_html(self)
+
+
+class ModelVersions(list[ModelVersion]):
+    """A list of model versions, which a notebook shows as a graph, and which is a table and a plot on request."""
+
+    def to_arrow(self) -> pa.Table:
+        """Return a row for each version.
+
+        Columns: `version`, `created`, `step`, `message`, `tags`, `removed`, `parents`, `data`, and one for each value
+        of metrics and configuration, such as `metrics.loss`.
+        """
+        from datasvc.models.registry.version_table import version_rows
+
+        return rows_to_arrow(version_rows(self))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the rows of `to_arrow` as a pandas frame. Raise ConfigError if pandas is not installed."""
+        return to_frame(self.to_arrow())
+
+    def plot(self, metric: str, *, ax: Axes | None = None) -> Axes:
+        """Plot a metric over the steps of the versions, a line for each model; return the axes of matplotlib.
+
+        Args:
+            metric: name of the metric; versions without it are gaps.
+            ax: axes to plot into; None for a new figure.
+
+        Raises:
+            ConfigError: matplotlib is not installed, or no version has the metric.
+        """
+        from datasvc.models.registry.version_table import plot_metric
+
+        return plot_metric(self, metric, ax=ax)
+
+    def _repr_html_(self) -> str:
+        from datasvc.models.registry.version_table import versions_html
+
+        return versions_html(self)
+
+
+def list_models(repository: Repository) -> ModelVersions:
     """Return the newest version of every model, sorted by name; models whose versions are all removed are left out.
 
     A model whose newest version cannot be read is left out with a warning.
@@ -75,7 +124,7 @@ def list_models(repository: Repository) -> list[ModelVersion]:
 
     names = [name for name in repository.storage.list("models") if is_name(name)]
     newest_of_each = map_models(repository, newest, names)
-    return [version for versions in newest_of_each for version in versions]
+    return ModelVersions(version for versions in newest_of_each for version in versions)
 
 
 def describe_model(repository: Repository, ref: str) -> ModelVersion:
@@ -86,7 +135,7 @@ def describe_model(repository: Repository, ref: str) -> ModelVersion:
     return _version(version.name, entry, state)
 
 
-def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> list[ModelVersion]:
+def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> ModelVersions:
     """Return `versions` in their order, without those that cannot be read; raise UnavailableError.
 
     Tags and removals are read once per model.
@@ -105,12 +154,13 @@ def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> l
         for version in versions_of_model
     }
     keys = [(version.name, version.version) for version in versions]
-    return [described[key] for key in keys if key in described]
+    return ModelVersions(described[key] for key in keys if key in described)
 
 
-def model_log(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:
+def model_log(repository: Repository, name: str, *, last: int | None = None) -> ModelVersions:
     """Return all or the `last` versions of a model, oldest first, with removed ones; see `Repository.entries`."""
-    return _versions(name, repository.entries("models", name, last=last), repository.state("models", name))
+    entries = repository.entries("models", name, last=last)
+    return ModelVersions(_versions(name, entries, repository.state("models", name)))
 
 
 def model_ancestry(repository: Repository, name: str, *, last: int | None = None) -> list[ModelVersion]:

@@ -1,0 +1,101 @@
+"""Converts a lineage to nodes and edges of `datasvc.drawing.flow_graph`: sources, shards, data versions, models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from datasvc.drawing import (
+    FlowEdge,
+    FlowNode,
+    Markup,
+    flow_graph,
+    flow_table,
+    folded,
+    html_table,
+    standalone,
+)
+from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin
+from datasvc.printable import count_text
+
+_SOURCE, _SHARDS, _DATA, _MODEL = range(4)  # lowest layers
+_MAX_DIGITS: Final = 12  # of a digest, as shown
+
+
+def lineage_flow(
+    lineage: Lineage, *, href: Callable[[str, str], str | None] | None = None
+) -> tuple[list[FlowNode], list[FlowEdge]]:
+    """Return the nodes and edges of a lineage, the version itself first among the models.
+
+    The shards of a split are one node: a split may have thousands. A version that is not in the repository is a node,
+    too.
+
+    Args:
+        lineage: the lineage.
+        href: returns the address of the page of a version, by its kind, "datasets" or "models", and its name.
+    """
+    graph = _LineageGraph(href or (lambda _kind, _name: None))
+    for data in lineage.datasets.values():
+        graph.add_data(data, lineage)
+    for model in lineage.models.values():
+        graph.add_model(model)
+    return list(graph.nodes.values()), list(graph.edges.values())
+
+
+class _LineageGraph:
+    """Nodes by name and edges by their ends."""
+
+    def __init__(self, href: Callable[[str, str], str | None]) -> None:
+        self._href = href
+        self.nodes: dict[str, FlowNode] = {}
+        self.edges: dict[tuple[str, str], FlowEdge] = {}
+
+    def add_data(self, data: DataOrigin, lineage: Lineage) -> None:
+        name = self._version("datasets", data.name)
+        if data.source and (data.source.get("url") or data.source.get("kind")):
+            kind, url = str(data.source.get("kind", "source")), str(data.source.get("url") or "")
+            self._node(f"source:{kind}:{url}", url or kind, _SOURCE, kind)
+            self._edge(f"source:{kind}:{url}", name, str(data.change.get("kind", "ingest")))
+        for split, facts in data.splits.items():
+            table = facts.get("table")
+            if table in lineage.shards:
+                label = f"{count_text(len(lineage.shards[table]), 'shard')} of {split}"
+                self._node(f"shards:{table}", label, _SHARDS, f"table {str(table)[:_MAX_DIGITS]}")
+                self._edge(f"shards:{table}", name, f"shards of {split}")
+        for parent in data.parents:
+            self._edge(self._version("datasets", parent), name, str(data.change.get("kind", "")))
+
+    def add_model(self, model: ModelOrigin) -> None:
+        name = self._version("models", model.name)
+        for parent in model.parents:
+            self._edge(self._version("models", parent), name, "continued")
+        for segment in model.consumed:
+            version, _, split = str(segment["data"]).rpartition("/")
+            (first, start), (last, stop) = segment["start"], segment["stop"]
+            label = f"{split}: from epoch {first}, position {start:,}, to epoch {last}, position {stop:,}"
+            self._edge(self._version("datasets", version), name, label)
+        for evaluated in model.evaluated:
+            self._edge(self._version("datasets", evaluated.rpartition("/")[0]), name, "evaluated on it")
+
+    def _version(self, kind: str, name: str) -> str:
+        column, label = (_MODEL, "model") if kind == "models" else (_DATA, "data version")
+        key = f"{kind}:{name}"
+        self._node(key, name, column, label, self._href(kind, name))
+        return key
+
+    def _node(self, key: str, label: str, column: int, kind: str, href: str | None = None) -> None:
+        self.nodes.setdefault(key, FlowNode(key, label, column, kind, href))
+
+    def _edge(self, source: str, target: str, label: str) -> None:
+        known = self.edges.get((source, target))
+        text = label if known is None or label in known.label else f"{known.label}; {label}"
+        self.edges[source, target] = FlowEdge(source, target, text)
+
+
+def lineage_html(lineage: Lineage) -> Markup:
+    """Return a lineage as HTML for a notebook: the graph, the same as a table, and what is not known."""
+    nodes, edges = lineage_flow(lineage)
+    gaps = html_table(["not known"], [(gap,) for gap in lineage.gaps]) if lineage.gaps else Markup()
+    title = f"lineage of {lineage.version}"
+    table = folded("as a table", flow_table(nodes, edges, caption=title))
+    return standalone(flow_graph(nodes, edges, title=title), gaps, table)

@@ -1,0 +1,118 @@
+"""Model versions as rows, as HTML for a notebook, and as a plot of a metric."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from datasvc.drawing import (
+    ChartSeries,
+    Markup,
+    facts_table,
+    folded,
+    html_table,
+    standalone,
+    version_graph,
+    version_table,
+)
+from datasvc.errors import ConfigError
+from datasvc.models.registry.diff import tree_leaves
+from datasvc.models.registry.graph import draw_history
+from datasvc.models.registry.version_nodes import version_nodes
+from datasvc.sizes import format_size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from datasvc.models.registry.registry import ModelVersion
+
+_MAX_GRAPH: Final = 50  # versions that a notebook shows
+_MAX_VALUES: Final = 500
+
+
+def version_rows(versions: Iterable[ModelVersion]) -> list[dict[str, Any]]:
+    """Return a row for each version, see `ModelVersions.to_arrow`."""
+    return [
+        {
+            "version": str(version),
+            "created": version.entry["created"],
+            "step": version.entry["step"],
+            "message": version.entry["message"],
+            "tags": list(version.tags),
+            "removed": version.removed,
+            "parents": list(version.parents),
+            "data": sorted({str(use["dataset"]) for use in version.entry["data"]}),
+        }
+        | dict(tree_leaves(version.entry["metrics"] or {}, "metrics"))
+        | dict(tree_leaves(version.entry["config"] or {}, "config"))
+        for version in versions
+    ]
+
+
+def version_html(version: ModelVersion) -> Markup:
+    """Return the metadata of a version as HTML."""
+    entry = version.entry
+    facts = {
+        "model version": f"{version}{' (removed)' if version.removed else ''}",
+        "tags": ", ".join(version.tags) or None,
+        "created": str(entry["created"]),
+        "message": str(entry["message"]) or None,
+        "step": entry["step"],
+        "parents": ", ".join(version.parents) or None,
+        "tensors": f"{entry['num_tensors']:,}, {format_size(entry['bytes'])}",
+        "data": ", ".join(f"{use['dataset']}/{use['split']}" for use in entry["data"]) or "none recorded",
+        "code": entry["code"].get("revision") if entry["code"] else None,
+        "NOT FINITE": value_text(entry.get("num_nonfinite")) or None,
+    }
+    folds = [
+        folded(part, _tree(entry.get(part)), is_open=part == "metrics")
+        for part in ("metrics", "config", "environment")
+    ]
+    return standalone(facts_table(facts), *folds)
+
+
+def versions_html(versions: Sequence[ModelVersion]) -> Markup:
+    """Return versions as HTML: the graph of the newest ones and a table with their metrics."""
+    if not versions:
+        return standalone(html_table(["model versions"], [("none",)]))
+    lines = draw_history(versions, versions[-1].name)
+    nodes = version_nodes(line.version for line in lines if line.version)
+    graph = version_graph(nodes, limit=_MAX_GRAPH, title="model versions")
+    return standalone(graph, folded("as a table", version_table(nodes, limit=_MAX_VALUES)))
+
+
+def plot_metric(versions: Iterable[ModelVersion], metric: str, *, ax: Axes | None = None) -> Axes:
+    """Plot a metric over steps, see `ModelVersions.plot`."""
+    from datasvc.notebook.plots import plot_lines
+
+    points: dict[str, list[tuple[int, float | None]]] = {}
+    known: dict[str, None] = {}
+    for version in versions:
+        metrics = version.entry["metrics"] or {}
+        known |= dict.fromkeys(metrics)
+        value = metrics.get(metric)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        points.setdefault(version.name, []).append((version.entry["step"], value if is_number else None))
+    if not any(value is not None for line in points.values() for _, value in line):
+        found = ", ".join(known) or "none"
+        raise ConfigError(f"no version has a number as the metric {metric!r}; their metrics are: {found}")
+    series = []
+    for name, line in points.items():
+        ordered = sorted(line, key=lambda point: point[0])
+        series.append(ChartSeries(name, [step for step, _ in ordered], [value for _, value in ordered]))
+    return plot_lines(series, title=f"{metric} of {', '.join(points)}", unit=metric, x_label="step", ax=ax)
+
+
+def value_text(value: Any) -> str:
+    """Return a JSON value as text for a table: texts without quotes, "" for None."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value, sort_keys=True, default=str)
+
+
+def _tree(values: Any) -> Markup:
+    rows = (
+        [(name, value_text(value)) for name, value in tree_leaves(values, "")] if isinstance(values, Mapping) else []
+    )
+    return html_table(["name", "value"], rows, max_rows=_MAX_VALUES) if rows else Markup()
