@@ -55,6 +55,7 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.printable",
     "datasvc.processors",
     "datasvc.progress",
+    "datasvc.sizes",
     "datasvc.sql_sandbox",
     "datasvc.threads",
 }
@@ -105,7 +106,7 @@ ALLOWED["datasvc.cli"] = ALLOWED["datasvc.cli"] | {
 # folder of the package itself; its `__init__` is on top unless it is listed.
 ROOMS = {
     "datasvc.repository": ["store", "objects", "logs", "."],
-    "datasvc.shards": ["format images", "sources", "versions", "history ingestion query export"],
+    "datasvc.shards": ["format images", "sources notebook", "versions", "history ingestion query export"],
     "datasvc.shards.sources": ["common", "tabular tar mds arrays records text", "images", "."],
     "datasvc.cache": ["catalogue sources", "peers", "fetch", ".", "prefetch", "forecast"],
     "datasvc.models": [

@@ -189,7 +189,7 @@ def _print_sample(console: Console, sample: Preview) -> None:
 
 def _draw_images(console: Console, sample: Preview) -> None:
     from datasvc.cli.terminal.terminal_image import can_draw, draw_image
-    from datasvc.shards.query.preview import thumbnail
+    from datasvc.shards.images.thumbnail import thumbnail
 
     if not can_draw(console):
         return

@@ -18,7 +18,7 @@ from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Digest, Repository
 from datasvc.repository.logs.references import parse_reference
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.version_entry import entry_parents
+from datasvc.shards.notebook.version_nodes import entry_parents
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from pathlib import Path
 from datasvc import durable
 from datasvc.errors import BadSampleError, NotFoundError
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.query.preview import Preview, thumbnail
+from datasvc.shards.images.thumbnail import thumbnail
+from datasvc.shards.query.preview import Preview
 
 _MAX_SIDE = 192  # of a thumbnail, in pixels
 _MAX_CHARACTERS = 200  # of a shown value

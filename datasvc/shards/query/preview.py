@@ -1,22 +1,21 @@
-"""Previews of a split's first samples, with values, blob sizes and images; and thumbnails of these images.
+"""Previews of a split's first samples, with values, blob sizes and images.
 
 `datasvc head` and the contact sheet show the previews.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import pyarrow as pa
-from PIL import Image, ImageOps
 
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text
-from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob, is_image
-from datasvc.shards.images.header import open_image
+from datasvc.shards.format.schema import KEY, is_blob
+from datasvc.shards.notebook.sample import Sample
 from datasvc.shards.versions.dataset import Split
 
 
@@ -54,36 +53,15 @@ def preview_samples(split: Split, num_samples: int) -> Iterator[Preview]:
     return (_preview(split, schema, sample) for sample in islice(split, num_samples))
 
 
-def thumbnail(encoded: bytes, max_side: int) -> Image.Image:
-    """Return an image as RGB, upright, with neither side longer than `max_side` pixels.
-
-    Raises:
-        BadSampleError: `encoded` is not an image, or does not decode.
-    """
-    with open_image(encoded) as image:
-        image.draft("RGB", (max_side, max_side))  # a JPEG is decoded at a smaller scale, which is faster
-        upright = ImageOps.exif_transpose(image).convert("RGB")
-    upright.thumbnail((max_side, max_side))
-    return upright
-
-
-def _preview(split: Split, schema: pa.Schema, sample: Mapping[str, Any]) -> Preview:
+def _preview(split: Split, schema: pa.Schema, sample: Sample) -> Preview:
     blobs = {field.name: sample[field.name] for field in schema if is_blob(field.type)}
     # A null blob has no size, so it is shown among the values.
     present = {name: blob for name, blob in blobs.items() if blob is not None}
     return Preview(
         split.name,
         sample[KEY],
-        _class_name(sample.get(LABEL), split.classes),
+        sample.class_name,
         {name: value for name, value in sample.items() if name != KEY and name not in present},
         {name: len(blob) for name, blob in present.items()},
-        {
-            field.name: present[field.name]
-            for field in schema
-            if field.name in present and (field.name == IMAGE or is_image(field))
-        },
+        {name: present[name] for name in sample.images if name in present},
     )
-
-
-def _class_name(label: Any, classes: Sequence[str]) -> str | None:
-    return classes[label] if isinstance(label, int) and 0 <= label < len(classes) else None

@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
+import pyarrow as pa
 
 from datasvc.errors import ConflictError, CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
+from datasvc.notebook.tables import to_frame
 from datasvc.printable import count_text
 from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage
 from datasvc.repository.logs.references import is_name
@@ -21,10 +23,17 @@ from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.repository import keep_valid, warn_unreadable
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.notebook.columns import choose_columns, read_columns
+from datasvc.shards.notebook.dataset_log import DatasetLog
+from datasvc.shards.notebook.sample import Sample
 from datasvc.shards.versions.deletions import Deletions, load_deletions
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # Number of shards that random access keeps open. An open shard of a remote repository is held in memory.
 _MAX_OPEN_SHARDS = 4
+_MAX_SHOWN = 12  # samples that a notebook shows of a split
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,11 +151,11 @@ class Split:
         return int(self._stops[-1]) if len(self._stops) else 0
 
     @overload
-    def __getitem__(self, number: int) -> dict[str, Any]: ...
+    def __getitem__(self, number: int) -> Sample: ...
     @overload
-    def __getitem__(self, number: slice) -> list[dict[str, Any]]: ...
+    def __getitem__(self, number: slice) -> list[Sample]: ...
 
-    def __getitem__(self, number: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+    def __getitem__(self, number: int | slice) -> Sample | list[Sample]:
         """Return sample `number` as Python values: blobs as bytes, None for a missing column.
 
         Live samples are numbered in the order of the shard table. A slice, such as `split[0:2]`, returns a list.
@@ -164,10 +173,44 @@ class Split:
         start = int(self._stops[shard - 1]) if shard else 0
         (stored_row,) = self.stored_rows(shard, np.array([live_number - start])).tolist()
         sample = self._open_shard(shard).sample(stored_row)
-        return {name: sample.get(name) for name in self.table.sample_schema.names}
+        schema = self.table.sample_schema
+        return Sample.of({name: sample.get(name) for name in schema.names}, schema, self.classes)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Sample]:
         return (self[number] for number in range(len(self)))
+
+    def to_arrow(self, columns: Sequence[str] | None = None, *, num_samples: int | None = None) -> pa.Table:
+        """Return columns of the first live samples as an Arrow table; all of it is in memory.
+
+        Args:
+            columns: names of the columns; None for all but blobs.
+            num_samples: maximum number of samples; None for all.
+
+        Raises:
+            NotFoundError: there is no such column, or a shard is missing.
+            CorruptDataError, UnavailableError: see `OriginShards.open_shard`.
+        """
+        schema = choose_columns(self.table.sample_schema, columns)
+        wanted = len(self) if num_samples is None else min(num_samples, len(self))
+        counts = np.diff(np.minimum(self._stops, wanted), prepend=0)  # samples to read of each shard
+        shards = (
+            (self._open_shard(number), self.stored_rows(number, np.arange(counts[number])))
+            for number in np.flatnonzero(counts).tolist()
+        )
+        return read_columns(shards, schema)
+
+    def to_pandas(self, columns: Sequence[str] | None = None, *, num_samples: int | None = None) -> pd.DataFrame:
+        """Return `to_arrow` as a pandas frame. Raises its errors, and ConfigError if pandas is not installed."""
+        return to_frame(self.to_arrow(columns, num_samples=num_samples))
+
+    def _repr_html_(self) -> str:
+        from datasvc.shards.notebook.version_html import split_html
+        from datasvc.shards.versions.describe import count_classes
+
+        # A shard of a remote repository is read completely: too slow for a value that is only shown.
+        samples = self[:_MAX_SHOWN] if self.repository.storage.is_local else []
+        counts = count_classes(self.table.label_counts, self.classes)
+        return split_html(f"{self.dataset}/{self.name}", self.table, samples, counts)
 
     @cached_property
     def table(self) -> ShardTable:
@@ -265,6 +308,11 @@ class DatasetVersion(Mapping[str, Split]):
 
     def __repr__(self) -> str:
         return f"Dataset({self.resolved}, {dict(self._splits)})"
+
+    def _repr_html_(self) -> str:
+        from datasvc.shards.notebook.version_html import version_html
+
+        return version_html(str(self.resolved), self.entry.content)
 
 
 def check_splits(content: Mapping[str, Any], version: Resolved) -> Mapping[str, Mapping[str, Any]]:
@@ -369,13 +417,14 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
     return datasets
 
 
-def readable_versions(repository: Repository, name: str, *, last: int | None = None) -> list[Entry]:
+def readable_versions(repository: Repository, name: str, *, last: int | None = None) -> DatasetLog:
     """Return the entries of the `last` newest versions of a data set (None: all), oldest first, with removed ones.
 
     An entry that cannot be read, or has no valid splits, is left out with an `UnreadableVersionWarning`. For errors,
     see `Repository.entries`.
     """
-    return keep_valid("datasets", name, repository.entries("datasets", name, last=last), check_splits)
+    entries = repository.entries("datasets", name, last=last)
+    return DatasetLog(name, keep_valid("datasets", name, entries, check_splits))
 
 
 def continued_version(repository: Repository, name: str, head: int) -> Resolved | None:

@@ -109,17 +109,6 @@ def read_val_fraction(repository: Repository, version: Resolved) -> float:
         version = repository.resolve("datasets", ancestor, removed=True)
 
 
-def entry_parents(content: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the versions that a version was made from, as its entry records them; () for an ingest."""
-    change = content.get("change")
-    parents = [content["parent"]] if content.get("parent") else []
-    if isinstance(change, Mapping) and change.get("kind") == "merge":
-        parents += change.get("versions", ())
-    elif isinstance(change, Mapping) and change.get("kind") == "revert" and change.get("to"):
-        parents.append(change["to"])
-    return tuple(dict.fromkeys(map(str, parents)))
-
-
 def changed_entry(
     dataset: DatasetVersion, changed: Mapping[str, ShardTable], change: Mapping[str, Any], *, message: str
 ) -> dict[str, Any]:

@@ -1,0 +1,29 @@
+"""Small copies of images for display. What is shown is always encoded anew, never the bytes of a sample."""
+
+from __future__ import annotations
+
+import io
+
+from PIL import Image, ImageOps
+
+from datasvc.shards.images.header import open_image
+
+
+def thumbnail(encoded: bytes, max_side: int) -> Image.Image:
+    """Return an image as RGB, upright, with neither side longer than `max_side` pixels.
+
+    Raises:
+        BadSampleError: `encoded` is not an image, or does not decode.
+    """
+    with open_image(encoded) as image:
+        image.draft("RGB", (max_side, max_side))  # a JPEG is decoded at a smaller scale, which is faster
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    upright.thumbnail((max_side, max_side))
+    return upright
+
+
+def png_thumbnail(encoded: bytes, max_side: int) -> bytes:
+    """Return `thumbnail` as a PNG file. Raise BadSampleError."""
+    file = io.BytesIO()
+    thumbnail(encoded, max_side).save(file, "PNG")
+    return file.getvalue()
