@@ -12,6 +12,7 @@ import typer
 from datasvc.cli.main import make_app
 from tests.pages import DOCS, ROOT, all_pages
 from tests.test_public_names import PACKAGES as PUBLIC_PACKAGES
+from tools.book.__main__ import add_to_navigation
 from tools.book.command_line import write_commands
 from tools.book.pages import indent_lists, write_pages
 from tools.book.python_api import PACKAGES, write_python_api
@@ -40,14 +41,24 @@ def test_a_link_to_a_program_leads_to_a_copy_and_one_to_a_page_of_the_root_to_a_
     assert (tmp_path / "out/files/deploy/run.sh").read_text() == "true\n"
 
 
-def test_the_navigation_has_every_page_once(tmp_path):
+def test_the_navigation_names_pages_that_exist_once(tmp_path):
     named = re.findall(r"^ +- (?:.+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     write_python_api(tmp_path)
     write_commands(tmp_path)
     generated = {f"reference/{path.name}" for path in tmp_path.iterdir()} | {"reference/programs.md"}
     written = {str(path.relative_to(DOCS)) for path in all_pages()}
     assert len(named) == len(set(named))
-    assert {name for name in named if not name.startswith("project/")} == written | generated
+    assert {name for name in named if not name.startswith("project/")} - written == generated
+
+
+def test_a_page_that_the_navigation_does_not_name_is_at_its_end(tmp_path):
+    configuration = tmp_path / "mkdocs.yml"
+    configuration.write_text("nav:\n  - Start: index.md\n  - A:\n      - how-to/a.md\n")
+    add_to_navigation(configuration, ["how-to/a.md", "how-to/b.md", "index.md"])
+    assert configuration.read_text().endswith("      - how-to/a.md\n  - More:\n      - how-to/b.md\n")
+    written = configuration.read_text()
+    add_to_navigation(configuration, ["how-to/a.md", "how-to/b.md"])
+    assert configuration.read_text() == written
 
 
 def test_every_command_is_described_with_all_its_options(tmp_path):

@@ -2,22 +2,17 @@
 
 import ast
 import importlib
-import os
 import re
-import subprocess
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
-from tests.pages import ROOT, all_pages, find_page
+from tests.doc_blocks import FENCE, Block, read_blocks, replace_in, run_blocks
+from tests.pages import ROOT, all_pages
 from tests.shards.export.contents import write_photos
 from tests.test_imports import ALLOWED, ROOMS
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # The pages whose commands continue each other, and the data sets that they make, with the number of their versions.
 INGEST = ["ingest.md", "sources.md", "data-versions.md"]
 MADE = {
@@ -52,62 +47,6 @@ MADE = {
 }
 
 
-@dataclass(frozen=True)
-class Block:
-    """A fenced block: its language, its text, its place, and the exit status that the words before it name."""
-
-    language: str
-    text: str
-    place: str
-    status: int
-
-
-def read_blocks(name):
-    text = find_page(name).read_text()
-    blocks, stop = [], 0
-    for match in FENCE.finditer(text):
-        named = re.search(r"exit status (\d):\s*$", text[stop : match.start()])
-        place = f"{name}, line {text.count(chr(10), 0, match.start()) + 1}"
-        blocks.append(Block(match[1], match[2], place, int(named[1]) if named else 0))
-        stop = match.end()
-    return blocks
-
-
-def run_blocks(blocks, folder):
-    """Run blocks one after the other, in one shell, which keeps what they export."""
-    script = ["set -eu"]
-    for number, block in enumerate(blocks):
-        text = block.text
-        if block.language == "python":
-            program = folder / f"program_{number}.py"
-            program.write_text(text)
-            text = f"python {program}\n"
-        script.append(f"echo '{block.place}:' >&2")
-        script.append(text if not block.status else f"set +e\n{text}test $? -eq {block.status} || exit 99\nset -e")
-    script.append("echo all of them ran")
-    if not (folder / "tools").exists():
-        (folder / "tools").symlink_to(ROOT / "tools")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", "\n".join(script)],
-        cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
-    assert done.stdout.endswith("all of them ran\n")
-    return done.stdout
-
-
-def at(blocks, bucket):
-    """Return the blocks with another bucket in place of the one that they name."""
-    return [
-        Block(each.language, each.text.replace("s3://bucket", bucket), each.place, each.status) for each in blocks
-    ]
-
-
 def versions(repository):
     return {name: repository.versions("datasets", name).head() for name in repository.names("datasets")}
 
@@ -127,7 +66,7 @@ def test_every_command_of_the_pages_on_ingest_runs_on_s3_and_on_ray(tmp_path, s3
     blocks = [block for page in INGEST for block in read_blocks(page)]
     assert [block.status for block in blocks if block.status] == [6]
     assert [block for block in blocks if "--engine ray" in block.text]
-    printed = run_blocks(at(blocks, bucket), tmp_path)
+    printed = run_blocks(replace_in(blocks, {"s3://bucket": bucket}), tmp_path)
     assert "committed digits-but-one@1: 80 train, 20 val samples" in printed
     check_ingested(tmp_path, bucket, {**MADE, "scans-ray": 1})
 
@@ -139,7 +78,7 @@ def test_every_command_of_the_page_on_export_runs(tmp_path):
         write_photos(repository, name="pets")
     blocks = [block for block in read_blocks("export.md") if block.language == "sh"]
     assert blocks
-    run_blocks(at(blocks, f"file://{tmp_path}/bucket"), tmp_path)
+    run_blocks(replace_in(blocks, {"s3://bucket": f"file://{tmp_path}/bucket"}), tmp_path)
     for folder in ("pets-wds", "pets-val", "bucket/pets-mds"):
         assert (tmp_path / folder / "datasvc-export.json").exists()
     assert not (tmp_path / "pets-val" / "train-00000-of-00002.parquet").exists()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -41,13 +42,26 @@ def write_project(out: Path) -> None:
         sys.exit(f"{out} has other files; name an empty folder, or one that this program has written")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
+    # First: it marks the folder as ours.
     shutil.copy(ROOT / "mkdocs.yml", out)
     docs = out / "docs"
     write_pages(ROOT, docs)
     write_commands(docs / "reference")
     write_python_api(docs / "reference")
+    add_to_navigation(out / "mkdocs.yml", sorted(str(path.relative_to(docs)) for path in docs.rglob("*.md")))
     # mkdocstrings reads the sources; it looks for them below the folder of the configuration.
     (out / "source").symlink_to(ROOT)
+
+
+def add_to_navigation(configuration: Path, pages: list[str]) -> None:
+    """Add the pages that the navigation does not name to its end, so that no page is lost."""
+    text = configuration.read_text(encoding="utf-8")
+    named = set(re.findall(r"\S+\.md$", text, re.MULTILINE))
+    rest = [page for page in pages if page not in named]
+    if rest:
+        # The navigation is the last setting of the file.
+        lines = ["  - More:", *(f"      - {page}" for page in rest)]
+        configuration.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
