@@ -27,11 +27,11 @@ from datasvc.printable import count_text
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from datasvc.cli.terminal.image_protocol import ImageProtocol
     from datasvc.shards.query.preview import Preview
 
 _MAX_CLASSES = 20
 _MAX_BAR_CHARACTERS = 40
-_MAX_IMAGE_PIXELS = 40
 
 
 def show(
@@ -98,9 +98,13 @@ def head(
     """Show the first samples of a data-set version; on a terminal with colours, their images too.
 
     Example: datasvc head pets@1 -n 3 --split train --repo ./repo
+
+    Images are drawn as pixels by terminals that can (kitty, sixel), else as half blocks. DATASVC_IMAGES=kitty, sixel,
+    blocks or none overrides what is detected.
     """
     from rich.console import Console
 
+    from datasvc.cli.terminal.image_protocol import choose_protocol
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
     from datasvc.shards.query.contact_sheet import write_contact_sheet
@@ -120,8 +124,9 @@ def head(
         print_json([_sample_facts(sample) for sample in samples])
     else:
         console = Console()
+        protocol = choose_protocol(console)
         for sample in samples:
-            _print_sample(console, sample)
+            _print_sample(console, protocol, sample)
 
 
 def sql(
@@ -178,24 +183,23 @@ def _sample_facts(sample: Preview) -> dict[str, Any]:
     return {"split": sample.split, "key": sample.key, "class": sample.class_name, "values": values | blobs}
 
 
-def _print_sample(console: Console, sample: Preview) -> None:
+def _print_sample(console: Console, protocol: ImageProtocol, sample: Preview) -> None:
     facts = {name: short_text_value(value) for name, value in sample.values.items()}
     if sample.class_name is not None:
         facts["class"] = text_value(sample.class_name)
     facts |= {name: f"{size} bytes" for name, size in sample.blob_bytes.items()}
     print_facts({text_value(f"{sample.split}/{sample.key}"): facts})
-    _draw_images(console, sample)
+    if protocol != "none":
+        _draw_images(console, protocol, sample)
 
 
-def _draw_images(console: Console, sample: Preview) -> None:
-    from datasvc.cli.terminal.terminal_image import can_draw, draw_image
+def _draw_images(console: Console, protocol: ImageProtocol, sample: Preview) -> None:
+    from datasvc.cli.terminal.terminal_image import max_side, print_image
     from datasvc.shards.images.thumbnail import thumbnail
 
-    if not can_draw(console):
-        return
     sys.stdout.flush()  # the console has a buffer of its own
     for name, encoded in sample.images.items():
         try:
-            console.print(draw_image(thumbnail(encoded, min(_MAX_IMAGE_PIXELS, console.width))))
+            print_image(thumbnail(encoded, max_side(protocol, console)), protocol, console)
         except BadSampleError as error:
             console.print(f"  {name}: {text_value(str(error))}", markup=False, highlight=False)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,6 +34,9 @@ _RATE_COUNTERS = (
     ("evicted", "evicted_bytes"),
 )
 
+_NUM_SHOWN_RATES = 24  # readings per sparkline, so that the table fits into 80 columns
+_BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))  # from one eighth of a block to a full block
+
 
 def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threading.Event) -> None:
     """Read and draw the status at each interval, until interrupted or `stop` is set.
@@ -43,6 +47,7 @@ def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threadi
     # usual way to end the command, so it is not an error.
     with Live(screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         previous: tuple[float, Status] | None = None  # time and status of the previous reading
+        rates: deque[Mapping[str, float]] = deque(maxlen=_NUM_SHOWN_RATES)  # oldest first
         while not stop.is_set():
             now = time.monotonic()
             try:
@@ -50,7 +55,8 @@ def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threadi
             except UnavailableError as error:
                 live.update(Text(text_value(str(error)), style="bold red"), refresh=True)
             else:
-                rates = {} if previous is None else byte_rates(previous[1], status, now - previous[0])
+                if previous is not None and (latest := byte_rates(previous[1], status, now - previous[0])):
+                    rates.append(latest)
                 live.update(draw(status, rates), refresh=True)
                 previous = now, status
             stop.wait(interval_s)
@@ -59,7 +65,7 @@ def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threadi
 def status_text(status: Status) -> str:
     """Return the status of a node as text without colours."""
     console = Console(file=io.StringIO(), width=110, color_system=None)
-    console.print(draw(status, {}))
+    console.print(draw(status, ()))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().rstrip()
 
@@ -76,12 +82,12 @@ def byte_rates(earlier: Status, later: Status, elapsed_s: float) -> dict[str, fl
     return rates
 
 
-def draw(status: Status, rates: Mapping[str, float]) -> RenderableType:
-    """Return the status of a node as an object that rich can print. `rates`: from `byte_rates`, or empty."""
+def draw(status: Status, rates: Sequence[Mapping[str, float]]) -> RenderableType:
+    """Return the status of a node as an object that rich can print. `rates`: of `byte_rates`, oldest first."""
     return Group(*_parts(status, rates))
 
 
-def _parts(status: Status, rates: Mapping[str, float]) -> Iterator[RenderableType]:
+def _parts(status: Status, rates: Sequence[Mapping[str, float]]) -> Iterator[RenderableType]:
     cache = status["cache"]
     yield Text(f"cache {text_value(cache['folder'])}", style="bold")
     yield _space(cache)
@@ -116,15 +122,26 @@ def _space(cache: Status) -> RenderableType:
     return Group(table, Text(", ".join(details)))
 
 
-def _traffic(counters: Status, rates: Mapping[str, float]) -> RenderableType:
+def _traffic(counters: Status, rates: Sequence[Mapping[str, float]]) -> RenderableType:
     hits, misses = counters.get("hits", 0), counters.get("misses", 0)
     ratio = f"{hits / (hits + misses):.1%}" if hits + misses else "none yet"
-    table = _table("traffic", "total", "now")
+    table = _table(
+        "traffic", "total", *(("now", f"last {count_text(len(rates), 'reading')}", "highest") if rates else ())
+    )
     for text, name in _RATE_COUNTERS:
-        rate = f"{format_size(rates[name])}/s" if name in rates else ""
-        table.add_row(text, format_size(counters.get(name, 0)), rate)
+        shown = [each[name] for each in rates]
+        now = (f"{format_size(shown[-1])}/s", sparkline(shown), f"{format_size(max(shown))}/s") if shown else ()
+        table.add_row(text, format_size(counters.get(name, 0)), *now)
     bad = f"{counters.get('corrupt', 0)} corrupt objects, {counters.get('refused', 0)} refused for lack of space"
     return Group(Text(f"hits: {ratio} of {hits + misses}; {bad}"), table)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Return one bar per value, from 0 to the highest value; a space for 0."""
+    highest = max(values, default=0)
+    # Round up: a rate above 0 is never shown as none.
+    levels = [math.ceil(value / highest * (len(_BARS) - 1)) if highest else 0 for value in values]
+    return "".join(_BARS[level] for level in levels)
 
 
 def _tables(status: Status) -> Iterator[RenderableType]:

@@ -119,20 +119,32 @@ def read_all(descriptor):
         parts.append(part)
 
 
-def test_head_draws_images_on_a_terminal_with_colours(pets):
+def head_on_a_terminal(pets, **environment):
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "datasvc.cli.main", "head", "pets", "-n", "1", "--repo", pets.url],
         stdout=theirs,
-        env={**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", "COLORTERM": "truecolor"},
+        env={**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", "COLORTERM": "truecolor", **environment},
         cwd=ROOT,
     ) as process:
         os.close(theirs)
         shown = read_all(ours)
     os.close(ours)
     assert process.returncode == 0
+    return shown
+
+
+def test_head_draws_images_on_a_terminal_with_colours(pets):
+    shown = head_on_a_terminal(pets, DATASVC_IMAGES="blocks")
     assert shown.count("\N{UPPER HALF BLOCK}".encode()) == 2 * 40 * 15
     assert b"\x1b[38;2;" in shown
+
+
+@pytest.mark.slow
+def test_head_draws_pixels_where_the_terminal_has_them(pets):
+    shown = head_on_a_terminal(pets, TERM="xterm-kitty", DATASVC_IMAGES="")
+    assert shown.count(b"\x1b_Ga=T,") == 2
+    assert "\N{UPPER HALF BLOCK}".encode() not in shown
 
 
 def test_sql_prints_tables_csv_and_json(pets):

@@ -1,5 +1,6 @@
 """`datasvc top`: what people see of a node."""
 
+import io
 import os
 import pty
 import signal
@@ -7,9 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from datasvc.cache import Cache
-from datasvc.cli.nodes.top_view import byte_rates, status_text
+from datasvc.cli.nodes.top_view import _RATE_COUNTERS, byte_rates, draw, sparkline, status_text
 from datasvc.node.status import describe_cache
 from datasvc.repository import Repository
 from tests.cli.command import ROOT, run
@@ -72,6 +74,20 @@ def test_rates_are_differences_over_time_and_never_below_zero(cache):
     assert byte_rates(before, after, 2.0)["origin_bytes"] == 5000
     assert byte_rates(after, before, 2.0)["origin_bytes"] == 0
     assert byte_rates(before, after, 0.0) == {}
+
+
+def test_the_last_rates_are_bars_beside_the_highest(cache):
+    console = Console(file=io.StringIO(), width=80, color_system=None)
+    console.print(
+        draw(status_of(cache), [{name: rate for _, name in _RATE_COUNTERS} for rate in (0, 1000, 8000, 4000)])
+    )
+    assert line_with(console.file.getvalue(), "evicted")[-5:] == ["4.00", "kB/s", "▁█▄", "8.00", "kB/s"]
+    assert "last 4 readings" in console.file.getvalue()
+
+
+def test_a_sparkline_goes_from_zero_to_the_highest_value_and_hides_no_small_one():
+    assert sparkline([0, 1e-9, 1, 2, 3, 4, 5, 6, 7, 8]) == " ▁▁▂▃▄▅▆▇█"
+    assert (sparkline([0, 0]), sparkline([])) == ("  ", "")
 
 
 def test_without_a_terminal_it_looks_once(cache):

@@ -7,7 +7,6 @@ import re
 import stat
 from html.parser import HTMLParser
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from PIL import Image
@@ -180,24 +179,3 @@ def test_a_sheet_that_cannot_be_written_is_a_clear_error(train, tmp_path):
         tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
         with pytest.raises(ConfigError, match="not allowed"):
             write_contact_sheet(tmp_path / "sheet.html", "pets", preview_samples(train, 1))
-
-
-def test_a_drawn_image_has_the_colours_of_its_pixels():
-    from rich.console import Console
-
-    from datasvc.cli.terminal.terminal_image import can_draw, draw_image
-
-    pixels = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [9, 8, 7]], [[1, 2, 3], [4, 5, 6]]], np.uint8)
-    console = Console(
-        file=io.StringIO(), force_terminal=True, color_system="truecolor", width=20, legacy_windows=False
-    )
-    console.print(draw_image(Image.fromarray(pixels)))
-    shown = console.file.getvalue()
-    half = "\N{UPPER HALF BLOCK}"
-    assert f"\x1b[38;2;255;0;0;48;2;0;0;255m{half}" in shown
-    assert f"\x1b[38;2;0;255;0;48;2;9;8;7m{half}" in shown
-    assert f"\x1b[38;2;4;5;6;48;2;0;0;0m{half}" in shown  # an odd row has black below it
-    assert (shown.count(half), shown.count("\n")) == (4, 2)
-    assert can_draw(console)
-    assert not can_draw(Console(file=io.StringIO()))
-    assert not can_draw(Console(file=io.StringIO(), force_terminal=True, no_color=True, color_system=None))
