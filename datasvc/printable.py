@@ -1,6 +1,11 @@
-"""Text for people: printable lines, in which no text can execute an escape sequence, and numbers with their nouns."""
+"""Values for people and programs: printable lines without escape sequences, numbers with their nouns, JSON values."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
 
 
 def escape_controls(text: str) -> str:
@@ -15,3 +20,19 @@ def _escape(character: str) -> str:
 def count_text(count: int, one: str, many: str | None = None) -> str:
     """Return a number with its noun: `1 shard`, `2 shards`. The plural `many` is by default `one` with an "s"."""
     return f"{count} {one if count == 1 else many or one + 's'}"
+
+
+def json_value(value: Any) -> Any:
+    """Return a sample's value as a JSON value; bytes become `{"bytes": length}`."""
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"bytes": len(value)}
+    if isinstance(value, Mapping):
+        return {str(name): json_value(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_value(item) for item in value]
+    if isinstance(value, Decimal) and value.as_tuple().exponent == 0:
+        return int(value)  # DuckDB returns sums of integers as decimals
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no NaN and no infinity
+    is_json = value is None or isinstance(value, (bool, int, float, str))
+    return value if is_json else str(value)

@@ -16,8 +16,11 @@ from datasvc.shards.history.revert import revert
 from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.ingestion.ingest import ingest
 from datasvc.shards.query.contact_sheet import write_contact_sheet
+from datasvc.shards.query.histogram import histogram
 from datasvc.shards.query.preview import Preview, preview_samples
 from datasvc.shards.query.query import query
+from datasvc.shards.query.sample_details import read_sample
+from datasvc.shards.query.sample_page import read_page
 from datasvc.shards.versions.class_names import name_classes
 from datasvc.shards.versions.dataset import (
     DatasetVersion,
@@ -54,6 +57,9 @@ class Datasets(Collection):
     verify = Operation(verify)
     repair = Operation(repair_dataset)
     sql = Operation(query)
+    samples = Operation(read_page)
+    sample = Operation(read_sample)
+    histogram = Operation(histogram)
     export = Operation(export)
 
     def ls(self) -> list[DatasetVersion]:

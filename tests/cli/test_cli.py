@@ -13,7 +13,8 @@ from datasvc.shards import ingest
 from tests.cli.command import run, run_apart
 
 COMMANDS = [
-    ["ingest"], ["ls"], ["show"], ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["revert"], ["rename"], ["rm"],
+    ["ingest"], ["ls"], ["show"], ["samples"], ["sample"], ["histogram"],
+    ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["revert"], ["rename"], ["rm"],
     ["stage"], ["cache", "status"],
     ["cache", "plan"], ["cache", "pin"], ["cache", "unpin"], ["cache", "scrub"], ["cache", "quota"],
     ["serve"], ["top"],

@@ -59,7 +59,7 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
         for live_samples in samples.values():
             scans.callback(live_samples.close)
         try:
-            _check_reads_live_samples(connection)
+            check_reads_live_samples(connection)
             _register(connection, dataset, samples)
             lock(connection)
             statement = only_query(connection, sql, example=f"from {ALL_SPLITS} limit 3")
@@ -76,9 +76,9 @@ def _register(
 ) -> None:
     """Register the views and the table that `query` documents. Raise ConfigError if names differ in case only."""
     split_names = {name.lower() for name in dataset}  # SQL ignores case
-    _check_names(str(dataset.resolved), list(dataset))
+    check_names(str(dataset.resolved), list(dataset))
     for split in dataset.values():
-        _check_names(f"{split.dataset}/{split.name}", split.table.sample_schema.names)
+        check_names(f"{split.dataset}/{split.name}", split.table.sample_schema.names)
         connection.register(split.name, samples[split.name])
     # A split with the name of the table or view below takes precedence over it.
     if CLASSES not in split_names:
@@ -87,7 +87,7 @@ def _register(
         connection.execute(f"CREATE TEMP VIEW {ALL_SPLITS} AS {_union(dataset)}")
 
 
-def _check_reads_live_samples(connection: duckdb.DuckDBPyConnection) -> None:
+def check_reads_live_samples(connection: duckdb.DuckDBPyConnection) -> None:
     """Raise ConfigError if this version of DuckDB does not read data sets through their `scanner`."""
     import duckdb
 
@@ -117,7 +117,8 @@ def _class_table(dataset: DatasetVersion) -> pa.Table:
     return pa.table({"label": pa.array(labels, pa.int32()), "name": pa.array(names, pa.string())})
 
 
-def _check_names(where: str, names: Sequence[str]) -> None:
+def check_names(where: str, names: Sequence[str]) -> None:
+    """Raise ConfigError if two names differ in case only; `where` is what has them, for the message."""
     if len({name.lower() for name in names}) != len(names):
         raise ConfigError(f"{where} has names that differ in case only, and SQL ignores case: {names}")
 

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, Final, Self
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as arrow_dataset
 from pyarrow import acero
@@ -43,15 +44,35 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
     """
 
     @classmethod
-    def of(cls, split: Split, files: ObjectFiles) -> Self:
+    def of(
+        cls,
+        split: Split,
+        files: ObjectFiles,
+        *,
+        shards: Sequence[int] | None = None,
+        number_column: str | None = None,
+    ) -> Self:
         """Return the live samples of a split. `files` opens its shards.
+
+        Args:
+            split: the split.
+            files: files of its shards.
+            shards: numbers of the shards to read, in this order; None for all.
+            number_column: name of a further column, int64: the number of each sample, as in `split[number]`. The
+                split must not have a column of this name. None: no such column.
 
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the table or the deletions cannot be read.
         """
         schema = pa.schema([_sql_field(field) for field in split.table.sample_schema])
+        if number_column is not None:
+            schema = schema.append(pa.field(number_column, pa.int64()))
         # The base class gives DuckDB the schema only; `scanner` gives the samples.
         samples = cls(schema.empty_table())
+        samples._chosen = range(split.table.num_shards) if shards is None else shards
+        samples._number_column = number_column
+        # Number of the first live sample of each shard.
+        samples._starts = [0, *split.table.samples_per_shard.cumsum().tolist()]
         samples._name = f"{split.dataset}/{split.name}"
         samples._files = files
         samples._shards = [info.digest for info in split.table.shards()]
@@ -94,8 +115,8 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
                 yield part.select(columns)
 
     def _read_shards(self, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-        """Yield the live samples of all shards in order, while the next shards are read in the background."""
-        scans = (self._read_shard(number, schema) for number in range(len(self._shards)))
+        """Yield the live samples of the shards in order, while the next shards are read in the background."""
+        scans = (self._read_shard(number, schema) for number in self._chosen)
         pending: deque[tuple[ShardScan, Future[list[pa.RecordBatch] | None]]] = deque()
         pool = ThreadPoolExecutor(_MAX_SHARDS_AHEAD, thread_name_prefix="datasvc-scan")
         try:
@@ -117,7 +138,11 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
     def _read_shard(self, number: int, schema: pa.Schema) -> ShardScan:
         deleted = partial(self._deletions.flags, number) if self._has_deletions[number] else None
         digest, num_samples = self._shards[number], self._num_stored[number]
-        return _read_live(self._files, digest, deleted, schema, num_samples=num_samples, where=self._name)
+        stored = pa.schema(
+            [field for field in schema if field.name != self._number_column] or [self.schema.field(KEY)]
+        )
+        parts = _read_live(self._files, digest, deleted, stored, num_samples=num_samples, where=self._name)
+        return parts if self._number_column not in schema.names else _numbered(parts, self._starts[number], schema)
 
 
 class _Scanner:
@@ -161,6 +186,18 @@ def _read_live(
             part, size_bytes = [], 0
     if part:
         yield part
+
+
+def _numbered(parts: ShardScan, first: int, schema: pa.Schema) -> ShardScan:
+    """Yield the live samples of one shard with the columns of `schema`, of which one has numbers from `first` on."""
+    for part in parts:
+        numbered = []
+        for batch in part:
+            numbers = pa.array(np.arange(first, first + batch.num_rows))
+            first += batch.num_rows
+            columns = [batch.column(name) if name in batch.schema.names else numbers for name in schema.names]
+            numbered.append(pa.record_batch(columns, schema))
+        yield numbered
 
 
 def _read_stored(
