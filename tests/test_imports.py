@@ -120,7 +120,7 @@ ROOMS = {
         "transfer",
     ],
     "datasvc.node": ["transfers", "http", "."],
-    "datasvc.ui": ["settings", "web", "pages", "server"],
+    "datasvc.ui": ["settings thumbnails", "web", "pages", "server"],
     "datasvc.cli": ["terminal", "nodes datasets", "models", "."],
     "datasvc.loaders": [
         "augment profiling ranks",

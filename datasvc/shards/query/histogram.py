@@ -22,7 +22,7 @@ from datasvc.printable import json_value
 from datasvc.repository import Repository
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob, measured_columns
 from datasvc.shards.query.sample_page import default_split
-from datasvc.shards.query.sample_reader import SampleReader
+from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.query.split_query import choose_shards, open_query
 from datasvc.shards.versions.dataset import Split, open_dataset
 from datasvc.shards.versions.describe import count_classes
@@ -202,7 +202,7 @@ def _read_values(split: Split, column: str, where: str | None, shards: Sequence[
 
 def _read_sizes(split: Split, column: str, where: str | None, shards: Sequence[int]) -> pa.Array:
     """Return the sizes of blobs. They come from sample indexes: DuckDB would read the blobs themselves."""
-    reader = SampleReader(split)
+    reader = NumberedSamples(split)
     if where is None:
         return pa.concat_arrays([reader.blob_sizes(shard, column) for shard in shards])
     with open_query(split, shards) as samples:

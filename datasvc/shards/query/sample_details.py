@@ -14,7 +14,7 @@ from datasvc.repository import Repository
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.query.sample_page import default_split, find_key, summary_to_json
-from datasvc.shards.query.sample_reader import SamplePlace, SampleReader, SampleSummary
+from datasvc.shards.query.sample_reader import SamplePlace, NumberedSamples, SampleSummary
 from datasvc.shards.query.split_query import choose_shards
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 from datasvc.threads import map_in_threads
@@ -99,12 +99,12 @@ def read_sample(
         CorruptDataError, UnavailableError: a shard or a sample index cannot be read.
     """
     dataset = open_dataset(repository, ref)
-    reader = SampleReader(default_split(dataset, split))
+    reader = NumberedSamples(default_split(dataset, split))
     return details_of(dataset, reader, find_key(reader, key), max_shards=max_shards)
 
 
 def details_of(
-    dataset: DatasetVersion, reader: SampleReader, number: int, *, max_shards: int | None = None
+    dataset: DatasetVersion, reader: NumberedSamples, number: int, *, max_shards: int | None = None
 ) -> SampleDetails:
     """Return the sample of this number in the split that `reader` reads, see `read_sample`."""
     place = reader.place(number)
@@ -118,7 +118,7 @@ def details_of(
 
 
 def _find_duplicates(
-    dataset: DatasetVersion, reader: SampleReader, number: int, place: SamplePlace, max_shards: int | None
+    dataset: DatasetVersion, reader: NumberedSamples, number: int, place: SamplePlace, max_shards: int | None
 ) -> Duplicates:
     """Return the live samples of all splits with the payload digest of a sample, except the sample itself."""
     num_shards = sum(split.table.num_shards for split in dataset.values())
@@ -128,13 +128,13 @@ def _find_duplicates(
     found: list[SampleRef] = []
     searched = 0
     for name, split in dataset.items():
-        in_split = reader if name == reader.split.name else SampleReader(split)
+        in_split = reader if name == reader.split.name else NumberedSamples(split)
         # Shards without an index have no digests.
         indexed = np.flatnonzero(split.table.rows.column("index").is_valid().to_numpy())
         shards = indexed[choose_shards(len(indexed), max_shards)].tolist()
         searched += len(shards)
 
-        def search(shard: int, in_split: SampleReader = in_split) -> list[SampleRef]:
+        def search(shard: int, in_split: NumberedSamples = in_split) -> list[SampleRef]:
             return _in_shard(in_split, shard, payload)
 
         found += [sample for samples in map_in_threads(search, shards, _READS_AT_ONCE) for sample in samples]
@@ -142,7 +142,7 @@ def _find_duplicates(
     return Duplicates(others[:MAX_DUPLICATES], searched, num_shards)
 
 
-def _in_shard(reader: SampleReader, shard: int, payload: pa.Scalar) -> list[SampleRef]:
+def _in_shard(reader: NumberedSamples, shard: int, payload: pa.Scalar) -> list[SampleRef]:
     """Return the live samples of a shard with this payload digest."""
     objects, digest = reader.split.repository.objects, reader.split.table.index(shard)
     assert digest is not None, "only shards with an index are searched"

@@ -14,7 +14,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.printable import json_value
 from datasvc.repository import Repository
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.query.sample_reader import SampleReader, SampleSummary
+from datasvc.shards.query.sample_reader import NumberedSamples, SampleSummary
 from datasvc.shards.query.split_query import choose_shards, open_query
 from datasvc.shards.versions.dataset import DatasetVersion, Split, open_dataset
 
@@ -102,12 +102,12 @@ def read_page(
         ConfigError: `start` or `count` is out of range, or DuckDB rejects the SQL; the message has its reason.
         NotFoundError, CorruptDataError, UnavailableError: the version or a shard cannot be read.
     """
-    reader = SampleReader(default_split(open_dataset(repository, ref), split))
+    reader = NumberedSamples(default_split(open_dataset(repository, ref), split))
     return page_of(reader, where=where, order=order, start=start, count=count, max_shards=max_shards)
 
 
 def page_of(
-    reader: SampleReader,
+    reader: NumberedSamples,
     *,
     where: str | None = None,
     order: str | None = None,
@@ -148,7 +148,7 @@ def page_of(
     )
 
 
-def find_key(reader: SampleReader, key: str) -> int:
+def find_key(reader: NumberedSamples, key: str) -> int:
     """Return the number of the sample with a key. Reads the keys of one shard after the other until it is found.
 
     Raises:
@@ -173,7 +173,7 @@ def default_split(dataset: DatasetVersion, split: str | None) -> Split:
 
 
 def _find_from(
-    reader: SampleReader, where: str, start: int, count: int, max_shards: int | None
+    reader: NumberedSamples, where: str, start: int, count: int, max_shards: int | None
 ) -> tuple[list[int], int | None, int]:
     """Return the first samples from `start` on that satisfy a condition, `next_start`, and the shards searched."""
     first, num_shards = reader.shard_of(start), reader.split.table.num_shards

@@ -73,7 +73,7 @@ class SamplePlace:
     payload_digest: str
 
 
-class SampleReader:
+class NumberedSamples:
     """Reads samples of one split. Several threads may use it at once.
 
     Args:

@@ -12,7 +12,7 @@ from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.query.sample_details import read_sample
 from datasvc.shards.query.sample_page import find_key, read_page
-from datasvc.shards.query.sample_reader import SampleReader
+from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.query.split_query import choose_shards
 from datasvc.shards.versions.delete import delete
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
@@ -72,7 +72,7 @@ def test_pages_by_number_are_the_samples_in_order(url, indexed):  # noqa: F811
     page = read_page(pets, "pets", "train", start=2, count=2)
     found = [(sample.number, sample.class_name, sample.values, sample.blob_bytes) for sample in page.samples]
     assert found == [(2, None, {"label": 2}, {"blob": 9002}), (3, "b", {"label": 1}, {"blob": 9004})]
-    reader = SampleReader(split)
+    reader = NumberedSamples(split)
     assert [reader.blob(number, "blob") for number in range(len(split))] == [sample["blob"] for sample in split]
 
 
@@ -93,7 +93,7 @@ def test_nulls_texts_and_lists_are_shown_as_stored(repository):
     first, second = read_page(repository, "pets").samples
     assert (first.values, first.blob_bytes) == ({"blob": None, "text": "t", "vector": [1.0]}, {})
     assert (second.values, second.blob_bytes) == ({"text": None, "vector": None}, {"blob": 0})
-    reader = SampleReader(open_dataset(repository, "pets")["train"])
+    reader = NumberedSamples(open_dataset(repository, "pets")["train"])
     assert (reader.blob(0, "blob"), reader.blob(1, "blob")) == (None, b"")
 
 
@@ -152,7 +152,7 @@ def test_a_key_is_found_and_a_hostile_key_is_only_a_text(repository):
     hostile = ["it's", '"; drop', "a\nb", "<b>", "nul\0l", "日本"]
     shards = [samples(0, 3), [{**samples(0, 1)[0], "key": key} for key in hostile]]
     write_version(repository, "pets", {"train": shards}, LABELLED_SCHEMA)
-    reader = SampleReader(open_dataset(repository, "pets")["train"])
+    reader = NumberedSamples(open_dataset(repository, "pets")["train"])
     assert [find_key(reader, key) for key in hostile] == [3, 4, 5, 6, 7, 8]
     for missing in ("k0", "", "' or true --"):
         with pytest.raises(NotFoundError, match="has no sample with the key"):
@@ -180,14 +180,14 @@ def test_a_blob_that_was_changed_is_corrupt(pets):
     path = pets.objects.local_path(split.table.shard(1).digest)
     content = path.read_bytes()
     path.write_bytes(content.replace(bytes([12]) * 9012, bytes([13]) * 9012))
-    reader = SampleReader(split)
+    reader = NumberedSamples(split)
     assert reader.summaries([12])[0].blob_bytes == {"blob": 9012}
     with pytest.raises(CorruptDataError):
         reader.blob(12, "blob")
 
 
 def test_a_number_out_of_range_is_not_found(pets):
-    reader = SampleReader(open_dataset(pets, "pets")["train"])
+    reader = NumberedSamples(open_dataset(pets, "pets")["train"])
     with pytest.raises(NotFoundError, match=r"pets@1/train has no sample 50: it has 50 samples"):
         reader.summaries([50])
     assert not read_page(pets, "pets", start=50).samples
@@ -196,7 +196,7 @@ def test_a_number_out_of_range_is_not_found(pets):
 
 def test_memory_of_blobs_is_given_back(pets, monkeypatch):
     monkeypatch.setattr("datasvc.shards.query.sample_reader._MAX_BLOB_BYTES", 3000)
-    reader = SampleReader(open_dataset(pets, "pets")["train"])
+    reader = NumberedSamples(open_dataset(pets, "pets")["train"])
     for number in np.arange(10).repeat(2).tolist():
         assert len(reader.blob(number, "blob")) == 9000 + number
     assert reader._open[0].read_bytes < 30000

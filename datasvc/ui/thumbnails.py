@@ -1,0 +1,120 @@
+"""Thumbnails of images for the pages, encoded anew and cached on the local disk.
+
+A page never gets the bytes of a sample: every image is decoded here and encoded again, or replaced by a drawn
+placeholder that says why it cannot be shown. The cache is bounded. Several processes may use its folder at once:
+files are published atomically, and a file that is damaged or gone is made again.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import textwrap
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from blake3 import blake3
+from PIL import Image, ImageDraw
+
+from datasvc import durable
+from datasvc.errors import BadSampleError
+from datasvc.shards.images.thumbnail import thumbnail
+
+MAX_SIDE: Final = 256  # pixels
+_MAX_PIXELS: Final = 32 << 20  # to decode: 100 MB as RGB
+_MAX_CACHE_BYTES: Final = 256 << 20
+_SWEEP_BYTES: Final = 8 << 20  # a process makes room each time it has written so much
+_FORMAT: Final = b"thumbnail 1\n"  # change it if the same image would give another thumbnail
+_START, _STOP = b"\xff\xd8", b"\xff\xd9"  # of a JPEG
+# Two images are decoded at once, so that a page of large ones takes no more memory than two of them.
+_decoding = threading.Semaphore(2)
+
+
+class ThumbnailCache:
+    """JPEG files of at most 256 pixels, in a folder.
+
+    Args:
+        folder: folder of the cache; created at the first write.
+        max_bytes: size of the cache; the least recently used files are removed first.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int = _MAX_CACHE_BYTES) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._written_bytes = 0
+
+    def get(self, name: str, read: Callable[[], bytes | None]) -> bytes:
+        """Return a thumbnail as JPEG.
+
+        Args:
+            name: identifies the encoded image for ever, such as the digest of its shard with row and column.
+            read: returns the encoded image, None for a null; called only if the cache does not have the thumbnail.
+                Its errors are raised.
+        """
+        digits = blake3(_FORMAT + name.encode()).hexdigest()
+        path = self._folder / digits[:2] / f"{digits[2:]}.jpg"
+        with suppress(OSError):
+            content = path.read_bytes()
+            # Files are not synced, so a power cut may leave an incomplete one.
+            if content.startswith(_START) and content.endswith(_STOP):
+                os.utime(path)
+                return content
+        content = make_thumbnail(read())
+        # Without a cache, such as on a full disk, thumbnails are only slower.
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            durable.write_file(path, content, synced=False)
+            self._written_bytes += len(content)
+            if self._written_bytes > min(_SWEEP_BYTES, self._max_bytes // 2):
+                self._written_bytes = 0
+                self._sweep()
+        return content
+
+    def _sweep(self) -> None:
+        """Remove the least recently used files until the cache is 20 % below its size, so that sweeps are rare."""
+        found = []
+        for path in self._folder.glob("*/*.jpg"):
+            with suppress(OSError):  # another process removed it
+                status = path.stat()
+                found.append((status.st_mtime_ns, status.st_size, path))
+        size_bytes = sum(size for _, size, _ in found)
+        if size_bytes <= self._max_bytes:
+            return
+        for _, size, path in sorted(found):
+            if size_bytes <= self._max_bytes * 4 // 5:
+                return
+            path.unlink(missing_ok=True)
+            size_bytes -= size
+
+
+def make_thumbnail(encoded: bytes | None) -> bytes:
+    """Return the thumbnail of an encoded image as JPEG; for one that cannot be shown, a picture that says why."""
+    if encoded is None:
+        return _placeholder("no image", "its value is null")
+    try:
+        with _decoding:
+            small = thumbnail(encoded, MAX_SIDE, max_pixels=_MAX_PIXELS)
+    except BadSampleError as error:
+        return _placeholder("damaged image", str(error))
+    return _encode(small)
+
+
+def _placeholder(title: str, reason: str) -> bytes:
+    image = Image.new("RGB", (MAX_SIDE, MAX_SIDE), "#e8e8e8")
+    draw = ImageDraw.Draw(image)
+    draw.line((0, 0, MAX_SIDE, MAX_SIDE), fill="#cccccc", width=2)
+    draw.line((0, MAX_SIDE, MAX_SIDE, 0), fill="#cccccc", width=2)
+    # The built-in font has ASCII only.
+    printable = reason.encode("ascii", "replace").decode()
+    lines = [title, *textwrap.wrap(printable, 36, max_lines=6, placeholder=" ...")]
+    draw.multiline_text((16, 80), "\n".join(lines), fill="#7a0000", spacing=6)
+    return _encode(image)
+
+
+def _encode(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=85)
+    return buffer.getvalue()
