@@ -14,7 +14,7 @@ from datasvc.cache.peers.membership import bracketed
 from datasvc.drawing import style_sheet
 from datasvc.drawing.colours import NUM_COLOURS, colour_values
 from datasvc.errors import ConfigError
-from datasvc.ui.pages import datasets, home, search
+from datasvc.ui.pages import dataset, datasets, diff, home, samples, search
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.access import LOGIN_PATH, STATIC_PATH, Access, add_headers
 from datasvc.ui.web.page import Load
@@ -27,6 +27,11 @@ PAGES: Final[Mapping[str, Load]] = {
     "/": home.load,
     "/search": search.load,
     "/datasets": datasets.load_list,
+    "/datasets/{ref}": dataset.load,
+    "/diff/{old}/{new}": diff.load,
+    "/datasets/{ref}/samples/{split}": samples.load_page,
+    "/datasets/{ref}/samples/{split}/{position}": samples.load_sample,
+    "/datasets/{ref}/samples/{split}/{position}/image/{column}": samples.load_image,
 }
 _STATIC: Final = Path(__file__).with_name("static")
 

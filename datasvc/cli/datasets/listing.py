@@ -49,6 +49,7 @@ def log(
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.dataset import readable_versions
+    from datasvc.shards.versions.describe import describe_log
 
     repository = Repository.open(repo)
     if svg is not None:
@@ -57,15 +58,11 @@ def log(
         write_version_graph(svg, dataset_nodes(repository, name, last=last), name)
         if not as_json:
             return
+    if as_json:
+        print_json([*describe_log(repository, name, last=last), *unreadable_facts()])
+        return
     entries = readable_versions(repository, name, last=last)
     removed = repository.state("datasets", name).removed
-    if as_json:
-        facts = [
-            {**entry.content, "version": entry.number} | ({"removed": True} if entry.number in removed else {})
-            for entry in entries
-        ]
-        print_json([*facts, *unreadable_facts()])
-        return
     # People read the newest version first; programs get the order of the log.
     rows = [
         (

@@ -72,18 +72,22 @@ def sample(
     key: Annotated[str, typer.Argument(metavar="KEY", help="Key of the sample.")],
     repo: RepoOption,
     split: SplitOption = None,
+    max_shards: Annotated[
+        int | None,
+        typer.Option(min=1, help="Search so many shards of each split for duplicates at most; default: all."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show one sample with all its columns, where it is stored, and its duplicates.
 
     Example: datasvc sample pets@1 cat/1.jpg --repo ./repo
 
-    `datasvc models trained-on --keys` finds the models that were trained on it.
+    `datasvc models trained-on --sample KEY` finds the models that were trained on it.
     """
     from datasvc.repository import Repository
     from datasvc.shards.query.sample_details import read_sample
 
-    found = read_sample(Repository.open(repo), ref, key, split)
+    found = read_sample(Repository.open(repo), ref, key, split, max_shards=max_shards)
     if as_json:
         print_json(found.to_json())
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -141,15 +140,7 @@ def diff(
     result = run_diff(Repository.open(repo), a, b)
     max_keys = None if keys else _MAX_KEYS
     if as_json:
-        print_json(
-            {
-                "a": str(result.a),
-                "b": str(result.b),
-                "splits": {split: _facts(changes, max_keys) for split, changes in result.splits.items()},
-                "splits_added": list(result.splits_added),
-                "splits_removed": list(result.splits_removed),
-            }
-        )
+        print_json(result.to_json(max_keys))
         return
     print_facts({"from": result.a, "to": result.b})
     for split, changes in result.splits.items():
@@ -253,30 +244,22 @@ def revert(
         print_line(f"nothing to revert: {report.version} has the samples of {report.equal_to} already")
 
 
-def _facts(split: SplitDifference, max_keys: int | None) -> dict[str, Any]:  # as `--json` prints them
-    kinds = {"added": split.added, "deleted": split.deleted, "changed": split.changed}
-    return {
-        **{kind: len(keys) for kind, keys in kinds.items()},
-        "unchanged": split.unchanged,
-        "keys": {kind: list(islice(keys, max_keys)) for kind, keys in kinds.items()},
-        "columns_added": dict(split.columns_added),
-        "columns_removed": dict(split.columns_removed),
-        "columns_retyped": {name: list(types) for name, types in split.columns_retyped.items()},
-        "classes_added": list(split.classes_added),
-        "classes_removed": list(split.classes_removed),
-    }
-
-
 def _lines(split: SplitDifference, max_keys: int | None) -> dict[str, object]:
     """Return the differences as lines to print: counts with at most `max_keys` keys, then columns and classes."""
-    facts = _facts(split, max_keys)
+    facts = split.to_json(max_keys)
     keys = facts.pop("keys")
+    counts, distance = facts.pop("class_counts"), facts.pop("class_distance")
     lines: dict[str, object] = {}
     for kind in ("added", "deleted", "changed"):
         lines[kind] = f"{facts[kind]} ({_list_keys(keys[kind], facts[kind])})" if facts[kind] else 0
     lines["unchanged"] = facts["unchanged"]
     schema_changes = {name: value for name, value in facts.items() if name not in lines and value}
-    return lines | {name.replace("_", " "): _change_text(value) for name, value in schema_changes.items()}
+    lines |= {name.replace("_", " "): _change_text(value) for name, value in schema_changes.items()}
+    if distance:
+        largest = sorted(counts.items(), key=lambda item: -abs(item[1][1] - item[1][0]))[:_MAX_KEYS]
+        texts = [f"{name} {first} to {second}" for name, (first, second) in largest]
+        lines["drift of classes"] = f"{distance:.4g} ({_list_keys(texts, len(counts))})"
+    return lines
 
 
 def _change_text(value: Mapping[str, Any] | Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -69,31 +69,9 @@ def trained_on(
         split=split,
     )
     if as_json:
-        print_json(_facts(report, len(report.keys) if show is None else show))
+        print_json(report.to_json(show))
     else:
         _print(report, _MAX_SHOWN if show is None else show)
-
-
-def _facts(report: ConsumerReport, show: int) -> dict[str, Any]:
-    if show >= len(report.keys):
-        uses = report.all_uses()  # one pass over all uses, instead of one for each key
-    else:
-        uses = (use for number in range(show) for use in report.uses(number))
-    return {
-        "samples": len(report.keys),
-        "missing": [report.keys[number] for number in report.missing.tolist()],
-        "versions": [
-            {
-                "version": version.name,
-                "samples": version.num_samples,
-                "own": version.num_own,
-                "complete": version.is_complete,
-            }
-            for version in report.versions
-        ],
-        "gaps": {name: list(gaps) for name, gaps in report.gaps.items()},
-        "consumed": [use._asdict() for use in uses],
-    }
 
 
 def _print(report: ConsumerReport, show: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -110,6 +110,28 @@ class ConsumerReport:
         """Return the requested versions that consumed the sample `keys[number]`, or have an ancestor that did."""
         byte, bit = divmod(number, 8)
         return [version.name for version in self.versions if self.seen[version.name][byte] >> bit & 1]
+
+    def to_json(self, max_keys: int | None = None) -> dict[str, Any]:
+        """Return JSON values, with the uses of the first `max_keys` samples (None: all)."""
+        if max_keys is None or max_keys >= len(self.keys):
+            uses = self.all_uses()  # one pass over all uses, instead of one for each key
+        else:
+            uses = (use for number in range(max_keys) for use in self.uses(number))
+        return {
+            "samples": len(self.keys),
+            "missing": [self.keys[number] for number in self.missing.tolist()],
+            "versions": [
+                {
+                    "version": version.name,
+                    "samples": version.num_samples,
+                    "own": version.num_own,
+                    "complete": version.is_complete,
+                }
+                for version in self.versions
+            ],
+            "gaps": {name: list(gaps) for name, gaps in self.gaps.items()},
+            "consumed": [use._asdict() for use in uses],
+        }
 
     def _uses(self, batch: UseBatch, chosen: npt.NDArray[np.bool_]) -> Iterator[SampleUse]:
         """Yield the uses of a batch where `chosen` is True."""

@@ -62,6 +62,7 @@ class Histogram:
         column: the column, or the SQL expression.
         where: condition that the counted samples satisfy; None: all samples.
         kind: "numbers" for bins of numbers, "values" for the most frequent values.
+        is_size: whether the numbers are sizes of blobs in bytes.
         bins: bars: of numbers in ascending order; of values by label, or the most frequent first.
         other: number of samples with other values than those of `bins`.
         null: number of samples without a value, and with NaN.
@@ -77,6 +78,7 @@ class Histogram:
     column: str
     where: str | None
     kind: str
+    is_size: bool
     bins: Sequence[Bin]
     other: int
     null: int
@@ -130,7 +132,7 @@ def histogram_of(
         raise ConfigError(f"bins is {bins}, max_shards is {max_shards}; expected 1 to {MAX_BINS}, and 1 or more")
     table = split.table
     facts: dict[str, Any] = {"version": split.dataset, "split": split.name, "column": column, "where": where}
-    facts["num_shards"] = table.num_shards
+    facts |= {"num_shards": table.num_shards, "is_size": _is_blob(split, column)}
     if column == LABEL and where is None and table.label_counts:
         counted = {"num_samples": table.num_samples, "null": table.num_samples - sum(table.label_counts.values())}
         return _of_classes(split, table.label_counts, bins, facts | counted | {"read_shards": table.num_shards})

@@ -14,7 +14,7 @@ from datasvc.repository import Repository
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.query.sample_page import default_split, find_key, summary_to_json
-from datasvc.shards.query.sample_reader import SamplePlace, NumberedSamples, SampleSummary
+from datasvc.shards.query.sample_reader import NumberedSamples, SamplePlace, SampleSummary
 from datasvc.shards.query.split_query import choose_shards
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 from datasvc.threads import map_in_threads

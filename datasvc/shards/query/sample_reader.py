@@ -123,10 +123,14 @@ class NumberedSamples:
         rows = self.split.stored_rows(shard, np.arange(self._starts[shard + 1] - self._starts[shard]))
         return self._shard(shard).blob_sizes(column, rows)
 
+    def locate(self, number: int) -> tuple[int, int]:
+        """Return the shard of a sample, and its row in the shard's file. Raise NotFoundError if there is none."""
+        shards, rows = self._locate(np.array([number], np.int64))
+        return int(shards[0]), int(rows[0])
+
     def place(self, number: int) -> SamplePlace:
         """Return where a sample is stored. For errors, see `summaries`."""
-        shards, rows = self._locate(np.array([number], np.int64))
-        shard, row = int(shards[0]), int(rows[0])
+        shard, row = self.locate(number)
         sample, payload = self._shard(shard).digests(row)
         return SamplePlace(shard, self.split.table.shard(shard).digest, row, sample, payload)
 

@@ -9,7 +9,13 @@ from typing import Any, Final
 from datasvc.errors import CorruptDataError
 from datasvc.repository import Repository
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.shards.versions.dataset import DatasetVersion, Split, list_datasets, read_version
+from datasvc.shards.versions.dataset import (
+    DatasetVersion,
+    Split,
+    list_datasets,
+    read_version,
+    readable_versions,
+)
 from datasvc.threads import map_in_threads
 
 _READS_AT_ONCE: Final = 8
@@ -30,6 +36,18 @@ def summarize_datasets(repository: Repository) -> list[dict[str, Any]]:
             "tags": repository.tags("datasets", dataset.resolved.name),
         }
         for dataset in list_datasets(repository)
+    ]
+
+
+def describe_log(repository: Repository, name: str, *, last: int | None = None) -> list[dict[str, Any]]:
+    """Return the entries of the `last` newest versions of a data set (None: all) as JSON values, oldest first.
+
+    Removed versions have `removed`. For what is left out, and for errors, see `readable_versions`.
+    """
+    removed = repository.state("datasets", name).removed
+    return [
+        {**entry.content, "version": entry.number} | ({"removed": True} if entry.number in removed else {})
+        for entry in readable_versions(repository, name, last=last)
     ]
 
 

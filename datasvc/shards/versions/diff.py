@@ -7,8 +7,11 @@ first renumbered to those that the first version has for the same classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice, repeat
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +21,7 @@ from datasvc.repository import Objects, Repository, Resolved
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import load_deletions
+from datasvc.shards.versions.describe import count_classes
 from datasvc.shards.versions.key_join import match_keys
 from datasvc.shards.versions.keys import SampleRows, SplitKeys
 from datasvc.shards.versions.labels import combine_classes, plan_labels
@@ -46,6 +50,10 @@ class Keys:
 
     def __iter__(self) -> Iterator[str]:
         """Yield the keys. Raise CorruptDataError, NotFoundError, UnavailableError."""
+        return (key for key, _, _ in self.places())
+
+    def places(self) -> Iterator[tuple[str, int, int]]:
+        """Yield each key with its shard, and its row in the shard's file; for errors, see `__iter__`."""
         shards = self._split.shards.tolist() if self._only is None else list(self._only)
         for shard in shards:
             # If every live sample of the shard is left out, its sample index need not be read.
@@ -56,7 +64,8 @@ class Keys:
                 selected = np.isin(shard_keys.rows, self._without.get(shard, np.empty(0, np.int64)), invert=True)
             else:
                 selected = np.isin(shard_keys.rows, self._only[shard])
-            yield from shard_keys.keys.filter(pa.array(selected)).to_pylist()
+            keys = shard_keys.keys.filter(pa.array(selected)).to_pylist()
+            yield from zip(keys, repeat(shard), shard_keys.rows[selected].tolist(), strict=False)
 
 
 @dataclass(frozen=True)
@@ -66,24 +75,48 @@ class SplitDifference:
     Attributes:
         added: keys that only the second has.
         deleted: keys that only the first has.
-        changed: keys that both have, with different samples.
+        changed: keys that both have, with different samples; their places are those in the second.
+        changed_from: places of the changed samples in the first, in the order of `changed`.
         unchanged: number of samples that are equal in both.
         columns_added: types of the columns that only the second has.
         columns_removed: types of the columns that only the first has.
         columns_retyped: for each column whose types differ, its type in the first and in the second.
         classes_added: class names that only the second has, sorted.
         classes_removed: class names that only the first has, sorted.
+        class_counts: number of samples in the first and in the second, by name of each class where they differ; {}
+            if a split does not count its labels.
+        class_distance: drift of the classes: total variation distance of the two distributions, 0 (equal) to 1 (no
+            class in common); None if a split is empty or does not count its labels.
     """
 
     added: Keys
     deleted: Keys
     changed: Keys
+    changed_from: SampleRows
     unchanged: int
     columns_added: Mapping[str, str]
     columns_removed: Mapping[str, str]
     columns_retyped: Mapping[str, tuple[str, str]]
     classes_added: tuple[str, ...]
     classes_removed: tuple[str, ...]
+    class_counts: Mapping[str, tuple[int, int]]
+    class_distance: float | None
+
+    def to_json(self, max_keys: int | None = 10) -> dict[str, Any]:
+        """Return JSON values, with at most `max_keys` keys of each kind (None: all)."""
+        kinds = {"added": self.added, "deleted": self.deleted, "changed": self.changed}
+        return {
+            **{kind: len(keys) for kind, keys in kinds.items()},
+            "unchanged": self.unchanged,
+            "keys": {kind: list(islice(keys, max_keys)) for kind, keys in kinds.items()},
+            "columns_added": dict(self.columns_added),
+            "columns_removed": dict(self.columns_removed),
+            "columns_retyped": {name: list(types) for name, types in self.columns_retyped.items()},
+            "classes_added": list(self.classes_added),
+            "classes_removed": list(self.classes_removed),
+            "class_counts": {name: list(counts) for name, counts in self.class_counts.items()},
+            "class_distance": self.class_distance,
+        }
 
 
 @dataclass(frozen=True)
@@ -103,6 +136,16 @@ class Difference:
     splits: Mapping[str, SplitDifference]
     splits_added: tuple[str, ...]
     splits_removed: tuple[str, ...]
+
+    def to_json(self, max_keys: int | None = 10) -> dict[str, Any]:
+        """Return JSON values as `datasvc diff --json` prints them, with at most `max_keys` keys of each kind."""
+        return {
+            "a": str(self.a),
+            "b": str(self.b),
+            "splits": {split: changes.to_json(max_keys) for split, changes in self.splits.items()},
+            "splits_added": list(self.splits_added),
+            "splits_removed": list(self.splits_removed),
+        }
 
 
 def diff(repository: Repository, a: str, b: str) -> Difference:
@@ -145,6 +188,7 @@ def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) ->
         added=Keys(unshared_b, without=common.b),
         deleted=Keys(unshared_a, without=common.a),
         changed=Keys(unshared_b, only=common.b[~common.equal]),
+        changed_from=common.a[~common.equal],
         unchanged=num_shared + int(common.equal.sum()),
         columns_added={name: column_type for name, column_type in types_b.items() if name not in types_a},
         columns_removed={name: column_type for name, column_type in types_a.items() if name not in types_b},
@@ -155,7 +199,35 @@ def diff_tables(objects: Objects, a: ShardTable | None, b: ShardTable | None) ->
         },
         classes_added=tuple(sorted(set(b.classes) - set(a.classes))),
         classes_removed=tuple(sorted(set(a.classes) - set(b.classes))),
+        class_counts=_class_counts(a, b),
+        class_distance=_class_distance(a, b),
     )
+
+
+def count_unshared(a: ShardTable, b: ShardTable) -> int:
+    """Return the number of samples in shards that only one of two splits has: what `diff` reads indexes of."""
+    partners = find_partners(a, b)
+    shared = sum(int(a.stored_per_shard[number]) + int(b.stored_per_shard[partners[number]]) for number in partners)
+    return int(a.stored_per_shard.sum() + b.stored_per_shard.sum()) - shared
+
+
+def _class_counts(a: ShardTable, b: ShardTable) -> dict[str, tuple[int, int]]:
+    """Return the number of samples of each class on both sides where they differ; {} if a side does not count."""
+    if any(table.num_samples and not table.label_counts for table in (a, b)):
+        return {}
+    first, second = (count_classes(table.label_counts, table.classes) for table in (a, b))
+    both = {name: (first.get(name, 0), second.get(name, 0)) for name in {**first, **second}}
+    return {name: counts for name, counts in both.items() if counts[0] != counts[1]}
+
+
+def _class_distance(a: ShardTable, b: ShardTable) -> float | None:
+    """Return half the sum of the differences of the shares of each class; None if a side has no counts."""
+    first, second = (count_classes(table.label_counts, table.classes) for table in (a, b))
+    totals = sum(first.values()), sum(second.values())
+    if not all(totals):
+        return None
+    shares = [abs(first.get(name, 0) / totals[0] - second.get(name, 0) / totals[1]) for name in {**first, **second}]
+    return round(math.fsum(shares) / 2, 6)
 
 
 def _unshared(

@@ -18,13 +18,18 @@ def dataset_link(ref: str, **query: object) -> str:
 
 
 def samples_link(ref: str, split: str, **query: object) -> str:
-    """Return the address of the samples of a split; `where`, `key`, `page` and `sort` select among them."""
+    """Return the address of the samples of a split; `where`, `key`, `order` and `start` select among them."""
     return _address("datasets", ref, "samples", split, query=query)
 
 
 def sample_link(ref: str, split: str, position: int) -> str:
     """Return the address of one sample, by its position in the split."""
     return _address("datasets", ref, "samples", split, str(position))
+
+
+def image_link(ref: str, split: str, position: int, column: str) -> str:
+    """Return the address of the thumbnail of an image of a sample."""
+    return _address("datasets", ref, "samples", split, str(position), "image", column)
 
 
 def diff_link(old: str, new: str) -> str:

@@ -15,6 +15,8 @@ from datasvc.node.client import NodeClient
 from datasvc.repository.store.redaction import redact_url
 from datasvc.threads import map_in_threads
 from datasvc.ui.settings import UiSettings
+from datasvc.ui.thumbnails import ThumbnailCache
+from datasvc.ui.web.split_cache import SplitCache
 from datasvc.ui.web.unreadable import UnreadableVersions
 
 _NODES_AT_ONCE = 16
@@ -30,12 +32,14 @@ class Site:
         settings: settings of the server.
         url: URL of the repository without secrets.
         unreadable: versions that listings have left out.
+        splits: open splits of data sets.
     """
 
     def __init__(self, settings: UiSettings) -> None:
         self.settings = settings
         self.url = redact_url(settings.repository)
         self.unreadable = UnreadableVersions()
+        self.splits = SplitCache()
         self._nodes = {url: NodeClient(url, token=settings.node_token) for url in settings.nodes}
         self._lock = threading.Lock()
         self._repo: DataRepository | None = None
@@ -61,9 +65,9 @@ class Site:
         return dict(zip(self._nodes, map_in_threads(read, self._nodes, _NODES_AT_ONCE), strict=True))
 
     @cached_property
-    def thumbnails_folder(self) -> Path:
-        """Folder of the cache of thumbnails."""
-        return self.settings.thumbnails or Path.home() / ".cache" / "datasvc" / "thumbnails"
+    def thumbnails(self) -> ThumbnailCache:
+        """The cache of thumbnails."""
+        return ThumbnailCache(self.settings.thumbnails or Path.home() / ".cache" / "datasvc" / "thumbnails")
 
     def command(self, *words: str, options: Mapping[str, str | None] | None = None) -> str:
         """Return a command of `datasvc` on this repository, as text for a shell.

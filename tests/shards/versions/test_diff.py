@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from datasvc.errors import NotFoundError
 from datasvc.repository import Objects, Storage
+from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.versions.combine import append_table
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.deletions import delete_samples
-from datasvc.shards.versions.diff import diff, diff_tables
+from datasvc.shards.versions.diff import count_unshared, diff, diff_tables
 from datasvc.shards.versions.merge import merge
 from tests.shards.written_versions import LABELLED_SCHEMA, TEXT_SCHEMA, write_table, write_version
 
@@ -173,3 +174,32 @@ def test_the_difference_is_the_one_of_dictionaries(tmp_path_factory, data, one, 
     assert sorted(found.changed) == sorted(key for key in one.keys() & two.keys() if one[key] != two[key])
     assert found.unchanged == sum(one[key] == two[key] for key in one.keys() & two.keys())
     assert counts(found)[:3] == tuple(len(list(keys)) for keys in (found.added, found.deleted, found.changed))
+
+
+def test_drift_of_classes_is_the_distance_of_their_distributions(repository):
+    write_version(repository, "pets", {"train": [labelled(a=0, b=0, c=1, d=1)]}, LABELLED_SCHEMA, ("cat", "dog"))
+    write_version(
+        repository, "pets", {"train": [labelled(a=0, c=1, d=1, e=2)]}, LABELLED_SCHEMA, ("cat", "dog", "eel")
+    )
+    found = diff(repository, "pets@1", "pets@2").splits["train"]
+    assert found.class_counts == {"cat": (2, 1), "eel": (0, 1)}
+    assert found.class_distance == 0.25
+    assert diff(repository, "pets@1", "pets@1").splits["train"].class_distance == 0
+    write_version(repository, "words", {"train": [texts("ab")]})
+    words = diff(repository, "pets@1", "words").splits["train"]
+    assert (words.class_counts, words.class_distance) == ({}, None)
+
+
+def test_each_key_has_its_place_and_each_changed_one_its_place_before(repository):
+    write_version(repository, "pets", {"train": [texts("abc"), texts("de")]})
+    write_version(
+        repository, "pets", {"train": [texts("e", "new {}"), [*texts("a"), *texts("cb", "new {}"), *texts("f")]]}
+    )
+    found = diff(repository, "pets@1", "pets@2").splits["train"]
+    assert list(found.added.places()) == [("f", 1, 3)]
+    assert list(found.deleted.places()) == [("d", 1, 0)]
+    assert list(found.changed.places()) == [("e", 0, 0), ("c", 1, 1), ("b", 1, 2)]
+    assert found.changed_from.shards.tolist() == [1, 0, 0]
+    assert found.changed_from.rows.tolist() == [1, 2, 1]
+    assert count_unshared(*(open_dataset(repository, ref)["train"].table for ref in ("pets@1", "pets@2"))) == 10
+    assert count_unshared(*[open_dataset(repository, "pets@1")["train"].table] * 2) == 0

@@ -1,0 +1,64 @@
+"""Open splits, and their histograms, that pages share. Versions never change, so results stay valid."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Final, Generic, TypeVar
+
+from datasvc.repository import Repository
+from datasvc.shards.query.histogram import Histogram, histogram_of
+from datasvc.shards.query.sample_reader import NumberedSamples
+from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
+
+_T = TypeVar("_T")
+_MAX_VERSIONS: Final = 8
+_MAX_HISTOGRAMS: Final = 256
+
+
+class _Recent(Generic[_T]):
+    """The last used results of a function by key."""
+
+    def __init__(self, max_results: int) -> None:
+        self._max_results = max_results
+        self._results: OrderedDict[Hashable, _T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        with self._lock:
+            if key in self._results:
+                self._results.move_to_end(key)
+                return self._results[key]
+        # Made without the lock: a slow result does not delay the others.
+        result = make()
+        with self._lock:
+            self._results[key] = result
+            while len(self._results) > self._max_results:
+                self._results.popitem(last=False)
+        return result
+
+
+class SplitCache:
+    """Versions with their splits, and histograms, of the last pages. Several threads may use it at once."""
+
+    def __init__(self) -> None:
+        self._versions: _Recent[DatasetVersion] = _Recent(_MAX_VERSIONS)
+        self._samples: _Recent[NumberedSamples] = _Recent(_MAX_VERSIONS)
+        self._histograms: _Recent[Histogram] = _Recent(_MAX_HISTOGRAMS)
+
+    def version(self, repository: Repository, ref: str) -> DatasetVersion:
+        """Return the version that `ref` resolves to now. For errors, see `open_dataset`."""
+        resolved = repository.resolve("datasets", ref)
+        return self._versions.get(str(resolved), lambda: open_dataset(repository, str(resolved)))
+
+    def samples(self, dataset: DatasetVersion, split: str) -> NumberedSamples:
+        """Return the samples of a split. Raise NotFoundError if there is no such split."""
+        chosen = dataset[split]
+        return self._samples.get((chosen.dataset, split), lambda: NumberedSamples(chosen))
+
+    def histogram(self, dataset: DatasetVersion, split: str, column: str, where: str | None) -> Histogram:
+        """Return the histogram of a column; for errors, see `histogram_of`."""
+        chosen = dataset[split]
+        key = (chosen.dataset, split, column, where)
+        return self._histograms.get(key, lambda: histogram_of(chosen, column, where=where))

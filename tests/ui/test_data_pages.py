@@ -1,0 +1,270 @@
+"""The pages of a data set, its samples and one sample: their values are those of the command line."""
+
+import html as html_module
+import json
+import re
+import shlex
+import urllib.request
+
+import pyarrow as pa
+import pytest
+
+import datasvc
+from datasvc.repository import Repository
+from datasvc.shards.format.schema import image_schema
+from tests.cli.command import run
+from tests.samples import jpeg
+from tests.shards.written_versions import TEXT_SCHEMA, write_version
+from tests.ui.conftest import check_accessible, check_width, running_ui, texts
+
+PAGES = {
+    "/datasets/pets@2": {"version", "versions", "quarantine", "histogram label", "histogram image"},
+    "/datasets/pets@2?split=val&where=label+%3D+1": {"histogram label", "histogram width / height"},
+    "/datasets/pets@1": {"version"},
+    "/datasets/pets@2/samples/train": {"samples"},
+    "/datasets/pets@2/samples/train?where=label+%3E+1&order=key+desc&start=3": {"samples"},
+    "/diff/pets@1/pets@2": {"difference"},
+    "/diff/birds@1/pets@1": {"difference"},
+    "/datasets/pets@prod/samples/val/7?models=1": {"sample", "models"},
+}
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "'; drop table samples --",
+    "a\u202eb",
+    "&lt;b&gt;",
+]
+
+
+def commands_of(html):
+    """Return the command of each panel, by the name of the panel."""
+    menus = re.findall(
+        r'aria-label="([^"]*): as command.*?(?:As command</p><pre data-copy="([^"]*)"|As JSON)', html, re.DOTALL
+    )
+    return {html_module.unescape(name): shlex.split(html_module.unescape(text)) for name, text in menus if text}
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_each_panel_has_the_values_that_its_command_prints(ui, path):
+    commands = commands_of(ui.get(path)[2])
+    values = ui.json(path)
+    assert PAGES[path] <= values.keys() == commands.keys()
+    for name in PAGES[path]:
+        printed = run(*commands[name][1:])
+        assert printed.returncode == 0, printed.stderr
+        assert json.loads(printed.stdout) == values[name], name
+
+
+def test_each_line_of_python_runs(ui, filled):
+    lines = re.findall(
+        r"import datasvc\n(datasvc\.open[^<]*)</pre>", ui.get("/datasets/pets@2/samples/train/3?models=1")[2]
+    )
+    lines += re.findall(r"import datasvc\n(datasvc\.open[^<]*)</pre>", ui.get("/datasets/pets@2")[2])
+    assert len(lines) > 6
+    for line in set(lines):
+        assert eval(html_module.unescape(line), {"datasvc": datasvc}) is not None
+
+
+def test_a_version_is_described_in_a_sentence_with_its_graph(ui):
+    text = texts(ui.get("/datasets/pets@2")[2])
+    assert "pets@2 has 118 samples in 2 splits" in " ".join(text.split())
+    assert "pets@1" in text
+    assert "all samples" in text
+
+
+def test_the_bar_of_a_class_leads_to_its_samples(ui):
+    html = ui.get("/datasets/pets@2")[2]
+    (link,) = set(re.findall(r'href="(/datasets/pets@2/samples/train\?where=label[^"]*1)"', html))
+    page = ui.json(html_module.unescape(link), "samples")
+    assert {sample["class"] for sample in page["samples"]} == {"class1"}
+
+
+def test_pages_of_samples_are_walked_by_links_alone(ui, filled):
+    path, seen = "/datasets/pets@2/samples/train?where=label+%3C+3", []
+    while path:
+        seen += [sample["key"] for sample in ui.json(path, "samples")["samples"]]
+        path = next(iter(re.findall(r'rel="next" href="([^"]*)"', ui.get(path)[2])), None)
+        path = path and html_module.unescape(path)
+    expected = [
+        sample["key"] for sample in datasvc.open(str(filled)).dataset("pets@2")["train"] if sample["label"] < 3
+    ]
+    assert seen == expected
+
+
+def test_a_key_is_looked_up_and_one_that_is_not_there_is_said(ui):
+    key = ui.json("/datasets/pets@2/samples/train", "samples")["samples"][5]["key"]
+    assert [
+        each["number"] for each in ui.json(f"/datasets/pets@2/samples/train?key={key}", "samples")["samples"]
+    ] == [5]
+    status, _, html = ui.get("/datasets/pets@2/samples/train?key=no/such")
+    assert status == 200
+    assert "has no sample with the key" in html
+
+
+def test_a_wrong_condition_is_a_message_above_the_box_that_keeps_it(ui):
+    status, _, html = ui.get("/datasets/pets@2/samples/train?where=labl+%3D+1")
+    assert status == 200
+    assert "the columns are key, image, width, height, label" in html
+    assert 'value="labl = 1"' in html or "Problem" in html
+
+
+def test_thumbnails_are_jpegs_that_a_browser_keeps(ui):
+    with urllib.request.urlopen(f"{ui.url}/datasets/pets@2/samples/train/3/image/image") as response:
+        assert response.read(2) == b"\xff\xd8"
+        assert response.headers["Content-Type"] == "image/jpeg"
+        assert "immutable" in response.headers["Cache-Control"]
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+    with urllib.request.urlopen(f"{ui.url}/datasets/pets@prod/samples/train/3/image/image") as response:
+        assert response.headers["Cache-Control"] == "no-store"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/datasets/nothing",
+        "/datasets/pets@9",
+        "/datasets/pets@2/samples/test",
+        "/datasets/pets@2/samples/train/94",
+        "/datasets/pets@2/samples/train/-1",
+        "/datasets/pets@2/samples/train/0/image/label",
+    ],
+)
+def test_what_does_not_exist_is_not_found(ui, path):
+    assert ui.get(path)[0] == 404
+    assert ui.get(f"/api{path}")[0] == 404
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory):
+    """A repository with hostile names, an image that is damaged, a removed version, and a split of texts."""
+    repository = Repository.create(str(tmp_path_factory.mktemp("odd") / "repo"))
+    samples = [
+        {"key": name, "image": jpeg(seed=number), "width": 40, "height": 30, "label": number}
+        for number, name in enumerate(HOSTILE)
+    ]
+    samples.append({"key": "damaged", "image": b"no image", "width": 1, "height": 1, "label": 0})
+    write_version(
+        repository, "odd", {"train": [samples, samples[:1]]}, image_schema(labelled=True), HOSTILE, message=HOSTILE[0]
+    )
+    write_version(repository, "texts", {"a b": [[{"key": name, "text": name} for name in HOSTILE]]}, TEXT_SCHEMA)
+    for _ in range(2):
+        write_version(repository, "gone", {"train": [samples[:1]]}, image_schema(labelled=True))
+    datasvc.open(repository.url).datasets.remove(["gone@1"], message="wrong")
+    with running_ui(repository.url, thumbnails=tmp_path_factory.mktemp("odd_thumbnails")) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/datasets/odd",
+        "/datasets/odd/samples/train",
+        *(f"/datasets/odd/samples/train/{number}" for number in range(5)),
+        "/datasets/odd/samples/train?where=%3Cscript%3E&order=%22%3E%3Cscript%3E&key=",
+        "/datasets/texts/samples/a%20b",
+        "/datasets/texts",
+    ],
+)
+def test_hostile_names_are_shown_as_text(odd, path):
+    status, _, html = odd.get(path)
+    assert status == 200
+    assert "<script>alert" not in html
+    assert "<img src=x" not in html
+    assert "\u202e" not in html
+
+
+def test_a_sample_has_its_duplicate(odd):
+    found = odd.json("/datasets/odd/samples/train/0", "sample")
+    assert found["duplicates"]["samples"] == [{"split": "train", "number": 6, "key": HOSTILE[0]}]
+
+
+def test_a_damaged_image_is_a_picture_that_says_so(odd):
+    with urllib.request.urlopen(f"{odd.url}/datasets/odd/samples/train/5/image/image") as response:
+        assert response.read(2) == b"\xff\xd8"
+
+
+def test_a_removed_version_says_when_and_why(odd):
+    html = odd.get("/datasets/gone@1")[2]
+    assert "was removed" in html
+    assert "wrong" in html
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory):
+    """A repository whose second version adds, deletes and changes samples, a class, a column and a split."""
+    repository = Repository.create(str(tmp_path_factory.mktemp("changed") / "repo"))
+
+    def sample(key, seed, label=0, **more):
+        return {"key": key, "image": jpeg(seed=seed), "width": 40, "height": 30, "label": label, **more}
+
+    old = [sample(key, seed) for seed, key in enumerate("abcd")]
+    new = [sample("a", 9), old[1], sample("c", 2, label=1), sample("e<b>", 5, label=1)]
+    schema = image_schema(labelled=True)
+    write_version(repository, "pets", {"train": [old], "val": [old[:1]]}, schema, ("cat",))
+    wide = schema.append(pa.field("score", pa.float64()))
+    write_version(repository, "pets", {"train": [[{**each, "score": 1.5} for each in new]]}, wide, ("cat", "<i>dog"))
+    with running_ui(repository.url, thumbnails=tmp_path_factory.mktemp("changed_thumbnails")) as server:
+        yield server
+
+
+def test_a_comparison_shows_samples_drift_and_columns(changed):
+    html = changed.get("/diff/pets@1/pets@2")[2]
+    text = " ".join(texts(html).split())
+    assert "From pets@1 to pets@2: 1 sample added, 2 samples deleted" in text
+    assert "column added score: double" in text
+    assert "class added &lt;i&gt;dog" in text
+    assert "Drift of classes" in text
+    assert "e&lt;b&gt;" in html
+    assert "<b>" not in html
+    for path in set(re.findall(r'<img src="([^"]*)"', html)):
+        with urllib.request.urlopen(changed.url + path) as response:
+            assert response.read(2) == b"\xff\xd8"
+
+
+def test_a_comparison_that_is_too_large_for_a_page_has_the_command(changed, monkeypatch):
+    monkeypatch.setattr("datasvc.ui.pages.diff._MAX_UNSHARED", 3)
+    html = changed.get("/diff/pets@1/pets@2")[2]
+    assert "too many for a page; run datasvc diff pets@1 pets@2" in html
+
+
+BROWSER_PATHS = [
+    "/diff/pets@1/pets@2",
+    "/diff/birds@1/pets@2",
+    "/datasets/pets@2",
+    "/datasets/pets@2/samples/train?where=label+%3C+2",
+    "/datasets/pets@2/samples/train/3",
+]
+
+
+@pytest.mark.parametrize("path", BROWSER_PATHS)
+def test_the_pages_are_accessible_and_fit_a_narrow_window(ui, page, path):
+    page.goto(ui.url + path)
+    check_accessible(page)
+    check_width(page)
+
+
+def test_a_person_goes_from_a_class_to_a_sample_and_its_models(ui, page):
+    page.goto(f"{ui.url}/datasets/pets@2")
+    page.get_by_role("link", name="class1").last.click()
+    page.wait_for_url("**/samples/train?where=label*")
+    page.locator(".grid img").first.wait_for()
+    assert page.evaluate("document.querySelector('.grid img').naturalWidth") > 0
+    page.get_by_label("Sort by").fill("key desc")
+    page.get_by_label("Sort by").press("Enter")
+    page.wait_for_url("**order=key*")
+    page.locator(".grid a").first.click()
+    page.get_by_role("heading", name="Models trained on it").wait_for()
+    page.locator("#models table, #models p:has-text('No model version')").wait_for()
+
+
+def test_the_pages_work_without_javascript(ui, browser):
+    context = browser.new_context(java_script_enabled=False)
+    window = context.new_page()
+    window.goto(f"{ui.url}/datasets/pets@2")
+    window.get_by_label("Where (SQL)").fill("label = 2")
+    window.get_by_role("button", name="Show").click()
+    window.get_by_role("link", name="Show these samples").click()
+    window.locator(".grid a").first.click()
+    window.get_by_role("link", name="Find the model versions").click()
+    assert window.get_by_role("heading", name="Models trained on it").is_visible()
+    context.close()
