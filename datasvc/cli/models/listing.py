@@ -78,16 +78,17 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
     Example: datasvc models show digits-cnn@3 --repo ./repo
     """
     from datasvc.models import describe_model
+    from datasvc.models.registry.registry import show_facts
     from datasvc.repository import Repository
 
     repository = Repository.open(repo)
     version = describe_model(repository, ref)
-    removal = repository.removals("models", version.name).find(version.version) if version.removed else None
+    facts = show_facts(repository, version)
     if as_json:
-        print_json(version.to_dict() | ({"removal": dict(removal.content)} if removal else {}))
+        print_json(facts)
         return
     entry = version.entry
-    print_facts({"version": str(version)} | removal_line(removal.content if removal else None))
+    print_facts({"version": str(version)} | removal_line(facts.get("removal")))
     print_facts(
         {
             "tags": "; ".join(_tag_line(repository, version.name, tag) for tag in version.tags) or "-",

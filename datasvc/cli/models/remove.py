@@ -78,9 +78,7 @@ def retain(
     policy = RetentionPolicy(last, best, metric, None if mode is None else mode.value, every, every_steps)
     versions, plan = run_retain(Repository.open(repo), name, policy, dry_run=not apply)
     if as_json:
-        # Version numbers become texts, because keys of JSON objects are texts.
-        kept = {str(number): list(reasons) for number, reasons in plan.kept.items()}
-        print_json({"name": name, "applied": apply, "kept": kept, "removed": list(plan.removed)})
+        print_json({"name": name, "applied": apply, **plan.to_dict()})
         return
     rows = [_row(version, plan, apply=apply) for version in reversed(versions)]
     print_table(("version", "step", "metrics", "reason"), rows)

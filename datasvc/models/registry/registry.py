@@ -48,7 +48,7 @@ class ModelVersion:
         return f"{self.name}@{self.version}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the metadata of the version as JSON values, as `datasvc models show --json` prints them."""
+        """Return the metadata of the version as JSON values, as `datasvc models ls --json` prints them."""
         facts = {"name": self.name, "version": self.version, "tags": list(self.tags)}
         return facts | ({"removed": True} if self.removed else {}) | dict(self.entry)
 
@@ -133,6 +133,12 @@ def describe_model(repository: Repository, ref: str) -> ModelVersion:
     entry = repository.entry(version)
     check_fields(entry.content, version)
     return _version(version.name, entry, state)
+
+
+def show_facts(repository: Repository, version: ModelVersion) -> dict[str, Any]:
+    """Return metadata and, if there is one, the removal of a version, as `datasvc models show --json` prints them."""
+    removal = repository.removals("models", version.name).find(version.version) if version.removed else None
+    return version.to_dict() | ({"removal": dict(removal.content)} if removal else {})
 
 
 def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> ModelVersions:

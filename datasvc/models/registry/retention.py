@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from datasvc.errors import ConfigError
 from datasvc.models.registry.registry import ModelVersion
@@ -67,6 +68,13 @@ class RetentionPlan:
 
     kept: Mapping[int, tuple[str, ...]]
     removed: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON values. Version numbers become texts, because keys of JSON objects are texts."""
+        return {
+            "kept": {str(number): list(reasons) for number, reasons in self.kept.items()},
+            "removed": list(self.removed),
+        }
 
 
 def plan_retention(versions: Sequence[ModelVersion], policy: RetentionPolicy) -> RetentionPlan:

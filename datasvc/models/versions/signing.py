@@ -98,6 +98,20 @@ def check_signed(repository: Repository, version: Resolved, entry: Entry, keys: 
     )
 
 
+def list_signers(repository: Repository, version: Resolved) -> list[str]:
+    """Return the ids of the keys that have a signature file for a version; the signatures are not checked.
+
+    Raises UnavailableError: the store does not respond.
+    """
+    prefix = f"{version.version:08d}."
+    files = repository.storage.list(f"{version.kind}/{version.name}/signatures")
+    return sorted(
+        name.removeprefix(prefix).removesuffix(".json")
+        for name in files
+        if name.startswith(prefix) and name.endswith(".json")
+    )
+
+
 def _find_fault(repository: Repository, version: Resolved, key: PublicKey, message: bytes) -> str | None:
     """Return the reason why there is no valid signature of `message` by `key`; None if the signature is valid."""
     try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime
+from functools import partial
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from datasvc.models.registry.diff import tree_leaves
 from datasvc.printable import count_text, escape_controls
 from datasvc.sizes import format_size
 from datasvc.ui.web import links
@@ -40,6 +42,8 @@ def make_environment() -> Environment:
         "count": count_text,
         "digest": digest,
         "json_text": json_text,
+        "leaves": partial(tree_leaves, path=""),
+        "lines": lines,
         "metric": metric,
         "number": number,
         "size": size,
@@ -124,6 +128,11 @@ def digest(value: str) -> Markup:
 def json_text(value: object) -> str:
     """Return a value as one line of JSON."""
     return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def lines(text: str) -> Markup:
+    """Return a text of several lines; its other control characters are made visible."""
+    return Markup("\n").join(escape_controls(line.replace("\t", "    ")) for line in text.split("\n"))
 
 
 def _finalize(value: object) -> object:
