@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,7 @@ from datasvc.printable import count_text
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
-    from datasvc.models.registry.diff import ModelDifference, TensorChange, TensorsDifference, ValueChanges
+    from datasvc.models.registry.diff import TensorChange, TensorsDifference, ValueChanges
     from datasvc.models.tensors.tensor_table import TensorRecord
 
 _MAX_TENSORS = 20
@@ -41,37 +40,12 @@ def diff(
     with byte_progress("comparing") as progress:
         result = run_diff(Repository.open(repo), a, b, norms=norms, progress=progress)
     if as_json:
-        print_json(_json_fields(result))
+        print_json(result.to_dict())
         return
     print_facts({"from": result.a, "to": result.b, "step": _value_change(*result.steps)})
     for part, changes in result.values.items():
         print_facts({part: _change_lines(changes) if changes else "no difference"})
     _print_tensors(result.tensors, None if all_tensors else _MAX_TENSORS)
-
-
-def _json_fields(result: ModelDifference) -> dict[str, Any]:
-    tensors = result.tensors
-    return {
-        "a": str(result.a),
-        "b": str(result.b),
-        "steps": list(result.steps),
-        **{part: asdict(changes) for part, changes in result.values.items()},
-        "tensors": {
-            "added": [_tensor_fields(record) for record in tensors.added],
-            "removed": [_tensor_fields(record) for record in tensors.removed],
-            "retyped": [
-                {"name": old.name, "from": _tensor_fields(old), "to": _tensor_fields(new)}
-                for old, new in tensors.retyped
-            ],
-            "changed": list(tensors.changed),
-            "changes": [asdict(change) for change in tensors.changes],
-            "equal": tensors.num_equal,
-        },
-    }
-
-
-def _tensor_fields(record: TensorRecord) -> dict[str, Any]:
-    return {"name": record.name, "dtype": record.dtype, "shape": list(record.shape)}
 
 
 def _change_lines(changes: ValueChanges) -> dict[str, object]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -87,6 +87,17 @@ class TensorsDifference:
     num_equal: int
     changes: tuple[TensorChange, ...] = ()
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the differences as JSON values."""
+        return {
+            "added": list(map(_spec, self.added)),
+            "removed": list(map(_spec, self.removed)),
+            "retyped": [{"name": old.name, "from": _spec(old), "to": _spec(new)} for old, new in self.retyped],
+            "changed": list(self.changed),
+            "changes": [asdict(change) for change in self.changes],
+            "equal": self.num_equal,
+        }
+
 
 @dataclass(frozen=True)
 class ModelDifference:
@@ -108,6 +119,16 @@ class ModelDifference:
         from datasvc.models.registry.difference_html import difference_html
 
         return difference_html(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the difference as JSON values, as `datasvc models diff --json` prints them."""
+        return {
+            "a": str(self.a),
+            "b": str(self.b),
+            "steps": list(self.steps),
+            **{part: asdict(changes) for part, changes in self.values.items()},
+            "tensors": self.tensors.to_dict(),
+        }
 
 
 def diff(
@@ -248,6 +269,10 @@ def _blocks(before: torch.Tensor, after: torch.Tensor) -> Iterator[tuple[torch.T
     for start in range(0, len(old), _BLOCK_ELEMENTS):
         block = slice(start, start + _BLOCK_ELEMENTS)
         yield old[block].to(torch.float64), new[block].to(torch.float64)
+
+
+def _spec(record: TensorRecord) -> dict[str, Any]:
+    return {"name": record.name, "dtype": record.dtype, "shape": list(record.shape)}
 
 
 def _part(entry: Mapping[str, Any], part: str) -> Mapping[str, Any]:
