@@ -14,7 +14,7 @@ from datasvc.cache.peers.membership import bracketed
 from datasvc.drawing import style_sheet
 from datasvc.drawing.colours import NUM_COLOURS, colour_values
 from datasvc.errors import ConfigError
-from datasvc.ui.pages import compare, dataset, datasets, diff, home, model, models, samples, search
+from datasvc.ui.pages import audit, compare, dataset, datasets, diff, home, model, models, samples, search
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.access import LOGIN_PATH, STATIC_PATH, Access, add_headers
 from datasvc.ui.web.page import Load
@@ -34,6 +34,7 @@ PAGES: Final[Mapping[str, Load]] = {
     "/datasets/{ref}/samples/{split}/{position}/image/{column}": samples.load_image,
     "/models": models.load_list,
     "/models/{ref}": model.load,
+    "/audit/{ledger}": audit.load,
     "/compare": compare.load,
     "/compare/{a}/{b}": compare.load,
 }

@@ -47,9 +47,9 @@ def compare_link(first: str, second: str) -> str:
     return _address("compare", first, second)
 
 
-def lineage_link(ref: str) -> str:
-    """Return the address of the lineage of a model version."""
-    return _address("lineage", ref)
+def lineage_link(ref: str, key: str | None = None) -> str:
+    """Return the address of the lineage of a model version; with `key`, of a sample of a data-set version."""
+    return _address("lineage", ref, query={"key": key})
 
 
 def run_link(name: str, run_id: str) -> str:

@@ -1,0 +1,105 @@
+"""The audit of a ledger, to print: what was checked, what it proves, and what would refute it."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any, Final
+
+from datasvc.errors import ConfigError, DatasvcError, NotFoundError
+from datasvc.ledger.audit import Audit
+from datasvc.ledger.audit_text import audit_facts, describe_conclusion, describe_counts, open_names
+from datasvc.ledger.folders import audit_folders, find_ledgers
+from datasvc.ledger.names import SampleNames
+from datasvc.ui.web.links import audit_link
+from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.site import Site
+
+_SAMPLES_LISTED: Final = 10  # of each kind; the default of `datasvc audit`
+
+
+def load(site: Site, parts: Parts, query: Query) -> Page | Content:
+    """Return the audit of a ledger in the folder of ledgers; `epoch` selects one epoch."""
+    name = parts["ledger"]
+    path = _find(site, name)
+    epoch = query.number("epoch", 0) if query.text("epoch") else None
+    result = audit_folders([path], epoch=epoch)
+    names, reason = _open_names(site, result)
+    facts = audit_facts(result, _SAMPLES_LISTED, names)
+    words = ["datasvc", "audit", str(path), "--json"]
+    words += [] if epoch is None else ["--epoch", str(epoch)]
+    words += ["--repo", site.url] if reason is None else []
+    problems = [Problem(text) for text in (*result.damage, *result.disagreements)]
+    problems += [
+        Problem(f"{torn}: its end was cut off by a crash; complete records count", severity="warning")
+        for torn in result.torn
+    ]
+    return Page(
+        template="audit.html",
+        title=f"Audit of {name}",
+        section="runs",
+        crumbs=(Crumb("Runs", "/runs"), Crumb(f"audit of {name}", audit_link(name))),
+        panels={"audit": Panel(facts, shlex.join(words))},
+        problems=tuple(problems),
+        view={
+            "name": name,
+            "conclusion": _conclusion(result),
+            "data": _data_links(result),
+            "header": result.header,
+            "epochs": [_describe_epoch(result, number) for number in range(len(result.epochs))],
+            "keys_reason": reason,
+            "path": audit_link(name),
+            "selected": epoch,
+        },
+    )
+
+
+def _find(site: Site, name: str) -> Path:
+    folder = site.settings.ledgers
+    if folder is None:
+        raise NotFoundError(
+            "this server has no ledgers: start it with --runs FOLDER, the folder with those of the runs"
+        )
+    # Only names that the search has found: a name such as "../x" cannot leave the folder.
+    known = find_ledgers(folder)
+    if name not in known:
+        shown = ", ".join(known[:10]) or "none"
+        raise NotFoundError(f"there is no ledger {name[:80]!r} in {folder}; there are: {shown}")
+    return folder / name
+
+
+def _open_names(site: Site, result: Audit) -> tuple[SampleNames | None, str | None]:
+    """Return a lookup of the keys of samples; or None, and why positions have no keys."""
+    try:
+        return open_names(result, lambda: site.repo.repository), None
+    except (ConfigError, DatasvcError) as error:
+        return None, str(error)
+
+
+def _conclusion(result: Audit) -> str:
+    proven = [epoch.epoch for epoch in result.epochs if epoch.is_proven]
+    faulty = [epoch.epoch for epoch in result.epochs if not epoch.is_faultless]
+    if result.is_proven:
+        which = f"epoch {proven[0]}" if len(proven) == 1 else f"each of the {len(proven)} finished epochs"
+        return f"Proven: every sample of {which} was served exactly once, over all ranks and restarts."
+    if faulty:
+        return f"Not proven: {len(faulty)} of {len(result.epochs)} epochs have samples that were not served once."
+    if result.damage or result.disagreements:
+        return "Not proven: files of the ledger are damaged or contradict each other."
+    return "Not finished: no epoch has ended yet. No error was found so far."
+
+
+def _data_links(result: Audit) -> list[tuple[str, str]]:
+    """Return reference and split of each source of the run, such as ("pets@3", "train")."""
+    sources = [source.rpartition("/") for source in result.header.source.split(", ")]
+    return [(ref, split) for ref, _, split in sources]
+
+
+def _describe_epoch(result: Audit, number: int) -> dict[str, Any]:
+    epoch = result.epochs[number]
+    return {
+        "epoch": epoch.epoch,
+        "conclusion": describe_conclusion(epoch),
+        "lines": [*describe_counts(epoch), *epoch.reasons],
+        "is_faultless": epoch.is_faultless,
+    }

@@ -1,0 +1,82 @@
+"""The page of an audit."""
+
+import json
+from urllib.parse import quote
+
+import pytest
+
+import datasvc
+from datasvc.ledger.file import RECORD_BYTES
+from tests.cli.command import run
+from tests.loaders.echo import EchoLoader, write_numbers
+from tests.ui.conftest import check_accessible, check_width, running_ui, texts
+
+
+@pytest.fixture(scope="module")
+def audited(tmp_path_factory):
+    """The pages of a repository with three ledgers: a proven one, one that lost the file of a rank, a damaged one."""
+    folder = tmp_path_factory.mktemp("audit")
+    repo = datasvc.open(str(folder / "repo"), create=True)
+    write_numbers(repo.repository, [25, 15])
+    split = repo.dataset("numbers")["train"]
+    ledgers = folder / "runs"
+    for name in ("good", "team/lost", "damaged"):
+        for rank in range(2):
+            with EchoLoader(split, batch_size=6, rank=rank, world_size=2, ledger=ledgers / name) as loader:
+                assert len(list(loader)) == 3
+    (lost,) = (ledgers / "team/lost").glob("*-rank1-of-*")
+    lost.unlink()
+    (damaged,) = (ledgers / "damaged").glob("*-rank1-of-*")
+    content = bytearray(damaged.read_bytes())
+    content[-RECORD_BYTES + 20] ^= 1
+    damaged.write_bytes(content)
+    with running_ui(folder / "repo", ledgers=ledgers) as server:
+        server.ledgers = ledgers
+        yield server
+
+
+@pytest.mark.parametrize("name", ["good", "team/lost", "damaged"])
+def test_the_page_has_the_values_of_the_command(audited, name):
+    repository = audited.settings.repository
+    printed = json.loads(run("audit", audited.ledgers / name, "--json", "--repo", repository).stdout)
+    assert audited.json(f"/audit/{quote(name, safe='')}", "audit") == printed
+
+
+def test_a_proven_epoch_and_what_would_refute_it_are_told(audited):
+    text = texts(audited.get("/audit/good")[2])
+    assert "Proven: every sample of epoch 0 was served exactly once" in text
+    assert "What would refute it" in text
+    one = audited.json("/audit/good?epoch=0", "audit")
+    assert [epoch["epoch"] for epoch in one["epochs"]] == [0]
+    assert audited.get("/audit/good?epoch=7")[0] == 404
+
+
+def test_missing_samples_are_listed_by_key_with_a_link_to_their_lineage(audited):
+    html = audited.get("/audit/team%2Flost")[2]
+    assert "Not proven: 1 of 1 epochs" in texts(html)
+    assert 'href="/lineage/numbers@1?key=' in html
+
+
+def test_damage_is_a_problem_on_top(audited):
+    html = audited.get("/audit/damaged")[2]
+    assert "its checksum does not match" in texts(html).split("Audit of")[-2]
+
+
+@pytest.mark.parametrize("name", ["..", "../repo", "/etc", "nothing", ".%00"])
+def test_only_ledgers_of_the_folder_are_read(audited, name):
+    assert audited.get(f"/audit/{quote(name, safe='')}")[0] in {404, 400}
+
+
+def test_a_server_without_a_folder_of_ledgers_says_how_to_give_one(ui):
+    status, _, html = ui.get("/audit/x")
+    assert (status, "--runs FOLDER" in html) == (404, True)
+
+
+def test_the_page_is_accessible_and_narrow(audited, page):
+    for name in ("good", "team%2Flost"):
+        page.goto(f"{audited.url}/audit/{name}")
+        check_accessible(page)
+        check_width(page)
+        page.set_viewport_size({"width": 1280, "height": 800})
+    page.emulate_media(media="print")
+    assert page.locator("header").is_hidden()
