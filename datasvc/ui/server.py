@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -14,12 +16,12 @@ from datasvc.cache.peers.membership import bracketed
 from datasvc.drawing import style_sheet
 from datasvc.drawing.colours import NUM_COLOURS, colour_values
 from datasvc.errors import ConfigError
-from datasvc.ui.pages import audit, compare, dataset, datasets, diff, home, model, models, samples, search
+from datasvc.ui.pages import audit, cluster, compare, dataset, datasets, diff, home, model, models, samples, search
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.access import LOGIN_PATH, STATIC_PATH, Access, add_headers
 from datasvc.ui.web.page import Load
 from datasvc.ui.web.rendering import make_environment
-from datasvc.ui.web.routes import PageRoutes
+from datasvc.ui.web.routes import API, PageRoutes
 from datasvc.ui.web.site import Site
 
 # Function of each page by path. Its JSON twin has the same path below `/api`.
@@ -37,6 +39,7 @@ PAGES: Final[Mapping[str, Load]] = {
     "/audit/{ledger}": audit.load,
     "/compare": compare.load,
     "/compare/{a}/{b}": compare.load,
+    "/cluster": cluster.load,
 }
 _STATIC: Final = Path(__file__).with_name("static")
 
@@ -46,8 +49,11 @@ def make_app(site: Site) -> web.Application:
     environment = make_environment()
     routes = PageRoutes(site, environment, PAGES)
     access = Access(site.settings.token, site.settings.host)
-    app = web.Application(middlewares=[add_headers, routes.respond_to_errors, access.middleware()])
+    app = web.Application(middlewares=[routes.respond_to_errors, access.middleware()])
+    app.on_response_prepare.append(add_headers)
+    app.cleanup_ctx.append(partial(_follow_nodes, site))
     routes.add_to(app)
+    app.router.add_get(f"{API}/cluster/events", partial(cluster.stream_changes, site))
     app.router.add_post(LOGIN_PATH, access.login)
 
     async def show_login(_: web.Request) -> web.Response:
@@ -60,6 +66,15 @@ def make_app(site: Site) -> web.Application:
     app.router.add_get(f"{STATIC_PATH}drawing.css", show_drawing_styles)
     app.router.add_static(STATIC_PATH, _STATIC)
     return app
+
+
+async def _follow_nodes(site: Site, _: web.Application) -> AsyncIterator[None]:
+    """Read the nodes while the server runs."""
+    task = asyncio.create_task(site.nodes.run())
+    yield
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 def serve(settings: UiSettings, ready: Callable[[str], None]) -> None:

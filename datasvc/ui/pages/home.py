@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from datasvc.models.registry.registry import list_models
 from datasvc.shards.versions.describe import summarize_datasets
+from datasvc.ui.pages.problems import node_problems
 from datasvc.ui.web.page import Content, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
-
-_NEARLY_FULL = 0.9
 
 
 def load(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
@@ -15,9 +14,9 @@ def load(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG
     site.unreadable.clear()
     datasets = summarize_datasets(site.repo.repository)
     models = [version.to_dict() for version in list_models(site.repo.repository)]
-    nodes = site.node_statuses()
+    nodes = site.nodes.states()
     unreadable = [Problem(message) for message in site.unreadable.messages()]
-    problems = [*unreadable, *(problem for url, status in nodes.items() for problem in _node_problems(url, status))]
+    problems = [*unreadable, *(problem for state in nodes for problem in node_problems(state))]
     return Page(
         template="home.html",
         title="datasvc",
@@ -26,13 +25,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG
         panels={
             "datasets": Panel(datasets, site.command("ls", "--json"), site.python("datasets.ls")),
             "models": Panel(models, site.command("models", "ls", "--json"), site.python("models.ls")),
-            "nodes": Panel(nodes),
+            "nodes": Panel({state.url: state.to_dict() for state in nodes}),
         },
-        view={"site": site},
+        view={"site": site, "nodes": nodes},
     )
-
-
-def _node_problems(url: str, status: dict[str, object]) -> list[Problem]:
-    if "error" in status:
-        return [Problem(f"{url} does not respond: {status['error']}", "/cluster")]
-    return []

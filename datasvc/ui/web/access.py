@@ -25,14 +25,11 @@ _HEADERS: Final = {
 }
 
 
-@web.middleware
-async def add_headers(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Add the headers of all responses, also of errors."""
-    response = await handler(request)
+async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
+    """Add the headers of all responses, also of errors and streams, before they are sent."""
     for name, value in _HEADERS.items():
         response.headers.setdefault(name, value)
     response.headers.setdefault("Cache-Control", "no-store")
-    return response
 
 
 class Access:

@@ -57,6 +57,11 @@ def run_link(name: str, run_id: str) -> str:
     return _address("runs", name, run_id)
 
 
+def cluster_link(**query: object) -> str:
+    """Return the address of the nodes; `node` selects one by its URL, `data` a version whose owners are shown."""
+    return _address("cluster", query=query)
+
+
 def audit_link(ledger: str) -> str:
     """Return the address of the audit of a ledger, named as in the folder of ledgers."""
     return _address("audit", ledger)

@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from datasvc.api import DataRepository
-from datasvc.errors import DatasvcError
-from datasvc.node.client import NodeClient
 from datasvc.repository.store.redaction import redact_url
-from datasvc.threads import map_in_threads
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
 from datasvc.ui.web.split_cache import SplitCache
+from datasvc.ui.web.node_monitor import NodeMonitor
 from datasvc.ui.web.unreadable import UnreadableVersions
-
-_NODES_AT_ONCE = 16
 
 
 class Site:
@@ -33,6 +29,7 @@ class Site:
         url: URL of the repository without secrets.
         unreadable: versions that listings have left out.
         splits: open splits of data sets.
+        nodes: status and history of the nodes.
     """
 
     def __init__(self, settings: UiSettings) -> None:
@@ -40,7 +37,7 @@ class Site:
         self.url = redact_url(settings.repository)
         self.unreadable = UnreadableVersions()
         self.splits = SplitCache()
-        self._nodes = {url: NodeClient(url, token=settings.node_token) for url in settings.nodes}
+        self.nodes = NodeMonitor(settings.nodes, token=settings.node_token)
         self._lock = threading.Lock()
         self._repo: DataRepository | None = None
 
@@ -52,17 +49,6 @@ class Site:
             if self._repo is None:
                 self._repo = DataRepository.open(self.settings.repository)
             return self._repo
-
-    def node_statuses(self) -> dict[str, dict[str, Any]]:
-        """Return the status document of each node by URL; of a node that fails, `{"error": message}`."""
-
-        def read(url: str) -> dict[str, Any]:
-            try:
-                return self._nodes[url].status()
-            except DatasvcError as error:
-                return {"error": str(error)}
-
-        return dict(zip(self._nodes, map_in_threads(read, self._nodes, _NODES_AT_ONCE), strict=True))
 
     @cached_property
     def thumbnails(self) -> ThumbnailCache:
