@@ -12,14 +12,13 @@ from typing import Any, Final
 from aiohttp import web
 
 from datasvc.cache.peers.placement import rank_nodes
-from datasvc.drawing import Series, chart_table, line_chart
+from datasvc.drawing import ChartSeries, chart_table, line_chart
 from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.ui.pages.problems import node_problems
 from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import cluster_link
 from datasvc.ui.web.node_monitor import NodeSample, NodeState, used_bytes
 from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
-from datasvc.ui.web.rendering import trusted
 from datasvc.ui.web.site import Site
 
 _MAX_LINES: Final = 8  # nodes in one chart; more are shown as their sum
@@ -111,7 +110,8 @@ def _node_row(state: NodeState) -> dict[str, Any]:
     if state.status is None:
         return {"state": state}
     cache = state.status["cache"]
-    rates = [_rate(*state.samples[-2:], name) for name, _ in _RATES] if len(state.samples) > 1 else [None] * 3
+    last = state.samples[-2:]
+    rates = [_rate(last[0], last[1], name) if len(last) > 1 else None for name, _ in _RATES]
     return {
         "state": state,
         "cache": cache,
@@ -178,14 +178,14 @@ def _chart(
 ) -> dict[str, Any]:
     left_out = len(lines) - _MAX_LINES
     series = [
-        Series(url, [(time_s - now_s) / 60 for time_s, _ in points], [value for _, value in points])
+        ChartSeries(url, [(time_s - now_s) / 60 for time_s, _ in points], [value for _, value in points])
         for url, points in lines[:_MAX_LINES]
     ]
     text = f"{title}, first {_MAX_LINES} of {len(lines)} nodes" if left_out > 0 else title
     return {
         "title": title,
-        "svg": trusted(line_chart(series, title=text, unit=unit, x_label="minutes", from_zero=True, height=200)),
-        "table": trusted(chart_table(series, title=text, unit=unit, x_label="minutes", max_rows=100)),
+        "svg": line_chart(series, title=text, unit=unit, x_label="minutes", from_zero=True, height=200),
+        "table": chart_table(series, title=text, unit=unit, x_label="minutes", max_rows=100),
     }
 
 
