@@ -72,6 +72,7 @@ ALLOWED["datasvc.ui"] = ALLOWED["datasvc.api"] | {
     "datasvc.drawing",
     "datasvc.ledger",
     "datasvc.node",
+    "datasvc.runs",
 }
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
     "datasvc.api",

@@ -16,7 +16,7 @@ from datasvc.cache.peers.membership import bracketed
 from datasvc.drawing import style_sheet
 from datasvc.drawing.colours import NUM_COLOURS, colour_values
 from datasvc.errors import ConfigError
-from datasvc.ui.pages import audit, cluster, compare, dataset, datasets, diff, home, model, models, samples, search
+from datasvc.ui.pages import audit, cluster, compare, dataset, datasets, diff, home, model, models, runs, samples, search
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.access import LOGIN_PATH, STATIC_PATH, Access, add_headers
 from datasvc.ui.web.page import Load
@@ -39,6 +39,8 @@ PAGES: Final[Mapping[str, Load]] = {
     "/audit/{ledger}": audit.load,
     "/compare": compare.load,
     "/compare/{a}/{b}": compare.load,
+    "/runs": runs.load_list,
+    "/runs/{name}/{id}": runs.load,
     "/cluster": cluster.load,
 }
 _STATIC: Final = Path(__file__).with_name("static")
@@ -54,6 +56,7 @@ def make_app(site: Site) -> web.Application:
     app.cleanup_ctx.append(partial(_follow_nodes, site))
     routes.add_to(app)
     app.router.add_get(f"{API}/cluster/events", partial(cluster.stream_changes, site))
+    app.router.add_get(f"{API}/runs/{{name}}/{{id}}/events", partial(runs.stream_changes, site))
     app.router.add_post(LOGIN_PATH, access.login)
 
     async def show_login(_: web.Request) -> web.Response:

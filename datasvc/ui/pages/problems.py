@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 
 from datasvc.printable import count_text
+from datasvc.runs import RunSummary
 from datasvc.sizes import format_size
-from datasvc.ui.web.links import cluster_link
+from datasvc.ui.web.links import cluster_link, run_link
 from datasvc.ui.web.node_monitor import NodeState
 from datasvc.ui.web.page import Problem
 
 _FULL_OF_PINS = 0.9
+_STARVED_SHARE = 0.05  # as in the loaders' diagnosis
+_RECENT_S = 86400.0
 
 
 def node_problems(state: NodeState) -> list[Problem]:
@@ -60,3 +64,41 @@ def _warnings(state: NodeState) -> Iterator[str]:
                 f"{state.url} received {count_text(report['num_lying'], 'wrong object')} from {peer}; none was used. "
                 f"Check disk and memory of {peer}"
             )
+
+
+def run_problems(run: RunSummary) -> list[Problem]:
+    """Return the problems of a run that its newest part shows: failed, not responding, or starved of data."""
+    link = run_link(run.name, run.id)
+    if run.state == "failed":
+        return [Problem(f"{run.ref} failed: {run.message or 'the log has no message'}", link)]
+    if run.state == "not responding":
+        age_s = round(time.time() - run.last_s)
+        step = "before its first step" if run.step is None else f"at step {run.step:,}"
+        return [
+            Problem(
+                f"{run.ref} is not responding: its log has had no new part for {age_s:,} s, {step}. "
+                "Its program was killed, or cannot reach the repository; start it again to "
+                "continue from its newest version",
+                link,
+            )
+        ]
+    share = starved_share(run.latest)
+    if run.state == "running" and share is not None and share >= _STARVED_SHARE:
+        text = (
+            f"{run.ref} is starved: it waits {share:.0%} of the time for data; its page has the diagnosis and advice"
+        )
+        return [Problem(text, link, "warning")]
+    return []
+
+
+def recent_run_problems(runs: Iterable[RunSummary], now_s: float) -> list[Problem]:
+    """Return the problems of the runs that have written a part within a day."""
+    return [problem for run in runs if now_s - run.last_s < _RECENT_S for problem in run_problems(run)]
+
+
+def starved_share(latest: Mapping[str, object]) -> float | None:
+    """Return the share of the newest step that waited for data; None if it is not known."""
+    wait_s, step_s = latest.get("wait_s"), latest.get("step_s")
+    if not isinstance(wait_s, (int, float)) or not isinstance(step_s, (int, float)) or not step_s > 0:
+        return None
+    return wait_s / step_s

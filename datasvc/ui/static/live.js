@@ -22,7 +22,6 @@
       const next = [...old.querySelectorAll("a, [id]")].find((each) => each.id === name || each.getAttribute("href") === name);
       if (next) next.focus({ preventScroll: true });
     }
-    document.dispatchEvent(new CustomEvent("datasvc:replaced", { detail: old }));
   }
 
   async function refresh() {
@@ -32,9 +31,12 @@
       const response = await fetch(window.location.href, { headers: { Accept: "text/html" } });
       if (response.ok) {
         const fresh = new DOMParser().parseFromString(await response.text(), "text/html");
-        for (const old of document.querySelectorAll("[data-live]")) {
-          const part = fresh.getElementById(old.id);
-          if (part) replace(old, part);
+        for (const part of fresh.querySelectorAll("[data-live]")) {
+          const old = document.getElementById(part.id);
+          // A part that was not there before, such as the first chart: the page has another shape.
+          if (!old) { window.location.reload(); return; }
+          if (part.dataset.series) old.dispatchEvent(new CustomEvent("datasvc:series", { detail: part.dataset.series }));
+          else replace(old, part);
         }
       }
     } catch {

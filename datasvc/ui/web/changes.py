@@ -33,7 +33,7 @@ async def stream_events(request: web.Request, events: AsyncIterator[Any]) -> web
 
     Args:
         request: request of the browser.
-        events: the values; each is an event without a name.
+        events: the values; each is an event without a name. After the last one, an event "end" is sent.
     """
     response = web.StreamResponse(
         # A proxy that gathers the response, as nginx does by default, would hold events back.
@@ -51,7 +51,10 @@ async def stream_events(request: web.Request, events: AsyncIterator[Any]) -> web
                 await response.write(f"data: {json.dumps(value)}\n\n".encode())
             else:
                 await response.write(b": still here\n\n")
-    except (StopAsyncIteration, ConnectionResetError):
+    except StopAsyncIteration:
+        await response.write(b"event: end\ndata: {}\n\n")
+        return response
+    except ConnectionResetError:
         return response
     finally:
         if pending is not None:

@@ -52,6 +52,11 @@ def lineage_link(ref: str, key: str | None = None) -> str:
     return _address("lineage", ref, query={"key": key})
 
 
+def runs_link(**query: object) -> str:
+    """Return the address of the list of training runs; `name` selects those of one name."""
+    return _address("runs", query=query)
+
+
 def run_link(name: str, run_id: str) -> str:
     """Return the address of a training run."""
     return _address("runs", name, run_id)

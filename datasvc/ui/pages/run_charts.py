@@ -1,0 +1,112 @@
+"""Charts of a run: its curves, and where the time of its steps goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from datasvc.drawing import ChartMark, ChartSeries, chart_table, line_chart, stacked_areas
+from datasvc.drawing.numbers import thin_points
+from datasvc.printable import escape_controls
+from datasvc.runs import RunHistory, Series
+
+_MAX_POINTS: Final = 600
+_MAX_CHARTS: Final = 12
+_MAX_MARKS: Final = 200
+# Parts of a step in the order in which they are stacked; each has the same colour in every run.
+_PARTS: Final = (
+    ("wait_s", "waiting for data", "c1"),
+    ("transfer_s", "transfer", "c4"),
+    ("forward_s", "forward", "c0"),
+    ("backward_s", "backward", "c2"),
+    ("all_reduce_s", "all-reduce", "c3"),
+    ("update_s", "update", "c5"),
+)
+_OTHER: Final = ("other", "grey")
+# Shown as numbers elsewhere on the page.
+_NOT_DRAWN: Final = frozenset(
+    {"epoch", "progress", "coverage", "samples", "step_s", *(name for name, _, _ in _PARTS)}
+)
+_FIRST: Final = ("loss", "rate")
+_TITLES: Final = {"rate": "learning rate"}
+
+
+def line_charts(history: RunHistory) -> list[dict[str, Any]]:
+    """Return a chart for each curve of a run, and for each metric of its evaluations.
+
+    Returns:
+        Dicts with `id`, `name`, `svg`, `table`, and `data`, what the script of the page draws.
+    """
+    names = [name for name in history.series if name not in _NOT_DRAWN]
+    names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
+    marks = _marks(history)
+    chosen = [(_TITLES.get(name, name), history.series[name], "c0") for name in names]
+    chosen += [(f"evaluation: {name}", series, "c2") for name, series in history.evaluation.items()]
+    return [
+        _chart(f"chart-{number}", name, series, colour, marks)
+        for number, (name, series, colour) in enumerate(chosen[:_MAX_CHARTS])
+    ]
+
+
+def time_chart(history: RunHistory) -> dict[str, Any] | None:
+    """Return stacked areas of the parts of a step in milliseconds; None if the run has not measured its steps."""
+    whole = history.series.get("step_s")
+    if whole is None or not len(whole):
+        return None
+    kept = np.unique(np.linspace(0, len(whole) - 1, min(len(whole), _MAX_POINTS)).astype(int))
+    steps = whole.steps[kept]
+    rest = np.nan_to_num(whole.values[kept], posinf=0, neginf=0)
+    areas = []
+    for name, title, colour in _PARTS:
+        part = history.series.get(name)
+        if part is None or not len(part):
+            continue
+        # On a GPU only some steps are measured: their values stand for the steps until the next ones.
+        times_s = np.nan_to_num(part.values[np.searchsorted(part.steps[:-1], steps)], posinf=0, neginf=0)
+        times_s = np.minimum(times_s, rest)
+        rest = rest - times_s
+        areas.append(ChartSeries(title, steps.tolist(), (1000 * times_s).tolist(), colour))
+    areas.append(ChartSeries(_OTHER[0], steps.tolist(), (1000 * rest).tolist(), _OTHER[1]))
+    title = "Time of a step"
+    return {
+        "svg": stacked_areas(areas, title=title, unit="ms", width=800),
+        "table": chart_table(areas, title=title, unit="ms", max_rows=100),
+    }
+
+
+def _chart(chart_id: str, name: str, series: Series, colour: str, marks: Sequence[ChartMark]) -> dict[str, Any]:
+    values = [value if math.isfinite(value) else None for value in series.values.tolist()]
+    points = thin_points(series.steps.tolist(), values, _MAX_POINTS)
+    line = ChartSeries(name, [x for x, _ in points], [y for _, y in points], colour)
+    return {
+        "id": chart_id,
+        "name": escape_controls(name),
+        "svg": line_chart([line], title=name, marks=marks, height=200, from_zero=name.endswith("_per_s") or None),
+        "table": chart_table([line], title=name, max_rows=100),
+        "data": {
+            "name": escape_controls(name),
+            "colour": f"--{colour}",
+            "x": line.xs,
+            "y": line.ys,
+            "marks": [[mark.x, mark.label, mark.is_problem] for mark in marks],
+        },
+    }
+
+
+def _marks(history: RunHistory) -> list[ChartMark]:
+    """Return the checkpoints and stalls of a run, the newest ones if there are very many."""
+    marks = []
+    for event in history.events:
+        step = event.facts.get("step")
+        if event.event not in {"checkpoint", "stall"} or not isinstance(step, int):
+            continue
+        marks.append(ChartMark(step, _mark_text(event.event, event.facts), event.event == "stall"))
+    return marks[-_MAX_MARKS:]
+
+
+def _mark_text(event: str, facts: Mapping[str, Any]) -> str:
+    detail = facts.get("version") if event == "checkpoint" else f"waited {facts.get('wait_s')} s for data"
+    return f"{event} at step {facts['step']}: {detail}"

@@ -1,0 +1,172 @@
+"""Runs: the list of training runs, and one run while it trains or after it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Final
+
+from aiohttp import web
+
+from datasvc.errors import DatasvcError
+from datasvc.runs import RunEvent, RunHistory, RunSummary, follow_run, list_runs, read_run
+from datasvc.ui.pages.problems import run_problems, starved_share
+from datasvc.ui.pages.run_charts import line_charts, time_chart
+from datasvc.ui.web.changes import stream_events
+from datasvc.ui.web.links import run_link, runs_link
+from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.site import Site
+
+_RUNS_PER_PAGE: Final = 100
+_MAX_EVENTS: Final = 100
+# A log has a new part each second at most: with this pause, a reader sees a point within two seconds.
+_PAUSE_S: Final = 0.5
+_COLUMNS: Final = frozenset({"rank", "num_ranks", "stragglers", "host", "step"})
+
+
+def load_list(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
+    """Return a page of the runs, newest first, or of those with `name`; those that go on come first."""
+    name, number = query.text("name"), query.number("page", 0, high=1000)
+    last = (number + 1) * _RUNS_PER_PAGE
+    runs = list_runs(site.repo.repository, name, last=last + 1)
+    shown = sorted(runs[number * _RUNS_PER_PAGE : last], key=lambda run: run.state != "running")
+    options = {"--last": str(last)} if number == 0 else {}
+    return Page(
+        template="runs.html",
+        title="Runs" if name is None else f"Runs: {name}",
+        section="runs",
+        crumbs=(Crumb("Runs", runs_link()), *([Crumb(name, runs_link(name=name))] if name else [])),
+        problems=tuple(problem for run in shown for problem in run_problems(run)),
+        panels={
+            "runs": Panel(
+                [run.to_dict() for run in runs[number * _RUNS_PER_PAGE : last]],
+                site.command("runs", "ls", *([name] if name else []), "--json", options=options),
+            )
+        },
+        view={
+            "site": site,
+            "name": name,
+            "rows": [(run, starved_share(run.latest)) for run in shown],
+            "num_running": sum(run.state == "running" for run in shown),
+            "newer": runs_link(name=name, page=number - 1) if number else None,
+            "older": runs_link(name=name, page=number + 1) if len(runs) > last else None,
+        },
+    )
+
+
+def load(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
+    """Return one run."""
+    history = read_run(site.repo.repository, parts["name"], parts["id"])
+    run = history.summary
+    diagnosis = _newest(history.events, "diagnosis")
+    ranks = _newest(history.events, "ranks")
+    return Page(
+        template="run.html",
+        title=run.ref,
+        section="runs",
+        crumbs=(Crumb("Runs", runs_link()), Crumb(run.name, runs_link(name=run.name)), Crumb(run.ref, _link(run))),
+        problems=(*_problems(history, diagnosis, ranks), *map(Problem, history.problems)),
+        panels={
+            "run": Panel(
+                history.to_dict(),
+                site.command("runs", "show", run.ref, "--json"),
+                f"datasvc.runs.read_run(datasvc.open({site.url!r}).repository, {run.name!r}, {run.id!r})",
+            )
+        },
+        view={
+            "site": site,
+            "run": run,
+            "history": history,
+            "header": history.header,
+            "config": _mapping(history.header.get("config")),
+            "diagnosis": diagnosis,
+            "starved": starved_share(run.latest),
+            "ranks": _rank_table(ranks),
+            "coverage": _number(run.latest.get("coverage")),
+            "progress": _number(run.latest.get("progress")),
+            "charts": line_charts(history),
+            "time_chart": time_chart(history),
+            "evaluation": [event for event in history.events if event.event == "evaluation"][-_MAX_EVENTS:],
+            "events": [event for event in history.events if event.event not in {"diagnosis", "ranks"}][-_MAX_EVENTS:],
+            "events_link": f"/api{_link(run)}/events" if run.state in {"running", "not responding"} else None,
+        },
+    )
+
+
+async def stream_changes(site: Site, request: web.Request) -> web.StreamResponse:
+    """Send an event whenever the log of a run has new parts or another state; end when the run has ended."""
+    name, run_id = request.match_info["name"], request.match_info["id"]
+    repository = await asyncio.to_thread(lambda: site.repo.repository)
+    history = await asyncio.to_thread(read_run, repository, name, run_id)
+
+    async def changes(cursor: str, state: str) -> AsyncIterator[dict[str, Any]]:
+        # The first event tells a page that was loaded before the stream began to load again.
+        yield {"cursor": cursor, "state": state}
+        while state in {"running", "not responding"}:
+            await asyncio.sleep(_PAUSE_S)
+            try:
+                new = await asyncio.to_thread(follow_run, repository, name, run_id, cursor)
+            except DatasvcError:
+                continue  # the store may respond again; until then the page keeps its values
+            if (new.cursor, new.summary.state) != (cursor, state):
+                cursor, state = new.cursor, new.summary.state
+                yield {"cursor": cursor, "state": state}
+
+    return await stream_events(request, changes(history.cursor, history.summary.state))
+
+
+def _link(run: RunSummary) -> str:
+    return run_link(run.name, run.id)
+
+
+def _newest(events: Sequence[RunEvent], name: str) -> RunEvent | None:
+    return next((event for event in reversed(events) if event.event == name), None)
+
+
+def _problems(history: RunHistory, diagnosis: RunEvent | None, ranks: RunEvent | None) -> list[Problem]:
+    """Return the problems of a run: those of its summary, its diagnosis and its stragglers."""
+    run = history.summary
+    problems = run_problems(run)
+    verdict = "" if diagnosis is None else str(diagnosis.facts.get("verdict", ""))
+    if verdict.startswith("starved"):
+        # The diagnosis covers many steps, and has advice: better than the share of the newest step.
+        problems = [problem for problem in problems if problem.severity == "error"]
+        problems.append(Problem(verdict, severity="warning"))
+    stragglers = [] if ranks is None else _list(ranks.facts.get("stragglers"))
+    if stragglers and run.state == "running":
+        listed = ", ".join(map(str, stragglers[:8])) + (" and others" if len(stragglers) > 8 else "")
+        text = f"rank {listed} is slower than the others, which wait for it; see the table of ranks for its host"
+        problems.append(Problem(text, severity="warning"))
+    return problems
+
+
+def _rank_table(event: RunEvent | None) -> dict[str, Any] | None:
+    """Return the newest comparison of the ranks as names of times and rows; None if there is none."""
+    if event is None:
+        return None
+    facts = event.facts
+    ranks = _list(facts.get("rank"))
+    names = [name for name, values in facts.items() if name not in _COLUMNS and len(_list(values)) == len(ranks)]
+    names.sort(key=lambda name: name != "own_s")
+    hosts = _list(facts.get("host")) or [None] * len(ranks)
+    stragglers = set(map(str, _list(facts.get("stragglers"))))
+    columns = [_list(facts[name]) for name in names]
+    rows = [
+        (rank, host, str(rank) in stragglers, [_number(column[row]) for column in columns])
+        for row, (rank, host) in enumerate(zip(ranks, hosts, strict=False))
+    ]
+    rows.sort(key=lambda row: not row[2])
+    return {"names": names, "rows": rows, "step": facts.get("step"), "num_ranks": facts.get("num_ranks", len(ranks))}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: object) -> float | None:
+    """Return a number of a log, in which any program may have written anything."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None

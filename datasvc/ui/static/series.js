@@ -1,0 +1,56 @@
+// Replaces each drawing with `data-series` by a chart of uPlot, which can be zoomed and follows a run.
+"use strict";
+
+(() => {
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  // Checkpoints and stalls are dashed lines.
+  function drawMarks(plot, marks) {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    ctx.setLineDash([4, 4]);
+    for (const [step, , isProblem] of marks) {
+      const x = plot.valToPos(step, "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = colour(isProblem ? "--error" : "--soft");
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
+  }
+
+  function draw(element) {
+    let chart = JSON.parse(element.dataset.series);
+    if (!chart.x.length) return;
+    const axis = { stroke: colour("--text"), grid: { stroke: colour("--line") }, ticks: { stroke: colour("--line") } };
+    const options = {
+      title: chart.name,
+      width: Math.max(280, Math.min(element.clientWidth, 640)),
+      height: 220,
+      cursor: { sync: { key: "run" } },
+      scales: { x: { time: false } },
+      axes: [{ ...axis, label: "step" }, { ...axis, size: 72 }],
+      series: [
+        { label: "step" },
+        { label: chart.name, stroke: colour(chart.colour), width: 1.5, points: { show: chart.x.length < 60 } },
+      ],
+      hooks: { draw: [(plot) => drawMarks(plot, chart.marks)] },
+    };
+    element.replaceChildren();
+    const plot = new uPlot(options, [chart.x, chart.y], element);
+    element.addEventListener("datasvc:series", (event) => {
+      const { min, max } = plot.scales.x;
+      const isZoomed = min > chart.x[0] || max < chart.x[chart.x.length - 1];
+      chart = JSON.parse(event.detail);
+      // A reader who has zoomed in stays there.
+      plot.setData([chart.x, chart.y], !isZoomed);
+      if (isZoomed) plot.redraw();
+      element.dataset.points = chart.x.length;
+    });
+    element.dataset.points = chart.x.length;
+  }
+
+  document.addEventListener("DOMContentLoaded", () => document.querySelectorAll("[data-series]").forEach(draw));
+})();

@@ -1,0 +1,196 @@
+"""The pages Runs and Run: equal to what the library reads, live, and with problems first."""
+
+import json
+import math
+
+import pytest
+
+import datasvc
+from datasvc.runs import RunLog, RunSummary, list_runs, read_run
+from datasvc.ui.pages import runs as runs_page
+from datasvc.ui.pages.problems import recent_run_problems, run_problems
+from tests.ui.conftest import check_accessible, check_width, running_ui, texts
+
+VERDICT = "starved by decode: 100 images/s offered, 200 asked; two more decode threads or GPU decode"
+
+
+def report_steps(log, steps, **facts):
+    for step in steps:
+        times = {"step_s": 0.1, "wait_s": 0.04, "forward_s": 0.02, "backward_s": 0.03}
+        log.report("step", step=step, loss=1 / step, rate=0.1, images_per_s=300.0, unit="images", **times, **facts)
+
+
+def write_run(repository, name="cnn", outcome="finished", message=""):
+    """Write the log of a run with an event of each kind; return it."""
+    with RunLog.open(
+        repository, name, config={"batch_size": 8}, data=["pets@2"], parent="cnn@1", world_size=2
+    ) as log:
+        report_steps(log, range(1, 41), coverage=0.25, epoch=1, progress=0.5)
+        log.report("evaluation", step=40, accuracy=0.75, loss=float("nan"))
+        log.report("checkpoint", step=40, version="cnn@3")
+        log.report("stall", step=20, wait_s=2.5)
+        log.report("diagnosis", step=40, verdict=VERDICT)
+        ranks = {"rank": [0, 1], "host": ["a", "b"], "own_s": [0.05, 0.09], "step_s": [0.1, 0.1]}
+        log.report("ranks", step=40, num_ranks=2, stragglers=[1], **ranks)
+        log.close(outcome, message)
+    return log
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory):
+    """The pages of a repository with a finished and a failed run."""
+    url = tmp_path_factory.mktemp("runs") / "repo"
+    repository = datasvc.open(str(url), create=True).repository
+    done = write_run(repository)
+    failed = write_run(repository, "gpt", "failed", "ConfigError: the loss is nan")
+    with running_ui(url) as server:
+        yield server, repository, done, failed
+
+
+def test_the_list_of_runs_is_that_of_the_library(logged):
+    server, repository, done, failed = logged
+    shown = server.json("/runs", "runs")
+    assert shown == json.loads(json.dumps([run.to_dict() for run in list_runs(repository)]))
+    assert {run["ref"] for run in server.json("/runs?name=gpt", "runs")} == {failed.ref}
+    text = texts(server.get("/runs")[2])
+    assert "2 runs, 0 of which go on" in text
+    assert f"{failed.ref} failed: ConfigError: the loss is nan" in text
+    assert f'href="/runs/cnn/{done.id}"' in server.get("/runs")[2]
+
+
+def test_a_run_shows_what_its_log_has(logged):
+    server, repository, done, _ = logged
+    path = f"/runs/cnn/{done.id}"
+    shown = server.json(path, "run")
+    assert shown == json.loads(json.dumps(read_run(repository, "cnn", done.id).to_dict()))
+    assert shown["series"]["loss"]["steps"] == list(range(1, 41))
+    html = server.get(path)[2]
+    text = " ".join(texts(html).split())
+    assert "The run is finished at step 40 , 50 % of its training." in text
+    assert VERDICT in text
+    assert "Epoch 1: 25.0 % of its samples are served" in text
+    assert 'href="/models/cnn@3"' in html
+    assert 'href="/datasets/pets@2"' in html
+    assert "stall at step 20: waited 2.5 s for data" in html
+    # Of the 100 ms of a step, what no part explains is "other".
+    for part, ms in (("waiting for data", "40"), ("forward", "20"), ("backward", "30"), ("other", "10")):
+        assert f"{part}: last {ms} ms" in html
+    ranks = text[text.index("Mean milliseconds") :]
+    assert ranks.index("straggler 90.0 ms") < ranks.index("50.0 ms")
+
+
+def test_a_run_that_does_not_exist_is_an_error_with_those_that_do(logged):
+    server, _, done, _ = logged
+    status, _, html = server.get(f"/runs/cnn/{done.id[:-6]}ffffff")
+    assert status == 404
+    assert done.ref in html
+    assert server.get("/runs/cnn/x")[0] == 400
+
+
+def test_any_values_that_a_program_reports_are_shown(tmp_path):
+    repository = datasvc.open(str(tmp_path / "repo"), create=True).repository
+    with RunLog.open(repository, "odd", config={"a": [1]}, facts={"x": {"y": None}}) as log:
+        log.report("step", step=1, loss=math.inf, coverage="most", progress=None, wait_s=True, step_s=0)
+        log.report("step", step=2, loss=math.nan)
+        log.report("diagnosis")
+        log.report("ranks", rank=3, stragglers="all")
+        log.report("evaluation", accuracy="high")
+        log.report("checkpoint", version=["a"], step=True)
+        log.report("stall", step="x")
+    with running_ui(tmp_path / "repo") as server:
+        assert server.get(f"/runs/odd/{log.id}")[0] == 200
+        assert server.get("/runs")[0] == 200
+
+
+def test_without_runs_the_page_shows_how_to_get_one(filled):
+    with running_ui(filled) as server:
+        assert f"datasvc train --repo {filled}" in server.get("/runs")[2]
+
+
+def test_many_runs_are_divided_into_pages(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs_page, "_RUNS_PER_PAGE", 2)
+    repository = datasvc.open(str(tmp_path / "repo"), create=True).repository
+    for _ in range(3):
+        RunLog.open(repository, "cnn").close()
+    with running_ui(tmp_path / "repo") as server:
+        first, second = server.json("/runs", "runs"), server.json("/runs?page=1", "runs")
+        assert (len(first), len(second)) == (2, 1)
+        assert 'href="/runs?page=1"' in server.get("/runs")[2]
+        last = server.get("/runs?page=1")[2]
+        assert 'href="/runs?page=0"' in last
+        assert ">older<" not in last
+
+
+def summary(**changes):
+    values = {"name": "cnn", "id": "1", "state": "running", "message": "", "started_s": 0.0, "last_s": 100.0}
+    values |= {"num_attempts": 1, "latest": {}, "versions": [], "world_size": 1, "data": [], "num_lost": 0}
+    return RunSummary(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("run", "text"),
+    [
+        (summary(state="failed", message="no room"), "cnn/1 failed: no room"),
+        (summary(state="not responding", latest={"step": 7}), "at step 7"),
+        (summary(latest={"wait_s": 0.06, "step_s": 0.1}), "waits 60% of the time for data"),
+    ],
+)
+def test_problems_of_runs(run, text):
+    (problem,) = run_problems(run)
+    assert text in problem.text
+    assert problem.link == "/runs/cnn/1"
+    assert recent_run_problems([run], 200.0) == [problem]
+    assert recent_run_problems([run], 100.0 + 2 * 86400) == []
+
+
+@pytest.mark.parametrize("run", [summary(), summary(state="finished", latest={"wait_s": 1, "step_s": 1})])
+def test_a_run_without_problems(run):
+    assert run_problems(run) == []
+
+
+def test_a_new_point_appears_while_the_run_goes_on(tmp_path, page):
+    repository = datasvc.open(str(tmp_path / "repo"), create=True).repository
+    with running_ui(tmp_path / "repo") as server:
+        log = RunLog.open(repository, "cnn", flush_s=0.05)
+        report_steps(log, range(1, 4))
+        assert log.flush()
+        page.goto(f"{server.url}/runs/cnn/{log.id}")
+        page.get_by_text("live", exact=True).wait_for()
+        page.get_by_text("The run goes on").wait_for()
+        page.locator("#chart-0[data-points='3'] canvas").wait_for()
+        report_steps(log, [4])
+        page.locator("#step").get_by_text("4", exact=True).wait_for()
+        page.locator("#chart-0[data-points='4']").wait_for()
+        log.close()
+        page.get_by_text("The run is finished").wait_for()
+        page.get_by_text("ended", exact=True).wait_for()
+        page.goto("about:blank")
+
+
+def test_the_pages_of_runs_are_accessible_and_fit_a_narrow_window(logged, page):
+    server, _, done, _ = logged
+    for path in ("/runs", f"/runs/cnn/{done.id}"):
+        page.goto(server.url + path)
+        check_accessible(page)
+        check_width(page)
+
+
+def test_a_page_without_scripts_has_the_curves_and_their_numbers(logged, browser):
+    server, _, done, _ = logged
+    context = browser.new_context(java_script_enabled=False)
+    window = context.new_page()
+    window.goto(f"{server.url}/runs/cnn/{done.id}")
+    assert window.locator("#chart-0 svg").is_visible()
+    assert window.get_by_text("Numbers of the curves").is_visible()
+    context.close()
+
+
+def test_runs_that_go_on_come_first(tmp_path):
+    repository = datasvc.open(str(tmp_path / "repo"), create=True).repository
+    going_on = RunLog.open(repository, "old", run_id="20250101-000000-000000")
+    assert going_on.flush()
+    RunLog.open(repository, "new").close()
+    with running_ui(tmp_path / "repo") as server:
+        html = server.get("/runs")[2]
+        assert html.index(going_on.ref) < html.index("new/")
+    going_on.close()
