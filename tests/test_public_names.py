@@ -79,19 +79,17 @@ NOT_ON_THE_FACADE = {
     "summarize_datasets": "`repo.datasets.ls()`",
     "version_nodes": "nodes of a drawing: a notebook shows `repo.models.log(name)`",
     "check_target": "`repo.models.export` checks its folder",
-    "dataset_nodes": "draws what `repo.datasets.log` returns",
+    "describe_log": "`repo.datasets.log` returns the entries",
     "every_version": "`repo.models.versions(name)`",
     "export_checkpoint": "`repo.models.export(ref, folder, 'safetensors')` writes the same files",
     "load_private_key": "public in `datasvc.models`: it has no repository",
     "make_input": "a tensor: the command makes one from text",
     "make_key": "public in `datasvc.models`: it has no repository",
-    "metrics_text": "text for people",
     "make_model": "a module: the command makes one from text",
     "open_source": "`repo.datasets.ingest` opens the source",
     "parse_name_map": "a dict: the command makes one from text",
-    "summarize_datasets": "`repo.datasets.ls` returns the versions",
+    "show_facts": "`repo.models.describe` returns the version",
     "thumbnail": "draws on the terminal what `repo.datasets.head` returns",
-    "version_nodes": "draws what `repo.models.log` returns",
 }
 
 

@@ -16,7 +16,20 @@ from datasvc.cache.peers.membership import bracketed
 from datasvc.drawing import style_sheet
 from datasvc.drawing.colours import NUM_COLOURS, colour_values
 from datasvc.errors import ConfigError
-from datasvc.ui.pages import audit, cluster, compare, dataset, datasets, diff, home, model, models, runs, samples, search
+from datasvc.ui.pages import (
+    audit,
+    cluster,
+    compare,
+    dataset,
+    datasets,
+    diff,
+    home,
+    model,
+    models,
+    runs,
+    samples,
+    search,
+)
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.access import LOGIN_PATH, STATIC_PATH, Access, add_headers
 from datasvc.ui.web.page import Load

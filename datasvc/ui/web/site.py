@@ -13,8 +13,8 @@ from datasvc.api import DataRepository
 from datasvc.repository.store.redaction import redact_url
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
-from datasvc.ui.web.split_cache import SplitCache
 from datasvc.ui.web.node_monitor import NodeMonitor
+from datasvc.ui.web.split_cache import SplitCache
 from datasvc.ui.web.unreadable import UnreadableVersions
 
 
