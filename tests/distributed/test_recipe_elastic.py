@@ -13,6 +13,7 @@ import torch
 import datasvc
 from datasvc.models import describe_model
 from datasvc.repository import Repository
+from datasvc.runs import list_runs, read_run
 from datasvc.shards import ingest
 from tests.distributed.elastic_jobs import SAME_SIZE, TWO_HOSTS
 
@@ -35,14 +36,14 @@ def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 real_update = training.update
-def update(run, batch):
+def update(run, batch, mark):
     if run.config.parse_compression().has_memory:
         memory = run.optimizer.state_dict()["compression"]["memory"]
         norms = [float(values["residual"].norm()) for _, values in sorted(memory.items()) if "residual" in values]
         run.events.report("residuals", rank=hvd.rank(), size=hvd.size(), step=run.step, norms=norms)
     if is_victim and point == "step" and run.step == count:
         run.optimizer.param_groups[0]["params"][0].register_hook(lambda gradient: die())
-    return hvd.allreduce(real_update(run, batch), name="test.loss")
+    return hvd.allreduce(real_update(run, batch, mark), name="test.loss")
 training.update = update
 
 real_write = VersionWriter.write
@@ -118,6 +119,10 @@ def audit(folder):
 def undisturbed(repository):
     status, events, errors = run(repository, "undisturbed")
     assert status == 0, errors
+    found = list_runs(repository, "undisturbed")[0]
+    (compared, *_) = [event for event in read_run(repository, found.name, found.id).events if event.event == "ranks"]
+    assert compared.facts["rank"] == [0, 1]
+    assert all(own_s > 0 for own_s in compared.facts["own_s"])
     return events
 
 
@@ -131,6 +136,11 @@ def check_undisturbed(repository, name, events, undisturbed):
     (use,) = newest.entry["data"]
     assert use["spans"][0]["start"] == [0, 0]
     assert use["spans"][-1]["stop"] == [2, 0]
+    run = list_runs(repository, name)[0]
+    history = read_run(repository, name, run.id)
+    assert (run.state, newest.entry["run"]) == ("finished", run.ref)
+    assert history.series["loss"].steps.tolist() == list(range(1, NUM_STEPS + 1))
+    assert not history.problems
 
 
 @pytest.mark.slow

@@ -111,6 +111,7 @@ def commit(run: Run, *, due: bool = False) -> None:
             metrics=run.metrics,
             execution=describe_execution(run.layout, zero=run.config.zero),
             parent=None if run.has_saved else run.parent,
+            run=run.ref,
         )
     except BusyError:
         # Only a periodic save is refused. Nothing is lost: the next save has a newer state.

@@ -80,15 +80,15 @@ class ElasticMemory(State):
         self._run = run
         try:
             yield
-        except HostsUpdatedInterrupt:
+        except HostsUpdatedInterrupt as error:
             # A commit has raised it. Closing waits for the saves before the commit, so the newest one is the parent.
-            run.close()
+            run.close(error)
             report_commits(run)
             assert self.snapshot is not None
             self.snapshot = dataclasses.replace(self.snapshot, parent=parent_of(run))
             raise
-        except BaseException:
-            run.close()
+        except BaseException as error:
+            run.close(error)
             raise
         finally:
             self._run = None

@@ -17,6 +17,7 @@ from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
 from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.metric_logs import MetricLog
+from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, Recorder
 from datasvc.trainer.recipes.update import Learner
 
 
@@ -32,8 +33,9 @@ class Run(Learner):
         schedule: schedule of the learning rate.
         stop: early stopping.
         events: sink of this rank's events.
+        recorder: what this rank measures for the log of the run.
         logs: experiment trackers by target, on rank 0.
-        log_ids: ids of the trackers' runs by target, equal on all ranks; see `open_logs`.
+        log_ids: ids of the trackers' runs by target, and that of the run log by `RUN_LOG`; equal on all ranks.
         cache: cache of the node, as opened for this run; None without one.
         nodes: servers that this rank started for its node.
         checkpoints: manager that saves the run.
@@ -54,6 +56,7 @@ class Run(Learner):
     schedule: RateSchedule
     stop: EarlyStop
     events: EventSink
+    recorder: Recorder
     logs: dict[str, MetricLog] = field(default_factory=dict)
     log_ids: dict[str, str] = field(default_factory=dict)
     cache: Cache | None = None
@@ -68,6 +71,12 @@ class Run(Learner):
     average_statistics: dict[str, Tensor] = field(default_factory=dict)
     parent: str | None = None
     has_saved: bool = False
+
+    @property
+    def ref(self) -> str | None:
+        """Reference to the log of the run, for its versions; None without a log."""
+        run_id = self.log_ids.get(RUN_LOG)
+        return f"{self.config.name}/{run_id}" if self.config.run_log and run_id is not None else None
 
     @property
     def is_over(self) -> bool:
@@ -94,9 +103,13 @@ class Run(Learner):
         """Whether `max_steps` is reached."""
         return self.config.max_steps is not None and self.step >= self.config.max_steps
 
-    def close(self) -> None:
-        """Close what the run has opened on this rank, in the middle of the training. Errors of saves are logged."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close what the run has opened on this rank, after an error in the middle of the training.
+
+        Errors of saves are logged.
+        """
         with contextlib.ExitStack() as stack:
+            stack.callback(self.recorder.close, error)
             # The last one is closed first: a save that is still running reads nothing but its own copy.
             for log in self.logs.values():
                 stack.callback(log.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 
@@ -16,9 +17,12 @@ from datasvc.loaders import Mixture
 from datasvc.loaders.core.batch import check_gpu
 from datasvc.loaders.core.mixture import columns_of
 from datasvc.models import ConsumptionTracker
+from datasvc.models.versions.code_revision import capture_code
+from datasvc.models.versions.environment import describe_environment
 from datasvc.node.peers import open_peers
 from datasvc.node.ranks import RankNodes
 from datasvc.processors import count_processors
+from datasvc.runs import RunLog
 from datasvc.shards import Split
 from datasvc.shards.format.schema import IMAGE
 from datasvc.trainer.recipes import random_state
@@ -30,7 +34,7 @@ from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.initial_weights import initialise
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout, read_sizes
-from datasvc.trainer.recipes.layouts.layout import Layout, check_layout, plan_layout
+from datasvc.trainer.recipes.layouts.layout import AXES, Layout, check_layout, plan_layout
 from datasvc.trainer.recipes.layouts.shard import find_units, recompute_activations
 from datasvc.trainer.recipes.make_optimizer import (
     build_distributed_optimizer,
@@ -40,8 +44,8 @@ from datasvc.trainer.recipes.make_optimizer import (
 from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule, scale_rate
-from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.metric_logs import open_logs
+from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents, Recorder
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan, plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -53,7 +57,7 @@ from datasvc.trainer.recipes.training_data import open_data, resolve_data
 from datasvc.trainer.recipes.update import Learner
 
 
-def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = None) -> Run:
+def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None = None) -> Run:
     """Build this rank's run, new or restored from the checkpoint that it continues. Every rank must call this.
 
     Args:
@@ -115,6 +119,7 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
             schedule=schedule,
             stop=EarlyStop(config.stop_metric, config.patience, config.stop_mode),
             events=events,
+            recorder=Recorder(place.device, is_on=config.run_log),
             cache=cache,
             nodes=nodes,
             version=version,
@@ -131,6 +136,11 @@ def start(config: TrainConfig, events: EventSink, snapshot: Snapshot | None = No
         if snapshot is not None:
             run.reading.load_state_dict(snapshot.reading)
         compile_model(run.model, config.compile)
+        if config.run_log:
+            parent = run.version or init_version
+            run.log_ids |= call_on_first_rank(
+                lambda: open_run_log(run, repo, events, layout, versions, parent), name="run_log"
+            )
         if config.log_to:
             # Every rank keeps the ids, because any rank of an elastic run may become rank 0 and continue these runs.
             run.log_ids |= call_on_first_rank(lambda: open_run_logs(run), name="logs")
@@ -334,6 +344,39 @@ def choose_place(config: TrainConfig, layout: Layout) -> DataPlacement:
         device=device,
         num_threads=config.decode_threads or max(1, count_processors() // hvd.local_size()),
     )
+
+
+def open_run_log(
+    run: Run,
+    repo: DataRepository,
+    events: LoggedEvents,
+    layout: Layout,
+    versions: Sequence[str],
+    parent: str | None,
+) -> dict[str, str]:
+    """Open the log of a run in the repository, for rank 0; return its identifier, which the checkpoints keep."""
+    log = RunLog.open(
+        repo.repository,
+        run.config.name,
+        run_id=run.log_ids.get(RUN_LOG),
+        config=run.config.to_dict(),
+        data=versions,
+        parent=parent,
+        code=capture_code().to_dict(),
+        world_size=hvd.size(),
+        layout={axis: layout.size_of(axis) for axis in AXES},
+        facts={
+            "environment": describe_environment(world_size=hvd.size()),
+            "num_samples": len(run.loader.split),
+            "global_batch": run.batches.global_batch,
+            "num_parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+            "device": str(run.device),
+            "step": run.step,
+        },
+    )
+    run.recorder.log = log
+    events.attach(log)
+    return {RUN_LOG: log.id}
 
 
 def open_run_logs(run: Run) -> dict[str, str]:

@@ -18,7 +18,8 @@ from datasvc.trainer.recipes.elastic_memory import ElasticMemory, reporting_lost
 from datasvc.trainer.recipes.layouts.lost_ranks import explaining_lost_ranks
 from datasvc.trainer.recipes.make_optimizer import set_rate
 from datasvc.trainer.recipes.optimizers.precision import autocast
-from datasvc.trainer.recipes.reporting.events import EventSink, choose_events
+from datasvc.trainer.recipes.reporting.events import choose_events
+from datasvc.trainer.recipes.reporting.recorder import LoggedEvents
 from datasvc.trainer.recipes.reporting.step_clock import StepClock
 from datasvc.trainer.recipes.reporting.trace_path import trace_path
 from datasvc.trainer.recipes.run import Run
@@ -50,7 +51,7 @@ def train(config: TrainConfig) -> str:
     # An impossible layout is refused here, because the ranks would otherwise connect first.
     choose_layout(config, read_placement(os.environ).size)
     hvd.init()
-    events = choose_events(sys.stdout)
+    events = LoggedEvents(choose_events(sys.stdout))
     if config.elastic and not runtime.is_elastic() and hvd.rank() == 0:
         sys.stderr.write(
             "elastic has no effect in a job whose ranks cannot change: start it with datasvc-run --min-num-proc "
@@ -66,7 +67,7 @@ def train(config: TrainConfig) -> str:
     return run.version
 
 
-def train_once(config: TrainConfig, events: EventSink) -> Run:
+def train_once(config: TrainConfig, events: LoggedEvents) -> Run:
     """Train with the ranks of now; return the run, whose resources are closed."""
     random_state.seed_all(config.seed)
     run = start(config, events)
@@ -77,11 +78,15 @@ def train_once(config: TrainConfig, events: EventSink) -> Run:
             f"nothing is left to train: {run.version} is complete, at step {run.step}; to continue it, "
             f"raise {limits}\n"
         )
-    train_to_end(run)
+    try:
+        train_to_end(run)
+    except BaseException as error:
+        run.recorder.close(error)
+        raise
     return run
 
 
-def train_elastically(config: TrainConfig, events: EventSink) -> Run:
+def train_elastically(config: TrainConfig, events: LoggedEvents) -> Run:
     """Train in rounds, between which ranks may be lost and join; return the run of the last round, closed."""
 
     def train_round(memory: ElasticMemory) -> Run:
@@ -136,7 +141,7 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
             set_rate(run.optimizer, rate, progress)
             progress = run.loader.progress
             was_choosing = is_choosing_buckets(run)
-            loss = update(run, batch)
+            loss = update(run, batch, run.recorder.begin_step(run.step))
             run.step += 1
             if was_choosing and not is_choosing_buckets(run):
                 report_buckets(run)
@@ -145,6 +150,7 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
             clock.ended_step()
             if shown_loss is not None:
                 report_step(run, clock, epoch=batch.epoch, loss=shown_loss, rate=rate)
+            run.recorder.compare_ranks(run.step)
             report_commits(run)
             if run.checkpoints.should_save(run.step) and not run.is_over:
                 # The metrics of an earlier evaluation do not describe this state.
@@ -167,6 +173,8 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
 
 def end_epoch(run: Run) -> None:
     """Evaluate and commit the state at the end of an epoch, if that is due."""
+    run.recorder.compare_ranks(run.step, now=True)
+    run.recorder.report_diagnosis(run.step, lambda: run.loader.report().to_dict(), now=True)
     # Always evaluate and commit the last state of the run, whatever the period is.
     if run.is_over or is_due(run.loader.epoch, run.config.evaluate_every):
         run.metrics = evaluate_run(run)
@@ -249,14 +257,19 @@ def report_buckets(run: Run) -> None:
 def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: float) -> None:
     """Report from rank 0: its loss, the learning rate, and the mean times of the steps since the last report."""
     step_s, wait_s = clock.take()  # on every rank, because the call restarts the means
+    samples = run.batches.global_batch
+    progress = run.loader.progress
+    curves = {"loss": loss, "rate": rate, f"{run.task.unit}_per_s": samples / step_s}
+    facts = {"epoch": epoch, "progress": progress / run.config.epochs, "coverage": progress - epoch, **curves}
+    run.recorder.report_step(run.step, step_s=step_s, wait_s=wait_s, facts={**facts, "unit": run.task.unit})
+    run.recorder.report_diagnosis(run.step, lambda: run.loader.report().to_dict())
     if hvd.rank() != 0:
         return
-    samples = run.batches.global_batch
     run.events.report(
         "step",
         step=run.step,
         epoch=epoch,
-        progress=run.loader.progress / run.config.epochs,
+        progress=progress / run.config.epochs,
         loss=loss,
         rate=rate,
         step_s=step_s,
@@ -264,7 +277,7 @@ def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: fl
         samples=samples,
         unit=run.task.unit,
     )
-    values = {"loss": loss, "rate": rate, f"{run.task.unit}_per_s": samples / step_s, "data_stall": wait_s / step_s}
+    values = {**curves, "data_stall": wait_s / step_s}
     for log in run.logs.values():
         log.log(run.step, values)
 
@@ -304,3 +317,4 @@ def end(run: Run) -> None:
             run.events.report("end", version=run.version, step=run.step, **run.metrics)
         else:
             run.events.report("stopped", version=run.version, step=run.step, signal=run.checkpoints.stop_signal)
+        run.recorder.close(signal=None if run.is_over else run.checkpoints.stop_signal)

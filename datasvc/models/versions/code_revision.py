@@ -105,9 +105,9 @@ def describe_code(folder: Path | None = None) -> CodeRevision:
     )
 
 
-def capture_code(folder: Path | None = None) -> None:
+def capture_code(folder: Path | None = None) -> CodeRevision:
     """Read the code now for a later `keep_code`; a run calls this at its start, before files are edited."""
-    _capture(str(folder or Path.cwd()))
+    return _capture(str(folder or Path.cwd()))[0]
 
 
 def keep_code(objects: Objects, folder: Path | None = None) -> CodeRevision:

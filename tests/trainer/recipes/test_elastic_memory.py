@@ -28,6 +28,7 @@ from datasvc.trainer.recipes.elastic_memory import (
 )
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.reporting.events import choose_events
+from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import start
 from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
@@ -85,11 +86,11 @@ def test_failures_repeat_the_steps_since_the_last_commit_and_change_nothing(
 ):
     real_update, fails_before = training.update, [2, 8, 8, 10, 17]  # the first before any commit
 
-    def update(run, batch):
+    def update(run, batch, mark):
         if fails_before and run.step == fails_before[0]:
             del fails_before[0]
             raise hvd.HorovodInternalError(f"a rank was lost, {len(fails_before)} are left to lose")
-        return real_update(run, batch)
+        return real_update(run, batch, mark)
 
     monkeypatch.setattr(training, "update", update)
     events = run(repository, "failing", capsys, ledger=str(tmp_path))
@@ -151,7 +152,7 @@ def compressed(repository):
     """A run whose top-k compression has a residual of ones for its first parameter."""
     hvd.init()
     config = TrainConfig(repo=repository.url, data="pets", name="compressed", compression="topk:0.1", **SETTINGS)
-    run = start(config, choose_events(sys.stdout))
+    run = start(config, LoggedEvents(choose_events(sys.stdout)))
     weight = run.optimizer.param_groups[0]["params"][0]
     run.optimizer._exchange.memory[0] = {"residual": torch.ones_like(weight)}
     with contextlib.closing(run), run.checkpoints:
@@ -196,11 +197,11 @@ def test_each_round_closes_its_cache(repository, tmp_path, capsys, monkeypatch):
             super().__init__(*arguments, **options)
             opened.append(self)
 
-    def update(run, batch):
+    def update(run, batch, mark):
         if fails_before and run.step == fails_before[0]:
             del fails_before[0]
             raise hvd.HorovodInternalError("a rank was lost")
-        return real_update(run, batch)
+        return real_update(run, batch, mark)
 
     monkeypatch.setattr("datasvc.trainer.recipes.start.Cache", RecordedCache)
     monkeypatch.setattr(training, "update", update)
@@ -221,9 +222,10 @@ def test_every_rank_has_the_ids_of_the_trackers_runs(repository, tmp_path, monke
     monkeypatch.setattr("datasvc.trainer.recipes.start.call_on_first_rank", answer_of_rank_0)
     monkeypatch.setattr("datasvc.trainer.recipes.start.open_logs", None)
     config = TrainConfig(repo=repository.url, data="pets", name="tracked", log_to=("wandb:p",), **SETTINGS)
-    started = start(config, choose_events(sys.stdout))
+    started = start(config, LoggedEvents(choose_events(sys.stdout)))
     with contextlib.closing(started), started.checkpoints:
-        assert take_snapshot(started).log_ids == {"wandb:p": "run-7"}
+        assert take_snapshot(started).log_ids["wandb:p"] == "run-7"
+        assert take_snapshot(started).log_ids[RUN_LOG] == started.recorder.log.id
         assert not started.logs
     hvd.shutdown()
 

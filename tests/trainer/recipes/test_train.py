@@ -23,6 +23,7 @@ from datasvc.models.registry.removal import remove
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.repository import Repository
 from datasvc.repository.objects.objects import Objects
+from datasvc.runs import list_runs, read_run
 from datasvc.shards import ingest
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import restore
@@ -487,6 +488,49 @@ def test_a_run_that_starts_again_continues_its_run_of_each_tracker_and_a_branch_
     ]
 
 
+def test_a_run_and_its_versions_name_each_other_and_a_restart_continues_the_run(repository):
+    settings = {"epochs": 2, "evaluate_every": 1, "checkpoint_every": 4}
+    run(repository, "recorded", max_steps=13, **settings)
+    run(repository, "recorded", **settings)
+    (found,) = list_runs(repository, "recorded")
+    history = read_run(repository, "recorded", found.id)
+    versions = [f"recorded@{version.version}" for version in model_log(repository, "recorded")]
+    assert [describe_model(repository, version).entry["run"] for version in versions] == [found.ref] * len(versions)
+    assert sorted(history.versions) == sorted(versions)
+    assert (found.state, found.step, found.num_attempts, found.data) == ("finished", 20, 2, ["digits@1"])
+    assert history.series["loss"].steps.tolist() == [*range(1, 21)]
+    assert {"rate", "step_s", "wait_s", "images_per_s", "forward_s", "backward_s", "coverage"} <= set(history.series)
+    assert history.evaluation["val_accuracy"].steps.tolist() == [10, 13, 20]
+    assert [header["world_size"] for header in history.headers.values()] == [1, 1]
+    assert history.header["config"]["name"] == "recorded"
+    assert describe_model(repository, history.header["parent"]).entry["step"] == 13
+    diagnoses = [event.facts["verdict"] for event in history.events if event.event == "diagnosis"]
+    assert all("images/s" in verdict for verdict in diagnoses)
+    assert [event.event for event in history.events if event.event in ("start", "end")] == ["start", "end"] * 2
+    assert not history.problems
+
+
+def test_another_name_begins_another_run_and_without_a_log_there_is_none(repository):
+    run(repository, "recorded-once", max_steps=2)
+    run(repository, "recorded-branch", max_steps=3, resume="recorded-once@1")
+    run(repository, "unrecorded", max_steps=2, run_log=False)
+    (branch,) = list_runs(repository, "recorded-branch")
+    assert read_run(repository, branch.name, branch.id).header["parent"] == "recorded-once@1"
+    assert list_runs(repository, "unrecorded") == []
+    assert "run" not in describe_model(repository, "unrecorded@1").entry
+
+
+def test_a_run_that_fails_says_so_in_its_log(repository, monkeypatch):
+    def fail(*_arguments):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("datasvc.trainer.recipes.train.update", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(repository, "failing")
+    (found,) = list_runs(repository, "failing")
+    assert (found.state, found.message) == ("failed", "RuntimeError: out of memory")
+
+
 def test_a_signal_ends_the_run_with_a_last_checkpoint_and_the_rest_gives_the_same_bits(
     repository, capsys, monkeypatch
 ):
@@ -509,6 +553,9 @@ def test_a_signal_ends_the_run_with_a_last_checkpoint_and_the_rest_gives_the_sam
             signal.signal(number, handler)
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert last == {"event": "stopped", "version": "preempted@1", "step": 3, "signal": signal.SIGTERM}
+    assert [(run.state, run.message) for run in list_runs(repository, "preempted")] == [
+        ("interrupted", f"stopped by signal {int(signal.SIGTERM)}")
+    ]
     monkeypatch.undo()
     run(repository, "preempted", **settings)
     assert equal_weights(repository, "preempted", "undisturbed")

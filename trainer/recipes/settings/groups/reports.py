@@ -16,6 +16,7 @@ class ReportSettings(SettingGroup):
     """What a run reports, and where.
 
     Attributes:
+        run_log: write a log of the run to the repository, which `datasvc runs` and `datasvc ui` show.
         log_to: experiment trackers: "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:EXPERIMENT".
         report_every: steps between reports; each report waits for the device.
         profile: file for a trace of the loader's steps, written at the end of each epoch together with a printed
@@ -24,6 +25,7 @@ class ReportSettings(SettingGroup):
 
     title: ClassVar[str] = "reports"
 
+    run_log: bool = True
     log_to: Annotated[tuple[str, ...], Metavar("TRACKER:TARGET")] = ()
     report_every: Annotated[int, Metavar("STEPS"), Range(1)] = 1
     profile: Annotated[str | None, Metavar("FILE")] = None

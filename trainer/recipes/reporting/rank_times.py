@@ -1,0 +1,65 @@
+"""Compares the times of all ranks: in synchronous training, the ranks wait for the slowest one."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+STRAGGLER_FACTOR: Final = 1.2
+"""A rank whose own time is this many times the median of all ranks is a straggler."""
+_MAX_RANKS: Final = 256  # in one event
+
+
+class RankTimes:
+    """Sums the times of this rank until the ranks compare them."""
+
+    def __init__(self) -> None:
+        self._sums_s: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._sums_s)
+
+    def add(self, times_s: Mapping[str, float]) -> None:
+        """Add times of steps by name, in seconds."""
+        for name, value in times_s.items():
+            self._sums_s[name] = self._sums_s.get(name, 0.0) + value
+            self._counts[name] = self._counts.get(name, 0) + 1
+
+    def take(self) -> dict[str, float]:
+        """Return the means since the last call."""
+        means = {name: total / self._counts[name] for name, total in self._sums_s.items()}
+        self._sums_s, self._counts = {}, {}
+        return means
+
+
+def describe_ranks(hosts: Sequence[str], times_s: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Return the facts of an event that compares the ranks.
+
+    Args:
+        hosts: name of the host of each rank.
+        times_s: mean times of each rank: `step_s`, `wait_s` for data, and if measured `all_reduce_s` and others.
+
+    Returns:
+        Columns with an element for each rank: `rank`, `host`, the times, and `own_s`, the time of a step without the
+        wait for other ranks; and `stragglers`, the ranks with a much longer own time. Of more than 256 ranks, those
+        with the longest own times.
+    """
+    own_s = [times.get("step_s", 0.0) - times.get("all_reduce_s", 0.0) for times in times_s]
+    median = statistics.median(own_s)
+    ranks = sorted(range(len(own_s)), key=lambda rank: -own_s[rank])
+    chosen = sorted(ranks[:_MAX_RANKS])
+    names = sorted({name for times in times_s for name in times})
+    return {
+        "num_ranks": len(own_s),
+        "rank": chosen,
+        "host": [hosts[rank] for rank in chosen],
+        "own_s": [_round(own_s[rank]) for rank in chosen],
+        **{name: [_round(times_s[rank].get(name, 0.0)) for rank in chosen] for name in names},
+        "stragglers": [rank for rank in ranks[:_MAX_RANKS] if own_s[rank] > STRAGGLER_FACTOR * median],
+    }
+
+
+def _round(seconds: float) -> float:
+    return float(f"{seconds:.4g}")

@@ -1,0 +1,125 @@
+"""`Recorder`: what one rank measures for the run log, and on rank 0 the log itself."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+import datasvc.trainer as hvd
+from datasvc.runs import RunLog
+from datasvc.runs.run_log import outcome_of
+from datasvc.trainer.recipes.reporting.events import EventSink
+from datasvc.trainer.recipes.reporting.rank_times import RankTimes, describe_ranks
+from datasvc.trainer.recipes.reporting.step_parts import Mark, StepParts
+from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
+
+RUN_LOG: Final = "datasvc"
+"""Key of the identifier of the run in the ids of the trackers' runs."""
+DIAGNOSIS_S: Final = 30.0
+STALL_S: Final = 1.0
+"""A step that waits longer for its data is an event of its own."""
+# The ranks exchange their times after so many steps, which takes about a millisecond.
+STEPS_PER_COMPARISON: Final = 500
+_MAX_EARLY_EVENTS: Final = 100
+
+
+class LoggedEvents:
+    """Passes events to a sink and, once it is attached, to the log of the run; earlier events follow then.
+
+    The log gets `step` events from `Recorder.report_step`, with more facts.
+    """
+
+    def __init__(self, sink: EventSink) -> None:
+        self._sink = sink
+        self._log: RunLog | None = None
+        self._early: deque[tuple[str, dict[str, Any]]] = deque(maxlen=_MAX_EARLY_EVENTS)
+
+    def report(self, event: str, **facts: Any) -> None:
+        """Report an event to both."""
+        self._sink.report(event, **facts)
+        if event == "step":
+            return
+        if self._log is None:
+            self._early.append((event, facts))
+        else:
+            self._log.report(event, **facts)
+
+    def attach(self, log: RunLog) -> None:
+        """Send all later events to `log`, and those that no log has got yet."""
+        self._log = log
+        while self._early:
+            event, facts = self._early.popleft()
+            log.report(event, **facts)
+
+
+class Recorder:
+    """Measures the steps of this rank for the run log.
+
+    Args:
+        device: device that computes the steps.
+        is_on: whether the run has a log; if not, nothing is measured.
+
+    Attributes:
+        log: log of the run, on rank 0 of a run that has one.
+    """
+
+    def __init__(self, device: torch.device, *, is_on: bool) -> None:
+        self.log: RunLog | None = None
+        self._is_on = is_on
+        self._parts = StepParts(device)
+        self._times = RankTimes()
+        self._next_diagnosis = time.monotonic() + DIAGNOSIS_S
+
+    def begin_step(self, step: int) -> Mark:
+        """Return the function that `update` calls at the end of each part of the step after `step` others."""
+        return self._parts.begin(step) if self._is_on else _mark_nothing
+
+    def report_step(self, step: int, *, step_s: float, wait_s: float, facts: Mapping[str, Any]) -> None:
+        """Record the mean times of the steps since the last report, and on rank 0 further facts."""
+        if not self._is_on:
+            return
+        parts_s = self._parts.take()
+        self._times.add({"step_s": step_s, "wait_s": wait_s, **parts_s})
+        if self.log is not None:
+            self.log.report("step", step=step, step_s=step_s, wait_s=wait_s, **parts_s, **facts)
+            if wait_s >= STALL_S:
+                self.log.report("stall", step=step, wait_s=wait_s)
+
+    def report_diagnosis(self, step: int, diagnose: Callable[[], Mapping[str, Any]], *, now: bool = False) -> None:
+        """Record the bottleneck of the loader on rank 0, at most every `DIAGNOSIS_S` seconds unless `now`."""
+        if self.log is not None and (now or time.monotonic() >= self._next_diagnosis):
+            self._next_diagnosis = time.monotonic() + DIAGNOSIS_S
+            self.log.report("diagnosis", step=step, **diagnose())
+
+    def compare_ranks(self, step: int, *, now: bool = False) -> None:
+        """Record the times of all ranks, if `now` or every `STEPS_PER_COMPARISON` steps; every rank calls this."""
+        if not self._is_on or hvd.size() == 1 or not (now or step % STEPS_PER_COMPARISON == 0):
+            return
+        if not self._times:
+            return  # equal on all ranks: there was no step since the last comparison
+        answers = hvd.allgather_object((socket.gethostname(), self._times.take()), name="run_log.ranks")
+        if self.log is not None:
+            hosts, times_s = zip(*answers, strict=True)
+            self.log.report("ranks", step=step, **describe_ranks(hosts, times_s))
+
+    def close(self, error: BaseException | None = None, *, signal: int | None = None) -> None:
+        """Close the log with the outcome: an error, a signal that ended the run, or neither."""
+        if self.log is None:
+            return
+        if signal is not None:
+            self.log.close("interrupted", f"stopped by signal {signal}")
+        elif isinstance(error, hvd.HorovodInternalError | HostsUpdatedInterrupt):
+            self.log.close("interrupted", f"the ranks changed: {error}")
+        elif error is None:
+            self.log.close()
+        else:
+            self.log.close(*outcome_of(error))
+
+
+def _mark_nothing(_part: str) -> None:
+    pass
