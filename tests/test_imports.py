@@ -81,6 +81,8 @@ ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
 }
 ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.progress", "datasvc.api", "datasvc.shards"}
 ALLOWED["datasvc.loaders"] = {
+    "datasvc.drawing",
+    "datasvc.notebook",
     "datasvc.printable",
     "datasvc.ledger",
     "datasvc.child_process",

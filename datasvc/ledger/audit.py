@@ -99,6 +99,11 @@ class Audit:
         is_any_finished = any(epoch.is_finished for epoch in self.epochs)
         return is_sound and is_any_finished and all(epoch.is_faultless for epoch in self.epochs)
 
+    def _repr_html_(self) -> str:
+        from datasvc.ledger.audit_html import audit_html
+
+        return audit_html(self)
+
 
 def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, damage: Sequence[str] = ()) -> Audit:
     """Audit the files of a run.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from datasvc.keyed_random import Integers
 from datasvc.loaders.core.batch import Batch
+
+if TYPE_CHECKING:
+    from datasvc.loaders.images.batch_html import BatchDisplay
 
 A = TypeVar("A")
 
@@ -30,6 +33,7 @@ class ImageBatch(Batch[A]):
         bad: samples that do not decode: index in the batch -> name of the sample and reason.
         sources: `int64[n]`, for a mixture: index of each sample's split in `mixture.splits` and `mixture.names`; None
             for a single split.
+        display: how a notebook shows the batch; set by the loader.
     """
 
     images: A
@@ -40,7 +44,13 @@ class ImageBatch(Batch[A]):
     columns: Mapping[str, A | list[Any]] = field(default_factory=dict)
     bad: Mapping[int, str] = field(default_factory=dict)
     sources: A | None = None
+    display: BatchDisplay | None = field(default=None, repr=False, compare=False)
 
     @property
     def _pair(self) -> tuple[A, A | None]:
         return self.images, self.labels
+
+    def _repr_html_(self) -> str:
+        from datasvc.loaders.images.batch_html import batch_html
+
+        return batch_html(self)

@@ -17,6 +17,7 @@ from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.other_columns import read_lists
 from datasvc.loaders.decode.backend import DecodedImages, Framework, ImageBackend, OnBad
 from datasvc.loaders.decode.gpu.device_stream import place
+from datasvc.loaders.images.batch_html import BatchDisplay
 from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_plan import ImagePlan
 from datasvc.loaders.profiling.step_profiler import StepProfiler
@@ -40,6 +41,7 @@ class ImageDecoder:
         on_bad: "raise" an error for samples that do not decode, or "mask" them.
         is_mixture: whether samples come from a mixture; then batches have `sources`.
         device: device of labels, mask and numeric columns, such as "cuda:1"; None: the CPU.
+        display: how a notebook shows the batches.
         profiler: profiler of the loader, which measures waits for the backend and the assembly of batches.
     """
 
@@ -55,6 +57,7 @@ class ImageDecoder:
         on_bad: OnBad,
         is_mixture: bool,
         device: str | None,
+        display: BatchDisplay,
         profiler: StepProfiler,
     ) -> None:
         self._backend = backend
@@ -64,6 +67,7 @@ class ImageDecoder:
         self._numeric_columns, self._list_columns = numbers, lists
         self._on_bad = on_bad
         self._is_mixture, self._device = is_mixture, device
+        self._display = display
         self._profiler = profiler
         self._in_progress: deque[SampleBatch] = deque()
 
@@ -116,6 +120,7 @@ class ImageDecoder:
             columns=columns | read_lists(batch, self._list_columns),
             bad=bad,
             sources=self._deliver(batch.sources) if self._is_mixture else None,
+            display=self._display,
         )
 
     def _deliver(self, values: Any) -> Any:

@@ -29,6 +29,7 @@ from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu
 from datasvc.loaders.decode.pixels import Output, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup, Sharing
+from datasvc.loaders.images.batch_html import BatchDisplay
 from datasvc.loaders.images.image_batch import ImageBatch
 from datasvc.loaders.images.image_decoder import ImageDecoder
 from datasvc.loaders.images.image_plan import ImagePlan
@@ -254,6 +255,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
             on_bad=self._on_bad,
             is_mixture=isinstance(self.split, Mixture),
             device=None if self._config.device_id is None else f"cuda:{self._config.device_id}",
+            display=BatchDisplay(config.pixels, self.split.classes),
             profiler=self.profiler,
         )
         if self.sharing is None:

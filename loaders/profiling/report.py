@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.loaders.profiling.bottleneck import Bottleneck, Resources, diagnose
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage, Totals
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _NUM_LONGEST: Final = 5
 
@@ -74,6 +77,24 @@ class Report:
             f"waits: {_ms(self.wait_p50_s)} at the median, {_ms(self.wait_p95_s)} at 95 %, "
             f"{_ms(self.wait_max_s)} at most; longest: {longest}"
         )
+
+    def plot(self, *, ax: Axes | None = None) -> Axes:
+        """Plot the time of a step by stage; return the axes of matplotlib.
+
+        Args:
+            ax: axes to plot into; None for a new figure.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        from datasvc.loaders.profiling.report_html import plot_report
+
+        return plot_report(self, ax=ax)
+
+    def _repr_html_(self) -> str:
+        from datasvc.loaders.profiling.report_html import report_html
+
+        return report_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers, and the bottleneck in words, as JSON values."""

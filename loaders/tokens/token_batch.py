@@ -58,6 +58,11 @@ class TokenBatch(Batch[A]):
     def _pair(self) -> tuple[A, A | None]:
         return self.tokens, self.labels
 
+    def _repr_html_(self) -> str:
+        from datasvc.loaders.tokens.batch_html import batch_html
+
+        return batch_html(self)
+
 
 def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:
     """Return the batch with tensors that use the arrays' memory; `positions` stays an array."""

@@ -9,7 +9,7 @@ hit ratio of a cache (Waldspurger et al., "Efficient MRC Construction with SHARD
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,9 @@ from datasvc.cache.prefetch.window_budget import (
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform
 from datasvc.order import OrderConfig
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _EPOCHS: Final = 6  # to simulate
 _STEADY_EPOCHS: Final = 2  # the last simulated epochs; their mean stands for all later epochs
@@ -83,6 +86,24 @@ class Forecast:
     resident_bytes: int
     first_epoch: EpochForecast
     later_epochs: EpochForecast
+
+    def plot(self, *, ax: Axes | None = None) -> Axes:
+        """Plot where the bytes of the first and of later epochs come from; return the axes of matplotlib.
+
+        Args:
+            ax: axes to plot into; None for a new figure.
+
+        Raises:
+            ConfigError: matplotlib is not installed.
+        """
+        from datasvc.cache.forecast.forecast_html import plot_forecast
+
+        return plot_forecast(self, ax=ax)
+
+    def _repr_html_(self) -> str:
+        from datasvc.cache.forecast.forecast_html import forecast_html
+
+        return forecast_html(self)
 
 
 def forecast(

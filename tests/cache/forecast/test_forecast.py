@@ -14,6 +14,7 @@ from datasvc.cache.forecast.workload import Rates, Workload
 from datasvc.cache.prefetch.window_budget import choose_ahead_bytes, window_bytes
 from datasvc.errors import CacheFullError, ConfigError
 from datasvc.order import OrderConfig
+from tests.drawing.hostile import parsed, text_of
 from tests.examples import examples
 
 COUNTS = np.full(240, 100)
@@ -218,3 +219,13 @@ def test_a_shape_out_of_range_is_refused(wrong):
 def test_a_rate_out_of_range_is_refused(wrong):
     with pytest.raises(ConfigError, match="expected more than 0"):
         Rates(**wrong)
+
+
+def test_a_forecast_is_shown_in_a_notebook_and_plotted():
+    pytest.importorskip("matplotlib").use("Agg")
+    found = forecast_of(0.25, run_shape(nodes=4))
+    assert "each later one" in text_of(parsed(found._repr_html_()))
+    widths = [bar.get_width() for bar in found.plot().patches]  # of own caches, peers and origin, twice each
+    later = found.later_epochs
+    expected = [later.hit_bytes, later.peer_bytes, later.origin_bytes]
+    assert widths[1::2] == pytest.approx([each / 1e9 for each in expected])

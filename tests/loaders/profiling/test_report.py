@@ -19,6 +19,7 @@ from datasvc.loaders.images.image_decoder import ImageDecoder
 from datasvc.loaders.profiling.step_times import Stage, TimeSpan
 from datasvc.loaders.profiling.trace import trace_events
 from datasvc.shards import ingest, open_dataset
+from tests.drawing.hostile import parsed, text_of, with_class
 from tests.loaders.decode.recorded_stream import RecordedStream
 from tests.loaders.profiling.test_step_profiler import Clock
 
@@ -371,3 +372,19 @@ def test_prometheus_reads_the_numbers_of_each_loader(make, clock, delays):
     assert samples["asked", "train"] == pytest.approx(6400)
     assert samples["steps_total", "val"] == 0
     assert {stage for name, *_, stage in samples if name == "blocked_seconds_total"} == set(Stage)
+
+
+def test_a_report_is_shown_in_a_notebook_and_plotted(make, clock, delays):
+    pytest.importorskip("matplotlib").use("Agg")
+    loader = make()
+    assert "nothing was served yet" in text_of(parsed(loader.report()._repr_html_()))
+    delays.add(CpuBackend, "take")
+    train(loader, clock, 4)
+    report = loader.report()
+    root = parsed(report._repr_html_())
+    assert any("decode: 100 ms per step" in text_of(row) for row in with_class(root, "row"))
+    assert "starved by decode" in text_of(root)
+    ax = report.plot()
+    bars = {label.get_text(): bar.get_width() for label, bar in zip(ax.get_yticklabels(), ax.patches, strict=True)}
+    assert bars["consumer"] == pytest.approx(CONSUMER_MS)
+    assert bars["decode"] == pytest.approx(100)
