@@ -69,7 +69,7 @@ SCOPE text.quiet { fill: currentColor; opacity: 0.75; }
 SCOPE .line { fill: none; }
 SCOPE a { color: inherit; }
 SCOPE a:hover .mark, SCOPE a:focus .mark { stroke: currentColor; stroke-width: 2; }
-SCOPE table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+SCOPE table { border-collapse: collapse; font: inherit; font-variant-numeric: tabular-nums; margin: 4px 0; }
 SCOPE th, SCOPE td { padding: 2px 8px; text-align: left; vertical-align: top; }
 SCOPE .number { text-align: right; }
 SCOPE figure { display: inline-block; margin: 4px; text-align: center; vertical-align: top; }

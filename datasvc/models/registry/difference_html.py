@@ -43,7 +43,8 @@ def _changes(difference: ModelDifference) -> Markup:
     changes = sorted(difference.tensors.changes, key=lambda change: -(change.relative or 0.0))
     if not changes:
         return Markup()
-    bars = [NamedBar(change.name, change.relative or 0.0) for change in changes]
+    # A tensor that was zero has no relative change; the table has its norm.
+    bars = [NamedBar(change.name, change.relative) for change in changes if change.relative is not None]
     rows = [
         (change.name, change.relative, change.norm, change.num_changed, change.num_elements, change.num_nonfinite)
         for change in changes

@@ -63,7 +63,7 @@ def version_html(version: ModelVersion) -> Markup:
         "tensors": f"{entry['num_tensors']:,}, {format_size(entry['bytes'])}",
         "data": ", ".join(f"{use['dataset']}/{use['split']}" for use in entry["data"]) or "none recorded",
         "code": entry["code"].get("revision") if entry["code"] else None,
-        "NOT FINITE": value_text(entry.get("num_nonfinite")) or None,
+        "NOT FINITE": value_text(entry.get("num_nonfinite") or None) or None,
     }
     folds = [
         folded(part, _tree(entry.get(part)), is_open=part == "metrics")

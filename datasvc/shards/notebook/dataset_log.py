@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from datasvc.notebook.tables import rows_to_arrow, to_frame
-from datasvc.repository import Entry
+from datasvc.repository import Entry, Repository
 from datasvc.shards.notebook.version_nodes import entry_parents
 
 if TYPE_CHECKING:
@@ -21,11 +21,17 @@ class DatasetLog(list[Entry]):
     Args:
         name: name of the data set.
         entries: entries with valid splits.
+        repository: where a notebook reads the tags and removals that it shows; None to show none.
     """
 
-    def __init__(self, name: str, entries: Iterable[Entry] = ()) -> None:
+    def __init__(self, name: str, entries: Iterable[Entry] = (), repository: Repository | None = None) -> None:
         super().__init__(entries)
         self.name = name
+        self._repository = repository
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process has clients of its own.
+        return DatasetLog, (self.name, list(self))
 
     def to_arrow(self) -> pa.Table:
         """Return a row for each version: `version`, `created`, `samples`, `bytes`, `shards`, `parents`, `message`."""
@@ -52,4 +58,5 @@ class DatasetLog(list[Entry]):
     def _repr_html_(self) -> str:
         from datasvc.shards.notebook.version_html import log_html
 
-        return log_html(self.name, self)
+        state = None if self._repository is None else self._repository.state("datasets", self.name)
+        return log_html(self.name, self, state)

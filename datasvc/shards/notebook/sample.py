@@ -44,7 +44,7 @@ class Sample(dict[str, Any]):
     def _repr_html_(self) -> str:
         pictures = [_picture(self, column, _SIDE, [column]) for column in self.images if self.get(column) is not None]
         facts = {str(name): _shown(value) for name, value in self.items() if name not in self.images}
-        if self.class_name is not None:
+        if self.class_name not in {None, str(self.get(LABEL))}:
             facts[LABEL] = f"{self.get(LABEL)} ({self.class_name})"
         return standalone(markup(pictures), facts_table(facts))
 

@@ -20,6 +20,7 @@ from datasvc.drawing import (
     version_table,
 )
 from datasvc.repository import Entry
+from datasvc.repository.repository import NameState
 from datasvc.shards.format.schema import is_blob
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.notebook.sample import Sample, sample_grid
@@ -64,9 +65,10 @@ def split_html(name: str, table: ShardTable, samples: Sequence[Sample], class_co
     )
 
 
-def log_html(name: str, entries: Sequence[Entry]) -> Markup:
-    """Return the graph of the versions of a data set and a table of the same."""
-    nodes = entry_nodes(name, reversed(entries))
+def log_html(name: str, entries: Sequence[Entry], state: NameState | None) -> Markup:
+    """Return the graph of the versions of a data set, with tags and removals if `state` is given, and a table of it."""
+    tags, removed = (state.tags, state.removed) if state else ({}, ())
+    nodes = entry_nodes(name, reversed(entries), tags=tags, removed=removed)
     graph = version_graph(nodes, limit=_MAX_GRAPH, title=f"versions of {name}")
     return standalone(graph, folded("as a table", version_table(nodes, limit=_MAX_ROWS)))
 

@@ -424,7 +424,7 @@ def readable_versions(repository: Repository, name: str, *, last: int | None = N
     see `Repository.entries`.
     """
     entries = repository.entries("datasets", name, last=last)
-    return DatasetLog(name, keep_valid("datasets", name, entries, check_splits))
+    return DatasetLog(name, keep_valid("datasets", name, entries, check_splits), repository)
 
 
 def continued_version(repository: Repository, name: str, head: int) -> Resolved | None:

@@ -71,6 +71,7 @@ def test_a_version_shows_its_metadata(cnn):
     shown = text_of(parsed(describe_model(cnn, "cnn@prod")._repr_html_()))
     for expected in ("cnn@3", "prod", "300", "pets@1/train", "acc 0.75"):
         assert expected in shown
+    assert "NOT FINITE" not in shown
 
 
 def test_a_comparison_is_a_table(cnn):

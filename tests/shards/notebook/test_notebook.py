@@ -88,9 +88,12 @@ def test_a_version_shows_its_splits_without_reading_a_table(pets, tmp_path):
 
 def test_a_log_is_a_graph_and_a_table(pets):
     delete(pets, "pets", keys=["a"], message="<b>bad</b>")
+    pets.tag("datasets", "pets@1", "stable")
     log = readable_versions(pets, "pets")
     nodes = with_class(parsed(log._repr_html_()), "node")
     assert ["<b>bad</b>" in text_of(node) for node in nodes] == [True, False]
+    assert ["stable" in text_of(node) for node in nodes] == [False, True]
+    assert pickle.loads(pickle.dumps(log)) == log
     assert log.to_arrow().select(["version", "samples", "parents"]).to_pylist() == [
         {"version": "pets@1", "samples": 4, "parents": []},
         {"version": "pets@2", "samples": 3, "parents": ["pets@1"]},
