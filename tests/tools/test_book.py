@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from xml.etree import ElementTree
 
 import pytest
 import typer
@@ -128,3 +129,15 @@ def test_the_site_is_searched_without_a_server(site):
     index = (site / "search.js").read_text(encoding="utf-8")
     assert "should_save" in index
     assert "iframe-worker.js" in (site / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "assets").glob("*.svg")), ids=lambda path: path.name)
+def test_a_picture_has_a_title_reads_in_light_and_dark_and_refers_to_nothing_else(path):
+    text = path.read_text(encoding="utf-8")
+    root = ElementTree.fromstring(text)
+    names = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert {"title", "desc", "style"} <= names
+    assert names.isdisjoint({"script", "image", "use", "foreignObject"})
+    assert "prefers-color-scheme:dark" in text
+    assert [url for url in re.findall(r"https?://[^\"]+", text) if url != "http://www.w3.org/2000/svg"] == []
+    assert any(path.name in page.read_text(encoding="utf-8") for page in all_pages())

@@ -113,7 +113,7 @@ def test_every_program_of_the_page_on_testing_runs(tmp_path, monkeypatch):
         exec(compile(program.text, program.place, "exec"), {"__name__": "__main__"})
 
 
-PAGES = ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md"]
+PAGES = ["ARCHITECTURE.md", "CONTRIBUTING.md", "README.md", "SECURITY.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -137,13 +137,7 @@ def anchors(path):
 
 @pytest.mark.parametrize(
     "page",
-    [
-        "ARCHITECTURE.md",
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        "README.md",
-        *(str(path.relative_to(ROOT)) for path in all_pages()),
-    ],
+    [*PAGES, "CHANGELOG.md", *(str(path.relative_to(ROOT)) for path in all_pages())],
 )
 def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
     path = ROOT / page
