@@ -1,4 +1,4 @@
-"""The Python of the pages loaders.md and mixtures.md runs as it stands, a page's blocks in turn in one program."""
+"""The Python of the pages loaders.md and mixtures.md, and of the README, runs as it stands, a page in one program."""
 
 import re
 
@@ -8,11 +8,11 @@ from datasvc.loaders.core.loader import Loader
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.shards.sources import SourceOptions
-from tests.pages import find_page
+from tests.pages import ROOT, find_page
 from tests.shards.sources.text.test_tokens import train
 
-BLOCKS = {name: re.findall(r"^```python\n(.+?)^```", find_page(name).read_text(), re.DOTALL | re.MULTILINE)
-          for name in ("loaders.md", "mixtures.md")}  # fmt: skip
+BLOCKS = {path.name: re.findall(r"^```python\n(.+?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+          for path in (find_page("loaders.md"), find_page("mixtures.md"), ROOT / "README.md")}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def place(tmp_path_factory, digits_folder, digits):
 
 
 def test_there_are_examples_on_each_page():
-    assert [len(blocks) for blocks in BLOCKS.values()] == [7, 2]
+    assert [len(blocks) for blocks in BLOCKS.values()] == [7, 2, 1]
 
 
 @pytest.mark.slow
