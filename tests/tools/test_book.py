@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 import typer
@@ -134,7 +134,7 @@ def test_the_site_is_searched_without_a_server(site):
 @pytest.mark.parametrize("path", sorted((DOCS / "assets").glob("*.svg")), ids=lambda path: path.name)
 def test_a_picture_has_a_title_reads_in_light_and_dark_and_refers_to_nothing_else(path):
     text = path.read_text(encoding="utf-8")
-    root = ElementTree.fromstring(text)
+    root = ET.fromstring(text)
     names = {element.tag.rpartition("}")[2] for element in root.iter()}
     assert {"title", "desc", "style"} <= names
     assert names.isdisjoint({"script", "image", "use", "foreignObject"})
