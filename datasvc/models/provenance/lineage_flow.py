@@ -52,7 +52,9 @@ class _LineageGraph:
 
     def add_data(self, data: DataOrigin, lineage: Lineage) -> None:
         name = self._version("datasets", data.name)
-        if data.source and (data.source.get("url") or data.source.get("kind")):
+        # The source of a derived version is its parent, which has an edge of its own.
+        is_source = data.source.get("kind") != "version" and (data.source.get("url") or data.source.get("kind"))
+        if is_source:
             kind, url = str(data.source.get("kind", "source")), str(data.source.get("url") or "")
             self._node(f"source:{kind}:{url}", url or kind, _SOURCE, kind)
             self._edge(f"source:{kind}:{url}", name, str(data.change.get("kind", "ingest")))
