@@ -35,7 +35,7 @@ from datasvc.node.http.metrics import CONTENT_TYPE, render_metrics
 from datasvc.node.http.object_routes import ObjectRoutes
 from datasvc.node.http.stage_routes import StageRoutes
 from datasvc.node.settings import NodeSettings
-from datasvc.node.status import describe_cache
+from datasvc.node.status import describe_cache, describe_disk
 from datasvc.node.transfers.fetching import Fetches
 from datasvc.node.transfers.origins import Origins
 from datasvc.node.transfers.sending import Sender
@@ -120,6 +120,7 @@ class Service:
             "process": os.getpid(),
             "up_s": round(time.monotonic() - self._started_s, 3),
             "cache": describe_cache(self._cache.status()),
+            "disk": describe_disk(self._settings.folder),
             "serving": {**asdict(self._sender.sent), **traffic},
             "peers": {url: asdict(report) for url, report in reports.items()},
             "jobs": [job.describe() for job in self._jobs.all()],

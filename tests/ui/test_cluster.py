@@ -1,15 +1,17 @@
 """The page Cluster, and the problems of nodes, with two real nodes of one list."""
 
 import json
+import shutil
 import socket
 import urllib.request
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 import datasvc
 from datasvc.testing import small_dataset
-from datasvc.ui.pages.problems import node_problems
+from datasvc.ui.pages.problems import disk_problems, node_problems
 from datasvc.ui.web import node_monitor
 from datasvc.ui.web.node_monitor import NodeState
 from tests.cli.command import run as run_command
@@ -171,6 +173,7 @@ def cache(**changes):
         ({"cache": cache(quarantined_bytes=5, corrupt=2)}, "error", "2 corrupt objects found so far"),
         ({"cache": cache(limit_bytes=60)}, "error", "because the disk was full"),
         ({"cache": cache(pinned_bytes=95)}, "warning", "are pinned"),
+        ({"cache": cache(resident_bytes=20), "disk": {"free_bytes": 79}}, "warning", "may use 80 bytes more"),
         (
             {"cache": cache(), "jobs": [{"ref": "pets@1", "split": None, "state": "failed", "error": "no room"}]},
             "error",
@@ -184,6 +187,14 @@ def test_problems_of_nodes(status, severity, text):
     assert problem.severity == severity
     assert text in problem.text
     assert problem.link == "/cluster?node=http%3A%2F%2Fa%3A1"
+
+
+def test_a_nearly_full_disk_of_the_repository_is_a_problem(tmp_path, monkeypatch):
+    assert disk_problems(None) == []
+    assert disk_problems(tmp_path / "no such folder") == []
+    for free_bytes, num_problems in ((3, 0), (2, 1)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free_bytes: SimpleNamespace(total=100, free=free))
+        assert len(disk_problems(tmp_path)) == num_problems
 
 
 def test_a_later_job_of_the_same_data_replaces_one_that_failed():

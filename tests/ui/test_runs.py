@@ -7,6 +7,7 @@ import pytest
 
 import datasvc
 from datasvc.runs import RunLog, RunSummary, list_runs, read_run
+from datasvc.testing import small_dataset
 from datasvc.ui.pages import runs as runs_page
 from datasvc.ui.pages.problems import recent_run_problems, run_problems
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
@@ -183,6 +184,25 @@ def test_a_page_without_scripts_has_the_curves_and_their_numbers(logged, browser
     assert window.locator("#chart-0 svg").is_visible()
     assert window.get_by_text("Numbers of the curves").is_visible()
     context.close()
+
+
+def test_home_has_live_runs_and_the_problems_of_runs_and_of_versions(tmp_path):
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    for _ in range(2):
+        small_dataset(repo, "pets", samples=8)
+    write_run(repo.repository, "gpt", "failed", "no room")
+    live = RunLog.open(repo.repository, "cnn")
+    report_steps(live, [1])
+    assert live.flush()
+    (tmp_path / "repo/datasets/pets/versions/00000002.json").write_text("{}")
+    with running_ui(tmp_path / "repo") as server:
+        text = texts(server.get("/")[2])
+        assert "1 live run" in text
+        assert f"{live.ref} is starved: it waits 40% of the time" in text
+        assert "failed: no room" in text
+        assert "3 problems" in text
+        assert {run["name"] for run in server.json("/", "runs")} == {"cnn", "gpt"}
+    live.close()
 
 
 def test_runs_that_go_on_come_first(tmp_path):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
+from datasvc.node.status import describe_disk
 from datasvc.printable import count_text
 from datasvc.runs import RunSummary
 from datasvc.sizes import format_size
 from datasvc.ui.web.links import cluster_link, run_link
-from datasvc.ui.web.node_monitor import NodeState
+from datasvc.ui.web.node_monitor import NodeState, used_bytes
 from datasvc.ui.web.page import Problem
 
 _FULL_OF_PINS = 0.9
 _STARVED_SHARE = 0.05  # as in the loaders' diagnosis
 _RECENT_S = 86400.0
+_MIN_FREE_SHARE = 0.03
 
 
 def node_problems(state: NodeState) -> list[Problem]:
@@ -53,6 +56,14 @@ def _errors(state: NodeState) -> Iterator[str]:
 def _warnings(state: NodeState) -> Iterator[str]:
     assert state.status is not None
     cache = state.status["cache"]
+    needed_bytes = cache["limit_bytes"] - used_bytes(cache)
+    free_bytes = state.status.get("disk", {}).get("free_bytes", needed_bytes)
+    if free_bytes < needed_bytes:
+        yield (
+            f"{state.url}: the disk of the cache is nearly full: {format_size(free_bytes)} are free, but the cache "
+            f"may use {format_size(needed_bytes)} more; its limit shrinks when the disk is full. Free space, or "
+            "lower the budget"
+        )
     if cache["pinned_bytes"] >= _FULL_OF_PINS * cache["limit_bytes"]:
         yield (
             f"{state.url}: {format_size(cache['pinned_bytes'])} of {format_size(cache['limit_bytes'])} are pinned, "
@@ -102,3 +113,16 @@ def starved_share(latest: Mapping[str, object]) -> float | None:
     if not isinstance(wait_s, (int, float)) or not isinstance(step_s, (int, float)) or not step_s > 0:
         return None
     return wait_s / step_s
+
+
+def disk_problems(folder: Path | None) -> list[Problem]:
+    """Return a problem if the disk of a local repository is nearly full. `folder`: None for other repositories."""
+    disk = {} if folder is None or not folder.is_dir() else describe_disk(folder)
+    if not disk or disk["free_bytes"] >= _MIN_FREE_SHARE * disk["total_bytes"]:
+        return []
+    text = (
+        f"the disk of the repository is nearly full: {format_size(disk['free_bytes'])} of "
+        f"{format_size(disk['total_bytes'])} are free; versions and run logs cannot be written when it is full. "
+        "`datasvc gc --dry-run` shows what can be deleted"
+    )
+    return [Problem(text, severity="warning")]
