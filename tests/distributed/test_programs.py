@@ -17,15 +17,19 @@ def test_every_operation_gives_what_torch_computes_from_all_inputs(launcher, num
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_operations_that_deal_rows_give_what_torch_computes(launcher, num_ranks):
-    launcher.run_program(num_ranks, "rows.py")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_process_sets_and_ranks_without_data(launcher, num_ranks, tmp_path):
-    launcher.run_program(num_ranks, "process_sets.py", tmp_path / "trace.json")
+@pytest.mark.parametrize(
+    ("num_ranks", "programs"),
+    [
+        (2, ["rows.py", "combining.py", "normalizing.py", "recipe_updates.py"]),
+        (3, ["combining.py", "normalizing.py", "process_sets.py"]),
+        (4, ["rows.py", "combining.py", "process_sets.py"]),
+    ],
+)
+def test_rows_gradients_batch_norm_process_sets_and_steps_of_the_training_program(
+    launcher, num_ranks, programs, tmp_path
+):
+    texts = [f"{name}:{tmp_path / 'trace.json'}" for name in programs]
+    launcher.run_program(num_ranks, "several.py", *texts, timeout_s=250.0)
 
 
 @pytest.mark.slow
@@ -43,26 +47,9 @@ def test_training_equals_one_process_and_itself_bit_by_bit(launcher, num_ranks, 
     torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_gradients_are_combined_however_they_are_grouped_compressed_or_shared_out(launcher, num_ranks):
-    launcher.run_program(num_ranks, "combining.py")
-
-
 @pytest.mark.parametrize("arguments", [(), pytest.param(("training",), marks=pytest.mark.slow)])
 def test_hierarchical_allreduces_equal_flat_ones(launcher, arguments):
     launcher.run_program(4, "hierarchical.py", *arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_batch_norm_over_ranks_equals_batch_norm_over_all_batches(launcher, num_ranks):
-    launcher.run_program(num_ranks, "normalizing.py")
-
-
-@pytest.mark.slow
-def test_steps_of_the_training_program_with_adasum_and_compressions(launcher):
-    launcher.run_program(2, "recipe_updates.py")
 
 
 @pytest.mark.parametrize(
