@@ -5,99 +5,83 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_STEPS = 50
-FEW_STEPS = 5
-TIMEOUT_S = 600.0  # ranks that wait for each other in every layer are slow where they share processors
-# One program runs the layouts of a list in turn: starting four ranks takes longer than training on them.
-LONG_RUNS = [
-    {"layout": "shard=4"},
-    {"layout": "pipeline=4", "micro_batch": 2},
-    {"layout": "data=2,pipeline=2", "micro_batch": 2},
+TIMEOUT_S = 800.0  # ranks that wait for each other in every layer are slow where they share processors
+LONG, SHORT = {"steps": 50}, {"steps": 5}
+LAYOUTS = [
+    {"layout": "shard=4", **LONG},
+    {"layout": "tensor=4", **LONG},
+    {"layout": "pipeline=4", "micro_batch": 2, "layers": 4, **LONG},
+    {"layout": "data=2,shard=2", **LONG},
+    {"layout": "data=2,tensor=2", **LONG},
+    {"layout": "data=2,pipeline=2", "micro_batch": 2, **LONG},
+    {"layout": "shard=2,tensor=2", **LONG},
+    {"layout": "shard=2,pipeline=2", "micro_batch": 2, **LONG},
+    {"layout": "tensor=2,pipeline=2", "micro_batch": 4, **LONG},
+    {"layout": "data=2,shard=2", "zero": 1, **SHORT},
+    {"layout": "shard=4", "zero": 2, "micro_batch": 1, **SHORT},
+    {"layout": "shard=4", "recompute": True, "offload": True, **SHORT},
+    {"layout": "data=4", "recompute": True, **SHORT},
+    {"layout": "shard=4", "optimizer": "lars", "learning_rate": 1.0, **SHORT},
+    {"layout": "shard=4", "optimizer": "lamb", **SHORT},
+    {"layout": "pipeline=4", "micro_batch": 2, "pipeline_schedule": "gpipe", "layers": 4, **SHORT},
+    {"layout": "data=2,pipeline=2", "micro_batch": 2, "pipeline_schedule": "interleaved", "layers": 4, **SHORT},
+    {"layout": "tensor=2,pipeline=2", "micro_batch": 2, "pipeline_schedule": "zbv", "layers": 4, **SHORT},
+    {"layout": "context=4", **SHORT},
+    {"layout": "context=4", "documents": True, **SHORT},
+    {"layout": "data=2,context=2", "documents": True, **SHORT},
+    {"layout": "shard=2,context=2", **SHORT},
+    {"layout": "tensor=2,context=2", "documents": True, **SHORT},
+    {"layout": "pipeline=2,context=2", "documents": True, "micro_batch": 4, **SHORT},
 ]
-PAIRS = [
-    {"layout": "tensor=4"},
-    {"layout": "data=2,shard=2"},
-    {"layout": "data=2,tensor=2"},
-    {"layout": "shard=2,tensor=2"},
-    {"layout": "shard=2,pipeline=2", "micro_batch": 2},
-    {"layout": "tensor=2,pipeline=2", "micro_batch": 4},
-]
-OPTIONS = [
-    {"layout": "data=2,shard=2", "zero": 1},
-    {"layout": "shard=4", "zero": 2, "micro_batch": 1},
-    {"layout": "shard=4", "recompute": True, "offload": True},
-    {"layout": "data=4", "recompute": True},
-    {"layout": "shard=4", "optimizer": "lars", "learning_rate": 1.0},
-    {"layout": "shard=4", "optimizer": "lamb"},
-    {"layout": "pipeline=4", "micro_batch": 2, "pipeline_schedule": "gpipe"},
-    {"layout": "data=2,pipeline=2", "micro_batch": 2, "pipeline_schedule": "interleaved"},
-    {"layout": "tensor=2,pipeline=2", "micro_batch": 2, "pipeline_schedule": "zbv"},
-]
-CONTEXT = [
-    {"layout": "context=4"},
-    {"layout": "context=4", "documents": True},
-    {"layout": "data=2,context=2", "documents": True},
-    {"layout": "shard=2,context=2"},
-    {"layout": "tensor=2,context=2", "documents": True},
-    {"layout": "pipeline=2,context=2", "documents": True, "micro_batch": 4},
-]
-
-
-def read_results(done):
-    """Return the lines of rank 0, which the launcher marks with its number unless there is one rank."""
-    lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
-    return [json.loads(line) for line in lines if line.startswith("{")]
-
-
-@pytest.fixture
-def train(launcher):
-    def run(num_ranks, num_steps, layouts):
-        arguments = [json.dumps(settings) for settings in layouts]
-        results = read_results(
-            launcher.run_program(num_ranks, "layouts.py", num_steps, *arguments, timeout_s=TIMEOUT_S)
-        )
-        assert len(results) == len(layouts)
-        return results
-
-    return run
+# What a run of one process needs to have the same losses.
+ALONE = ("steps", "layers", "documents", "optimizer", "learning_rate")
 
 
 def without_layout(settings):
-    """Return what a run of one process needs to have the same losses."""
-    return {name: settings[name] for name in ("documents", "optimizer", "learning_rate") if name in settings}
+    return {name: settings[name] for name in ALONE if name in settings}
 
 
-def check_equal(result, alone):
-    for name in ("losses", "val_loss", "ema_val_loss"):
-        assert result[name] == pytest.approx(alone[name], abs=1e-5, rel=0), result["settings"]
-
-
-def test_long_runs_have_the_losses_of_one_process_in_a_part_of_its_memory(train):
-    (alone,) = train(1, NUM_STEPS, [{}])
-    assert alone["losses"][-1] < 0.8 * alone["losses"][0]
-    results = train(4, NUM_STEPS, LONG_RUNS)
-    for result in results:
-        check_equal(result, alone)
+def differs(result, expected, settings):
+    """Return what differs from one process, or is not divided, in the result of a layout."""
+    names = ["losses", "val_loss", "ema_val_loss"]
+    wrong = [name for name in names if result[name] != pytest.approx(expected[name], abs=1e-5, rel=0)]
+    num_parts = {"shard=4": 4, "data=2,shard=2": 2}.get(settings["layout"], 1)
     for name in ("parameter_bytes", "optimizer_bytes"):
-        assert results[0][name] <= 1.05 / 4 * alone[name]
+        # ZeRO-1 divides only the optimizer state.
+        is_whole = settings.get("zero") == 1 and name == "parameter_bytes"
+        if result[name] > 1.05 / (1 if is_whole else num_parts) * expected[name]:
+            wrong.append(name)
+    return wrong
 
 
-@pytest.mark.parametrize("layouts", [PAIRS, OPTIONS, CONTEXT], ids=["pairs", "options", "context"])
-def test_every_layout_and_option_has_the_losses_of_one_process(train, layouts):
-    alone = train(1, FEW_STEPS, [without_layout(settings) for settings in layouts])
-    for result, expected in zip(train(4, FEW_STEPS, layouts), alone, strict=True):
-        check_equal(result, expected)
-        if result["settings"].get("zero") == 1:
-            assert result["parameter_bytes"] == expected["parameter_bytes"]
-            assert result["optimizer_bytes"] <= 1.05 / 2 * expected["optimizer_bytes"]
+def test_every_layout_and_option_has_the_losses_of_one_process(launcher):
+    def train(num_ranks, layouts):
+        # One program trains on all layouts in turn: to start four ranks takes longer than most of them.
+        done = launcher.run_program(num_ranks, "layouts.py", json.dumps(layouts), timeout_s=TIMEOUT_S)
+        # The launcher marks the lines with the number of the rank, unless there is one rank.
+        lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+        results = [json.loads(line) for line in lines if line.startswith("{")]
+        return {json.dumps(settings): result for settings, result in zip(layouts, results, strict=True)}
+
+    distinct = {json.dumps(without_layout(settings)): without_layout(settings) for settings in LAYOUTS}
+    alone = train(1, list(distinct.values()))
+    for result in alone.values():
+        if len(result["losses"]) == LONG["steps"]:
+            assert result["losses"][-1] < 0.8 * result["losses"][0]
+    wrong = {}
+    for text, result in train(4, LAYOUTS).items():
+        settings = json.loads(text)
+        if found := differs(result, alone[json.dumps(without_layout(settings))], settings):
+            wrong[text] = found
+    assert not wrong
 
 
-@pytest.mark.parametrize(("lost", "work"), [(0, "step"), (2, "evaluation")])
+@pytest.mark.parametrize(("lost", "work"), [(0, "step"), (1, "evaluation")])
 def test_every_rank_of_a_pipeline_reports_which_rank_is_lost(launcher, lost, work):
     program = launcher.program("lost_in_pipeline.py")
-    done = launcher.run(4, sys.executable, program, "pipeline=4", lost, work, timeout_s=TIMEOUT_S)
-    for rank in {0, 1, 2, 3} - {lost}:
-        assert f"rank {rank}: rank {lost} was lost, of 4" in done.stderr
+    done = launcher.run(3, sys.executable, program, "pipeline=3", lost, work, timeout_s=TIMEOUT_S)
+    for rank in {0, 1, 2} - {lost}:
+        assert f"rank {rank}: rank {lost} was lost, of 3" in done.stderr
     assert f"rank {lost} was the first to fail" in done.stderr

@@ -1,6 +1,7 @@
 """Trains a small GPT on each of the given layouts in turn; rank 0 prints losses and sizes of each as a line of JSON.
 
-Arguments: the number of steps, then for each layout its settings as JSON, "{}" for one process.
+Argument: a list of settings as JSON. Beside those of a run, they have the number of "steps" and of "layers", and
+whether blocks have several "documents".
 """
 
 import json
@@ -22,7 +23,7 @@ from datasvc.trainer.recipes.tasks.task import Examples
 from datasvc.trainer.recipes.update import update
 
 VOCABULARY, BLOCK, BATCH = 29, 8, 8
-MODEL = ("layers=4", "heads=4", "width=32", "dropout=0.0", f"context={BLOCK}")
+MODEL = ("heads=4", "width=32", "dropout=0.0", f"context={BLOCK}")
 
 
 def draw(step, *, documents):
@@ -50,15 +51,14 @@ def local_bytes(tensors):
     return sum(to_local(tensor).numel() * tensor.element_size() for tensor in tensors if torch.is_tensor(tensor))
 
 
-def run(num_steps, settings):
-    documents = settings.pop("documents", False)
+def run(steps, layers=2, documents=False, **settings):
     config = TrainConfig(
         **{
             "data": "tokens@1",
             "repo": "unused",
             "name": "unused",
             "model": "gpt",
-            "model_option": MODEL,
+            "model_option": (f"layers={layers}", *MODEL),
             "vocabulary": VOCABULARY,
             "global_batch": BATCH,
             "optimizer": "adamw",
@@ -76,7 +76,7 @@ def run(num_steps, settings):
     torch.manual_seed(0)
     learner = build_learner(config, task, batches, place, layout, block=BLOCK)
     losses = []
-    for step in range(num_steps):
+    for step in range(steps):
         loss = update(learner, own_part(draw(step, documents=documents), place)).detach()
         # Every data rank has as many targets.
         part = loss / layout.num_data_ranks if rank_layout.is_first_copy else torch.zeros(())
@@ -94,7 +94,6 @@ def run(num_steps, settings):
     }
     all_sizes = hvd.allgather_object(sizes)
     return {
-        "settings": settings,
         "losses": losses,
         "val_loss": metrics["val_loss"],
         "ema_val_loss": averaged["val_loss"],
@@ -105,9 +104,8 @@ def run(num_steps, settings):
 def main():
     torch.set_num_threads(1)
     hvd.init()
-    num_steps, *all_settings = sys.argv[1:]
-    for settings in all_settings:
-        result = run(int(num_steps), json.loads(settings))
+    for settings in json.loads(sys.argv[1]):
+        result = run(**settings)
         if hvd.rank() == 0:
             sys.stdout.write(json.dumps(result) + "\n")
             sys.stdout.flush()

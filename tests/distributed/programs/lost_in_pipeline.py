@@ -34,7 +34,7 @@ def main():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hvd.init()
     text, lost, work = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    model = GPT(11, context=8, layers=4, heads=2, width=8, dropout=0.0)
+    model = GPT(11, context=8, layers=hvd.size(), heads=2, width=8, dropout=0.0)
     layout = parse_layout(text, hvd.size())
     divided = apply_layout(
         model, layout, LayoutOptions(), rank=hvd.rank(), device=torch.device("cpu"), num_micro_batches=4
