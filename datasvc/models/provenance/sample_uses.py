@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from datasvc.keyed_random import Integers
 from datasvc.models.provenance.consumed_ranges import EpochPart
 from datasvc.models.provenance.key_positions import Served
 from datasvc.models.provenance.segments import Consumed
+from datasvc.notebook.tables import rows_to_arrow, to_frame
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Bits = npt.NDArray[np.uint8]
 """Set of requested samples, one bit each: sample n is in the set if bit n % 8 of byte n // 8 is 1."""
@@ -110,6 +115,19 @@ class ConsumerReport:
         """Return the requested versions that consumed the sample `keys[number]`, or have an ancestor that did."""
         byte, bit = divmod(number, 8)
         return [version.name for version in self.versions if self.seen[version.name][byte] >> bit & 1]
+
+    def to_arrow(self) -> pa.Table:
+        """Return a row for each use, with the fields of `SampleUse`, ordered by version and training."""
+        return rows_to_arrow([use._asdict() for use in self.all_uses()])
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the rows of `to_arrow` as a pandas frame. Raise ConfigError if pandas is not installed."""
+        return to_frame(self.to_arrow())
+
+    def _repr_html_(self) -> str:
+        from datasvc.models.provenance.uses_html import uses_html
+
+        return uses_html(self)
 
     def to_json(self, max_keys: int | None = None) -> dict[str, Any]:
         """Return JSON values, with the uses of the first `max_keys` samples (None: all)."""

@@ -66,7 +66,7 @@ def split_html(name: str, table: ShardTable, samples: Sequence[Sample], class_co
 
 
 def log_html(name: str, entries: Sequence[Entry], state: NameState | None) -> Markup:
-    """Return the graph and the table of the versions of a data set, with tags and removals if `state` is given."""
+    """Return the graph of the versions of a data set, with tags and removals if `state` has them, and a table."""
     tags, removed = (state.tags, state.removed) if state else ({}, ())
     nodes = entry_nodes(name, reversed(entries), tags=tags, removed=removed)
     graph = version_graph(nodes, limit=_MAX_GRAPH, title=f"versions of {name}")

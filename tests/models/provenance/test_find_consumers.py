@@ -21,6 +21,7 @@ from datasvc.shards import open_dataset
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.deletions import delete_samples
+from tests.drawing.hostile import parsed, text_of
 from tests.examples import examples
 from tests.loaders.numbered import Numbers, make_splits, mix, sample_of
 from tests.models.trainings import Batches, Run, Truth, commit
@@ -195,6 +196,7 @@ def test_what_is_not_known_is_said_of_a_version_and_of_all_that_continue_it(data
         found = find_consumers(repository, [name], keys=["100"])
         assert message in " ".join(found.gaps[f"{name}@1"]), name
         assert [each.is_complete for each in found.versions] == [False, False], name
+        assert message in " ".join(text_of(parsed(found._repr_html_())).split()), name
         assert f"{name}@2" not in found.gaps
         assert history_of(repository, f"{name}@2"), name
 
@@ -218,6 +220,8 @@ def test_steps_of_several_batches_are_not_told_wrong(data):
     found = find_consumers(repository, ["accumulated"], keys=keys_of(data))
     assert sorted(int(each.key) for each in found.all_uses()) == sorted(chain.from_iterable(served))
     assert {each.step for each in found.all_uses()} == {None}
+    assert found.to_pandas()["key"].tolist() == [each.key for each in found.all_uses()]
+    assert f"accumulated@1 {len(set(found.to_arrow()['key'].to_pylist()))}" in text_of(parsed(found._repr_html_()))
 
 
 def test_what_a_living_process_consumed_goes_with_its_weights(data):
