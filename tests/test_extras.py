@@ -9,6 +9,7 @@ import pytest
 from datasvc.errors import ConfigError
 from datasvc.extras import EXTRAS, how_to_install, how_to_install_driver
 from datasvc.repository.store.storage import resolve_url
+from tests.pages import find_page
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [
@@ -23,6 +24,11 @@ def test_the_extras_are_those_of_the_project():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     del declared["dev"]
     assert {name: list(packages) for name, packages in EXTRAS.items()} == declared
+
+
+def test_the_page_on_installing_lists_every_extra():
+    rows = re.findall(r"^\| (`.+?`) \|", find_page("install.md").read_text(), re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == {*EXTRAS, "dev"}
 
 
 @pytest.mark.parametrize("extra", EXTRAS)

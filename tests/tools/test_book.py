@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -125,10 +126,22 @@ def test_the_site_describes_every_public_name(site):
 
 
 @pytest.mark.slow
-def test_the_site_is_searched_without_a_server(site):
-    index = (site / "search.js").read_text(encoding="utf-8")
-    assert "should_save" in index
-    assert "iframe-worker.js" in (site / "index.html").read_text(encoding="utf-8")
+def test_the_site_is_searched_in_a_browser_without_a_server_and_without_a_network(site):
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("needs a browser: Debian's chromium")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    requested = []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.on("request", lambda request: requested.append(request.url))
+        page.goto((site / "index.html").as_uri())
+        page.keyboard.press("Control+k")
+        page.keyboard.type("trained-on")
+        page.get_by_role("link", name="Provenance").first.wait_for(timeout=60_000)
+        browser.close()
+    assert [url for url in requested if not url.startswith(("file:", "data:", "blob:", "about:"))] == []
 
 
 @pytest.mark.parametrize("path", sorted((DOCS / "assets").glob("*.svg")), ids=lambda path: path.name)
