@@ -9,7 +9,7 @@ import pytest
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
 from tests.doc_blocks import FENCE, Block, read_blocks, replace_in, run_blocks
-from tests.pages import ROOT, all_pages
+from tests.pages import ROOT, all_pages, find_page
 from tests.shards.export.contents import write_photos
 from tests.test_imports import ALLOWED, ROOMS
 
@@ -147,6 +147,17 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page):
         if not file.exists() or (anchor and anchor not in anchors(file)):
             lost.append(f"{target}#{anchor}")
     assert lost == []
+
+
+def test_the_comparison_has_figures_of_the_benchmarks_only():
+    table = find_page("comparison.md").read_text().partition("## Features")[0].partition("|---|")[2]
+    figures = re.findall(r"(?<![\w-])\d[\d,]*\.\d+|\d,\d{3}", table)
+    measured = find_page("benchmarks.md").read_text()
+    assert len(figures) > 20
+    # The page rounds shares of bytes and of time to two places.
+    rounded = {f"{float(each):.2f}" for each in re.findall(r"\d\.\d{3}", measured)}
+    values = {each.replace(",", "") for each in re.findall(r"\d[\d,.]*\d", measured)} | rounded
+    assert [figure for figure in figures if figure.replace(",", "") not in values] == []
 
 
 def read_rooms():
