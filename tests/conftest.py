@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from datasvc.repository import Repository
 from datasvc.shards import DatasetVersion, ingest, open_dataset
-from tests import s3_server, servers
+from tests import s3_server, selection, servers
 from tests.examples import FAST
 from tests.moto_process import KEY, SECRET, MotoServer
 from tests.said import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown, say  # noqa: F401 - hooks
@@ -28,6 +28,11 @@ settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 ROOT = Path(__file__).parents[1]
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(selection)
+
 
 # A shell starts `make test &` with SIGINT ignored, and the tests of Ctrl-C and their processes would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

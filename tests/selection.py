@@ -1,0 +1,74 @@
+"""Which tests a run takes, and in which order.
+
+Files with slow tests come first, those of the longest limits before all: the last tests of a run are then short, and
+its workers end together. The tests of a file stay together, because they share fixtures.
+
+`.ci/run` would run most tests of `make test` a second time in `make test-all`. What has passed in the first run is
+left out of the second one if it cannot differ there: `DATASVC_TEST_RECORD=FILE` makes a run write what passed, and
+`DATASVC_TEST_PASSED=FILE` makes a run read it. `make test-all` by itself leaves out nothing.
+"""
+
+import json
+import os
+from pathlib import Path
+
+from tests.said import say
+
+RECORD, PASSED = "DATASVC_TEST_RECORD", "DATASVC_TEST_PASSED"
+
+# `make test` has its files in memory if it can; these rooms depend on the file system, and a cluster on its network.
+AGAIN = (
+    "tests/cache/", "tests/cluster/", "tests/faults/", "tests/formats/", "tests/ledger/", "tests/models/tensors/",
+    "tests/repository/", "tests/shards/format/", "tests/shards/ingestion/",
+    "tests/test_durable.py", "tests/test_gc.py",
+)  # fmt: skip
+REAL_SERVERS = {"s3_bucket"}  # fixtures that `make test` takes from a replacement
+
+_record: Path | None = None
+_passed, _not_passed = set(), set()
+
+
+def pytest_configure(config):
+    # Taken out of the environment: a test may itself start pytest.
+    if not hasattr(config, "workerinput") and RECORD in os.environ:
+        globals()["_record"] = Path(os.environ.pop(RECORD))
+
+
+def pytest_collection_modifyitems(config, items):
+    _put_slow_files_first(items)
+    if PASSED in os.environ:
+        known = set(json.loads(Path(os.environ.pop(PASSED)).read_text()))
+        left_out = {item for item in items if item.nodeid in known and cannot_differ(item)}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+        say(f"left out {len(left_out)} tests that passed in the run before and cannot differ in this one")
+
+
+def pytest_runtest_logreport(report):
+    if not report.passed:
+        _not_passed.add(report.nodeid)
+    elif report.when == "call":
+        _passed.add(report.nodeid)
+
+
+def pytest_sessionfinish():
+    if _record:
+        _record.write_text(json.dumps(sorted(_passed - _not_passed)))
+
+
+def cannot_differ(item):
+    """Return whether a test that passed in `make test` does the same in `make test-all`."""
+    return not (
+        item.nodeid.startswith(AGAIN)
+        or REAL_SERVERS & set(item.fixturenames)
+        or getattr(item.obj, "is_hypothesis_test", False)  # has more examples
+    )
+
+
+def _put_slow_files_first(items):
+    limits_s = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            limit = item.get_closest_marker("timeout")
+            limits_s[item.path] = max(limits_s.get(item.path, 1), limit.args[0] if limit else 1)
+    items.sort(key=lambda item: -limits_s.get(item.path, 0))
