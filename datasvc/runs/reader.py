@@ -47,9 +47,7 @@ def list_runs(
         UnavailableError: the store does not respond.
     """
     storage = repository.storage
-    names = [found for found in storage.list(RUNS) if is_name(found)] if name is None else [check_name(name, "run")]
-    runs = [(run_id, found) for found in names for run_id in storage.list(f"{RUNS}/{found}") if is_run_id(run_id)]
-    runs = sorted(runs, reverse=True)[:last]
+    runs = list_run_ids(repository, name)[:last]
     now = time.time() if now_s is None else now_s
 
     def read(run: tuple[str, str]) -> RunSummary | None:
@@ -57,6 +55,14 @@ def list_runs(
 
     found = list(map(read, runs)) if storage.is_local else map_in_threads(read, runs, _READS_AT_ONCE)
     return [summary for summary in found if summary is not None]
+
+
+def list_run_ids(repository: Repository, name: str | None = None) -> list[tuple[str, str]]:
+    """Return the identifier and the name of each run, newest first; no log is read. For errors, see `list_runs`."""
+    storage = repository.storage
+    names = [found for found in storage.list(RUNS) if is_name(found)] if name is None else [check_name(name, "run")]
+    runs = [(run_id, found) for found in names for run_id in storage.list(f"{RUNS}/{found}") if is_run_id(run_id)]
+    return sorted(runs, reverse=True)
 
 
 def resolve_run(repository: Repository, ref: str) -> tuple[str, str]:
