@@ -73,6 +73,7 @@ ALLOWED["datasvc.ui"] = ALLOWED["datasvc.api"] | {
     "datasvc.ledger",
     "datasvc.node",
     "datasvc.runs",
+    "datasvc.trainer.recipes.profiling.predict",  # the Planner
 }
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
     "datasvc.api",
@@ -98,7 +99,10 @@ ALLOWED["datasvc.loaders"] = {
     "datasvc.errors",
 }
 ALLOWED["datasvc.trainer"] = set()
+# Pure: `datasvc ui` uses it without torch.
+ALLOWED["datasvc.trainer.recipes.profiling.predict"] = {"datasvc.errors"}
 ALLOWED["datasvc.trainer.recipes"] = {"datasvc", "datasvc.trainer", "datasvc.loaders"} | ALLOWED["datasvc.cli"]
+ALLOWED["datasvc.trainer.recipes"] |= {"datasvc.trainer.recipes.profiling.predict"}
 ALLOWED["datasvc.trainer.__main__"] = {"datasvc.trainer", "datasvc.trainer.recipes", "datasvc.errors"}
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.cli"] | {
     "datasvc.trainer.__main__",  # `datasvc train`

@@ -31,6 +31,7 @@ from datasvc.ui.pages import (
     samples,
     search,
 )
+from datasvc.ui.pages.planning import planner
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.access import LOGIN_PATH, STATIC_PATH, Access, add_headers
 from datasvc.ui.web.page import Load
@@ -57,6 +58,7 @@ PAGES: Final[Mapping[str, Load]] = {
     "/runs": runs.load_list,
     "/runs/{name}/{id}": runs.load,
     "/cluster": cluster.load,
+    "/planner": planner.load,
 }
 _STATIC: Final = Path(__file__).with_name("static")
 

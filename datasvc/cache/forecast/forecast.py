@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 _EPOCHS: Final = 6  # to simulate
 _STEADY_EPOCHS: Final = 2  # the last simulated epochs; their mean stands for all later epochs
-_MAX_SHARDS: Final = 30_000  # to simulate; this takes some seconds
+MAX_SIMULATED_SHARDS: Final = 30_000
+"""Shards that are simulated by default; this takes some seconds."""
 _OWNERS: Final = 48  # purpose of the random keys that choose the owners, see `derive_keys`
 
 
@@ -107,7 +108,13 @@ class Forecast:
 
 
 def forecast(
-    samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, workload: Workload, rates: Rates
+    samples_per_shard: Integers,
+    bytes_per_shard: Integers,
+    budget_bytes: int,
+    workload: Workload,
+    rates: Rates,
+    *,
+    max_shards: int = MAX_SIMULATED_SHARDS,
 ) -> Forecast:
     """Return the forecast of a run.
 
@@ -117,6 +124,7 @@ def forecast(
         budget_bytes: budget of each node's cache.
         workload: how the run reads the data set.
         rates: rates that the run needs, and those available.
+        max_shards: about the number of shards to simulate; fewer are faster and less exact.
 
     Raises:
         CacheFullError: the window does not fit into the budget.
@@ -127,7 +135,7 @@ def forecast(
         raise ConfigError("cannot forecast a run: the data set has no samples")
     need = _need(samples_per_shard, bytes_per_shard)
     check_window(workload.order, workload.batches, need, budget_bytes, samples_per_shard, "this order")
-    epochs, resident_bytes = _replay_chosen(samples_per_shard, bytes_per_shard, budget_bytes, workload)
+    epochs, resident_bytes = _replay_chosen(samples_per_shard, bytes_per_shard, budget_bytes, workload, max_shards)
     return Forecast(
         num_samples=num_samples,
         num_shards=len(samples_per_shard),
@@ -164,10 +172,10 @@ def _need(samples_per_shard: Integers, bytes_per_shard: Integers) -> Need:
 
 
 def _replay_chosen(
-    samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, workload: Workload
+    samples_per_shard: Integers, bytes_per_shard: Integers, budget_bytes: int, workload: Workload, max_shards: int
 ) -> tuple[list[EpochTraffic], int]:
     """Return the traffic of each of the first epochs, and the mean resident bytes of a node after them."""
-    chosen = _choose_shards(samples_per_shard)
+    chosen = _choose_shards(samples_per_shard, max_shards)
     uses = plan_uses(samples_per_shard, bytes_per_shard, workload.order, range(_EPOCHS), chosen=chosen)
     uses_by_node = _uses_by_node(uses, workload)
     owners = _draw_owners(chosen, workload) if workload.has_peers and workload.nodes > 1 else None
@@ -195,11 +203,11 @@ def _replay_chosen(
     return [_scaled(epoch, scale) for epoch in epochs], int(np.mean(result.resident_bytes) * scale)
 
 
-def _choose_shards(samples_per_shard: Integers) -> npt.NDArray[np.bool_]:
+def _choose_shards(samples_per_shard: Integers, max_shards: int) -> npt.NDArray[np.bool_]:
     """Return the shards to simulate, `bool[num_shards]`: all that have samples, or every n-th of many."""
     occupied = np.flatnonzero(samples_per_shard)
     chosen = np.zeros(len(samples_per_shard), bool)
-    chosen[occupied[:: -(-len(occupied) // _MAX_SHARDS)]] = True  # the quotient is rounded up
+    chosen[occupied[:: -(-len(occupied) // max_shards)]] = True  # the quotient is rounded up
     return chosen
 
 

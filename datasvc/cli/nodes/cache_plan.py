@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -62,42 +61,35 @@ def plan(
     The exit status is 1 if the order's window exceeds the budget; the message states the bytes needed.
     """
     from datasvc.cache import parse_budget
-    from datasvc.cache.forecast.forecast import derive_order, forecast
-    from datasvc.cache.forecast.workload import Rates, Workload
-    from datasvc.order import OrderConfig
+    from datasvc.cache.forecast.plan_options import PlanOptions, plan_run
+    from datasvc.cache.forecast.workload import Rates
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
 
     table = open_dataset(Repository.open(repo), ref)[split].table
-    # A percentage refers to the disk of a folder. No cache exists yet, so this is the disk of the current folder.
-    budget_bytes = parse_budget(budget, Path.cwd())
-    # As in a loader, a windowed shuffle without further settings derives its lanes and block.
-    is_derived = shuffle == "windowed" and block is None and lanes == 1 and not sticky
-    if is_derived:
-        # Deriving the order needs a workload, which needs an order. `derive_order` uses only the seed of this order.
-        order = OrderConfig(seed=seed)
-    else:
-        chosen_shuffle = None if shuffle == "none" else shuffle
-        order = OrderConfig(seed=seed, shuffle=chosen_shuffle, lanes=lanes, block=block, sticky=sticky)
-    workload = Workload(
-        order,
-        batch_size,
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        prefetch=prefetch,
-        has_peers=peers and nodes > 1,
-    )
-    if is_derived:
-        workload = derive_order(workload, table.samples_per_shard, table.bytes_per_shard, budget_bytes)
     origin_bytes_s, peer_bytes_s = (
         None if rate is None else float(parse_size(rate)) for rate in (origin_rate, peer_rate)
     )
-    rates = Rates(images_per_second, origin_bytes_s, peer_bytes_s)
-    result = forecast(table.samples_per_shard, table.bytes_per_shard, budget_bytes, workload, rates)
+    options = PlanOptions(
+        # A percentage refers to the disk of a folder. No cache exists yet, so this is the disk of the current folder.
+        budget_bytes=parse_budget(budget, Path.cwd()),
+        nodes=nodes,
+        shuffle=shuffle,
+        lanes=lanes,
+        block=block,
+        sticky=sticky,
+        seed=seed,
+        batch_size=batch_size,
+        ranks_per_node=ranks_per_node,
+        prefetch=prefetch,
+        peers=peers,
+        rates=Rates(images_per_second, origin_bytes_s, peer_bytes_s),
+    )
+    result = plan_run(table.samples_per_shard, table.bytes_per_shard, options)
     if as_json:
-        print_json(asdict(result) | {"order": asdict(workload.order)})
+        print_json(result.to_dict())
     else:
-        _print_forecast(result, workload, rates.samples_per_second)
+        _print_forecast(result.forecast, result.workload, images_per_second)
 
 
 def _print_forecast(result: Forecast, workload: Workload, images_per_second: float | None) -> None:

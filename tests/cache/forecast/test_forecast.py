@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from datasvc.cache.catalogue.next_use import plan_uses
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.forecast import forecast as forecast_module
 from datasvc.cache.forecast.forecast import forecast
 from datasvc.cache.forecast.replay import replay
 from datasvc.cache.forecast.workload import Rates, Workload
@@ -156,15 +155,14 @@ def test_without_a_rate_of_images_it_says_what_the_bandwidth_feeds():
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
 @pytest.mark.parametrize("nodes", [1, 4])
-def test_a_sample_of_the_shards_tells_what_all_of_them_do(monkeypatch, share, nodes):
+def test_a_sample_of_the_shards_tells_what_all_of_them_do(share, nodes):
     generator = np.random.default_rng(0)
     counts = generator.integers(20, 181, 3000)
     sizes = counts * 1000
     budget = int(sizes.sum() * share)
     shape = run_shape(2, nodes=nodes)
     whole = forecast(counts, sizes, budget, shape, Rates())
-    monkeypatch.setattr(forecast_module, "_MAX_SHARDS", 500)
-    sampled = forecast(counts, sizes, budget, shape, Rates())
+    sampled = forecast(counts, sizes, budget, shape, Rates(), max_shards=500)
     assert sampled != whole
     assert sampled.resident_bytes == pytest.approx(whole.resident_bytes, rel=0.02)
     for one, other in ((whole.first_epoch, sampled.first_epoch), (whole.later_epochs, sampled.later_epochs)):
@@ -172,11 +170,10 @@ def test_a_sample_of_the_shards_tells_what_all_of_them_do(monkeypatch, share, no
             assert getattr(one, name) == pytest.approx(getattr(other, name), abs=0.02 * nodes * sizes.sum())
 
 
-def test_a_window_of_few_shards_among_many_can_be_planned(monkeypatch):
-    monkeypatch.setattr(forecast_module, "_MAX_SHARDS", 20)
+def test_a_window_of_few_shards_among_many_can_be_planned():
     shape = run_shape()
     needed = forecast_of(1.0, shape).window_bytes
-    found = forecast(COUNTS, SIZES, needed, shape, Rates())
+    found = forecast(COUNTS, SIZES, needed, shape, Rates(), max_shards=20)
     assert found.later_epochs.hit_bytes < 0.3 * DATA
 
 

@@ -1,0 +1,83 @@
+"""The options of a forecast as users give them, for `datasvc cache plan` and the page Planner."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from datasvc.cache.forecast.forecast import MAX_SIMULATED_SHARDS, Forecast, derive_order, forecast
+from datasvc.cache.forecast.workload import Rates, Workload
+from datasvc.keyed_random import Integers
+from datasvc.order import OrderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """How a run would read a data set, see `datasvc cache plan --help`.
+
+    Attributes:
+        budget_bytes: budget of each node's cache.
+        shuffle: shuffle of the loader. A windowed one without lanes, block and sticky is derived as a loader does.
+        rates: rates that the run needs, and those available.
+    """
+
+    budget_bytes: int
+    nodes: int = 1
+    shuffle: Literal["global", "windowed", "none"] = "global"
+    lanes: int = 1
+    block: int | None = None
+    sticky: bool = False
+    seed: int = 0
+    batch_size: int = 256
+    ranks_per_node: int = 1
+    prefetch: int = 2
+    peers: bool = True
+    rates: Rates = field(default_factory=Rates)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A forecast with its input."""
+
+    forecast: Forecast
+    workload: Workload
+    rates: Rates
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the forecast and the access order as JSON values, as `datasvc cache plan --json` prints them."""
+        return asdict(self.forecast) | {"order": asdict(self.workload.order)}
+
+
+def plan_run(
+    samples_per_shard: Integers,
+    bytes_per_shard: Integers,
+    options: PlanOptions,
+    *,
+    max_shards: int = MAX_SIMULATED_SHARDS,
+) -> RunPlan:
+    """Return the forecast of a run with these options; for arguments and errors, see `forecast`."""
+    # As in a loader, a windowed shuffle without further settings derives its lanes and block.
+    is_derived = options.shuffle == "windowed" and options.block is None and options.lanes == 1 and not options.sticky
+    if is_derived:
+        # Deriving the order needs a workload, which needs an order. `derive_order` uses only the seed of this order.
+        order = OrderConfig(seed=options.seed)
+    else:
+        shuffle = None if options.shuffle == "none" else options.shuffle
+        order = OrderConfig(
+            seed=options.seed, shuffle=shuffle, lanes=options.lanes, block=options.block, sticky=options.sticky
+        )
+    workload = Workload(
+        order,
+        options.batch_size,
+        nodes=options.nodes,
+        ranks_per_node=options.ranks_per_node,
+        prefetch=options.prefetch,
+        has_peers=options.peers and options.nodes > 1,
+    )
+    budget_bytes = options.budget_bytes
+    if is_derived:
+        workload = derive_order(workload, samples_per_shard, bytes_per_shard, budget_bytes)
+    result = forecast(
+        samples_per_shard, bytes_per_shard, budget_bytes, workload, options.rates, max_shards=max_shards
+    )
+    return RunPlan(result, workload, options.rates)

@@ -1,0 +1,207 @@
+"""Planner: what a run would read from where, and how long its steps would take, on clusters of different sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Final
+
+from datasvc.cache.forecast.forecast import Forecast
+from datasvc.cache.forecast.plan_options import PlanOptions, RunPlan, plan_run
+from datasvc.drawing import ChartMark, ChartSeries, Markup, chart_table, line_chart
+from datasvc.errors import CacheFullError, ConfigError, DatasvcError
+from datasvc.order import OrderConfig
+from datasvc.printable import count_text
+from datasvc.shards.format.shard_table import ShardTable
+from datasvc.sizes import format_size
+from datasvc.ui.pages.planning.planner_form import NUMBERS, SLIDERS, PlannerForm
+from datasvc.ui.pages.planning.step_prediction import StepPrediction, predict_steps
+from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.site import Site
+
+# Curves have some ten points, so each is simulated with fewer shards than the plan itself.
+_MAX_CURVE_SHARDS: Final = 2000
+_BUDGET_SHARES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
+_MAX_NAMES: Final = 200
+
+
+@dataclass(frozen=True)
+class PlannedSplit:
+    """A split of a version; equal splits have equal tables."""
+
+    ref: str
+    name: str
+    table: ShardTable = field(compare=False, repr=False)
+
+
+def load(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
+    """Return the forecast for the settings of the form, with curves over the budget and the number of nodes."""
+    form = PlannerForm.parse(query)
+    names = site.repo.datasets.names()
+    problems: list[Problem] = []
+    panels: dict[str, Panel] = {}
+    view: dict[str, Any] = {
+        "site": site,
+        "form": form,
+        "names": names[:_MAX_NAMES],
+        "charts": [],
+        "plan": None,
+        "sliders": SLIDERS,
+        "numbers": NUMBERS,
+    }
+    try:
+        steps = predict_steps(form)
+    except ConfigError as error:
+        steps = None
+        problems.append(Problem(f"the time of steps is not predicted: {error}"))
+    if steps is not None:
+        panels["steps"] = Panel(steps.to_dict())
+        view["charts"] += _step_charts(steps, form)
+    if names:
+        _add_plan(site, form, form.data or names[0], steps, panels, problems, view)
+    return Page(
+        template="planner.html",
+        title="Planner",
+        section="planner",
+        crumbs=(Crumb("Planner", "/planner"),),
+        problems=tuple(problems),
+        panels=panels,
+        view={**view, "steps": steps},
+    )
+
+
+def _add_plan(
+    site: Site,
+    form: PlannerForm,
+    data: str,
+    steps: StepPrediction | None,
+    panels: dict[str, Panel],
+    problems: list[Problem],
+    view: dict[str, Any],
+) -> None:
+    """Add the forecast of the caches to the panels and the view, or the reason why there is none to the problems."""
+    version = str(site.repo.datasets.resolve(data))
+    splits = site.repo.dataset(version)
+    split = form.split or ("train" if "train" in splits else next(iter(splits)))
+    planned = PlannedSplit(version, split, splits[split].table)
+    table = planned.table
+    rate = form.images_per_second or (steps.images_per_second(form.nodes) / form.nodes if steps else None)
+    options = form.plan_options(data_bytes=table.size_bytes, images_per_second=rate)
+    view |= {"version": version, "split": split, "splits": list(splits), "options": options}
+    command = site.command("cache", "plan", version, "--json", *_flags(options), options=_options(options, split))
+    try:
+        plan = plan_run(table.samples_per_shard, table.bytes_per_shard, options)
+    except CacheFullError as error:
+        panels["plan"] = Panel({"error": str(error)}, command)
+        problems.append(Problem(str(error)))
+    else:
+        panels["plan"] = Panel(plan.to_dict(), command)
+        view |= {"plan": plan, "order": _order_text(plan.workload.order)}
+    view["charts"] = [*_plan_charts(planned, options, form, steps), *view["charts"]]
+
+
+def _order_text(order: OrderConfig) -> str:
+    if order.shuffle != "windowed" or order.block is None:
+        return order.shuffle or "that of the shard table"
+    return f"windowed, {count_text(order.lanes, 'lane')}, blocks of {count_text(order.block, 'sample')}"
+
+
+def _options(options: PlanOptions, split: str) -> dict[str, str | None]:
+    """Return the options of `datasvc cache plan` with values."""
+    rates = options.rates
+    return {
+        "--budget": str(options.budget_bytes),
+        "--nodes": str(options.nodes),
+        "--split": split,
+        "--shuffle": options.shuffle,
+        "--lanes": str(options.lanes),
+        "--block": None if options.block is None else str(options.block),
+        "--batch-size": str(options.batch_size),
+        "--ranks-per-node": str(options.ranks_per_node),
+        "--images-per-second": None if rates.samples_per_second is None else repr(rates.samples_per_second),
+        "--origin-rate": None if rates.origin is None else str(int(rates.origin)),
+        "--peer-rate": None if rates.peers is None else str(int(rates.peers)),
+    }
+
+
+def _flags(options: PlanOptions) -> list[str]:
+    return [] if options.peers else ["--no-peers"]
+
+
+def _plan_charts(
+    planned: PlannedSplit, options: PlanOptions, form: PlannerForm, steps: StepPrediction | None
+) -> list[dict[str, Markup]]:
+    """Return the curves of the caches: traffic over the budget, and what feeds and limits over the nodes."""
+    data_bytes = planned.table.size_bytes
+    budgets = sorted({*(int(data_bytes * share) for share in _BUDGET_SHARES), options.budget_bytes})
+    by_budget = [_try_plan(planned, replace(options, budget_bytes=budget)) for budget in budgets]
+    x = [100 * budget / max(data_bytes, 1) for budget in budgets]
+    traffic = [
+        _series("from the origin", x, by_budget, lambda found: found.later_epochs.origin_bytes, "c1"),
+        _series("from peers", x, by_budget, lambda found: found.later_epochs.peer_bytes, "c0"),
+        _series("from the caches", x, by_budget, lambda found: found.later_epochs.hit_bytes, "c2"),
+    ]
+    mark = ChartMark(
+        100 * options.budget_bytes / max(data_bytes, 1),
+        f"chosen budget: {format_size(options.budget_bytes)} per node",
+    )
+    charts = [_chart(traffic, "Bytes of a later epoch", "bytes", "budget of a node, % of the data", mark)]
+    nodes = form.node_counts()
+    by_nodes = [_try_plan(planned, form.plan_options(data_bytes=data_bytes, nodes=count)) for count in nodes]
+    fed: list[ChartSeries] = []
+    for title, epoch, colour in (
+        ("fed in the first epoch", "first_epoch", "c1"),
+        ("fed later", "later_epochs", "c2"),
+    ):
+        values = [_fed(found, epoch, count) for found, count in zip(by_nodes, nodes, strict=True)]
+        if any(value is not None for value in values):
+            fed.append(ChartSeries(title, nodes, values, colour))
+    if steps is not None:
+        fed.append(ChartSeries("trained", nodes, [steps.images_per_second(count) for count in nodes], "c0"))
+    if fed:
+        here = ChartMark(form.nodes, f"chosen: {form.nodes} nodes")
+        charts.append(_chart(fed, "Samples per second of all nodes", "samples/s", "nodes", here))
+    return charts
+
+
+def _step_charts(steps: StepPrediction, form: PlannerForm) -> list[dict[str, Markup]]:
+    """Return the curves of the prediction of steps over the nodes."""
+    nodes = [prediction.cluster.num_nodes for prediction in steps.predictions]
+    modes = list(steps.predictions[0].step_s)
+    here = ChartMark(form.nodes, f"chosen: {form.nodes} nodes")
+    times = [ChartSeries(mode, nodes, [1000 * each.step_s[mode] for each in steps.predictions]) for mode in modes]
+    shares = [ChartSeries(mode, nodes, [100 * each.efficiency[mode] for each in steps.predictions]) for mode in modes]
+    return [
+        _chart(times, "Time of a step", "ms", "nodes", here),
+        _chart(shares, "Efficiency, relative to one rank", "%", "nodes", here),
+    ]
+
+
+def _chart(series: Sequence[ChartSeries], title: str, unit: str, x_label: str, mark: ChartMark) -> dict[str, Markup]:
+    return {
+        "svg": line_chart(series, title=title, unit=unit, x_label=x_label, marks=[mark], from_zero=True),
+        "table": chart_table(series, title=title, unit=unit, x_label=x_label),
+    }
+
+
+def _series(
+    name: str, x: Sequence[float], plans: Sequence[RunPlan | None], read: Callable[[Forecast], float], colour: str
+) -> ChartSeries:
+    return ChartSeries(name, x, [None if plan is None else read(plan.forecast) for plan in plans], colour)
+
+
+def _fed(plan: RunPlan | None, epoch: str, nodes: int) -> float | None:
+    """Return the samples per second that the bandwidths feed to all nodes; None: no limit, or no plan."""
+    per_node = None if plan is None else getattr(plan.forecast, epoch).fed_samples_per_second
+    return None if per_node is None else float(per_node * nodes)
+
+
+@lru_cache(maxsize=256)  # a slider changes one setting: most points stay
+def _try_plan(planned: PlannedSplit, options: PlanOptions) -> RunPlan | None:
+    """Return a point of a curve; None where the window does not fit the budget."""
+    try:
+        table = planned.table
+        return plan_run(table.samples_per_shard, table.bytes_per_shard, options, max_shards=_MAX_CURVE_SHARDS)
+    except DatasvcError:
+        return None

@@ -1,0 +1,119 @@
+"""The page Planner: equal to `datasvc cache plan --json` and to the prediction of steps."""
+
+import json
+import shlex
+
+import pytest
+
+import datasvc
+from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
+from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
+from datasvc.trainer.recipes.profiling.predict.predict import predict
+from datasvc.ui.pages.planning.planner_form import PlannerForm
+from datasvc.ui.pages.planning.step_prediction import predict_steps
+from datasvc.ui.web.page import Query
+from tests.cli.command import run
+from tests.ui.conftest import check_accessible, check_width, running_ui, texts
+
+COSTS = {
+    **dict.fromkeys(("io_s", "ahead_s"), 0.004),
+    **dict.fromkeys(("caller_s", "transfer_s", "launch_s", "skew_s", "update_s"), 0.0),
+    "forward_s": 0.01,
+    "backward_s": 0.02,
+    "messages": [{"size_bytes": 1000, "ready_s": 0.02, "reduce_s": 0.001}],
+    "samples": 32,
+}
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "data=pets@1&budget=150&batch=8&nodes=2",
+        "data=pets@1&budget=150&shuffle=global&batch=8&peers=no",
+        "data=pets@1&budget=140&lanes=2&block=3&nodes=2&batch=4&origin=1&images_per_second=1000",
+        "data=pets@1&split=val&shuffle=none&budget=150&batch=4&gpus=2&forward_ms=1&backward_ms=2",
+    ],
+)
+def test_the_forecast_is_that_of_the_command_on_the_page(ui, query):
+    page = ui.json(f"/planner?{query}", "plan")
+    html = ui.get(f"/planner?{query}")[2]
+    command = html.partition('data-copy="datasvc cache plan')[2].partition('"')[0]
+    printed = json.loads(run("cache", "plan", *shlex.split(command)).stdout)
+    assert page == printed
+    assert printed["first_epoch"]["used_bytes"] > 0
+
+
+def test_a_budget_below_the_window_says_what_fits(ui):
+    query = "/planner?data=pets@1&shuffle=global&budget=50&nodes=1"
+    assert "error" in ui.json(query, "plan")
+    text = texts(ui.get(query)[2])
+    assert "does not fit a budget" in text
+    assert ui.json(query, "plan")["error"][:40] in text
+
+
+def test_steps_are_predicted_from_the_numbers_of_the_form():
+    form = PlannerForm.parse(Query(forward_ms="10", backward_ms="20", gradients_mb="100", nodes="4", link="8"))
+    found = predict_steps(form)
+    by_nodes = {each.cluster.num_nodes: each for each in found.predictions}
+    assert by_nodes[1].step_s["overlapped"] == pytest.approx(0.03)
+    # A ring sends 2 * 3/4 of the gradients of 100 MB over 1 GB/s, after the backward pass or beside it.
+    assert by_nodes[4].step_s["prefetched"] == pytest.approx(0.03 + 0.15 + 8 * 6 * 50e-6, rel=1e-6)
+    assert 0.15 < by_nodes[4].step_s["overlapped"] < by_nodes[4].step_s["prefetched"]
+    assert found.images_per_second(4) == pytest.approx(4 * 256 / by_nodes[4].step_s["overlapped"])
+    assert found.limit.startswith("communication-bound")
+
+
+def test_steps_are_predicted_from_the_costs_of_a_profile():
+    form = PlannerForm.parse(Query(costs=json.dumps({"costs": COSTS}), nodes="2", gpus="4", link="100"))
+    found = predict_steps(form)
+    expected = predict(StepCosts.from_dict(COSTS), Cluster(2, Link(12.5e9, 50e-6), 4))
+    assert next(each for each in found.predictions if each.cluster.num_nodes == 2) == expected
+
+
+def test_without_times_of_a_step_nothing_is_predicted(ui):
+    assert predict_steps(PlannerForm.parse(Query())) is None
+    assert "steps" not in json.loads(ui.get("/api/planner?budget=150&batch=8")[2])
+
+
+@pytest.mark.parametrize(
+    "query", ["nodes=0", "nodes=65", "budget=x", "forward_ms=-1", "forward_ms=nan", "shuffle=odd", "batch=0"]
+)
+def test_values_out_of_range_are_refused(ui, query):
+    assert ui.get(f"/planner?{query}")[0] == 400
+
+
+@pytest.mark.parametrize("costs", ["{", "[]", "{}"])
+def test_costs_that_are_none_are_a_problem_of_the_page(ui, costs):
+    status, _, html = ui.get(f"/planner?budget=150&batch=8&costs={costs}")
+    assert status == 200
+    assert "the time of steps is not predicted" in html
+
+
+def test_an_empty_repository_still_predicts_steps(tmp_path):
+    datasvc.open(str(tmp_path / "repo"), create=True)
+    with running_ui(tmp_path / "repo") as server:
+        assert server.json("/planner?forward_ms=1", "steps")["nodes"][0]["step_s"]["overlapped"] == 0.001
+
+
+def test_the_curves_follow_a_slider(ui, page):
+    page.goto(ui.url + "/planner?data=pets@1&budget=150&batch=8&nodes=2")
+    page.get_by_text("2 nodes with").wait_for()
+    page.get_by_label("Nodes", exact=True).fill("4")
+    assert page.locator("output[for=nodes]").text_content() == "4"
+    page.get_by_label("Nodes", exact=True).dispatch_event("change")
+    page.get_by_text("4 nodes with").wait_for()
+    assert "nodes=4" in page.url
+    check_accessible(page)
+    check_width(page)
+
+
+def test_the_form_works_without_scripts(ui, browser):
+    context = browser.new_context(java_script_enabled=False)
+    window = context.new_page()
+    window.goto(ui.url + "/planner?data=pets@1&budget=150&batch=8&forward_ms=5")
+    window.get_by_label("GPUs per node").fill("2")
+    window.get_by_role("button", name="Plan").click()
+    window.get_by_role("cell", name="2", exact=True).first.wait_for()
+    assert "gpus=2" in window.url
+    assert window.get_by_label("Forward pass, ms").input_value() == "5.0"
+    context.close()
