@@ -39,11 +39,12 @@ _COMMANDS: Final = {
     "stage": ("nodes.cache", "stage"),
     "serve": ("nodes.serve", "serve"),
     "top": ("nodes.serve", "top"),
+    "report": ("runs", "report"),
     "ui": ("ui", "ui"),
     "train": ("train", "train"),
 }
 # Module of each group of commands; the group is its `app`.
-_GROUPS: Final = {"cache": "nodes.cache", "models": "models"}
+_GROUPS: Final = {"cache": "nodes.cache", "models": "models", "runs": "runs"}
 # The training program parses all options itself, including `--help`.
 _TRAIN_SETTINGS: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 

@@ -1,0 +1,88 @@
+"""`datasvc runs` and `datasvc report`: the logs of training runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_line, print_table
+
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="NAME/ID, or NAME for the newest run of this name.")]
+
+app = typer.Typer(no_args_is_help=True, help="Logs of training runs: curves, events, outcomes.")
+
+
+@app.command()
+def ls(
+    repo: RepoOption,
+    name: Annotated[str | None, typer.Argument(help="Only runs of this name.")] = None,
+    last: Annotated[int, typer.Option(min=1, help="Only so many of the newest runs.")] = 50,
+    as_json: JsonOption = False,
+) -> None:
+    """List training runs, newest first.
+
+    Example: datasvc runs ls digits-cnn --repo ./repo
+    """
+    from datasvc.cli.run_report import time_text
+    from datasvc.repository import Repository
+    from datasvc.runs import list_runs
+
+    runs = list_runs(Repository.open(repo), name, last=last)
+    if as_json:
+        print_json([run.to_dict() for run in runs])
+        return
+    rows = [
+        (run.ref, run.state, run.step or 0, run.num_attempts, run.world_size or "", time_text(run.started_s),
+         time_text(run.last_s), run.versions[-1] if run.versions else "")
+        for run in runs
+    ]  # fmt: skip
+    print_table(["run", "state", "step", "attempts", "ranks", "started", "last written", "newest version"], rows)
+
+
+@app.command()
+def show(run: RunArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
+    """Show a training run: its outcome, problems, last metrics, and where its time went.
+
+    Example: datasvc runs show digits-cnn --repo ./repo
+    """
+    from datasvc.cli.run_report import facts, mean_times, problems
+    from datasvc.repository import Repository
+    from datasvc.runs import read_run, resolve_run
+
+    repository = Repository.open(repo)
+    history = read_run(repository, *resolve_run(repository, run))
+    if as_json:
+        print_json(history.to_dict())
+        return
+    print_facts({"run": history.summary.ref, **facts(history), "versions": ", ".join(history.versions)})
+    for problem in problems(history):
+        print_line(f"problem: {problem}")
+    means = {name: f"{1000 * value:.2f} ms" for name, value in mean_times(history).items()}
+    last = {
+        name: f"{series.values[-1]:.6g} at step {series.steps[-1]}" for name, series in history.evaluation.items()
+    }
+    shown = {name: value for name, value in history.summary.latest.items() if name not in means}
+    print_facts({name: values for name, values in
+                 {"newest step": shown, "evaluation": last, "time of a step": means}.items() if values})  # fmt: skip
+
+
+def report(
+    run: RunArgument,
+    repo: RepoOption,
+    html: Annotated[Path, typer.Option(metavar="FILE", help="Write the report to this file.")],
+) -> None:
+    """Write the report of a training run as one HTML file to send: curves, data, versions, configuration, diagnosis.
+
+    Example: datasvc report digits-cnn --html digits-cnn.html --repo ./repo
+    """
+    from datasvc.cli.run_report import make_report
+    from datasvc.durable import write_file
+    from datasvc.repository import Repository
+    from datasvc.runs import read_run, resolve_run
+
+    repository = Repository.open(repo)
+    history = read_run(repository, *resolve_run(repository, run))
+    write_file(html, make_report(history).encode())
+    print_line(f"wrote {html}")
