@@ -16,7 +16,7 @@ _BOTTOM: Final = 36
 _TOP: Final = 26
 _BAR_ROW: Final = 22
 _MAX_LABEL: Final = 28
-_LABEL_WIDTH: Final = 200
+_CHARACTER: Final = 7  # width of an average character of the font, in pixels
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,11 @@ def bar_chart(
     """
     shown = bars[:max_bars]
     most = max((bar.value for bar in bars), default=0.0) or 1.0
-    room = width - _LABEL_WIDTH - 120
-    rows = [_bar(bar, unit, _TOP + number * _BAR_ROW, bar.value / most * room) for number, bar in enumerate(shown)]
+    left = min(max((len(bar.label) for bar in shown), default=0), _MAX_LABEL) * _CHARACTER + 16
+    room = width - left - 120
+    rows = [
+        _bar(bar, unit, (left, _TOP + number * _BAR_ROW), bar.value / most * room) for number, bar in enumerate(shown)
+    ]
     if len(bars) > len(shown):
         text = element(
             "text", f"and {len(bars) - len(shown):,} more", x=0, y=_TOP + len(shown) * _BAR_ROW + 15, class_="quiet"
@@ -225,19 +228,20 @@ def _axes(
     return parts
 
 
-def _bar(bar: NamedBar, unit: str, y: float, length: float) -> Markup:
+def _bar(bar: NamedBar, unit: str, at: tuple[float, float], length: float) -> Markup:
+    x, y = at
     text = f"{bar.label}: {format_quantity(bar.value, unit)}"
     row = Markup(
         element("title", text)
-        + element("text", shorten(bar.label, _MAX_LABEL), x=_LABEL_WIDTH - 8, y=y + 15, text_anchor="end")
+        + element("text", shorten(bar.label, _MAX_LABEL), x=x - 8, y=y + 15, text_anchor="end")
         + element(
             "rect",
-            x=_LABEL_WIDTH,
+            x=x,
             y=y + 3,
             width=length,
             height=_BAR_ROW - 6,
             class_=f"bar mark fill {'c1' if bar.is_selected else 'accent'}",
         )
-        + element("text", format_quantity(bar.value, unit), x=_LABEL_WIDTH + length + 6, y=y + 15, class_="quiet")
+        + element("text", format_quantity(bar.value, unit), x=x + length + 6, y=y + 15, class_="quiet")
     )
     return element("g", link(row, bar.href, title=text), class_="row")

@@ -160,7 +160,7 @@ def _node(node: VersionNode, lane: int, row: int, text_x: int) -> Markup:
         node.href,
         title=node.name,
     )
-    x_next = text_x + len(label) * _CHARACTER + 8
+    x_next = text_x + len(label) * _CHARACTER + 12
     boxes = []
     for tag in _shown_tags(node):
         boxes.append(_tag(tag, x_next, y))
@@ -188,4 +188,4 @@ def _tag(tag: str, x: int, y: int) -> Markup:
 
 def _text_width(node: VersionNode) -> int:
     length = min(len(node.name), _MAX_LABEL) + 10 * node.is_removed + min(len(node.note), _MAX_NOTE)
-    return length * _CHARACTER + sum(len(tag) * _CHARACTER + 16 for tag in _shown_tags(node)) + 8
+    return length * _CHARACTER + sum(len(tag) * _CHARACTER + 16 for tag in _shown_tags(node)) + 12

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Final
 
 from datasvc.drawing import (
@@ -16,6 +17,7 @@ from datasvc.drawing import (
     standalone,
 )
 from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin
+from datasvc.models.provenance.lineage_chains import collapse_chains
 from datasvc.printable import count_text
 
 _SOURCE, _SHARDS, _DATA, _MODEL = range(4)  # lowest layers
@@ -40,6 +42,21 @@ def lineage_flow(
     for model in lineage.models.values():
         graph.add_model(model)
     return list(graph.nodes.values()), list(graph.edges.values())
+
+
+def collapsed_flow(
+    lineage: Lineage, *, href: Callable[[str, str], str | None] | None = None
+) -> tuple[list[FlowNode], list[FlowEdge]]:
+    """Return `lineage_flow` with one node for each chain of versions, see `collapse_chains`."""
+    short, chains = collapse_chains(lineage)
+    nodes, edges = lineage_flow(short, href=href)
+    names = {f"models:{newest}": chain for newest, chain in chains.items() if len(chain) > 1}
+    return [_chain_node(node, names[node.name]) if node.name in names else node for node in nodes], edges
+
+
+def _chain_node(node: FlowNode, chain: Sequence[str]) -> FlowNode:
+    title = f"{chain[0]} to {chain[-1]}"
+    return replace(node, label=title, kind=f"run of {count_text(len(chain), 'version')}", title=title)
 
 
 class _LineageGraph:
@@ -96,7 +113,7 @@ class _LineageGraph:
 
 def lineage_html(lineage: Lineage) -> Markup:
     """Return a lineage as HTML for a notebook: the graph, the same as a table, and what is not known."""
-    nodes, edges = lineage_flow(lineage)
+    nodes, edges = collapsed_flow(lineage)
     gaps = html_table(["not known"], [(gap,) for gap in lineage.gaps]) if lineage.gaps else Markup()
     title = f"lineage of {lineage.version}"
     table = folded("as a table", flow_table(nodes, edges, caption=title))

@@ -9,10 +9,8 @@ from datasvc.drawing import FlowEdge, FlowNode, flow_graph, flow_table
 from datasvc.errors import NotFoundError
 from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.models.provenance.lineage import Lineage, read_lineage
-from datasvc.models.provenance.lineage_chains import collapse_chains
-from datasvc.models.provenance.lineage_flow import lineage_flow
+from datasvc.models.provenance.lineage_flow import collapsed_flow
 from datasvc.models.provenance.sample_uses import ConsumerReport
-from datasvc.printable import count_text
 from datasvc.ui.web.links import dataset_link, lineage_link, model_link, samples_link
 from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Query
 from datasvc.ui.web.site import Site
@@ -73,20 +71,10 @@ def _version_page(site: Site, version: str) -> Page:
 
 def _draw(site: Site, lineage: Lineage) -> tuple[list[FlowNode], list[FlowEdge]]:
     """Return the graph of a lineage: a chain of versions is one node, and removed versions are marked."""
-    short, chains = collapse_chains(lineage)
     links = {"models": model_link, "datasets": dataset_link}
-    nodes, edges = lineage_flow(short, href=lambda kind, name: links[kind](name))
+    nodes, edges = collapsed_flow(lineage, href=lambda kind, name: links[kind](name))
     removed = _removed(site, lineage)
-    drawn = []
-    for node in nodes:
-        kind, _, name = node.name.partition(":")
-        chain = chains.get(name, []) if kind == "models" else []
-        if len(chain) > 1:
-            title = f"{chain[0]} to {chain[-1]}"
-            drawn.append(replace(node, label=title, kind=f"run of {count_text(len(chain), 'version')}", title=title))
-        else:
-            drawn.append(replace(node, is_removed=node.name in removed))
-    return drawn, edges
+    return [replace(node, is_removed=node.name in removed) for node in nodes], edges
 
 
 def _removed(site: Site, lineage: Lineage) -> set[str]:

@@ -21,7 +21,7 @@ from datasvc.shards import open_dataset
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.deletions import delete_samples
-from tests.drawing.hostile import parsed, text_of
+from tests.drawing.hostile import parsed, text_of, with_class
 from tests.examples import examples
 from tests.loaders.numbered import Numbers, make_splits, mix, sample_of
 from tests.models.trainings import Batches, Run, Truth, commit
@@ -198,6 +198,7 @@ def test_what_is_not_known_is_said_of_a_version_and_of_all_that_continue_it(data
         assert [each.is_complete for each in found.versions] == [False, False], name
         assert message in " ".join(text_of(parsed(found._repr_html_())).split()), name
         assert f"{name}@2" not in found.gaps
+        assert with_class(parsed(read_lineage(repository, f"{name}@2")._repr_html_()), "node"), name
         assert history_of(repository, f"{name}@2"), name
 
 

@@ -48,3 +48,13 @@ def test_a_lineage_in_a_notebook_has_the_graph_and_what_is_not_known():
     root = parsed(pets_lineage("javascript:alert('<script>')")._repr_html_())
     assert len(with_class(root, "node")) == 8
     assert "the weights of x@1 are <unknown>" in text_of(root)
+
+
+def test_a_run_of_a_thousand_saves_is_one_node_in_a_notebook():
+    lineage = Lineage("cnn@1000")
+    lineage.models = {
+        f"cnn@{number}": model_origin(f"cnn@{number}", *([f"cnn@{number - 1}"] if number > 1 else []))
+        for number in range(1000, 0, -1)
+    }
+    nodes = with_class(parsed(lineage._repr_html_()), "node")
+    assert [text_of(node) for node in nodes][1:] == ["cnn@999 to cnn@1 cnn@999 to cnn@1 run of 999 versions"]
