@@ -65,6 +65,7 @@ def use_datasets(folder: Path, images: Path) -> None:
     assert repo.datasets.delete_damaged("pets", dry_run=True).deleted == {}
     assert len(repo.datasets.open("pets@1")["train"]) == 20
     assert len(repo.dataset("pets@1")["train"]) == 20
+    assert repo.dataset("pets@1")["train"].to_arrow(["key"], num_samples=5).num_rows == 5
     assert repo.gc(grace_s=0, no_writers=True, dry_run=True).dry_run
     again = datasvc.ingest(str(images), "again", repo=str(folder / "repo"), keep_order=True)
     assert again.num_samples == {"train": 20, "val": 6}
@@ -103,6 +104,7 @@ def use_models(folder: Path) -> None:
     assert repo.models.names() == ["net"]
     assert [version.version for version in repo.models.ls()] == [3]
     assert [version.version for version in repo.models.log("net", last=2)] == [2, 3]
+    assert repo.models.log("net").to_arrow()["version"].to_pylist() == ["net@1", "net@2", "net@3"]
     assert [line.version.version for line in repo.models.history("net", last=1) if line.version] == [3]
     assert repo.models.describe("net@3").entry["step"] == 7
     assert repo.models.sql("select max(metrics.loss) as loss from versions").num_rows == 1

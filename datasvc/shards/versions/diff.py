@@ -147,6 +147,11 @@ class Difference:
             "splits_removed": list(self.splits_removed),
         }
 
+    def _repr_html_(self) -> str:
+        from datasvc.shards.notebook.diff_html import difference_html
+
+        return difference_html(self.to_json())
+
 
 def diff(repository: Repository, a: str, b: str) -> Difference:
     """Return the changes from version `a` to version `b`, which may belong to different data sets.

@@ -10,10 +10,12 @@ import pytest
 from PIL import Image
 
 from datasvc.errors import NotFoundError
+from datasvc.repository import Repository
 from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import image_field, shard_schema
 from datasvc.shards.versions.dataset import readable_versions
 from datasvc.shards.versions.delete import delete
+from datasvc.shards.versions.diff import diff
 from tests.drawing.hostile import HOSTILE, local_name, parsed, text_of, with_class
 from tests.shards.written_versions import LABELLED_SCHEMA, write_version
 
@@ -78,6 +80,14 @@ def test_a_split_shows_its_first_samples_and_those_that_do_not_decode(pets):
     assert [text_of(row).split(": ")[0] for row in with_class(root, "row")] == ["cat", "dog"]
 
 
+def test_a_split_of_a_remote_repository_shows_no_samples():
+    repository = Repository.create("memory://notebook")
+    write_version(repository, "pets", {"train": [[picture("a")]]}, PICTURES, ["cat"])
+    root = parsed(open_dataset(repository, "pets")["train"]._repr_html_())
+    assert images_of(root) == []
+    assert "samples 1" in text_of(root)
+
+
 def test_a_version_shows_its_splits_without_reading_a_table(pets, tmp_path):
     version = open_dataset(pets, "pets")
     shutil.rmtree(tmp_path / "repo" / "objects")
@@ -99,6 +109,14 @@ def test_a_log_is_a_graph_and_a_table(pets):
         {"version": "pets@2", "samples": 3, "parents": ["pets@1"]},
     ]
     assert log.to_pandas()["shards"].tolist() == [3, 3]
+
+
+def test_a_difference_shows_counts_keys_and_drift(pets):
+    delete(pets, "pets", keys=["a"])
+    shown = text_of(parsed(diff(pets, "pets@1", "pets@2")._repr_html_()))
+    assert "train 0 1 0 2" in shown
+    assert "changes of train change of deleted a" in shown
+    assert "cat 1 0 -1" in shown
 
 
 def test_columns_of_a_split_are_a_table_without_blobs_and_without_deleted_samples(pets):
@@ -129,5 +147,12 @@ def test_hostile_keys_and_class_names_stay_text(repository, text):
     splits = {"train": [[picture(text[:200], 0, text)]]}
     write_version(repository, "pets", splits, PICTURES, [text])
     dataset = open_dataset(repository, "pets")
-    for value in (dataset, dataset["train"], dataset["train"][0], readable_versions(repository, "pets")):
+    write_version(repository, "others", {text[:20]: [[picture("b")]]}, PICTURES, ["cat"])
+    for value in (
+        diff(repository, "pets", "others"),
+        dataset,
+        dataset["train"],
+        dataset["train"][0],
+        readable_versions(repository, "pets"),
+    ):
         parsed(value._repr_html_())
