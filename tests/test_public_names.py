@@ -81,6 +81,7 @@ NOT_ON_THE_FACADE = {
     "check_target": "`repo.models.export` checks its folder",
     "describe_log": "`repo.datasets.log` returns the entries",
     "every_version": "`repo.models.versions(name)`",
+    "describe_log": "`repo.datasets.log(name)` returns the same entries",
     "export_checkpoint": "`repo.models.export(ref, folder, 'safetensors')` writes the same files",
     "load_private_key": "public in `datasvc.models`: it has no repository",
     "make_input": "a tensor: the command makes one from text",

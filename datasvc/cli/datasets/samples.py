@@ -107,7 +107,7 @@ def histogram(
     split: SplitOption = None,
     bins: Annotated[int, typer.Option(min=1, max=1000, help="Number of bars at most.")] = 30,
     where: WhereOption = None,
-    max_shards: Annotated[int, typer.Option(min=1, help="Read at most so many shards, evenly spaced.")] = 20,
+    max_shards: Annotated[int, typer.Option(min=1, help="Read at most so many shards, evenly spaced.")] = 10,
     as_json: JsonOption = False,
 ) -> None:
     """Count the values of a column: numbers in bins, classes and texts by frequency, blobs by size.

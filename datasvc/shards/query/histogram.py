@@ -23,11 +23,11 @@ from datasvc.repository import Repository
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob, measured_columns
 from datasvc.shards.query.sample_page import default_split
 from datasvc.shards.query.sample_reader import NumberedSamples
-from datasvc.shards.query.split_query import choose_shards, open_query
+from datasvc.shards.query.split_query import choose_shards, open_query, open_sizes
 from datasvc.shards.versions.dataset import Split, open_dataset
 from datasvc.shards.versions.describe import count_classes
 
-MAX_SHARDS: Final = 20  # that a histogram reads
+MAX_SHARDS: Final = 10  # that a histogram reads
 MAX_BINS: Final = 1000
 _STEPS: Final = (1, 2, 5)  # bins have one of these widths, times a power of ten
 _MAX_EXACT: Final = 1 << 53  # a float has every whole number up to it
@@ -203,20 +203,29 @@ def _read_values(split: Split, column: str, where: str | None, shards: Sequence[
 
 
 def _read_sizes(split: Split, column: str, where: str | None, shards: Sequence[int]) -> pa.Array:
-    """Return the sizes of blobs. They come from sample indexes: DuckDB would read the blobs themselves."""
-    reader = NumberedSamples(split)
+    """Return the sizes of blobs without reading them, as DuckDB would do."""
+    sizes = _sizes_of_shards(split, column, shards)
     if where is None:
-        return pa.concat_arrays([reader.blob_sizes(shard, column) for shard in shards])
+        return sizes
     with open_query(split, shards) as samples:
         samples.where(where)
         numbers = samples.fetch(where, lambda relation: relation.project(samples.number).fetchnumpy())[samples.number]
-    parts = [pa.nulls(0, pa.int64())]
-    for shard in shards:
-        start, stop = reader.first_number(shard), reader.first_number(shard + 1)
-        chosen = numbers[(numbers >= start) & (numbers < stop)] - start
-        if len(chosen):
-            parts.append(reader.blob_sizes(shard, column).take(pa.array(np.sort(chosen))))
-    return pa.concat_arrays(parts)
+    counts = split.table.samples_per_shard
+    # Numbers count the samples of all shards, but `sizes` has only those of `shards`.
+    all_numbers = [np.arange(counts[shard]) + counts[:shard].sum() for shard in shards]
+    chosen = np.isin(np.concatenate([np.empty(0, np.int64), *all_numbers]), np.asarray(numbers, np.int64))
+    return sizes.filter(pa.array(chosen))
+
+
+def _sizes_of_shards(split: Split, column: str, shards: Sequence[int]) -> pa.Array:
+    """Return the sizes of the blobs of all live samples of some shards."""
+    if not split.repository.storage.is_local:
+        # A remote file would be read with its blobs; a sample index is small.
+        reader = NumberedSamples(split)
+        return pa.concat_arrays([pa.nulls(0, pa.int64()), *(reader.blob_sizes(shard, column) for shard in shards)])
+    with open_sizes(split, shards) as samples:
+        values = samples.scanner([column]).to_reader().read_all().column(column)
+    return pa.concat_arrays([pa.nulls(0, pa.int64()), *values.chunks])
 
 
 def _of_labels(labels: pa.Array, split: Split, bins: int, facts: Mapping[str, Any]) -> Histogram:

@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as arrow_dataset
 from pyarrow import acero
 
@@ -26,7 +27,7 @@ from datasvc.printable import count_text
 from datasvc.repository import Digest
 from datasvc.shards.format.ipc_reader import IpcReader
 from datasvc.shards.format.object_files import ObjectFiles
-from datasvc.shards.format.schema import KEY
+from datasvc.shards.format.schema import KEY, is_blob
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import Flags
 
@@ -51,6 +52,7 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         *,
         shards: Sequence[int] | None = None,
         number_column: str | None = None,
+        sizes: bool = False,
     ) -> Self:
         """Return the live samples of a split. `files` opens its shards.
 
@@ -61,10 +63,12 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
             number_column: name of a further column, int64: the number of each sample, as in `split[number]`. The
                 split must not have a column of this name. None: no such column.
 
+            sizes: have the sizes of blobs, int64, in place of the blobs. From local shards, no blob is read for it.
+
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the table or the deletions cannot be read.
         """
-        schema = pa.schema([_sql_field(field) for field in split.table.sample_schema])
+        schema = pa.schema([_sql_field(field, sizes=sizes) for field in split.table.sample_schema])
         if number_column is not None:
             schema = schema.append(pa.field(number_column, pa.int64()))
         # The base class gives DuckDB the schema only; `scanner` gives the samples.
@@ -229,10 +233,13 @@ def _check_count(num_read: int, num_samples: int, *, is_end: bool) -> None:
 
 
 def _column(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
-    """Return a column with the type of `field`; nulls if the shard does not have the column."""
+    """Return a column with the type of `field`, sizes of blobs if it is int64; nulls if the shard lacks it."""
     if field.name not in batch.schema.names:
         return pa.nulls(batch.num_rows, field.type)
-    return batch.column(field.name).cast(field.type)
+    column = batch.column(field.name)
+    if is_blob(column.type) and pa.types.is_int64(field.type):
+        column = pc.binary_length(column)
+    return column.cast(field.type)
 
 
 class ScannerProbe(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
@@ -269,9 +276,9 @@ def _uses(expression: arrow_dataset.Expression | None, column: str, schema: pa.S
     return False
 
 
-def _sql_field(field: pa.Field) -> pa.Field:
+def _sql_field(field: pa.Field, *, sizes: bool) -> pa.Field:
     """Return the field with a type that DuckDB supports: it has no half floats and no 256-bit decimals."""
-    data_type = field.type
+    data_type = pa.int64() if sizes and is_blob(field.type) else field.type
     if pa.types.is_float16(data_type):
         data_type = pa.float32()
     elif pa.types.is_decimal256(data_type):

@@ -103,7 +103,7 @@ def open_query(split: Split, shards: Sequence[int]) -> Iterator[SplitQuery]:
     """
     schema = split.table.sample_schema
     check_names(f"{split.dataset}/{split.name}", schema.names)
-    files = ObjectFiles(split.repository.storage, {info.digest: info.size_bytes for info in split.table.shards()})
+    files = _files(split)
     number = "datasvc_number"
     while number in {name.lower() for name in schema.names}:
         number += "_"
@@ -115,6 +115,21 @@ def open_query(split: Split, shards: Sequence[int]) -> Iterator[SplitQuery]:
         connection.register("samples", samples)
         lock(connection)
         yield SplitQuery(connection, split, files, number)
+
+
+@contextmanager
+def open_sizes(split: Split, shards: Sequence[int]) -> Iterator[LiveSamples]:
+    """Open the live samples of some shards with the sizes of blobs in place of the blobs; for errors, see above."""
+    samples = LiveSamples.of(split, _files(split), shards=shards, sizes=True)
+    try:
+        yield samples
+    finally:
+        samples.close()
+
+
+def _files(split: Split) -> ObjectFiles:
+    sizes = {info.digest: info.size_bytes for info in split.table.shards()}
+    return ObjectFiles(split.repository.storage, sizes)
 
 
 def choose_shards(num_shards: int, limit: int | None) -> Integers:

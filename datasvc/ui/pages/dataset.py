@@ -10,12 +10,14 @@ from datasvc.printable import count_text
 from datasvc.shards.history.version_nodes import dataset_nodes
 from datasvc.shards.query.histogram import Histogram, list_columns
 from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples
+from datasvc.threads import map_in_threads
 from datasvc.ui.web.links import dataset_link, diff_link, samples_link
 from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 _MAX_VERSIONS = 50  # of the graph
 _MAX_HISTOGRAMS = 12
+_HISTOGRAMS_AT_ONCE = 2
 _MAX_CLASSES = 200  # in the list of classes; more are searched
 _USUAL_SPLIT = "train"
 
@@ -77,9 +79,11 @@ def _show_split(
         return {"split": None}
     where = query.text("where")
     columns = list_columns(dataset[split])[:_MAX_HISTOGRAMS]
+    counts = map_in_threads(
+        lambda column: site.splits.histogram(dataset, split, column, where), columns, _HISTOGRAMS_AT_ONCE
+    )
     charts = []
-    for column in columns:
-        counted = site.splits.histogram(dataset, split, column, where)
+    for column, counted in zip(columns, counts, strict=True):
         name = f"histogram {column}"
         options = {"--split": split, "--where": where}
         panels[name] = Panel(

@@ -1,0 +1,131 @@
+"""Pages of data in the browser: a version of 100 million samples, and a page of 100 thumbnails.
+
+The large version is one shard of 25,000 small images, listed 4,000 times by its shard table, so the pages read a file
+that is in memory. The thumbnails are of 100 photos (500x375) on the local disk; "again" has them from the cache. Each
+repeat starts a new server with an empty cache; six requests run at a time, as in a browser. Memory is the server's
+peak resident set.
+
+    python tools/bench/pages.py [--repeats 5] [--shards 4000] [--samples 25000] [--json]
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from photos import write_photos
+from report import ROOT, Report, make_parser
+
+import datasvc
+from datasvc.shards.versions.version_entry import describe_tables
+from datasvc.testing import small_dataset
+
+REQUESTS_AT_ONCE = 6
+PAGES = {
+    "data set": "/datasets/huge@1",
+    "samples": "/datasets/huge@1/samples/train",
+    "samples in the middle": "/datasets/huge@1/samples/train?start=50000",
+    "samples where": "/datasets/huge@1/samples/train?where=label+%3D+3",
+    "samples sorted": "/datasets/huge@1/samples/train?order=key",
+    "one sample": "/datasets/huge@1/samples/train/777",
+}
+
+
+def write_versions(folder: Path, num_shards: int, num_samples: int) -> str:
+    """Make a repository with `huge@1` and `photos@1`; return its URL."""
+    repo = datasvc.open(str(folder / "repo"), create=True)
+    one = small_dataset(repo, "one", samples=num_samples, image_size=32, shard_bytes=1 << 40)["train"].table
+    counts = {label: count * num_shards for label, count in one.label_counts.items()}
+    table = replace(one, rows=one.rows.take([0] * num_shards), label_counts=counts)
+    entry = {
+        "message": "generated",
+        "splits": describe_tables(repo.repository.objects, {"train": table}),
+        "source": {"kind": "generated", "url": "", "options": {}},
+        "skipped": 0,
+    }
+    repo.repository.versions("datasets", "huge").append(lambda _head: entry)
+    write_photos(folder / "photos" / "train", num_images=100)
+    repo.datasets.ingest(str(folder / "photos"), "photos")
+    return str(folder / "repo")
+
+
+@contextmanager
+def running_server(url: str, home: Path) -> Iterator[tuple[str, int]]:
+    """Start `datasvc ui`; give its address and the number of its process."""
+    command = [sys.executable, "-m", "datasvc.cli.main", "ui", "--repo", url, "--port", "0", "--no-browser", "--json"]
+    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        found = re.search(r"http://[^\"\s]*", process.stdout.readline())
+        assert found is not None, "the server did not start"
+        try:
+            yield found[0].rstrip("/"), process.pid
+        finally:
+            process.terminate()
+
+
+def fetch(address: str) -> bytes:
+    """Return the body of a response."""
+    with urllib.request.urlopen(address) as response:  # noqa: S310 - our own server
+        return bytes(response.read())
+
+
+def measure(url: str) -> dict[str, float]:
+    """Return seconds of each page, from a new server, and the server's memory."""
+    times: dict[str, float] = {}
+
+    def timed(name: str, addresses: list[str]) -> None:
+        started = time.perf_counter()
+        list(pool.map(fetch, addresses))
+        times[name] = time.perf_counter() - started
+
+    with (
+        tempfile.TemporaryDirectory(prefix="datasvc-bench-") as home,
+        ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool,
+        running_server(url, Path(home)) as (address, process),
+    ):
+        for name, path in PAGES.items():
+            timed(f"{name}, first", [address + path])
+            timed(f"{name}, again", [address + path])
+        page = fetch(f"{address}/datasets/photos@1/samples/train").decode()
+        images = [address + path for path in re.findall(r'<img src="([^"]*)"', page)]
+        assert len(images) == 100, len(images)
+        timed("100 thumbnails, first", images)
+        timed("100 thumbnails, again", images)
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+        peak = re.search(r"VmHWM:\s+(\d+)", status)
+        assert peak is not None
+        times["memory"] = int(peak[1]) / 1e3
+    return times
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = make_parser(__doc__, repeats=5)
+    parser.add_argument("--shards", type=int, default=4000)
+    parser.add_argument("--samples", type=int, default=25_000, help="of each shard")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="datasvc-bench-") as folder:
+        url = write_versions(Path(folder), arguments.shards, arguments.samples)
+        runs = [measure(url) for _ in range(arguments.repeats)]
+    report = Report(
+        f"Pages of {arguments.shards * arguments.samples:,} samples in {arguments.shards:,} shards; thumbnails",
+        "The first page of a process imports DuckDB too.",
+    )
+    for name in runs[0]:
+        report.add_row(name, "MB" if name == "memory" else "s", [run[name] for run in runs])
+    report.show(as_json=arguments.as_json)
+
+
+if __name__ == "__main__":
+    main()
