@@ -11,6 +11,7 @@ from datasvc.drawing import ChartMark, ChartSeries, Markup, line_chart, version_
 from datasvc.models.registry.registry import ModelVersion, describe_versions
 from datasvc.models.registry.version_nodes import version_nodes
 from datasvc.models.search.query import query_versions
+from datasvc.printable import escape_controls
 from datasvc.repository import Resolved
 from datasvc.repository.logs.metric_ranking import finite_metrics
 from datasvc.repository.repository import NameState
@@ -87,7 +88,7 @@ class MetricChart:
         axis: one of `AXES`.
         is_all: whether the chart has all versions, instead of the newest ones.
         svg: the chart; it is replaced by an interactive one where scripts run.
-        series: `x`, `y`, `links` and names for the interactive chart, sorted by x.
+        series: what the script of the page draws, sorted by x.
     """
 
     panel: Panel
@@ -136,8 +137,11 @@ def read_metric(site: Site, version: ModelVersion, state: NameState, query: Quer
         is_all,
         line_chart([series], title=f"{metric} of {version.name}", x_label=axis, marks=marks),
         {
-            "name": metric,
+            "name": escape_controls(metric),
             "axis": axis,
+            "colour": "--c0",
+            "width": 960,
+            "marks": [[mark.x, mark.label, mark.is_problem] for mark in marks],
             "x": [x for x, _, _ in points],
             "y": [y for _, y, _ in points],
             "links": [model_link(f"{version.name}@{number}") for _, _, number in points],

@@ -1,4 +1,5 @@
-// Replaces each drawing with `data-series` by a chart of uPlot, which can be zoomed and follows a run.
+// Replaces each drawing with `data-series` by a chart of uPlot, which can be zoomed and follows a run. If its points
+// have links, a click on a point opens its page.
 "use strict";
 
 (() => {
@@ -21,25 +22,36 @@
     ctx.restore();
   }
 
+  function openOnClick(plot, links) {
+    let pressed = 0;
+    plot.over.addEventListener("pointerdown", (event) => { pressed = event.clientX; });
+    plot.over.addEventListener("click", (event) => {
+      const index = plot.cursor.idx;
+      // A drag zooms and is no click.
+      if (Math.abs(event.clientX - pressed) < 4 && index != null && links[index]) location.assign(links[index]);
+    });
+  }
+
   function draw(element) {
     let chart = JSON.parse(element.dataset.series);
     if (!chart.x.length) return;
     const axis = { stroke: colour("--text"), grid: { stroke: colour("--line") }, ticks: { stroke: colour("--line") } };
     const options = {
       title: chart.name,
-      width: Math.max(280, Math.min(element.clientWidth, 640)),
+      width: Math.max(280, Math.min(element.clientWidth, chart.width || 640)),
       height: 220,
       cursor: { sync: { key: "run" } },
       scales: { x: { time: false } },
-      axes: [{ ...axis, label: "step" }, { ...axis, size: 72 }],
+      axes: [{ ...axis, label: chart.axis || "step" }, { ...axis, size: 72 }],
       series: [
-        { label: "step" },
+        { label: chart.axis || "step" },
         { label: chart.name, stroke: colour(chart.colour), width: 1.5, points: { show: chart.x.length < 60 } },
       ],
       hooks: { draw: [(plot) => drawMarks(plot, chart.marks)] },
     };
     element.replaceChildren();
     const plot = new uPlot(options, [chart.x, chart.y], element);
+    if (chart.links) openOnClick(plot, chart.links);
     element.addEventListener("datasvc:series", (event) => {
       const { min, max } = plot.scales.x;
       const isZoomed = min > chart.x[0] || max < chart.x[chart.x.length - 1];
@@ -52,5 +64,7 @@
     element.dataset.points = chart.x.length;
   }
 
-  document.addEventListener("DOMContentLoaded", () => document.querySelectorAll("[data-series]").forEach(draw));
+  const drawAll = () => document.querySelectorAll("[data-series]:not([data-points])").forEach(draw);
+  document.addEventListener("DOMContentLoaded", drawAll);
+  document.addEventListener("htmx:afterSettle", drawAll);
 })();
