@@ -1,7 +1,7 @@
 """Fetches the scripts that the page of `datasvc ui` and its tests contain, by `python tools/vendor_scripts.py`.
 
-`vendor_scripts.json` lists the npm packages with version and integrity, and the digest of each file that is taken from
-them. The scripts are in the repository because clusters have no internet, and are changed only by this program. To
+`vendor_scripts.json` lists the npm packages with version and integrity, and the digest of each file that is taken
+from them. The scripts are in the repository because clusters have no internet, and only this program changes them. To
 update one, change its version and `integrity` (`npm view NAME@VERSION dist.integrity`) and run the program with
 --update, which writes the new digests of the files.
 """
