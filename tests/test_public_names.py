@@ -79,7 +79,6 @@ NOT_ON_THE_FACADE = {
     "summarize_datasets": "`repo.datasets.ls()`",
     "version_nodes": "nodes of a drawing: a notebook shows `repo.models.log(name)`",
     "check_target": "`repo.models.export` checks its folder",
-    "describe_log": "`repo.datasets.log` returns the entries",
     "every_version": "`repo.models.versions(name)`",
     "describe_log": "`repo.datasets.log(name)` returns the same entries",
     "export_checkpoint": "`repo.models.export(ref, folder, 'safetensors')` writes the same files",
