@@ -54,7 +54,7 @@ def test_the_list_of_runs_is_that_of_the_library(logged):
     assert shown == json.loads(json.dumps([run.to_dict() for run in list_runs(repository)]))
     assert {run["ref"] for run in server.json("/runs?name=gpt", "runs")} == {failed.ref}
     text = texts(server.get("/runs")[2])
-    assert "2 runs, 0 of which go on" in text
+    assert "2 runs; none is in progress" in text
     assert f"{failed.ref} failed: ConfigError: the loss is nan" in text
     assert f'href="/runs/cnn/{done.id}"' in server.get("/runs")[2]
 

@@ -44,7 +44,9 @@ def line_charts(history: RunHistory) -> list[dict[str, Any]]:
     names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
     marks = _marks(history)
     chosen = [(_TITLES.get(name, name), history.series[name], "c0") for name in names]
-    chosen += [(f"evaluation: {name}", series, "c2") for name, series in history.evaluation.items()]
+    chosen += [
+        (f"evaluation: {name}", series, "c2") for name, series in history.evaluation.items() if name not in _NOT_DRAWN
+    ]
     return [
         _chart(f"chart-{number}", name, series, colour, marks)
         for number, (name, series, colour) in enumerate(chosen[:_MAX_CHARTS])

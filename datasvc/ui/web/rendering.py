@@ -39,7 +39,7 @@ def make_environment() -> Environment:
     )
     environment.filters |= {
         "ago": ago,
-        "count": count_text,
+        "count": count,
         "digest": digest,
         "json_text": json_text,
         "leaves": partial(tree_leaves, path=""),
@@ -102,6 +102,11 @@ def _relative(seconds: float) -> str:
 def number(value: float | None) -> str:
     """Return a number with separators of thousands; "-" for None."""
     return "-" if value is None else f"{value:,}"
+
+
+def count(value: int, one: str, many: str | None = None) -> str:
+    """Return a number with its noun, such as "1,797 samples"."""
+    return f"{value:,} {one if value == 1 else many or one + 's'}"
 
 
 def metric(value: object) -> str:

@@ -48,7 +48,7 @@ class PlannerForm:
     split: str = ""
     nodes: int = 4
     gpus: int = 1
-    budget: int = 30
+    budget: int = 120
     shuffle: Literal["windowed", "global", "none"] = "windowed"
     lanes: int = 1
     block: int = 0
