@@ -27,7 +27,7 @@ def run(name, settings, *, steps, **options):
                 "data": "tokens@1",
                 "name": name,
                 "model": "gpt",
-                "model_option": ("layers=4", "heads=4", "width=32", "dropout=0.0", f"context={BLOCK}"),
+                "model_option": ("layers=2", "heads=4", "width=32", "dropout=0.0", f"context={BLOCK}"),
                 "vocabulary": 29,
                 "epochs": 10,
                 "max_steps": steps,
@@ -54,10 +54,10 @@ for name in request["save"]:
 for saved, name in request["resume"]:
     run(f"{saved}-then-{name}", layouts[name], steps=MORE_STEPS, resume=f"{saved}@1")
 for saved, name in request["init"]:
-    # One block and the last normalisation begin with random weights. Nothing is trained, so weights stay the same.
+    # Some layers begin with random weights. Nothing is trained, so weights stay the same.
     options = {
         "init_from": f"{saved}@1",
-        "init_exclude": ("blocks.1", "norm"),
+        "init_exclude": ("blocks.1.mlp", "norm"),
         "learning_rate": 0.0,
         "weight_decay": 0.0,
     }
