@@ -84,10 +84,13 @@ class Collector:
     def add(self, time_s: float, event: str, facts: dict[str, Any]) -> None:
         """Add a reported event."""
         # Times do not fall, whatever the clock does, and those of two parts differ: readers continue after a time.
-        self._newest_s = time_s = max(time_s, self._newest_s, self._floor_s)
+        self._newest_s = time_s = max(round(time_s, 3), self._newest_s, self._floor_s)
         if _is_step(event, facts):
-            numbers = {name: number for name, value in facts.items() if (number := to_number(value)) is not None}
-            del numbers[STEP]
+            numbers = {
+                name: value if type(value) is float else number
+                for name, value in facts.items()
+                if type(value) is float or ((number := to_number(value)) is not None and name != STEP)
+            }
             self._rows.setdefault(tuple(numbers), []).append((facts[STEP], time_s, tuple(numbers.values())))
             self.latest = facts
             return
@@ -108,7 +111,7 @@ class Collector:
     def take(self) -> Content:
         """Return what `compact` has left, and begin anew."""
         content, self._content = self._content, Content()
-        self._floor_s = round(self._newest_s, 3) + 0.001  # stored times are milliseconds
+        self._floor_s = round(self._newest_s + 0.001, 3)
         return content
 
 

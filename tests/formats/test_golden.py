@@ -25,6 +25,10 @@ from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
 from datasvc.repository.logs.log import decode_entry, encode_entry
 from datasvc.repository.objects.intact import mark_intact
 from datasvc.repository.objects.objects import digest_of
+from datasvc.runs import RunEvent
+from datasvc.runs.content import Content
+from datasvc.runs.part import Part, PartRange, decode_part, encode_part
+from datasvc.runs.step_table import StepTable
 from datasvc.shards import Shard, ShardStatistics, ShardTable, ShardWriter, image_schema
 from datasvc.shards.format.digests import digest_batch
 from datasvc.shards.format.partial_reader import PartialShard
@@ -48,6 +52,25 @@ ENTRY = {
     "message": "größer",
     "splits": {"train": {"table": "ab" * 32, "samples": 2, "bytes": 1234, "shards": 1}},
 }
+RUN_HEAD = {
+    "run": "digits-cnn/20261123-221830-3fa9c1",
+    "attempt": 1,
+    "writer": "0011223344556677",
+    "time": 2.0,
+    "heartbeat_s": 20.0,
+    "world_size": 4,
+    "data": ["digits@1"],
+    "state": "running",
+    "message": "",
+    "latest": {"step": 3, "loss": 4.0, "unit": "images"},
+    "versions": ["digits-cnn@1"],
+    "lost": 0,
+}
+RUN_STEPS = StepTable.from_rows(
+    ("loss", "rate"), [(1, 1.25, (1.0, 0.5)), (2, 1.5, (3.0, 0.5)), (3, 1.75, (4.0, 0.5))]
+).thin(2)
+RUN_EVENTS = (RunEvent(1.625, "checkpoint", {"step": 2, "version": "digits-cnn@1"}),)
+RUN_PART = Part(PartRange(1, 1, 8), RUN_HEAD, Content((RUN_STEPS,), RUN_EVENTS, 3))
 RAW = ChainLink(Digest("01" * 32), 24, 0, 24, "raw")
 PACKED = ChainLink(Digest("03" * 32), 16, 8, 8, "raw")
 CHAIN = (ChainLink(Digest("04" * 32), 30, 0, 15, "planes"), ChainLink(Digest("05" * 32), 9, 0, 9, "difference"))
@@ -161,6 +184,7 @@ def written(folder):
         "deletions-1.arrow": deletions().encode(),
         "tensors-2.arrow": encode_table(RECORDS),
         "pointer-1.json": pointer_bytes(folder),
+        "run-part-1.jsonl": encode_part(RUN_PART),
         "state-1.json": encode_state(flatten(STATE)[0]),
         "order-1.json": json.dumps(orders(), indent=1, sort_keys=True).encode(),
         "loader-state-1.json": json.dumps(LOADER_STATE.to_dict(), sort_keys=True).encode(),
@@ -286,6 +310,17 @@ def test_planes_and_differences_of_format_1_are_decoded():
         first = ("planes", golden("planes-1.bin"))
         codec.ChainDecoder().decode([first] if encoding == "planes" else [first, (encoding, golden(name))], found)
         assert found.tobytes() == words.tobytes(), name
+
+
+def test_a_part_of_a_run_log_of_format_1_opens():
+    part = decode_part(golden("run-part-1.jsonl"), "golden", RUN_PART.range)
+    assert part.head == {**RUN_PART.head, "format": 1}
+    assert tuple(part.content.events) == RUN_EVENTS
+    assert part.content.num_left_out == 3
+    (table,) = part.content.tables
+    assert (table.names, table.first.tolist(), table.last.tolist()) == (("loss", "rate"), [1, 3], [2, 3])
+    assert (table.counts.tolist(), table.times.tolist()) == ([2, 1], [1.5, 1.75])
+    assert (table.mean.tolist(), table.low.tolist()) == ([[2.0, 0.5], [4.0, 0.5]], [[1.0, 0.5], [4.0, 0.5]])
 
 
 def test_a_state_of_format_1_opens():

@@ -27,20 +27,20 @@ def test_thinning_keeps_counts_means_and_extremes_however_often_it_is_done(rows,
 
 
 @given(rows, st.integers(1, 20))
-def test_a_stored_table_is_read_back_to_six_digits(rows, max_bins):
+def test_a_stored_table_is_read_back_in_single_precision(rows, max_bins):
     table = StepTable.from_rows(("loss", "rate"), rows).thin(max_bins)
     read = StepTable.from_json(json.loads(json.dumps(table.to_json())))
     for field in ("first", "last", "counts"):
         np.testing.assert_array_equal(getattr(read, field), getattr(table, field))
     for field in ("mean", "low", "high"):
-        np.testing.assert_allclose(getattr(read, field), getattr(table, field), rtol=1e-5)
+        np.testing.assert_allclose(getattr(read, field), getattr(table, field), rtol=1e-6, atol=1e-30)
 
 
 def test_values_that_are_not_finite_are_stored_and_survive_thinning():
-    rows = [(step, 0.0, (value,)) for step, value in enumerate([1.0, math.nan, math.inf, 2.0])]
+    rows = [(step, 0.0, (value,)) for step, value in enumerate([1.0, math.nan, 1e300, 2.0])]
     table = StepTable.from_rows(("loss",), rows)
     read = StepTable.from_json(json.loads(json.dumps(table.to_json(), allow_nan=False)))
-    np.testing.assert_array_equal(read.mean, table.mean)
+    np.testing.assert_array_equal(read.mean[:, 0], [1.0, math.nan, math.inf, 2.0])
     thin = read.thin(2)
     assert math.isnan(thin.mean[0, 0])
     assert (thin.low[1, 0], thin.high[1, 0]) == (2.0, math.inf)

@@ -84,7 +84,8 @@ class Recorder:
         if not self._is_on:
             return
         parts_s = self._parts.take()
-        self._times.add({"step_s": step_s, "wait_s": wait_s, **parts_s})
+        if hvd.size() > 1:
+            self._times.add({"step_s": step_s, "wait_s": wait_s, **parts_s})
         if self.log is not None:
             self.log.report("step", step=step, step_s=step_s, wait_s=wait_s, **parts_s, **facts)
             if wait_s >= STALL_S:
