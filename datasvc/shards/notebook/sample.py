@@ -28,18 +28,18 @@ class Sample(dict[str, Any]):
     __slots__ = ("class_name", "images")
 
     def __init__(
-        self, values: Mapping[str, Any] | None = None, images: Sequence[str] = (), class_name: str | None = None
+        self, values: Mapping[str, Any] | None = None, images: tuple[str, ...] = (), class_name: str | None = None
     ) -> None:
         super().__init__(values or {})
-        self.images = tuple(images)
+        self.images = images
         self.class_name = class_name
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], schema: pa.Schema, classes: Sequence[str]) -> Sample:
-        """Return a sample of a split, whose schema and class names say how it is shown."""
+    def of(cls, values: Mapping[str, Any], images: tuple[str, ...], classes: Sequence[str]) -> Sample:
+        """Return a sample of a split with these columns of images and class names."""
         label = values.get(LABEL)
         name = classes[label] if isinstance(label, int) and 0 <= label < len(classes) else None
-        return cls(values, image_columns(schema), name)
+        return cls(values, images, name)
 
     def _repr_html_(self) -> str:
         pictures = [_picture(self, column, _SIDE, [column]) for column in self.images if self.get(column) is not None]
@@ -49,9 +49,9 @@ class Sample(dict[str, Any]):
         return standalone(markup(pictures), facts_table(facts))
 
 
-def image_columns(schema: pa.Schema) -> list[str]:
+def image_columns(schema: pa.Schema) -> tuple[str, ...]:
     """Return the columns that hold encoded images."""
-    return [field.name for field in schema if is_image(field) or (field.name == IMAGE and is_blob(field.type))]
+    return tuple(field.name for field in schema if is_image(field) or (field.name == IMAGE and is_blob(field.type)))
 
 
 def sample_grid(samples: Iterable[Sample]) -> Markup:

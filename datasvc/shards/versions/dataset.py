@@ -25,7 +25,7 @@ from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.notebook.columns import choose_columns, read_columns
 from datasvc.shards.notebook.dataset_log import DatasetLog
-from datasvc.shards.notebook.sample import Sample
+from datasvc.shards.notebook.sample import Sample, image_columns
 from datasvc.shards.versions.deletions import Deletions, load_deletions
 
 if TYPE_CHECKING:
@@ -173,8 +173,8 @@ class Split:
         start = int(self._stops[shard - 1]) if shard else 0
         (stored_row,) = self.stored_rows(shard, np.array([live_number - start])).tolist()
         sample = self._open_shard(shard).sample(stored_row)
-        schema = self.table.sample_schema
-        return Sample.of({name: sample.get(name) for name in schema.names}, schema, self.classes)
+        values = {name: sample.get(name) for name in self.table.sample_schema.names}
+        return Sample.of(values, self._image_columns, self.classes)
 
     def __iter__(self) -> Iterator[Sample]:
         return (self[number] for number in range(len(self)))
@@ -243,6 +243,10 @@ class Split:
     def classes(self) -> tuple[str, ...]:
         """Class names; label i belongs to `classes[i]`. Empty for a split without class names."""
         return self.table.classes
+
+    @cached_property
+    def _image_columns(self) -> tuple[str, ...]:
+        return image_columns(self.table.sample_schema)
 
     @cached_property
     def _num_deleted(self) -> Integers:  # per shard; cached, because the table computes it at each call
