@@ -1,0 +1,74 @@
+"""Stacked areas: what a whole, such as the time of a step, consists of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+from datasvc.drawing.elements import Markup, element, number_text, svg
+from datasvc.drawing.frame import ChartFrame, legend
+from datasvc.drawing.series import ChartSeries, describe_series, names_and_colours
+
+_MAX_POINTS: Final = 1000  # more would not be visible
+
+
+def stacked_areas(
+    series: Sequence[ChartSeries],
+    *,
+    title: str,
+    unit: str = "",
+    x_label: str = "step",
+    width: int = 640,
+    height: int = 240,
+) -> Markup:
+    """Return areas on top of each other as SVG, the first at the bottom: the parts of a whole, such as a step's time.
+
+    Args:
+        series: the parts, with equal `xs`; gaps and negative values count as zero.
+        title: what it shows.
+        unit: unit of the values.
+        x_label: name of the x axis, with its unit.
+        width: pixels.
+        height: pixels.
+    """
+    xs = list(series[0].xs) if series else []
+    kept = _kept_numbers(len(xs))
+    xs = [xs[number] for number in kept]
+    levels = [[0.0] * len(xs)]
+    for each in series:
+        levels.append(
+            [below + _at_least_zero(each.ys[number]) for below, number in zip(levels[-1], kept, strict=True)]
+        )
+    names, colours = names_and_colours(series)
+    frame = ChartFrame.of(xs, levels[-1], (width, height), names, from_zero=True)
+    areas = []
+    for each, colour, below, above in zip(series, colours, levels, levels[1:], strict=False):
+        outline = [*zip(xs, above, strict=True), *reversed(list(zip(xs, below, strict=True)))]
+        points = " ".join(f"{number_text(frame.x(x))},{number_text(frame.y(y))}" for x, y in outline)
+        areas.append(
+            element(
+                "polygon", element("title", each.name), points=points, class_=f"area fill {colour}", fill_opacity=0.85
+            )
+        )
+    return svg(
+        *frame.axes(title, unit, x_label),
+        *areas,
+        *legend(names, colours, [each.href for each in series], width),
+        width=width,
+        height=height,
+        title=title,
+        description=describe_series(series, unit),
+        interactive=any(each.href for each in series),
+    )
+
+
+def _at_least_zero(value: float | None) -> float:
+    return value if value is not None and math.isfinite(value) and value > 0 else 0.0
+
+
+def _kept_numbers(count: int) -> list[int]:
+    """Return the numbers of the points that are drawn, evenly, with the first and the last."""
+    if count <= _MAX_POINTS:
+        return list(range(count))
+    return sorted({round(number * (count - 1) / (_MAX_POINTS - 1)) for number in range(_MAX_POINTS)})
