@@ -80,7 +80,6 @@ NOT_ON_THE_FACADE = {
     "version_nodes": "nodes of a drawing: a notebook shows `repo.models.log(name)`",
     "check_target": "`repo.models.export` checks its folder",
     "every_version": "`repo.models.versions(name)`",
-    "describe_log": "`repo.datasets.log(name)` returns the same entries",
     "export_checkpoint": "`repo.models.export(ref, folder, 'safetensors')` writes the same files",
     "load_private_key": "public in `datasvc.models`: it has no repository",
     "make_input": "a tensor: the command makes one from text",

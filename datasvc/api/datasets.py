@@ -33,6 +33,7 @@ from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.describe import describe_version, read_bad_samples
 from datasvc.shards.versions.diff import diff
 from datasvc.shards.versions.merge import merge
+from datasvc.shards.versions.shared_bytes import shared_bytes
 from datasvc.shards.versions.verify import verify
 
 
@@ -52,6 +53,7 @@ class Datasets(Collection):
     open = Operation(open_dataset)
     describe = Operation(describe_version)
     log = Operation(readable_versions)
+    shared_bytes = Operation(shared_bytes)
     bad_samples = Operation(read_bad_samples)
     diff = Operation(diff)
     verify = Operation(verify)

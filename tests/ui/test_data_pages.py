@@ -18,7 +18,7 @@ from tests.shards.written_versions import TEXT_SCHEMA, write_version
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 
 PAGES = {
-    "/datasets/pets@2": {"version", "versions", "quarantine", "histogram label", "histogram image"},
+    "/datasets/pets@2": {"version", "versions", "bytes", "quarantine", "histogram label"},
     "/datasets/pets@2?split=val&where=label+%3D+1": {"histogram label", "histogram width / height"},
     "/datasets/pets@1": {"version"},
     "/datasets/pets@2/samples/train": {"samples"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +10,9 @@ from datasvc.cli.terminal.drawing_file import LastOption, SvgOption, write_versi
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
 from datasvc.sizes import format_size
+
+if TYPE_CHECKING:
+    from datasvc.repository import Repository
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a data set.")]
 
@@ -41,6 +44,9 @@ def log(
     repo: RepoOption,
     last: LastOption = None,
     svg: SvgOption = None,
+    sizes: Annotated[
+        bool, typer.Option("--bytes", help="Show the bytes that versions share, instead of their entries.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the versions of a data set: newest first in the table, oldest first with --json.
@@ -58,6 +64,9 @@ def log(
         write_version_graph(svg, dataset_nodes(repository, name, last=last), name)
         if not as_json:
             return
+    if sizes:
+        _print_bytes(repository, name, last=last, as_json=as_json)
+        return
     if as_json:
         print_json([*describe_log(repository, name, last=last), *unreadable_facts()])
         return
@@ -74,6 +83,20 @@ def log(
         for entry in reversed(entries)
     ]
     print_table(("version", "created", "samples", "message"), rows)
+
+
+def _print_bytes(repository: Repository, name: str, *, last: int | None, as_json: bool) -> None:
+    from datasvc.shards.versions.shared_bytes import shared_bytes
+
+    compared = shared_bytes(repository, name, last=last)
+    if as_json:
+        print_json([*(each.to_json() for each in compared), *unreadable_facts()])
+        return
+    rows = [
+        (f"{name}@{each.version}", *map(format_size, (each.total_bytes, each.new_bytes, each.unique_bytes)))
+        for each in reversed(compared)
+    ]
+    print_table(("version", "bytes", "new in it", "only in it"), rows)
 
 
 def _row(row: dict[str, Any]) -> tuple[object, ...]:

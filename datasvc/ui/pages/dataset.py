@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasvc import drawing
@@ -10,12 +12,15 @@ from datasvc.printable import count_text
 from datasvc.shards.history.version_nodes import dataset_nodes
 from datasvc.shards.query.histogram import Histogram, list_columns
 from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples
+from datasvc.shards.versions.shared_bytes import shared_bytes
 from datasvc.threads import map_in_threads
 from datasvc.ui.web.links import dataset_link, diff_link, samples_link
 from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 _MAX_VERSIONS = 50  # of the graph
+_MAX_COMPARED = 20  # versions whose shared bytes are shown
+_MAX_COMPARED_SHARDS = 200_000  # of all of them
 _MAX_HISTOGRAMS = 12
 _HISTOGRAMS_AT_ONCE = 2
 _MAX_CLASSES = 200  # in the list of classes; more are searched
@@ -40,15 +45,12 @@ def load(site: Site, parts: Parts, query: Query) -> Page | Content:
             site.command("log", name, "--json", options=log_options),
             site.python("datasets.log", name, last=num_versions),
         ),
-        "quarantine": Panel(
-            read_bad_samples(repository, ref),
-            site.command("show", ref, "--bad", "--json"),
-            site.python("datasets.bad_samples", ref),
-        ),
     }
+    panels |= _compare_bytes(site, name, panels["versions"].values)
     view: dict[str, Any] = {
         "site": site,
         "ref": ref,
+        "name": name,
         "graph": drawing.version_graph(nodes, title=f"versions of {name}", more_href=more),
         "graph_table": drawing.version_table(nodes, caption=f"versions of {name}"),
         "previous": _previous(state.living, resolved.version, name),
@@ -57,6 +59,11 @@ def load(site: Site, parts: Parts, query: Query) -> Page | Content:
     }
     if not view["removed"]:
         view |= _show_split(site, ref, facts, query, panels)
+        panels["quarantine"] = Panel(
+            read_bad_samples(repository, ref),
+            site.command("show", ref, "--bad", "--json"),
+            site.python("datasets.bad_samples", ref),
+        )
     return Page(
         template="dataset.html",
         title=ref,
@@ -66,6 +73,26 @@ def load(site: Site, parts: Parts, query: Query) -> Page | Content:
         panels=panels,
         view=view,
     )
+
+
+def _compare_bytes(site: Site, name: str, log: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
+    """Return the panel of the bytes that the newest versions share; none if their shard tables are too large."""
+    num_shards = list(
+        itertools.accumulate(
+            sum(split["shards"] for split in entry["splits"].values()) for entry in reversed(log[-_MAX_COMPARED:])
+        )
+    )
+    last = bisect.bisect_right(num_shards, _MAX_COMPARED_SHARDS)
+    if not last:
+        return {}
+    compared = shared_bytes(site.repo.repository, name, last=last)
+    return {
+        "bytes": Panel(
+            [each.to_json() for each in compared],
+            site.command("log", name, "--bytes", "--json", options={"--last": str(last)}),
+            site.python("datasets.shared_bytes", name, last=last),
+        )
+    }
 
 
 def _show_split(
