@@ -37,6 +37,7 @@ PAGES = {
     "samples in the middle": "/datasets/huge@1/samples/train?start=50000",
     "samples where": "/datasets/huge@1/samples/train?where=label+%3D+3",
     "samples sorted": "/datasets/huge@1/samples/train?order=key",
+    "look-up of a key that is missing": "/datasets/huge@1/samples/train?key=none",
     "one sample": "/datasets/huge@1/samples/train/777",
 }
 
