@@ -134,6 +134,18 @@ def test_signatures_are_listed(kept):
         assert server.json("/models/net@3", "signatures") == []
 
 
+def test_the_run_of_a_version_is_a_link_on_its_page_and_in_its_lineage(tmp_path):
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    for run_ref in ("net/20261123-221830-3fa9c1", "<b>any text</b>"):
+        repo.models.save("net", {"w": [1.0]}, step=1, run=run_ref)
+    with running_ui(tmp_path / "repo") as server:
+        for page in ("models", "lineage"):
+            assert 'href="/runs/net/20261123-221830-3fa9c1"' in server.get(f"/{page}/net@1")[2]
+            html = server.get(f"/{page}/net@2")[2]
+            assert "&lt;b&gt;any text" in html
+            assert 'href="/runs/%3Cb' not in html
+
+
 def test_hostile_texts_are_text(kept):
     with running_ui(kept) as server:
         for name in HOSTILE:

@@ -36,6 +36,7 @@ class ModelOrigin:
             A mapping per segment and split: `version`, `data`, `table`, `start`, `stop`, `global_batch`, `tail`.
         evaluated: splits that it was evaluated on.
         gaps: unknown parts of its origin, one line each.
+        run: run whose log describes its training, NAME/ID; None if unknown.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ModelOrigin:
     consumed: tuple[Mapping[str, Any], ...]
     evaluated: tuple[str, ...]
     gaps: tuple[str, ...]
+    run: str | None = None
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,7 @@ def _describe(version: Version, planned: PlannedVersion) -> ModelOrigin:
         consumed,
         evaluated,
         planned.gaps,
+        entry.get("run"),
     )
 
 

@@ -13,9 +13,9 @@ from datasvc.models.provenance.lineage import Lineage, ModelOrigin
 def collapse_chains(lineage: Lineage) -> tuple[Lineage, dict[str, list[str]]]:
     """Return a lineage with one version for each chain, and the versions of each chain, newest first.
 
-    In a chain, each version continues the next one alone, nothing else continues that one, and both read the same
-    data or one of them read nothing. A run that saves a thousand times is a chain. The version whose lineage it is
-    stays alone.
+    In a chain, each version continues the next one alone, and nothing else continues that one. Both are of the same
+    run and read the same data, or one of them read nothing. A run that saves a thousand times is a chain. The version
+    whose lineage it is stays alone.
 
     The version for a chain has the name of its newest version, the parents of its oldest one, and for each split the
     range from the first to the last position that the chain consumed.
@@ -45,7 +45,7 @@ def _next(lineage: Lineage, model: ModelOrigin, num_children: Mapping[str, int])
     is_same_model = older.name.partition("@")[0] == model.name.partition("@")[0]
     data, older_data = _tables(model), _tables(older)
     is_same_data = not data or not older_data or data == older_data
-    is_alike = older.evaluated == model.evaluated and not older.gaps
+    is_alike = (older.evaluated, older.run) == (model.evaluated, model.run) and not older.gaps
     return older if is_same_model and is_same_data and is_alike and num_children[older.name] == 1 else None
 
 

@@ -1,4 +1,4 @@
-"""Converts a lineage to nodes and edges of `datasvc.drawing.flow_graph`: sources, shards, data versions, models."""
+"""Converts a lineage to nodes and edges of `datasvc.drawing.flow_graph`, from sources to runs and models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin
 from datasvc.models.provenance.lineage_chains import collapse_chains
 from datasvc.printable import count_text
 
-_SOURCE, _SHARDS, _DATA, _MODEL = range(4)  # lowest layers
+_SOURCE, _SHARDS, _DATA, _RUN, _MODEL = range(5)  # lowest layers
 _MAX_DIGITS: Final = 12  # of a digest, as shown
 
 
@@ -34,7 +34,8 @@ def lineage_flow(
 
     Args:
         lineage: the lineage.
-        href: returns the address of the page of a version, by its kind, "datasets" or "models", and its name.
+        href: returns the address of a page by its kind and name: of a version of "datasets" or "models", or of a run,
+            "runs".
     """
     graph = _LineageGraph(href or (lambda _kind, _name: None))
     for data in lineage.datasets.values():
@@ -56,7 +57,7 @@ def collapsed_flow(
 
 def _chain_node(node: FlowNode, chain: Sequence[str]) -> FlowNode:
     title = f"{chain[0]} to {chain[-1]}"
-    return replace(node, label=title, kind=f"run of {count_text(len(chain), 'version')}", title=title)
+    return replace(node, label=title, kind=count_text(len(chain), "version"), title=title)
 
 
 class _LineageGraph:
@@ -86,13 +87,19 @@ class _LineageGraph:
 
     def add_model(self, model: ModelOrigin) -> None:
         name = self._version("models", model.name)
+        reader = name
+        if model.run:
+            # The data lead to the run that read them, and from there to its versions.
+            reader = f"run:{model.run}"
+            self._node(reader, model.run, _RUN, "run", self._href("runs", model.run))
+            self._edge(reader, name, "saved")
         for parent in model.parents:
             self._edge(self._version("models", parent), name, "continued")
         for segment in model.consumed:
             version, _, split = str(segment["data"]).rpartition("/")
             (first, start), (last, stop) = segment["start"], segment["stop"]
             label = f"{split}: from epoch {first}, position {start:,}, to epoch {last}, position {stop:,}"
-            self._edge(self._version("datasets", version), name, label)
+            self._edge(self._version("datasets", version), reader, label)
         for evaluated in model.evaluated:
             self._edge(self._version("datasets", evaluated.rpartition("/")[0]), name, "evaluated on it")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from datasvc.drawing import FlowEdge, FlowNode, flow_graph, flow_table
@@ -11,7 +11,7 @@ from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.models.provenance.lineage import Lineage, read_lineage
 from datasvc.models.provenance.lineage_flow import collapsed_flow
 from datasvc.models.provenance.sample_uses import ConsumerReport
-from datasvc.ui.web.links import dataset_link, lineage_link, model_link, samples_link
+from datasvc.ui.web.links import dataset_link, lineage_link, model_link, run_ref_link, samples_link
 from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Query
 from datasvc.ui.web.site import Site
 
@@ -71,7 +71,11 @@ def _version_page(site: Site, version: str) -> Page:
 
 def _draw(site: Site, lineage: Lineage) -> tuple[list[FlowNode], list[FlowEdge]]:
     """Return the graph of a lineage: a chain of versions is one node, and removed versions are marked."""
-    links = {"models": model_link, "datasets": dataset_link}
+    links: dict[str, Callable[[str], str | None]] = {
+        "models": model_link,
+        "datasets": dataset_link,
+        "runs": run_ref_link,
+    }
     nodes, edges = collapsed_flow(lineage, href=lambda kind, name: links[kind](name))
     removed = _removed(site, lineage)
     return [replace(node, is_removed=node.name in removed) for node in nodes], edges

@@ -90,8 +90,6 @@ def load(site: Site, parts: Parts, query: Query) -> Page | Content:
             "query": query,
             "retention_fault": retention_fault,
             "modes": _MODES,
-            # The name and the identifier of the run that saved it.
-            "run": str(version.entry["run"]).partition("/")[::2] if version.entry.get("run") else None,
             "earlier": f"{version.name}@{version.version - 1}" if version.version > 1 else None,
             "restore_command": site.command("models", "restore", ref, "FOLDER"),
             "restore_python": site.python("models.restore", ref),

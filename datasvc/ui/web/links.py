@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import quote, urlencode
 
+from datasvc.runs.run_ids import is_run_id
+
 
 def _address(*parts: str, query: Mapping[str, object] | None = None) -> str:
     path = "/" + "/".join(quote(part, safe="@") for part in parts)
@@ -65,6 +67,12 @@ def run_link(name: str, run_id: str) -> str:
 def cluster_link(**query: object) -> str:
     """Return the address of the nodes; `node` selects one by its URL, `data` a version whose owners are shown."""
     return _address("cluster", query=query)
+
+
+def run_ref_link(ref: str) -> str | None:
+    """Return the address of a run by its reference, NAME/ID; None for any other text that a program gave."""
+    name, _, run_id = ref.partition("/")
+    return run_link(name, run_id) if is_run_id(run_id) else None
 
 
 def audit_link(ledger: str) -> str:

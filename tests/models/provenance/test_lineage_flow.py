@@ -1,5 +1,7 @@
 """The lineage as a graph from left to right."""
 
+from dataclasses import replace
+
 from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin
 from datasvc.models.provenance.lineage_flow import lineage_flow
 from tests.drawing.hostile import parsed, text_of, with_class
@@ -42,6 +44,17 @@ def test_sources_shards_data_and_models_follow_each_other():
     }
     assert {node.label: node.href for node in nodes}["pets@2"] == "/datasets/pets@2"
     assert {node.label: node.column for node in nodes}["2 shards of train"] == 1
+
+
+def test_a_run_stands_between_its_data_and_its_versions():
+    lineage = pets_lineage()
+    lineage.models["cnn@2"] = replace(lineage.models["cnn@2"], run="cnn/20261123-221830-3fa9c1")
+    nodes, edges = lineage_flow(lineage, href=lambda kind, name: f"/{kind}/{name}")
+    ends = {(edge.source, edge.target) for edge in edges}
+    run = "run:cnn/20261123-221830-3fa9c1"
+    assert {("datasets:pets@2", run), (run, "models:cnn@2")} < ends
+    assert ("datasets:pets@2", "models:cnn@2") not in ends
+    assert {node.name: node.href for node in nodes}[run] == "/runs/cnn/20261123-221830-3fa9c1"
 
 
 def test_a_lineage_in_a_notebook_has_the_graph_and_what_is_not_known():
