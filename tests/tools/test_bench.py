@@ -113,6 +113,13 @@ def test_finding_model_versions_is_measured(tmp_path):
 
 
 @pytest.mark.slow
+def test_pages_over_many_versions_are_measured(tmp_path):
+    found = run_json("ui_pages.py", "--repeats", 1, "--versions", 300, "--folder", tmp_path)
+    assert all(row["median"] > 0 for row in found["rows"])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
 def test_hierarchical_allreduces_are_measured_beside_flat_ones_and_predicted():
     found = run_on_nodes("hierarchical.py", "--repeats", 2, "--mbit", 1000, "--sizes", 1)
     assert [ratio["name"].rpartition(": ")[2] for ratio in found["ratios"]] == [
