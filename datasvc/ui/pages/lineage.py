@@ -78,7 +78,9 @@ def _draw(site: Site, lineage: Lineage) -> tuple[list[FlowNode], list[FlowEdge]]
     }
     nodes, edges = collapsed_flow(lineage, href=lambda kind, name: links[kind](name))
     removed = _removed(site, lineage)
-    return [replace(node, is_removed=node.name in removed) for node in nodes], edges
+    # A chain has the name of its newest version, but is not removed with it.
+    is_one = {node.name: node.name.endswith(f":{node.label}") for node in nodes}
+    return [replace(node, is_removed=is_one[node.name] and node.name in removed) for node in nodes], edges
 
 
 def _removed(site: Site, lineage: Lineage) -> set[str]:
