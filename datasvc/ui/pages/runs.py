@@ -156,7 +156,9 @@ def _rank_table(event: RunEvent | None) -> dict[str, Any] | None:
         for row, (rank, host) in enumerate(zip(ranks, hosts, strict=False))
     ]
     rows.sort(key=lambda row: not row[2])
-    return {"names": names, "rows": rows, "step": facts.get("step"), "num_ranks": facts.get("num_ranks", len(ranks))}
+    num_ranks = facts.get("num_ranks")
+    num_ranks = num_ranks if isinstance(num_ranks, int) else len(ranks)
+    return {"names": names, "rows": rows, "step": facts.get("step"), "num_ranks": num_ranks}
 
 
 def _list(value: object) -> list[Any]:
