@@ -80,3 +80,9 @@ def test_the_page_is_accessible_and_narrow(audited, page):
         page.set_viewport_size({"width": 1280, "height": 800})
     page.emulate_media(media="print")
     assert page.locator("header").is_hidden()
+
+
+def test_the_page_of_runs_links_to_the_audits(audited):
+    html = audited.get("/runs")[2]
+    assert 'href="/audit/good"' in html
+    assert 'href="/audit/team%2Flost"' in html

@@ -69,6 +69,8 @@ def test_a_run_shows_what_its_log_has(logged):
     text = " ".join(texts(html).split())
     assert "The run is finished at step 40 , 50 % of its training." in text
     assert VERDICT in text
+    assert "the other ranks wait for rank 1" in text
+    assert "1 step waited a second or longer for data" in text
     assert "Epoch 1: 25.0 % of its samples are served" in text
     assert 'href="/models/cnn@3"' in html
     assert 'href="/datasets/pets@2"' in html

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 from aiohttp import web
 
 from datasvc.errors import DatasvcError
+from datasvc.ledger.folders import find_ledgers
+from datasvc.printable import count_text
 from datasvc.runs import RunEvent, RunHistory, RunSummary, follow_run, list_runs, read_run
 from datasvc.ui.pages.problems import run_problems, starved_share
 from datasvc.ui.pages.run_charts import line_charts, time_chart
@@ -27,10 +30,11 @@ _COLUMNS: Final = frozenset({"rank", "num_ranks", "stragglers", "host", "step"})
 def load_list(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
     """Return a page of the runs, newest first, or of those with `name`; those that go on come first."""
     name, number = query.text("name"), query.number("page", 0, high=1000)
-    last = (number + 1) * _RUNS_PER_PAGE
+    last, folder = (number + 1) * _RUNS_PER_PAGE, site.settings.ledgers
     runs = list_runs(site.repo.repository, name, last=last + 1)
     shown = sorted(runs[number * _RUNS_PER_PAGE : last], key=lambda run: run.state != "running")
-    options = {"--last": str(last)} if number == 0 else {}
+    # A later page has no command of its own: `runs ls --last` prints all pages until it.
+    command = site.command("runs", "ls", *([name] if name else []), "--json", options={"--last": str(last)})
     return Page(
         template="runs.html",
         title="Runs" if name is None else f"Runs: {name}",
@@ -40,12 +44,14 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa
         panels={
             "runs": Panel(
                 [run.to_dict() for run in runs[number * _RUNS_PER_PAGE : last]],
-                site.command("runs", "ls", *([name] if name else []), "--json", options=options),
+                None if number else command,
             )
         },
         view={
             "site": site,
             "name": name,
+            "ledgers": find_ledgers(folder) if folder and not name and not number else [],
+            "ledger_folder": folder,
             "rows": [(run, starved_share(run.latest)) for run in shown],
             "num_running": sum(run.state == "running" for run in shown),
             "newer": runs_link(name=name, page=number - 1) if number else None,
@@ -133,11 +139,16 @@ def _problems(history: RunHistory, diagnosis: RunEvent | None, ranks: RunEvent |
         problems = [problem for problem in problems if problem.severity == "error"]
         problems.append(Problem(verdict, severity="warning"))
     stragglers = [] if ranks is None else _list(ranks.facts.get("stragglers"))
-    if stragglers and run.state == "running":
-        listed = ", ".join(map(str, stragglers[:8])) + (" and others" if len(stragglers) > 8 else "")
-        text = f"rank {listed} is slower than the others, which wait for it; see the table of ranks for its host"
-        problems.append(Problem(text, severity="warning"))
-    return problems
+    warnings = []
+    if stragglers:
+        listed = ", ".join(map(str, stragglers[:8])) + (" and more" if len(stragglers) > 8 else "")
+        warnings.append(f"the other ranks wait for rank {listed}; the table of ranks has its host")
+    counts = Counter(event.event for event in history.events)
+    if counts["stall"]:
+        warnings.append(f"{count_text(counts['stall'], 'step')} waited a second or longer for data")
+    if counts["failed"]:
+        warnings.append(f"{count_text(counts['failed'], 'checkpoint')} failed; the events have the errors")
+    return [*problems, *(Problem(text, severity="warning") for text in warnings)]
 
 
 def _rank_table(event: RunEvent | None) -> dict[str, Any] | None:
