@@ -74,6 +74,7 @@ def fields_of(value):
 
 # Library functions that a command calls and the facade does not, and what a program calls instead.
 NOT_ON_THE_FACADE = {
+    "describe_log": "JSON values of what `repo.datasets.log(name)` returns",
     "dataset_nodes": "nodes of a drawing: a notebook shows `repo.datasets.log(name)`",
     "metrics_text": "a line of text",
     "summarize_datasets": "`repo.datasets.ls()`",

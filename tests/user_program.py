@@ -58,6 +58,10 @@ def use_datasets(folder: Path, images: Path) -> None:
         repo.datasets.mark_lost(["pets@1"], force=False, message="disk failure")
 
     assert repo.datasets.sql("pets", "select count(*) as n from train").to_pylist() == [{"n": 18}]
+    page = repo.datasets.samples("pets", "train", where="label = 1", order="key desc", count=1)
+    assert repo.datasets.sample("pets", page.samples[0].key, split="train").duplicates.searched_shards > 0
+    assert repo.datasets.histogram("pets", "label", bins=4).num_samples == 18
+    assert [versions.version for versions in repo.datasets.shared_bytes("pets", last=2)] == [2, 3]
     assert repo.datasets.contact_sheet("pets", folder / "pets.html", 1, split="val") == 1
     assert repo.datasets.export("pets@1", str(folder / "tars"), "webdataset", split="val", workers=1).splits
     assert repo.datasets.verify("pets@1", deep=True).problems == ()

@@ -86,11 +86,8 @@ class Collector:
         # Times do not fall, whatever the clock does, and those of two parts differ: readers continue after a time.
         self._newest_s = time_s = max(round(time_s, 3), self._newest_s, self._floor_s)
         if _is_step(event, facts):
-            numbers = {
-                name: value if type(value) is float else number
-                for name, value in facts.items()
-                if type(value) is float or ((number := to_number(value)) is not None and name != STEP)
-            }
+            numbers = {name: number for name, value in facts.items() if (number := to_number(value)) is not None}
+            numbers.pop(STEP, None)
             self._rows.setdefault(tuple(numbers), []).append((facts[STEP], time_s, tuple(numbers.values())))
             self.latest = facts
             return

@@ -12,13 +12,13 @@ from datasvc.ledger.audit_text import audit_facts, describe_conclusion, describe
 from datasvc.ledger.folders import audit_folders, find_ledgers
 from datasvc.ledger.names import SampleNames
 from datasvc.ui.web.links import audit_link
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 _SAMPLES_LISTED: Final = 10  # of each kind; the default of `datasvc audit`
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | Content:
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return the audit of a ledger in the folder of ledgers; `epoch` selects one epoch."""
     name = parts["ledger"]
     path = _find(site, name)

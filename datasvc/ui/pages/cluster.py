@@ -18,7 +18,7 @@ from datasvc.ui.pages.problems import node_problems
 from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import cluster_link
 from datasvc.ui.web.node_monitor import NodeSample, NodeState, used_bytes
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 _MAX_LINES: Final = 8  # nodes in one chart; more are shown as their sum
@@ -31,7 +31,7 @@ _RATES: Final = (
 )
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return the nodes, or the one whose URL `node` has."""
     all_states = site.nodes.states()
     chosen = query.text("node")

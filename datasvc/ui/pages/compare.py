@@ -14,7 +14,7 @@ from datasvc.models.registry.registry import describe_model
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.repository import Digest
 from datasvc.ui.web.links import compare_link, with_query
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Query
 from datasvc.ui.web.site import Site
 
 # The tables of more tensors are megabytes; they are read only on request.
@@ -24,7 +24,7 @@ _MAX_COLUMNS: Final = 16
 _MAX_MAPS: Final = 6
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | Content:
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return the comparison of the versions in the path, or of `a` and `b` in the query; without both, the form."""
     first, second = (parts.get(name) or query.text(name) for name in ("a", "b"))
     if first is None or second is None:

@@ -15,7 +15,7 @@ from datasvc.shards.versions.describe import describe_log, describe_version, rea
 from datasvc.shards.versions.shared_bytes import shared_bytes
 from datasvc.threads import map_in_threads
 from datasvc.ui.web.links import dataset_link, diff_link, samples_link
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 _MAX_VERSIONS = 50  # of the graph
@@ -27,7 +27,7 @@ _MAX_CLASSES = 200  # in the list of classes; more are searched
 _USUAL_SPLIT = "train"
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | Content:
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return the page of a version; `split`, `where` and `class` in the address select among its panels."""
     repository = site.repo.repository
     resolved, state = repository.resolve_with_state("datasets", parts["ref"], removed=True)

@@ -13,7 +13,7 @@ from datasvc.shards.query.sample_reader import NumberedSamples, SampleSummary
 from datasvc.shards.versions.dataset import DatasetVersion
 from datasvc.shards.versions.diff import SplitDifference, count_unshared, diff_versions
 from datasvc.ui.web.links import dataset_link, diff_link
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 # A comparison reads the sample indexes of all shards that only one version has: at most so many samples on a page.
@@ -22,7 +22,7 @@ _SHOWN_SAMPLES = 24  # of each kind and split
 _SHOWN_CLASSES = 50
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | Content:
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return the page of the changes from one version to another; `n` is the number of samples of each kind."""
     repository = site.repo.repository
     old, new = (site.splits.version(repository, parts[name]) for name in ("old", "new"))

@@ -9,14 +9,14 @@ from datasvc.models.registry.registry import list_models
 from datasvc.runs import list_runs
 from datasvc.shards.versions.describe import summarize_datasets
 from datasvc.ui.pages.problems import disk_problems, node_problems, recent_run_problems, starved_share
-from datasvc.ui.web.page import Content, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import RawResponse, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 _MAX_RUNS: Final = 50  # that are read to find live ones and problems
 _MAX_ENDED: Final = 5  # that are listed if no run is live
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return the data sets, the models, the nodes, and the problems of all of them."""
     site.unreadable.clear()
     datasets = summarize_datasets(site.repo.repository)

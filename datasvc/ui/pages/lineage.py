@@ -12,13 +12,13 @@ from datasvc.models.provenance.lineage import Lineage, read_lineage
 from datasvc.models.provenance.lineage_flow import collapsed_flow
 from datasvc.models.provenance.sample_uses import ConsumerReport
 from datasvc.ui.web.links import dataset_link, lineage_link, model_link, run_ref_link, samples_link
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Query
 from datasvc.ui.web.site import Site
 
 _MAX_ROWS = 1000
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | Content:
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return the lineage of a model version; with `key`, of a sample of a data set."""
     ref, key = parts["ref"], query.text("key")
     if key is not None:

@@ -21,7 +21,7 @@ from datasvc.ui.pages.model_history import (
     versions_panel,
 )
 from datasvc.ui.web.links import model_link, with_query
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 # The tensor table of more tensors is megabytes; it is read only on request.
@@ -30,7 +30,7 @@ _MAX_DIFF_BYTES: Final = 256 << 10
 _MODES: Final = ("", "max", "min")
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | Content:
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return the version that the reference in the address resolves to."""
     repository = site.repo.repository
     version = describe_model(repository, parts["ref"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from datasvc.models.registry.registry import list_models
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 
-def load_list(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
+def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return all models with their newest version."""
     site.unreadable.clear()
     models = [version.to_dict() for version in list_models(site.repo.repository)]

@@ -17,7 +17,7 @@ from datasvc.ui.pages.problems import run_problems, starved_share
 from datasvc.ui.pages.run_charts import line_charts, time_chart
 from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import run_link, runs_link
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 _RUNS_PER_PAGE: Final = 100
@@ -27,7 +27,7 @@ _PAUSE_S: Final = 0.5
 _COLUMNS: Final = frozenset({"rank", "num_ranks", "stragglers", "host", "step"})
 
 
-def load_list(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
+def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return a page of the runs, newest first, or of those with `name`; those that go on come first."""
     name, number = query.text("name"), query.number("page", 0, high=1000)
     last, folder = (number + 1) * _RUNS_PER_PAGE, site.settings.ledgers
@@ -60,7 +60,7 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa
     )
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return one run."""
     history = read_run(site.repo.repository, parts["name"], parts["id"])
     run = history.summary

@@ -9,13 +9,13 @@ from datasvc.shards.query.sample_details import details_of
 from datasvc.shards.query.sample_page import PAGE_SAMPLES, find_key, page_of
 from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.ui.web.links import dataset_link, sample_link, samples_link
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 _MAX_DUPLICATE_SHARDS = 64  # that are searched before somebody asks for all of them
 
 
-def load_page(site: Site, parts: Parts, query: Query) -> Page | Content:
+def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return a page of samples; `where`, `order`, `start` and `key` in the address select among them."""
     dataset = site.splits.version(site.repo.repository, parts["ref"])
     ref, split = str(dataset.resolved), parts["split"]
@@ -78,7 +78,7 @@ def load_page(site: Site, parts: Parts, query: Query) -> Page | Content:
     )
 
 
-def load_sample(site: Site, parts: Parts, query: Query) -> Page | Content:
+def load_sample(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return one sample; `all` searches all shards for duplicates, and `models` the models trained on it."""
     dataset = site.splits.version(site.repo.repository, parts["ref"])
     ref, split, number = str(dataset.resolved), parts["split"], _position(parts)
@@ -123,7 +123,7 @@ def load_sample(site: Site, parts: Parts, query: Query) -> Page | Content:
     )
 
 
-def load_image(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
+def load_image(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return the thumbnail of an image of a sample."""
     dataset = site.splits.version(site.repo.repository, parts["ref"])
     samples = site.splits.samples(dataset, parts["split"])
@@ -132,7 +132,7 @@ def load_image(site: Site, parts: Parts, query: Query) -> Page | Content:  # noq
         raise NotFoundError(f"{dataset.resolved}/{parts['split']} has no images in a column {column!r}")
     content = site.thumbnails.get(_image_name(samples, number, column), lambda: samples.blob(number, column))
     # A version never changes, but a tag in the address may move.
-    return Content(content, "image/jpeg", is_immutable=parts["ref"] == str(dataset.resolved))
+    return RawResponse(content, "image/jpeg", is_immutable=parts["ref"] == str(dataset.resolved))
 
 
 def _image_name(samples: NumberedSamples, number: int, column: str) -> str:

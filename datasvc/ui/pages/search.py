@@ -13,7 +13,7 @@ from datasvc.repository.repository import Kind
 from datasvc.runs.reader import list_run_ids
 from datasvc.shards.query.sample_page import find_key
 from datasvc.ui.web.links import dataset_link, model_link, run_link, sample_link, samples_link
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Query
 from datasvc.ui.web.site import Site
 
 _MAX_RESULTS: Final = 200
@@ -28,7 +28,7 @@ _DIGESTS: Final = ("tensors", "state", "sharding", "content", "commit")
 _Match = dict[str, str]
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return what the text in the search box matches."""
     text = (query.text("q") or "").strip()
     searched: list[str] = []

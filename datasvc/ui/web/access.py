@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from http import HTTPStatus
 from typing import Final
 
 from aiohttp import web
@@ -74,7 +75,7 @@ class Access:
         given = str(form.get("token", ""))
         if not is_authorized(f"Bearer {given}", self._token):
             raise web.HTTPForbidden(text="this is not the token of this page; see --token-file of `datasvc ui`")
-        response = web.HTTPSeeOther("/")
+        response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
         response.set_cookie(_COOKIE, self._session, httponly=True, samesite="Strict", path="/")
         return response
 

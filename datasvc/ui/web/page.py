@@ -74,7 +74,7 @@ class Page:
 
 
 @dataclass(frozen=True)
-class Content:
+class RawResponse:
     """A response that is not a page, such as a thumbnail.
 
     Attributes:
@@ -115,5 +115,5 @@ class Query(dict[str, str]):
 Parts = Mapping[str, str]
 """The variable parts of a page's path, such as `{"ref": "pets@1"}`."""
 
-Load = Callable[["Site", Parts, Query], Page | Content]
+Load = Callable[["Site", Parts, Query], Page | RawResponse]
 """Returns a page, or another content. It is called in a thread, and several calls may run at the same time."""

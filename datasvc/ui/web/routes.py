@@ -15,7 +15,7 @@ from jinja2 import Environment
 
 from datasvc.errors import DatasvcError, UnavailableError
 from datasvc.node.http.error_responses import status_of
-from datasvc.ui.web.page import Content, Load, Page, Panel, Problem, Query
+from datasvc.ui.web.page import RawResponse, Load, Page, Panel, Problem, Query
 from datasvc.ui.web.rendering import render
 from datasvc.ui.web.site import Site
 
@@ -52,7 +52,7 @@ class PageRoutes:
                 page = await self._load(load, request)
             except UnavailableError as error:
                 page = self._old_page(request, error)
-            if isinstance(page, Content):
+            if isinstance(page, RawResponse):
                 return _content_response(page)
             return self._page_response(request, page)
 
@@ -61,7 +61,7 @@ class PageRoutes:
     def _json_handler(self, load: Load) -> Handler:
         async def respond(request: web.Request) -> web.StreamResponse:
             page = await self._load(load, request)
-            if isinstance(page, Content):
+            if isinstance(page, RawResponse):
                 return _content_response(page)
             name = request.query.get("panel")
             if name is None:
@@ -72,7 +72,7 @@ class PageRoutes:
 
         return respond
 
-    async def _load(self, load: Load, request: web.Request) -> Page | Content:
+    async def _load(self, load: Load, request: web.Request) -> Page | RawResponse:
         page = await asyncio.to_thread(load, self._site, dict(request.match_info), Query(request.query))
         if isinstance(page, Page):
             address = request.path_qs.removeprefix(API)
@@ -129,7 +129,7 @@ class PageRoutes:
         return self._page_response(request, page, status)
 
 
-def _content_response(content: Content) -> web.Response:
+def _content_response(content: RawResponse) -> web.Response:
     caching = f"private, max-age={_YEAR_S}, immutable" if content.is_immutable else "no-store"
     headers: dict[str, Any] = {"Cache-Control": caching}
     return web.Response(body=content.body, content_type=content.media_type, headers=headers)

@@ -17,7 +17,7 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.sizes import format_size
 from datasvc.ui.pages.planning.planner_form import NUMBERS, SLIDERS, PlannerForm
 from datasvc.ui.pages.planning.step_prediction import StepPrediction, predict_steps
-from datasvc.ui.web.page import Content, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
 from datasvc.ui.web.site import Site
 
 # Curves have some ten points, so each is simulated with fewer shards than the plan itself.
@@ -35,7 +35,7 @@ class PlannedSplit:
     table: ShardTable = field(compare=False, repr=False)
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | Content:  # noqa: ARG001 - the signature of all pages
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return the forecast for the settings of the form, with curves over the budget and the number of nodes."""
     form = PlannerForm.parse(query)
     names = site.repo.datasets.names()
