@@ -12,7 +12,7 @@ from datasvc.ledger.audit_text import audit_facts, describe_conclusion, describe
 from datasvc.ledger.folders import audit_folders, find_ledgers
 from datasvc.ledger.names import SampleNames
 from datasvc.ui.web.links import audit_link
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _SAMPLES_LISTED: Final = 10  # of each kind; the default of `datasvc audit`

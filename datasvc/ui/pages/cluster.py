@@ -18,7 +18,7 @@ from datasvc.ui.pages.problems import node_problems
 from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import cluster_link
 from datasvc.ui.web.node_monitor import NodeSample, NodeState, used_bytes
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _MAX_LINES: Final = 8  # nodes in one chart; more are shown as their sum

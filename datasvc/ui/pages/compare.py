@@ -14,7 +14,7 @@ from datasvc.models.registry.registry import describe_model
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.repository import Digest
 from datasvc.ui.web.links import compare_link, with_query
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 # The tables of more tensors are megabytes; they are read only on request.

@@ -15,7 +15,7 @@ from datasvc.shards.versions.describe import describe_log, describe_version, rea
 from datasvc.shards.versions.shared_bytes import shared_bytes
 from datasvc.threads import map_in_threads
 from datasvc.ui.web.links import dataset_link, diff_link, samples_link
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _MAX_VERSIONS = 50  # of the graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datasvc.shards.versions.describe import summarize_datasets
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 

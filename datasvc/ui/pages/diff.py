@@ -13,7 +13,7 @@ from datasvc.shards.query.sample_reader import NumberedSamples, SampleSummary
 from datasvc.shards.versions.dataset import DatasetVersion
 from datasvc.shards.versions.diff import SplitDifference, count_unshared, diff_versions
 from datasvc.ui.web.links import dataset_link, diff_link
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 # A comparison reads the sample indexes of all shards that only one version has: at most so many samples on a page.

@@ -9,7 +9,7 @@ from datasvc.models.registry.registry import list_models
 from datasvc.runs import list_runs
 from datasvc.shards.versions.describe import summarize_datasets
 from datasvc.ui.pages.problems import disk_problems, node_problems, recent_run_problems, starved_share
-from datasvc.ui.web.page import RawResponse, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _MAX_RUNS: Final = 50  # that are read to find live ones and problems

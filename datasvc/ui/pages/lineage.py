@@ -12,7 +12,7 @@ from datasvc.models.provenance.lineage import Lineage, read_lineage
 from datasvc.models.provenance.lineage_flow import collapsed_flow
 from datasvc.models.provenance.sample_uses import ConsumerReport
 from datasvc.ui.web.links import dataset_link, lineage_link, model_link, run_ref_link, samples_link
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _MAX_ROWS = 1000

@@ -21,7 +21,7 @@ from datasvc.ui.pages.model_history import (
     versions_panel,
 )
 from datasvc.ui.web.links import model_link, with_query
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 # The tensor table of more tensors is megabytes; it is read only on request.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datasvc.models.registry.registry import list_models
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 

@@ -17,7 +17,7 @@ from datasvc.ui.pages.problems import run_problems, starved_share
 from datasvc.ui.pages.run_charts import line_charts, time_chart
 from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import run_link, runs_link
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _RUNS_PER_PAGE: Final = 100

@@ -9,7 +9,7 @@ from datasvc.shards.query.sample_details import details_of
 from datasvc.shards.query.sample_page import PAGE_SAMPLES, find_key, page_of
 from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.ui.web.links import dataset_link, sample_link, samples_link
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _MAX_DUPLICATE_SHARDS = 64  # that are searched before somebody asks for all of them

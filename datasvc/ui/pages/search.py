@@ -13,7 +13,7 @@ from datasvc.repository.repository import Kind
 from datasvc.runs.reader import list_run_ids
 from datasvc.shards.query.sample_page import find_key
 from datasvc.ui.web.links import dataset_link, model_link, run_link, sample_link, samples_link
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _MAX_RESULTS: Final = 200

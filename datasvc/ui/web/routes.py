@@ -15,7 +15,7 @@ from jinja2 import Environment
 
 from datasvc.errors import DatasvcError, UnavailableError
 from datasvc.node.http.error_responses import status_of
-from datasvc.ui.web.page import RawResponse, Load, Page, Panel, Problem, Query
+from datasvc.ui.web.page import Load, Page, Panel, Problem, Query, RawResponse
 from datasvc.ui.web.rendering import render
 from datasvc.ui.web.site import Site
 

@@ -17,7 +17,7 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.sizes import format_size
 from datasvc.ui.pages.planning.planner_form import NUMBERS, SLIDERS, PlannerForm
 from datasvc.ui.pages.planning.step_prediction import StepPrediction, predict_steps
-from datasvc.ui.web.page import RawResponse, Crumb, Page, Panel, Parts, Problem, Query
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 # Curves have some ten points, so each is simulated with fewer shards than the plan itself.
