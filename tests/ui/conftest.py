@@ -150,7 +150,9 @@ def ui(filled, tmp_path_factory):
         yield server
 
 
-@pytest.fixture(scope="session")
+# Not for the session: as long as Playwright runs, its event loop counts as the running one of this thread, and
+# `asyncio.run` refuses to start in tests of other modules.
+@pytest.fixture(scope="module")
 def browser():
     """Chromium of this machine; tests are skipped without it."""
     if CHROMIUM is None:
