@@ -21,6 +21,7 @@ from datasvc.shards.query.preview import Preview, preview_samples
 from datasvc.shards.query.query import query
 from datasvc.shards.query.sample_details import read_sample
 from datasvc.shards.query.sample_page import read_page
+from datasvc.shards.query.shared_bytes import shared_bytes
 from datasvc.shards.versions.class_names import name_classes
 from datasvc.shards.versions.dataset import (
     DatasetVersion,
@@ -33,7 +34,6 @@ from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.describe import describe_version, read_bad_samples
 from datasvc.shards.versions.diff import diff
 from datasvc.shards.versions.merge import merge
-from datasvc.shards.versions.shared_bytes import shared_bytes
 from datasvc.shards.versions.verify import verify
 
 

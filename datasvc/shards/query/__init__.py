@@ -1,1 +1,1 @@
-"""Read access for people: SQL queries over a data-set version, previews of samples, and contact sheets."""
+"""Read access for people: SQL over a version, pages of samples, histograms, previews, bytes that versions share."""

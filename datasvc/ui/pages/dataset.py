@@ -11,8 +11,8 @@ from datasvc import drawing
 from datasvc.printable import count_text
 from datasvc.shards.history.version_nodes import dataset_nodes
 from datasvc.shards.query.histogram import Histogram, list_columns
+from datasvc.shards.query.shared_bytes import shared_bytes
 from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples
-from datasvc.shards.versions.shared_bytes import shared_bytes
 from datasvc.threads import map_in_threads
 from datasvc.ui.web.links import dataset_link, diff_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse

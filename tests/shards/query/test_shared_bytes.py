@@ -1,8 +1,8 @@
 """Versions of a data set share shards, which are stored once."""
 
 from datasvc.shards import open_dataset
+from datasvc.shards.query.shared_bytes import shared_bytes
 from datasvc.shards.versions.delete import delete
-from datasvc.shards.versions.shared_bytes import shared_bytes
 from tests.shards.written_versions import write_version
 
 
