@@ -1,0 +1,35 @@
+"""`datasvc ui`: a process that serves until it is told to stop."""
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from tests.cli.command import ROOT, run
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_it_stops_at_a_signal_while_a_page_is_live(filled, number):
+    command = [sys.executable, "-m", "datasvc.cli.main", "ui", "--repo", str(filled), "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            url = json.loads(process.stdout.readline())["url"]
+            # The page of the nodes is updated as long as its connection is open.
+            with urllib.request.urlopen(f"{url.rstrip('/')}/api/cluster/events") as stream:
+                assert stream.headers["Content-Type"].startswith("text/event-stream")
+                process.send_signal(number)
+                output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, output, errors) == (0, "", "")
+
+
+def test_a_port_that_is_in_use_is_an_error_that_names_it(ui, filled):
+    port = ui.url.rpartition(":")[2]
+    done = run("ui", "--repo", filled, "--port", port, "--no-browser")
+    assert done.returncode == 2
+    assert f"{port}): address already in use; choose another --port" in done.stderr
+    assert "Traceback" not in done.stderr
