@@ -108,7 +108,7 @@ class RunHistory:
 
     Attributes:
         summary: state of the run.
-        headers: header of each attempt that can be read, by its number; see docs/formats.md.
+        headers: header of each attempt that can be read, by its number; see docs/reference/formats.md.
         series: numbers of the `step` events by name, such as "loss". If an attempt has repeated steps of an earlier
             one, because it continued an older checkpoint, the newer attempt counts.
         evaluation: metrics of the `evaluation` events, in the same way.

@@ -57,7 +57,7 @@ def choose_parts(file_names: Iterable[str]) -> list[PartRange]:
 class Part:
     """A part: its range, the state of the run when it was written, and its content.
 
-    `head` has what the list of runs needs, see docs/formats.md; a merged part has the head of its newest part.
+    `head` has what the list of runs needs (docs/reference/formats.md); a merged part has the head of its newest part.
     """
 
     range: PartRange

@@ -277,7 +277,7 @@ class RunLog:
             self._parts.finish()
 
     def _make_head(self, end: tuple[Outcome, str] | None) -> dict[str, Any]:
-        """Return what lists of runs show, see docs/formats.md."""
+        """Return what lists of runs show, see docs/reference/formats.md."""
         state, message = ("running", "") if end is None else end
         assert self._parts is not None
         return {

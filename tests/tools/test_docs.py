@@ -125,6 +125,17 @@ def test_every_path_that_a_page_names_exists(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
+def test_every_page_that_a_file_of_the_project_names_exists():
+    folders = ("datasvc", "loaders", "trainer", "tools", "examples", "deploy")
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".yaml", ".sh"}
+    ]
+    files += [ROOT / "pyproject.toml", ROOT / "Makefile", *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    named = {(path, page) for path in files for page in re.findall(r"\bdocs/[\w/-]+\.md", path.read_text())}
+    assert len(named) > 20
+    assert [f"{path}: {page}" for path, page in sorted(named) if not (ROOT / page).exists()] == []
+
+
 def anchors(path):
     """Return the names of the headings of a page, as links have them."""
     text = FENCE.sub("", path.read_text())
