@@ -2,10 +2,14 @@
 
 import ast
 import importlib
+import itertools
 import re
+import shlex
 
 import pytest
+from typer.main import get_command
 
+from datasvc.cli.main import make_app
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
 from tests.doc_blocks import FENCE, Block, read_blocks, replace_in, run_blocks
@@ -226,3 +230,49 @@ def test_every_variable_of_an_option_is_on_a_page():
     variables = set(re.findall(r'envvar="(DATASVC_\w+)"', sources))
     assert len(variables) > 4
     assert {name for name in variables if f"`{name}`" not in pages} == set()
+
+
+SEPARATORS = frozenset({"|", "||", "&", "&&", ";", "<", ">", "(", ")"})
+
+
+def split_lines(text):
+    """Return the words of each line of a shell; a text in quotes may have several lines."""
+    lines, rest = [], ""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.shlex(rest + line.removeprefix("$ "), posix=True, punctuation_chars=True)
+        words.whitespace_split = True
+        try:
+            lines.append(list(words))
+            rest = ""
+        except ValueError:  # the quotes end on a later line
+            rest += line + "\n"
+    return lines
+
+
+def documented_commands():
+    """Return the `datasvc` commands of all pages: the page, and the words after the name of the program."""
+    for path in [*all_pages(), ROOT / "README.md"]:
+        for match in FENCE.finditer(path.read_text()):
+            for words in split_lines(match[2]) if match[1] in {"sh", "bash", "console", ""} else []:
+                for _, group in itertools.groupby(words, SEPARATORS.__contains__):
+                    command = list(group)
+                    if command[0] == "datasvc":
+                        yield path.name, command[1:]
+
+
+def test_commands_of_the_pages_have_the_options_that_they_name():
+    checked, unknown = 0, []
+    for page, words in documented_commands():
+        command, rest = get_command(make_app(words[0])), words
+        while rest and rest[0] in getattr(command, "commands", ()):
+            command, rest = command.commands[rest[0]], rest[1:]
+        options = {
+            "--help",
+            *(name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)),
+        }
+        named = {word.partition("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)}
+        checked += 1
+        if hasattr(command, "commands") or not named <= {"--help", *options}:
+            unknown.append((page, words))
+    assert unknown == []
+    assert checked > 150
