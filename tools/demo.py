@@ -56,6 +56,7 @@ class Demo:
         self.repo = folder / "repo"
         self.cache = folder / "cache"
         self.restored = folder / "restored"
+        self.ledgers = folder / "ledgers"
         self.environment = {**os.environ, "DATASVC_REPO": str(self.repo), "DATASVC_CACHE": str(self.cache)}
 
     def datasvc(self, *arguments: str) -> None:
@@ -81,7 +82,7 @@ class Demo:
             "--cache", str(self.cache), "--name", name, "--model", "small-cnn",
             "--epochs", str(EPOCHS), "--batch-size", str(BATCH_SIZE),
             "--size", "64", "--resize", "64", "--scale", "0.8", "1.0", "--ratio", "0.9", "1.1", "--flip", "0",
-            "--checkpoint-every", str(CHECKPOINT_EVERY),
+            "--checkpoint-every", str(CHECKPOINT_EVERY), "--ledger", str(self.ledgers / name),
         ]
         # fmt: on
         console.print(f"$ {' '.join(['python', *command[1:6], 'python', *command[7:]])}", markup=False, style="bold")
@@ -180,7 +181,10 @@ def main() -> None:
     assert whole.end is not None
     assert resumed.end is not None
 
-    console.rule("6  what the model knows of itself")
+    console.rule("6  proof that the run that was killed has served each sample once in each epoch")
+    demo.datasvc("audit", str(demo.ledgers / "digits-cnn"))
+
+    console.rule("7  what the model knows of itself")
     demo.datasvc("models", "log", "digits-cnn")
     demo.datasvc("models", "show", resumed.end["version"])
     demo.datasvc("models", "restore", resumed.end["version"], str(demo.restored))
@@ -214,6 +218,9 @@ def main() -> None:
     for name, fact in facts.items():
         table.add_row(Text(name, style="bold"), Text(fact))
     console.print(table, soft_wrap=True)
+    program = os.path.relpath(Path(sys.executable).with_name("datasvc"))
+    repo, ledgers = os.path.relpath(demo.repo), os.path.relpath(demo.ledgers)
+    console.print(f"see it in the browser: {program} ui --repo {repo} --runs {ledgers}", markup=False, soft_wrap=True)
     if not same_bits:
         sys.exit("the resumed run ended with other weights than the undisturbed one")
     if accuracy < MIN_ACCURACY:
