@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-import numpy as np
-
 from datasvc.runs.content import STEP
-from datasvc.runs.facts import RunEvent, to_number
-from datasvc.runs.part import Part
+from datasvc.runs.facts import RunEvent
 from datasvc.runs.run_ids import started_s
-from datasvc.runs.step_table import Floats, Integers, StepTable
+from datasvc.runs.step_table import Floats, Integers
 
 RunState = Literal["running", "finished", "failed", "interrupted", "not responding"]
 MISSED_HEARTBEATS: Final = 6
@@ -150,19 +147,6 @@ class RunHistory:
         }
 
 
-@dataclass(frozen=True)
-class Since:
-    """Where a reader stopped: at a part of an attempt, and at the time of its newest event."""
-
-    attempt: int = 0
-    part: int = 0
-    time_s: float = 0.0
-
-    def encode(self) -> str:
-        """Return the cursor as text."""
-        return f"{self.attempt}:{self.part}:{self.time_s:.3f}"
-
-
 def summarize(name: str, run_id: str, head: Mapping[str, Any] | None, num_attempts: int, now_s: float) -> RunSummary:
     """Return the summary of a run from the head of its newest part; None: it has no part yet."""
     began_s = started_s(run_id)
@@ -185,68 +169,3 @@ def summarize(name: str, run_id: str, head: Mapping[str, Any] | None, num_attemp
         data=[str(ref) for ref in data] if isinstance(data, list) else [],
         num_lost=head["lost"],
     )
-
-
-def combine(parts: Sequence[Part], since: Since) -> tuple[dict[str, Series], dict[str, Series], list[RunEvent]]:
-    """Return the series of steps, those of evaluations, and the events, of what `parts` have after `since`."""
-    tables: list[StepTable] = []
-    evaluations: list[StepTable] = []
-    events: list[RunEvent] = []
-    first_step: float = math.inf  # of the attempts that are newer than that of the part
-    by_attempt: dict[int, list[Part]] = {}
-    for part in parts:
-        by_attempt.setdefault(part.range.attempt, []).append(part)
-    for attempt in sorted(by_attempt, reverse=True):
-        new_events: list[RunEvent] = []
-        first_steps = [first_step]
-        for part in by_attempt[attempt]:
-            # A reader that stopped inside of what is now one merged part has seen a part of it.
-            is_seen = attempt == since.attempt and part.range.first <= since.part
-            after_s = since.time_s if is_seen else -math.inf
-            content = part.content
-            tables += [table.select((table.last < first_step) & (table.times > after_s)) for table in content.tables]
-            new_events += [event for event in content.events if event.time_s > after_s]
-            first_steps += [int(table.first.min()) for table in content.tables if len(table)]
-        evaluations += [_evaluation_table(event) for event in new_events if _step_of(event) < first_step]
-        events = new_events + events
-        first_step = min(first_steps)
-    return _series(tables), _series(evaluations), events
-
-
-def _step_of(event: RunEvent) -> float:
-    step = event.facts.get(STEP)
-    is_evaluation = event.event == "evaluation" and type(step) is int and 0 <= step < 1 << 63
-    return float(step) if is_evaluation and step is not None else math.inf
-
-
-def _evaluation_table(event: RunEvent) -> StepTable:
-    numbers = {name: number for name, value in event.facts.items() if (number := _metric(value)) is not None}
-    numbers.pop(STEP, None)
-    row = (event.facts[STEP], event.time_s, tuple(numbers.values()))
-    return StepTable.from_rows(tuple(numbers), [row])
-
-
-def _metric(value: Any) -> float | None:
-    """Return the number in a fact: a text such as "nan" stands for a number that is not finite."""
-    return float(value) if value in ("nan", "inf", "-inf") else to_number(value)
-
-
-def _series(tables: Iterable[StepTable]) -> dict[str, Series]:
-    columns: dict[str, list[tuple[StepTable, int]]] = {}
-    for table in tables:
-        for index, name in enumerate(table.names):
-            columns.setdefault(name, []).append((table, index))
-    return {name: _join(column) for name, column in columns.items() if any(len(table) for table, _ in column)}
-
-
-def _join(column: Sequence[tuple[StepTable, int]]) -> Series:
-    """Return the series of one name, ascending by step, from a column of each table."""
-    steps = np.concatenate([table.last for table, _ in column])
-    order = np.argsort(steps, kind="stable")
-    mean, low, high = (
-        np.concatenate([getattr(table, field)[:, index] for table, index in column])[order]
-        for field in ("mean", "low", "high")
-    )
-    times = np.concatenate([table.times for table, _ in column])[order]
-    counts = np.concatenate([table.counts for table, _ in column])[order]
-    return Series(steps[order], mean, low, high, times, counts)

@@ -18,7 +18,8 @@ from datasvc.repository import Repository
 from datasvc.repository.logs.log import Log
 from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.store.storage import Storage
-from datasvc.runs.history import RunHistory, RunSummary, Since, combine, summarize
+from datasvc.runs.curves import Since, combine
+from datasvc.runs.history import RunHistory, RunSummary, summarize
 from datasvc.runs.part import MAX_PART_BYTES, Part, PartRange, choose_parts, decode_part
 from datasvc.runs.run_ids import RUNS, check_run_id, is_run_id, parse_run, run_folder
 from datasvc.threads import map_in_threads

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
-import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from types import TracebackType
 from typing import Any, Final, Literal, Self, get_args
 
@@ -20,8 +17,9 @@ from datasvc.errors import ConfigError, DatasvcError
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import Log
 from datasvc.repository.logs.references import check_name
-from datasvc.runs.content import Collector
+from datasvc.runs.collector import Collector
 from datasvc.runs.facts import limit_size, to_json_value, to_text
+from datasvc.runs.header import make_header
 from datasvc.runs.part_writer import BINS_PER_PART, EVENTS_PER_PART, PartWriter
 from datasvc.runs.run_ids import check_run_id, new_run_id, run_folder
 from datasvc.threads import run_before_threads_end
@@ -35,7 +33,6 @@ _MAX_QUEUED: Final = 100_000
 _MAX_RETRY_S: Final = 60.0
 # While the store fails, events are collected for its next answer, with so many bins and events at most.
 _BINS_WHILE_FAILING: Final = 4 * BINS_PER_PART
-_MAX_HEADER_FIELD_BYTES: Final = 1 << 20
 _MAX_LATEST_BYTES: Final = 16 << 10
 
 _LOG = logging.getLogger(__name__)
@@ -136,29 +133,21 @@ class RunLog:
         if isinstance(repository, str):
             repository = Repository.open(repository)
         run_id = new_run_id() if run_id is None else check_run_id(run_id)
-        header = {
-            "name": name,
-            "id": run_id,
-            "started": time.time(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "world_size": world_size,
-            "layout": layout,
-            "config": config,
-            "data": list(data),
-            "parent": parent,
-            "code": code,
-            "package": _package_version(),
-            "python": sys.version.split()[0],
-            "facts": facts,
-            "flush_s": flush_s,
-            "heartbeat_s": heartbeat_s,
-        }
-        header = {
-            key: limit_size(to_json_value(value), _MAX_HEADER_FIELD_BYTES)
-            for key, value in header.items()
-            if value is not None
-        }
+        header = make_header(
+            {
+                "name": name,
+                "id": run_id,
+                "world_size": world_size,
+                "layout": layout,
+                "config": config,
+                "data": list(data),
+                "parent": parent,
+                "code": code,
+                "facts": facts,
+                "flush_s": flush_s,
+                "heartbeat_s": heartbeat_s,
+            }
+        )
         return cls(repository, name, run_id, header, flush_s=flush_s, heartbeat_s=heartbeat_s)
 
     def __enter__(self) -> Self:
@@ -322,10 +311,3 @@ def _close_forgotten(log: weakref.ref[RunLog]) -> None:
     """Close a log that the program has not closed when it ends."""
     if (forgotten := log()) is not None:
         forgotten.close("interrupted", "the program ended without closing the log")
-
-
-def _package_version() -> str | None:
-    try:
-        return metadata.version("datasvc")
-    except metadata.PackageNotFoundError:
-        return None

@@ -1,0 +1,73 @@
+"""`Collector`: turns reported events into the content of the next part. The thread of the log is its only user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from datasvc.runs.content import STEP, Content, merge
+from datasvc.runs.facts import RunEvent, make_event, to_name, to_number
+from datasvc.runs.step_table import StepTable
+
+_MAX_VERSIONS: Final = 100
+_MAX_STEP: Final = (1 << 63) - 1
+_Row = tuple[int, float, tuple[float, ...]]
+
+
+@dataclass
+class Collector:
+    """Collects reported events until the next part is written.
+
+    Attributes:
+        latest: newest value of each fact of the `step` events.
+        versions: model versions that `checkpoint` events named, oldest first; the last `_MAX_VERSIONS`.
+    """
+
+    latest: dict[str, Any] = field(default_factory=dict)
+    versions: list[str] = field(default_factory=list)
+    _rows: dict[tuple[str, ...], list[_Row]] = field(default_factory=dict)
+    _events: list[RunEvent] = field(default_factory=list)
+    _content: Content = field(default_factory=Content)
+    _newest_s: float = 0.0
+    _floor_s: float = 0.0
+
+    @property
+    def has_content(self) -> bool:
+        """Whether `take` returns anything."""
+        return bool(self._content)
+
+    def add(self, time_s: float, event: str, facts: dict[str, Any]) -> None:
+        """Add a reported event."""
+        # Times do not fall, whatever the clock does, and those of two parts differ: readers continue after a time.
+        self._newest_s = time_s = max(round(time_s, 3), self._newest_s, self._floor_s)
+        if _is_step(event, facts):
+            numbers = {name: number for name, value in facts.items() if (number := to_number(value)) is not None}
+            numbers.pop(STEP, None)
+            self._rows.setdefault(tuple(numbers), []).append((facts[STEP], time_s, tuple(numbers.values())))
+            self.latest = facts
+            return
+        made = make_event(time_s, event, facts)
+        version = made.facts.get("version")
+        if made.event == "checkpoint" and isinstance(version, str):
+            self.versions = [*self.versions, version][-_MAX_VERSIONS:]
+        self._events.append(made)
+
+    def compact(self, max_bins: int, max_events: int) -> None:
+        """Reduce what was collected to limited numbers of bins and events, see `Content.thin`."""
+        if not self._rows and not self._events:
+            return
+        tables = [StepTable.from_rows(tuple(map(to_name, names)), rows) for names, rows in self._rows.items()]
+        self._content = merge([self._content, Content(tables, self._events)]).thin(max_bins, max_events)
+        self._rows, self._events = {}, []
+
+    def take(self) -> Content:
+        """Return what `compact` has left, and begin anew."""
+        content, self._content = self._content, Content()
+        self._floor_s = round(self._newest_s + 0.001, 3)
+        return content
+
+
+def _is_step(event: object, facts: dict[str, Any]) -> bool:
+    """Return whether an event is a `step` event with a valid number of the step."""
+    step = facts.get(STEP)
+    return event == STEP and type(step) is int and 0 <= step <= _MAX_STEP
