@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from datasvc.runs.content import STEP, Content, merge
+from datasvc.runs.content import STEP, Content, Limits, merge
 from datasvc.runs.facts import RunEvent, make_event, to_name, to_number
 from datasvc.runs.step_table import StepTable
 
@@ -52,12 +52,12 @@ class Collector:
             self.versions = [*self.versions, version][-_MAX_VERSIONS:]
         self._events.append(made)
 
-    def compact(self, max_bins: int, max_events: int) -> None:
-        """Reduce what was collected to limited numbers of bins and events, see `Content.thin`."""
+    def compact(self, limits: Limits) -> None:
+        """Reduce what was collected to `limits`, see `Content.thin`."""
         if not self._rows and not self._events:
             return
         tables = [StepTable.from_rows(tuple(map(to_name, names)), rows) for names, rows in self._rows.items()]
-        self._content = merge([self._content, Content(tables, self._events)]).thin(max_bins, max_events)
+        self._content = merge([self._content, Content(tables, self._events)]).thin(limits)
         self._rows, self._events = {}, []
 
     def take(self) -> Content:

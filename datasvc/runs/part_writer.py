@@ -15,15 +15,15 @@ from typing import Any, Final
 
 from datasvc.errors import ConflictError, DatasvcError
 from datasvc.repository import Storage
-from datasvc.runs.content import Content, merge
-from datasvc.runs.part import Part, PartRange, encode_part
+from datasvc.runs.content import Content, Limits, merge
+from datasvc.runs.part import MAX_PART_BYTES, Part, PartRange, encode_part
 
 PARTS_PER_MERGE: Final = 8
-BINS_PER_PART: Final = 64  # of a part that is not merged
-BINS_PER_MERGED_PART: Final = 256
-BINS_PER_ATTEMPT: Final = 4096  # after its end
-EVENTS_PER_PART: Final = 1000
-EVENTS_PER_ATTEMPT: Final = 5000  # after its end
+PART_LIMITS: Final = Limits(num_bins=64, num_events=1000, size_bytes=1 << 20)
+"""Limits of a part that is not merged."""
+MERGED_LIMITS: Final = Limits(num_bins=256, num_events=1000, size_bytes=2 << 20)
+ATTEMPT_LIMITS: Final = Limits(num_bins=4096, num_events=5000, size_bytes=16 << 20)
+"""Limits of the merged part of an attempt that has ended. Its size is below `MAX_PART_BYTES`."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,14 +74,14 @@ class PartWriter:
         """Merge all parts but the newest one, whose head has the outcome of the run: lists read only that."""
         parts = [part for level in reversed(self._levels) for part in level][:-1]
         if len(parts) > 1:
-            self._replace(parts, BINS_PER_ATTEMPT, EVENTS_PER_ATTEMPT)
+            self._replace(parts, ATTEMPT_LIMITS)
 
     def _merge_full_levels(self) -> None:
         level = 0
         # The newest part is not merged before the next one exists: readers of the head read it, and it is small.
         while len(self._levels[level]) > PARTS_PER_MERGE:
             *parts, newest = self._levels[level]
-            merged = self._replace(parts, BINS_PER_MERGED_PART, EVENTS_PER_PART)
+            merged = self._replace(parts, MERGED_LIMITS)
             if merged is None:
                 return  # merge more parts the next time
             self._levels[level] = [newest]
@@ -90,13 +90,16 @@ class PartWriter:
                 self._levels.append([])
             self._levels[level].append(merged)
 
-    def _replace(self, parts: Sequence[Part], max_bins: int, max_events: int) -> Part | None:
-        """Replace consecutive parts by a merged one; return that, or None if the store has failed."""
+    def _replace(self, parts: Sequence[Part], limits: Limits) -> Part | None:
+        """Replace consecutive parts by a merged one; return that, or None if it cannot be stored."""
         merged_range = PartRange(self.attempt, parts[0].range.first, parts[-1].range.last)
-        content = merge(part.content for part in parts).thin(max_bins, max_events)
+        content = merge(part.content for part in parts).thin(limits)
         merged = Part(merged_range, parts[-1].head, content)
+        raw = encode_part(merged)
+        if len(raw) > MAX_PART_BYTES:
+            return None  # readers would refuse it, so the parts stay
         try:
-            self._create(merged_range, encode_part(merged))
+            self._create(merged_range, raw)
         except DatasvcError as error:
             _LOG.debug("%s: merging parts failed: %s", self._folder, error)
             return None

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Literal, Self, get_args
 
@@ -20,7 +21,7 @@ from datasvc.repository.logs.references import check_name
 from datasvc.runs.collector import Collector
 from datasvc.runs.facts import limit_size, to_json_value, to_text
 from datasvc.runs.header import make_header
-from datasvc.runs.part_writer import BINS_PER_PART, EVENTS_PER_PART, PartWriter
+from datasvc.runs.part_writer import PART_LIMITS, PartWriter
 from datasvc.runs.run_ids import check_run_id, new_run_id, run_folder
 from datasvc.threads import run_before_threads_end
 
@@ -31,8 +32,8 @@ HEARTBEAT_S: Final = 20.0
 CLOSE_TIMEOUT_S: Final = 10.0
 _MAX_QUEUED: Final = 100_000
 _MAX_RETRY_S: Final = 60.0
-# While the store fails, events are collected for its next answer, with so many bins and events at most.
-_BINS_WHILE_FAILING: Final = 4 * BINS_PER_PART
+# While the store fails, events are collected for its next answer, within these limits.
+_LIMITS_WHILE_FAILING: Final = replace(PART_LIMITS, num_bins=4 * PART_LIMITS.num_bins)
 _MAX_LATEST_BYTES: Final = 16 << 10
 
 _LOG = logging.getLogger(__name__)
@@ -229,7 +230,7 @@ class RunLog:
         """Move reported events from the queue to the collector."""
         for _ in range(len(self._queue)):
             self._collector.add(*self._queue.popleft())
-        self._collector.compact(_BINS_WHILE_FAILING if self._is_failing else BINS_PER_PART, EVENTS_PER_PART)
+        self._collector.compact(_LIMITS_WHILE_FAILING if self._is_failing else PART_LIMITS)
 
     def _try_to_write(self, end: tuple[Outcome, str] | None, *, is_urgent: bool) -> bool:
         """Write a part if one is due; return False if the store has failed."""

@@ -6,6 +6,7 @@ A *bin* is one row of a table: one step, or several consecutive steps that were 
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,17 @@ class StepTable:
 
     def __len__(self) -> int:
         return len(self.last)
+
+    @property
+    def names_bytes(self) -> int:
+        """Bytes that a table without bins takes as JSON, or some more."""
+        return len(json.dumps(self.names)) + 128
+
+    @property
+    def bin_bytes(self) -> int:
+        """Bytes that a bin takes as JSON, or some more."""
+        # Four columns of eight bytes, and for each name three values of four bytes, as base64.
+        return 43 + 16 * len(self.names)
 
     @classmethod
     def from_rows(cls, names: tuple[str, ...], rows: Sequence[tuple[int, float, tuple[float, ...]]]) -> Self:

@@ -410,3 +410,28 @@ def test_a_forked_child_does_not_end_the_log_of_its_parent(repository):
     assert list_runs(repository)[0].state == "running"
     log.close()
     assert list_runs(repository)[0].state == "finished"
+
+
+def test_a_log_of_large_events_stays_readable_after_its_end(repository):
+    log = open_log(repository)
+    for step in range(1400):
+        log.report("note", step=step, text=["x" * 4000] * 14)
+        if step % 100 == 0:
+            log.flush()
+    log.report("evaluation", step=1400, accuracy=0.5)
+    log.close()
+    history = read(repository, log)
+    steps = [event.facts["step"] for event in history.events]
+    assert len(steps) > 100
+    assert steps[-2:] == [1399, 1400]
+    assert history.evaluation["accuracy"].values.tolist() == [0.5]
+
+
+def test_parts_stay_if_the_merged_one_would_be_too_large_for_readers(repository, monkeypatch):
+    monkeypatch.setattr("datasvc.runs.part_writer.MAX_PART_BYTES", 1000)
+    log = open_log(repository)
+    for step in range(20):
+        log.report("note", step=step)
+        log.flush()
+    log.close()
+    assert [event.facts["step"] for event in read(repository, log).events] == [*range(20)]
