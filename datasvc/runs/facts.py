@@ -62,7 +62,14 @@ def to_number(value: Any) -> float | None:
 
 
 def to_json_value(value: Any, depth: int = 0) -> Any:
-    """Return `value` as a JSON value: long texts and lists are cut, and other objects become text."""
+    """Return `value` as a JSON value: long texts and lists are cut, and other objects become text. Never fails."""
+    try:
+        return _to_json_value(value, depth)
+    except Exception:  # noqa: BLE001 - methods of a user's class, or a dict that changes meanwhile
+        return to_text(value, _MAX_TEXT)
+
+
+def _to_json_value(value: Any, depth: int) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int) and abs(value) < 1 << 63:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self, get_args
 
 from datasvc.errors import ConfigError, DatasvcError
+from datasvc.printable import count_text
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import Log
 from datasvc.repository.logs.references import check_name
@@ -49,7 +50,6 @@ class RunLog:
     Attributes:
         name: name of the run, usually that of the model that it trains.
         id: identifier of the run, such as "20261123-221830-3fa9c1".
-        num_lost: number of reported events that are lost.
     """
 
     def __init__(
@@ -64,7 +64,8 @@ class RunLog:
     ) -> None:
         self.name = name
         self.id = run_id
-        self.num_lost = 0
+        self._num_refused = 0  # counted by the threads of the program
+        self._num_failed = 0  # counted by the thread of the log
         self._storage = repository.storage
         self._header = header
         self._flush_s = flush_s
@@ -167,6 +168,11 @@ class RunLog:
         """Reference to the run, such as "digits-cnn/20261123-221830-3fa9c1"."""
         return f"{self.name}/{self.id}"
 
+    @property
+    def num_lost(self) -> int:
+        """Number of reported events that are lost."""
+        return self._num_refused + self._num_failed
+
     def report(self, event: str, **facts: Any) -> None:
         """Record an event; this never fails, and does not wait.
 
@@ -179,7 +185,7 @@ class RunLog:
             facts: values of the event; other values than JSON's become text.
         """
         if len(self._queue) >= _MAX_QUEUED:
-            self.num_lost += 1
+            self._num_refused += 1
             return
         self._queue.append((time.time(), event, facts))
 
@@ -210,7 +216,7 @@ class RunLog:
             self._give_up = True
             _LOG.warning("%s: the store does not answer, so the end of the run log is not written", self.ref)
         elif self.num_lost:
-            _LOG.warning("%s: %d events are not in the run log", self.ref, self.num_lost)
+            _LOG.warning("%s: %s could not be written to the run log", self.ref, count_text(self.num_lost, "event"))
 
     def _work(self) -> None:
         """Write parts until the log is closed; the body of the thread."""
@@ -219,7 +225,6 @@ class RunLog:
             self._wake.clear()
             # Read before the queue: what was reported before the call of `flush` or `close` is then written.
             end, flushes = self._end, [self._flushes.popleft() for _ in range(len(self._flushes))]
-            self._collect()
             is_written = self._try_to_write(end, is_urgent=bool(flushes))
             for done in flushes:
                 done.set()
@@ -229,7 +234,11 @@ class RunLog:
     def _collect(self) -> None:
         """Move reported events from the queue to the collector."""
         for _ in range(len(self._queue)):
-            self._collector.add(*self._queue.popleft())
+            try:
+                self._collector.add(*self._queue.popleft())
+            except Exception:  # noqa: BLE001 - methods of a user's class; the other events are not lost
+                self._num_failed += 1
+                _LOG.debug("%s: an event is lost", self.ref, exc_info=True)
         self._collector.compact(_LIMITS_WHILE_FAILING if self._is_failing else PART_LIMITS)
 
     def _try_to_write(self, end: tuple[Outcome, str] | None, *, is_urgent: bool) -> bool:
@@ -237,10 +246,11 @@ class RunLog:
         if self._give_up:
             return False
         now = time.monotonic()
-        is_due = is_urgent or end is not None or now >= self._next_write
-        if not is_due and (self._is_failing or not self._collector.has_content):
-            return not self._is_failing
         try:
+            self._collect()
+            is_due = is_urgent or end is not None or now >= self._next_write
+            if not is_due and (self._is_failing or not self._collector.has_content):
+                return not self._is_failing
             self._write(end)
         except (DatasvcError, OSError) as error:
             self._note_failure(error)

@@ -435,3 +435,54 @@ def test_parts_stay_if_the_merged_one_would_be_too_large_for_readers(repository,
         log.flush()
     log.close()
     assert [event.facts["step"] for event in read(repository, log).events] == [*range(20)]
+
+
+class _Failing(dict):
+    """A dict that changes while it is read, as one that the program goes on to use."""
+
+    def items(self):
+        raise RuntimeError("dictionary changed size during iteration")
+
+    def __repr__(self):
+        raise RuntimeError("dictionary changed size during iteration")
+
+
+def test_a_value_that_fails_becomes_text_and_the_log_goes_on(repository):
+    log = open_log(repository)
+    log.report("note", value=_Failing(), other=1)
+    log.report("step", step=1, loss=0.5, value=_Failing())
+    assert log.flush()
+    log.report("note", other=2)
+    log.close()
+    history = read(repository, log)
+    assert [event.facts["other"] for event in history.events] == [1, 2]
+    assert history.events[0].facts["value"] == "<_Failing>"
+    assert history.summary.latest == {"step": 1, "loss": 0.5, "value": "<_Failing>"}
+
+
+def test_an_event_that_cannot_be_collected_is_counted_as_lost(repository, monkeypatch, caplog):
+    def fail(time_s, event, facts):
+        raise RuntimeError(event)
+
+    log = open_log(repository)
+    monkeypatch.setattr("datasvc.runs.collector.make_event", fail)
+    log.report("note")
+    assert log.flush()
+    monkeypatch.undo()
+    log.report("note", text="stays")
+    log.close()
+    assert log.num_lost == 1
+    assert "1 event could not be written to the run log" in caplog.text
+    history = read(repository, log)
+    assert [event.facts for event in history.events] == [{"text": "stays"}]
+    assert history.summary.num_lost == 1
+
+
+def test_a_defect_of_the_log_ends_neither_the_program_nor_its_waiting(repository, monkeypatch, caplog):
+    log = open_log(repository)
+    log.flush()
+    monkeypatch.setattr(log._collector, "compact", None)
+    log.report("note")
+    assert not log.flush()
+    log.close()
+    assert "nothing more is written to the run log" in caplog.text
