@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 from datasvc.runs.content import STEP, Content, Limits, merge
 from datasvc.runs.facts import RunEvent, make_event, to_name, to_number
-from datasvc.runs.step_table import StepTable
+from datasvc.runs.step_table import MAX_NAMES, StepTable
 
 _MAX_VERSIONS: Final = 100
 _MAX_STEP: Final = (1 << 63) - 1
@@ -28,6 +29,7 @@ class Collector:
     _rows: dict[tuple[str, ...], list[_Row]] = field(default_factory=dict)
     _events: list[RunEvent] = field(default_factory=list)
     _content: Content = field(default_factory=Content)
+    _num_cut: int = 0
     _newest_s: float = 0.0
     _floor_s: float = 0.0
 
@@ -43,6 +45,9 @@ class Collector:
         if _is_step(event, facts):
             numbers = {name: number for name, value in facts.items() if (number := to_number(value)) is not None}
             numbers.pop(STEP, None)
+            if len(numbers) > MAX_NAMES:  # readers refuse a table with more
+                numbers = dict(islice(numbers.items(), MAX_NAMES))
+                self._num_cut += 1
             self._rows.setdefault(tuple(numbers), []).append((facts[STEP], time_s, tuple(numbers.values())))
             self.latest = facts
             return
@@ -57,8 +62,8 @@ class Collector:
         if not self._rows and not self._events:
             return
         tables = [StepTable.from_rows(tuple(map(to_name, names)), rows) for names, rows in self._rows.items()]
-        self._content = merge([self._content, Content(tables, self._events)]).thin(limits)
-        self._rows, self._events = {}, []
+        self._content = merge([self._content, Content(tables, self._events, self._num_cut)]).thin(limits)
+        self._rows, self._events, self._num_cut = {}, [], 0
 
     def take(self) -> Content:
         """Return what `compact` has left, and begin anew."""

@@ -39,7 +39,7 @@ class Content:
     Attributes:
         tables: numbers of the `step` events; one table for each set of names.
         events: all other events.
-        num_left_out: number of events that `thin` has left out.
+        num_left_out: number of events that `thin` has left out, or that have lost some of their names.
     """
 
     tables: Sequence[StepTable] = ()

@@ -20,7 +20,8 @@ Integers = NDArray[np.int64]
 _INT64: Final = "<i8"
 _FLOAT64: Final = "<f8"
 _FLOAT32: Final = "<f4"  # of values: seven digits are enough for a curve
-_MAX_NAMES: Final = 1024
+MAX_NAMES: Final = 1024
+"""Most names of a stored table."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class StepTable:
     def from_json(cls, table: Mapping[str, Any]) -> Self:
         """Return the table of a `to_json` result. Raises ValueError, TypeError or KeyError: it has another form."""
         names = tuple(table["names"])
-        if not all(isinstance(name, str) for name in names) or len(names) > _MAX_NAMES:
+        if not all(isinstance(name, str) for name in names) or len(names) > MAX_NAMES:
             raise ValueError("the names of a table have another form")
         last = _unpack(table["last"], _INT64)
         first = _unpack(table["first"], _INT64) if "first" in table else last

@@ -486,3 +486,11 @@ def test_a_defect_of_the_log_ends_neither_the_program_nor_its_waiting(repository
     assert not log.flush()
     log.close()
     assert "nothing more is written to the run log" in caplog.text
+
+
+def test_a_step_with_very_many_numbers_keeps_the_first_ones(repository):
+    log = open_log(repository)
+    log.report("step", step=1, **{f"n{number}": number for number in range(1025)})
+    log.close()
+    history = read(repository, log)
+    assert list(history.series) == [f"n{number}" for number in range(1024)]
