@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Final
@@ -47,6 +47,19 @@ def limit_size(value: Any, max_bytes: int) -> Any:
     """Return a JSON value, or a note of its size if it needs more than `max_bytes` of JSON."""
     size_bytes = len(json.dumps(value))
     return value if size_bytes <= max_bytes else {"left_out_bytes": size_bytes}
+
+
+def choose_facts(facts: Mapping[str, Any], first: Collection[str], max_bytes: int) -> dict[str, Any]:
+    """Return the facts as JSON values that fit into `max_bytes` of JSON, those named in `first` before others."""
+    chosen: dict[str, Any] = {}
+    room_bytes = max_bytes
+    for name in sorted(facts, key=lambda name: name not in first):
+        fact = {to_name(name): to_json_value(facts[name])}
+        size_bytes = len(json.dumps(fact))
+        if size_bytes <= room_bytes:
+            chosen |= fact
+            room_bytes -= size_bytes
+    return chosen
 
 
 def to_number(value: Any) -> float | None:

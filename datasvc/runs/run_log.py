@@ -20,7 +20,7 @@ from datasvc.repository import Repository
 from datasvc.repository.logs.log import Log
 from datasvc.repository.logs.references import check_name
 from datasvc.runs.collector import Collector
-from datasvc.runs.facts import limit_size, to_json_value, to_text
+from datasvc.runs.facts import choose_facts, to_text
 from datasvc.runs.header import make_header
 from datasvc.runs.part_writer import PART_LIMITS, PartWriter
 from datasvc.runs.run_ids import check_run_id, new_run_id, run_folder
@@ -36,6 +36,8 @@ _MAX_RETRY_S: Final = 60.0
 # While the store fails, events are collected for its next answer, within these limits.
 _LIMITS_WHILE_FAILING: Final = replace(PART_LIMITS, num_bins=4 * PART_LIMITS.num_bins)
 _MAX_LATEST_BYTES: Final = 16 << 10
+# Lists of runs show these, so they are kept of very many facts.
+_LATEST_FIRST: Final = frozenset({"step", "epoch", "progress", "coverage", "unit", "loss", "step_s", "wait_s"})
 
 _LOG = logging.getLogger(__name__)
 
@@ -291,7 +293,7 @@ class RunLog:
             "data": self._header["data"],
             "state": state,
             "message": message,
-            "latest": limit_size(to_json_value(self._collector.latest), _MAX_LATEST_BYTES),
+            "latest": choose_facts(self._collector.latest, _LATEST_FIRST, _MAX_LATEST_BYTES),
             "versions": self._collector.versions,
             "lost": self.num_lost,
         }

@@ -494,3 +494,14 @@ def test_a_step_with_very_many_numbers_keeps_the_first_ones(repository):
     log.close()
     history = read(repository, log)
     assert list(history.series) == [f"n{number}" for number in range(1024)]
+
+
+def test_lists_show_the_step_of_a_run_with_very_many_facts(repository):
+    log = open_log(repository)
+    facts = {f"fact{number}": "x" * 50 for number in range(500)}
+    log.report("step", **facts, step=7, loss=0.5, progress=0.25)
+    log.close()
+    (run,) = list_runs(repository)
+    assert run.step == 7
+    assert (run.latest["loss"], run.latest["progress"], run.latest["fact0"]) == (0.5, 0.25, "x" * 50)
+    assert len(run.latest) < 300
