@@ -110,7 +110,7 @@ class RunHistory:
             one, because it continued an older checkpoint, the newer attempt counts.
         evaluation: metrics of the `evaluation` events, in the same way.
         events: all events but the steps, oldest first.
-        problems: parts and headers that cannot be read, and events that are lost, in words.
+        problems: parts and headers that cannot be read, and events that are lost or left out, in words.
         cursor: position after all of this, for `follow_run`.
     """
 

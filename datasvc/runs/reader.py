@@ -133,6 +133,12 @@ def follow_run(
     summary = summarize(name, run_id, parts[-1].head if parts else None, len(numbers), _now(now_s))
     if summary.num_lost:
         problems.append(f"{count_text(summary.num_lost, 'event')} of the last attempt could not be written")
+    num_left_out = sum(part.content.num_left_out for part in parts)
+    if num_left_out:
+        problems.append(
+            f"{count_text(num_left_out, 'event')} left out to keep the log small: of events that are reported very "
+            "often, it has evenly spaced ones, and of a step the first 1,024 numbers"
+        )
     cursor = _cursor_after(ranges, parts, since).encode()
     problems = [*map(str, errors.values()), *problems]
     contents = {entry.number: entry.content for entry in headers}

@@ -179,8 +179,9 @@ class RunLog:
         """Record an event; this never fails, and does not wait.
 
         Numbers of an event "step" that has a `step`, the number of optimizer steps, become curves; of old steps,
-        means, minima and maxima are kept. Events with other names are kept whole: "evaluation" with metrics as facts,
-        "checkpoint" with `version`, and any other. Do not change a list or dict that was passed.
+        means, minima and maxima are kept. Events with other names keep all of their facts: "evaluation" with metrics,
+        "checkpoint" with `version`, and any other. Of events of one name that are reported thousands of times, evenly
+        spaced ones are kept. Do not change a list or dict that was passed.
 
         Args:
             event: name of the event.

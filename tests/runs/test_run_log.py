@@ -230,8 +230,11 @@ def test_frequent_events_are_thinned_and_rare_ones_stay(repository):
         if step == 5_000:
             log.report("stall", step=step)
     log.close()
-    events = read(repository, log).events
-    assert 400 < len(events) <= 1001
+    history = read(repository, log)
+    events = history.events
+    assert 400 < len(events) <= 1000
+    (problem,) = history.problems
+    assert problem.startswith(f"{20_001 - len(events)} events left out to keep the log small")
     assert events[-1].facts["step"] == 19_999
     assert [event.facts["step"] for event in events if event.event == "stall"] == [5_000]
 
