@@ -10,6 +10,7 @@ from datasvc.trainer.recipes.layouts.layout import Layout, check_layout, parse_l
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.tasks.batch_statistics import batch_norms
 
 
 def read_layout(config: TrainConfig, world_size: int) -> Layout:
@@ -45,6 +46,12 @@ def choose_layout(config: TrainConfig, world_size: int) -> Layout:
         sizes=None if model is None else read_sizes(model),
         pipeline_schedule=config.pipeline_schedule,
     )
+    if layout.pipeline > 1 and model is not None and batch_norms(model):
+        # All ranks average the statistics together, and the stages have different ones.
+        raise ConfigError(
+            f"layout {layout} cuts the model {config.model!r} into stages, and it has batch normalisation, whose "
+            "statistics are averaged over whole models; use the axes data and shard, or another normalisation"
+        )
     return layout
 
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.choose_layout import choose_layout
@@ -10,6 +11,20 @@ from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import build_model as build_configured
+
+
+class NormalisedStages(nn.Sequential):
+    """A model that can be cut into stages and has batch normalisation."""
+
+    def __init__(self, num_classes):
+        super().__init__(nn.BatchNorm1d(3), nn.Linear(3, num_classes))
+
+    def sizes(self):
+        return {"layers": 4}
+
+    def stage(self, index, num_stages):
+        raise NotImplementedError
+
 
 GPT = {"model": "gpt", "vocabulary": 11, "model_option": ("layers=4", "heads=4", "width=16"), "global_batch": 8}
 
@@ -44,6 +59,10 @@ def test_a_layout_that_divides_everything_is_chosen(settings):
         ({"layout": "shard=3"}, "need a multiple of 3 ranks, and there are 4; shard may be 1, 2, 4"),
         ({"layout": "tensor=2", "model": "resnet18"}, "no plan for `tensor`"),
         ({"layout": "pipeline=2", "model": "resnet18", "micro_batch": 8}, "the model cannot be cut"),
+        (
+            {"layout": "pipeline=2", "model": f"{__name__}:NormalisedStages", "micro_batch": 8},
+            "has batch normalisation, whose statistics are averaged over whole models; use the axes data and shard",
+        ),
         ({"layout": "context=2", "model": "resnet18"}, "the model cannot divide them"),
         ({**GPT, "layout": "tensor=4", "model_option": ("heads=6", "width=24")}, "tensor may be 1, 2, 3, 6"),
         (
