@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasvc.errors import ConfigError
+from datasvc.printable import count_text
 from datasvc.sizes import format_size
 from datasvc.trainer.recipes.layouts.layout import Layout, ModelSizes
 from datasvc.trainer.recipes.planning.candidate import Candidate
@@ -165,7 +166,7 @@ class LayoutRanking:
         for each in self.refused:
             kind = re.sub(r"\d+(\.\d+)?(, )?", "", re.sub(r"layout \S+", "layout", each.reason))
             kinds.setdefault("memory" if each.memory_bytes is not None else kind, []).append(each)
-        lines = [f"{len(self.refused)} layouts do not fit:"]
+        lines = [f"{count_text(len(self.refused), 'layout does', 'layouts do')} not fit:"]
         for group in sorted(kinds.values(), key=len, reverse=True):
             # The example is the layout that needs the least memory: it is the closest to fitting.
             example = min(group, key=lambda each: each.memory_bytes or 0)
@@ -175,7 +176,7 @@ class LayoutRanking:
     def _advice(self) -> str:
         if not self.ranked:
             return "no layout fits; use more ranks, a smaller batch or model, or devices with more memory"
-        return f"best: {_flags(self.ranked[0].candidate)}"
+        return f"best: {_flags(self.ranked[0].candidate, self.workload.global_batch)}"
 
 
 def rank_layouts(
@@ -272,9 +273,14 @@ def _describe_settings(candidate: Candidate) -> str:
     return ", ".join(parts)
 
 
-def _flags(candidate: Candidate) -> str:
+def _flags(candidate: Candidate, global_batch: int) -> str:
     """Return the options of the training program for a candidate."""
-    flags = [f"--layout {candidate.layout}", f"--micro-batch {candidate.micro_batch}"]
+    # The training counts --batch-size per data rank, so the samples of a step would depend on the layout.
+    flags = [
+        f"--layout {candidate.layout}",
+        f"--global-batch {global_batch}",
+        f"--micro-batch {candidate.micro_batch}",
+    ]
     flags += [f"--pipeline-schedule {candidate.schedule}"] * (candidate.layout.pipeline > 1)
     flags += [f"--zero {candidate.zero}"] * (candidate.layout.shard > 1)
     flags += ["--recompute"] * candidate.recompute

@@ -79,7 +79,8 @@ def test_the_table_has_the_fastest_layouts_and_the_flags_of_the_best():
     assert [line.split()[0] for line in lines[4:6]] == ["1", "2"]
     assert lines[6] == f"and {len(ranking.ranked) - 2} more that fit"
     best = ranking.ranked[0].candidate
-    assert lines[-1].startswith(f"best: --layout {best.layout} --micro-batch {best.micro_batch}")
+    # The training divides the global batch over the data ranks as the plan does, at any layout.
+    assert lines[-1].startswith(f"best: --layout {best.layout} --global-batch 8 --micro-batch {best.micro_batch}")
     # Parts that no layout of the table has are left out.
     assert "tensor ms" not in lines[3]
 
@@ -103,6 +104,11 @@ def test_layouts_with_the_same_problem_are_one_line():
     assert len(reasons) < len(ranking.refused)
     assert sum(int(line.split(",")[0]) for line in reasons) == len(ranking.refused)
     assert any("tensor may be 1, 2, 4" in line for line in reasons)
+
+
+def test_one_layout_that_does_not_fit_is_one():
+    ranking = rank(cluster=Cluster(2, Link(1e9), 8))
+    assert "\n1 layout does not fit:\n" in dataclasses.replace(ranking, refused=ranking.refused[:1]).describe(1)
 
 
 def test_json_has_every_layout_with_its_parts():
