@@ -6,7 +6,7 @@ import torch
 
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.layouts.divided_model import read_sizes
-from datasvc.trainer.recipes.layouts.layout import Layout, check_layout, parse_layout
+from datasvc.trainer.recipes.layouts.layout import Layout, check_batch, check_layout, parse_layout
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -32,6 +32,8 @@ def choose_layout(config: TrainConfig, world_size: int) -> Layout:
     if layout.is_data_only:
         return layout
     check_settings(config, layout)
+    if config.global_batch is not None:
+        check_batch(layout, config.global_batch)  # its message has the sizes of axes, which `plan_batches` lacks
     batches = plan_batches(config, layout.num_data_ranks)
     # Only these axes depend on the model. On the device "meta", a model of any size is built at once.
     model = None
@@ -43,7 +45,7 @@ def choose_layout(config: TrainConfig, world_size: int) -> Layout:
         world_size=world_size,
         global_batch=batches.global_batch,
         micro_batch=batches.micro_batch,
-        sizes=None if model is None else read_sizes(model),
+        sizes=None if model is None else read_sizes(model, block=config.block_tokens),
         pipeline_schedule=config.pipeline_schedule,
     )
     if layout.pipeline > 1 and model is not None and batch_norms(model):

@@ -70,7 +70,14 @@ def test_a_layout_that_divides_everything_is_chosen(settings):
             "pipeline may be 1, 2, 3, 6",
         ),
         ({**GPT, "layout": "pipeline=4"}, "micro_batch may be 1, 2"),
-        ({**GPT, "layout": "shard=4", "global_batch": 6}, "cannot be divided evenly among 4 ranks"),
+        (
+            {**GPT, "layout": "shard=2,tensor=2", "global_batch": 9},
+            "data x shard may be 1, 3, 9, or use a global batch that is a multiple of 2",
+        ),
+        (
+            {**GPT, "layout": "context=4", "block_tokens": 30},
+            "a block has 30 tokens; context may be 1, 2, 3, 5, 6, 10, 15, 30",
+        ),
         *(
             (
                 {

@@ -221,18 +221,23 @@ def check_layout(
         ConfigError: a size does not divide, or the schedule does not go with an axis; the message has what would do.
     """
     _check_size(layout, world_size)
-    if global_batch % layout.num_data_ranks:
-        raise ConfigError(
-            f"layout {layout} divides the batches over {layout.num_data_ranks} data ranks (data x shard), and the "
-            f"global batch of {global_batch} cannot be divided evenly among them; data x shard may be "
-            f"{_list_divisors(global_batch)}, or use a global batch that is a multiple of {layout.num_data_ranks}"
-        )
+    check_batch(layout, global_batch)
     if layout.pipeline > 1:
         if pipeline_schedule == "zbv":
             _check_zbv(layout)
         _check_micro_batches(layout, global_batch // layout.num_data_ranks, micro_batch, pipeline_schedule)
     if sizes is not None:
         _check_model(layout, sizes, pipeline_schedule)
+
+
+def check_batch(layout: Layout, global_batch: int) -> None:
+    """Raise ConfigError, with the sizes that would do, if the data ranks cannot divide `global_batch` evenly."""
+    if global_batch % layout.num_data_ranks:
+        raise ConfigError(
+            f"layout {layout} divides the batches over {layout.num_data_ranks} data ranks (data x shard), and the "
+            f"global batch of {global_batch} cannot be divided evenly among them; data x shard may be "
+            f"{_list_divisors(global_batch)}, or use a global batch that is a multiple of {layout.num_data_ranks}"
+        )
 
 
 def stages_per_rank(pipeline_schedule: str) -> int:
