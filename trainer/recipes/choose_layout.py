@@ -59,7 +59,6 @@ def choose_layout(config: TrainConfig, world_size: int) -> Layout:
 
 def check_settings(config: TrainConfig, layout: Layout) -> None:
     """Refuse settings that work with the axis data only, for a layout with another one. Raises ConfigError."""
-    no_layer_rates = layout.tensor * layout.pipeline * layout.context > 1
     refused = (
         ("precision fp16", config.precision == "fp16", "use bf16, which needs no loss scale"),
         ("compile", config.compile is not None, "leave out --compile"),
@@ -67,11 +66,6 @@ def check_settings(config: TrainConfig, layout: Layout) -> None:
             f"compression {config.compression}",
             config.compression != "none",
             "it compresses all-reduces of whole gradients; leave it out",
-        ),
-        (
-            f"optimizer {config.optimizer}",
-            config.optimizer in ("lars", "lamb", "rmsprop-sgd") and (no_layer_rates or config.zero == 1),
-            "use sgd or adamw, or the axes data and shard only",
         ),
         ("op adasum", config.combines_steps, "use --op average"),
         (f"bucket {config.bucket}", config.bucket is not None, "leave out --bucket"),

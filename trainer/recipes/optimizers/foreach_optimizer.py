@@ -7,7 +7,7 @@ a GPU a few launches for all of them take less time than a few launches per tens
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ class ForeachOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             # Like torch's optimizers, skip a weight without a gradient, because it did not take part in the step.
             weights = [weight for weight in group["params"] if weight.grad is not None]
-            if weights:
-                self.step_group(group, weights, [weight.grad for weight in weights])
+            for chosen in _by_mesh(weights):
+                self.step_group(group, chosen, [weight.grad for weight in chosen])
         return loss
 
     @abstractmethod
@@ -54,7 +54,7 @@ class ForeachOptimizer(torch.optim.Optimizer):
 
         Args:
             group: the parameter group with its settings.
-            weights: the parameters of the group that have a gradient.
+            weights: parameters of the group that have a gradient; those of one device mesh, if they are divided.
             gradients: the gradient of each of `weights`.
         """
 
@@ -65,6 +65,14 @@ class ForeachOptimizer(torch.optim.Optimizer):
             if name not in self.state[weight]:
                 self.state[weight][name] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         return [self.state[weight][name] for weight in weights]
+
+
+def _by_mesh(weights: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Return the tensors by the mesh over which they are divided, because a kernel needs tensors of one mesh."""
+    groups: dict[Any, list[Tensor]] = {}
+    for weight in weights:
+        groups.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+    return groups.values()
 
 
 def layer_norms(tensors: list[Tensor]) -> Tensor:

@@ -62,8 +62,7 @@ def main(arguments: Sequence[str], *, prog: str = "python -m datasvc.trainer pla
         micro_batches=_choose_micro_batches(config, measured),
         recompute=(False, True) if chosen.recompute is None else (chosen.recompute,),
         schedules=tuple(chosen.pipeline_schedule),
-        # The rates of these optimizers need whole layers, which ZeRO-1 divides.
-        zero_stages=tuple(stage for stage in chosen.zero if stage > 1 or config.optimizer in ("sgd", "adamw")),
+        zero_stages=tuple(chosen.zero),
     )
     # Imported here, because it imports torch, which takes seconds, and all options are checked before.
     from datasvc.trainer.recipes.choose_layout import check_settings

@@ -9,6 +9,7 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.trainer import __main__ as program
+from datasvc.trainer.recipes.layouts.layout import AXES
 from datasvc.trainer.recipes.planning.command import main, parse_rate
 
 ROOT = Path(__file__).parents[4]
@@ -60,10 +61,10 @@ def test_settings_that_work_with_data_only_refuse_the_other_layouts(capsys):
     assert all("use bf16" in each["reason"] for each in ranking["refused"])
 
 
-def test_zero_1_is_not_for_optimizers_with_rates_of_layers(capsys):
+def test_optimizers_with_rates_of_layers_are_planned_over_every_axis(capsys):
     words = [*RATE, "--gpus", "2", "--global-batch", "4", "--optimizer", "lamb", "--zero", "1", "--json"]
     (ranking,) = json.loads(plan(capsys, *words))
-    assert [each["layout"] for each in ranking["ranked"]] == ["data=2"]
+    assert {each["layout"] for each in ranking["ranked"]} == {f"{axis}=2" for axis in AXES}
 
 
 def test_gloo_hides_no_collectives(capsys):
