@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from datasvc.repository import Repository
 from datasvc.shards import DatasetVersion, ingest, open_dataset
-from tests import s3_server, selection, servers
+from tests import azure_server, gcs_process, s3_server, selection, servers
 from tests.examples import FAST
 from tests.moto_process import KEY, SECRET, MotoServer
 from tests.said import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown, say  # noqa: F401 - hooks
@@ -85,6 +85,29 @@ def s3_bucket(tmp_path_factory):
         bucket = f"datasvc-{secrets.token_hex(4)}"
         s3fs.S3FileSystem().mkdir(bucket)
         yield f"s3://{bucket}"
+
+
+@pytest.fixture(scope="session")
+def azure_container(tmp_path_factory):
+    """Return the URL of a new container on an Azurite that runs for the session; skip where none is installed."""
+    if reason := azure_server.refusal():
+        pytest.skip(f"no Azure Blob Storage: {reason}")
+    import adlfs
+
+    server = azure_server.AzureServer(tmp_path_factory.mktemp("azurite")).start()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        stack.callback(server.close)
+        patch.setenv("AZURE_STORAGE_CONNECTION_STRING", server.connection_string)
+        adlfs.AzureBlobFileSystem.clear_instance_cache()
+        container = f"datasvc-{secrets.token_hex(4)}"
+        adlfs.AzureBlobFileSystem().mkdir(container)
+        yield f"abfs://{container}"
+
+
+@pytest.fixture(scope="session")
+def google_bucket():
+    """Return the URL of a new bucket on a GCS emulator that runs for the session; skip where none is installed."""
+    yield from gcs_process.serve()
 
 
 def _start_s3(tmp_path_factory, stack):

@@ -70,15 +70,19 @@ def _name_of(entry: Mapping[str, Any]) -> str:
     return str(entry["name"]).rstrip("/").rpartition("/")[2]
 
 
-def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+def resolve_url(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, str]:
     """Return the file system of `url` and the path on it. A URL without a scheme is a local path.
+
+    Args:
+        url: local path or any fsspec URL.
+        **options: options of the driver.
 
     Raises:
         ConfigError: the scheme is unknown, or its driver is not installed.
         UnavailableError: a driver that connects immediately gets no response.
     """
     try:
-        file_system, root = fsspec.core.url_to_fs(os.path.expanduser(url))
+        file_system, root = fsspec.core.url_to_fs(os.path.expanduser(url), **options)
     except OSError as error:
         raise UnavailableError(f"cannot reach {redact_url(url)!r}: {redact_text(str(error))}") from safe_cause(error)
     except ImportError as error:
@@ -86,6 +90,19 @@ def resolve_url(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
     except ValueError as error:
         raise ConfigError(f"cannot use {redact_url(url)!r}: {redact_text(str(error))}") from safe_cause(error)
     return file_system, root.rstrip("/") or "/"
+
+
+def _without_listings(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """Return the file system of `url`, which caches no listings if its driver has the option; see `resolve_url`.
+
+    A cached listing lacks the entries that other processes have committed since, and drivers answer for single files
+    from it. `Storage._drop_listings` alone is not enough: until the request that follows it, another thread may cache
+    a listing that it requested before the commit.
+    """
+    try:
+        return resolve_url(url, use_listings_cache=False)
+    except TypeError:  # a driver of somebody else, without that option
+        return resolve_url(url)
 
 
 class Storage:
@@ -104,12 +121,11 @@ class Storage:
     """
 
     def __init__(self, url: str) -> None:
-        self._fs, self._root = resolve_url(url)
+        self._fs, self._root = _without_listings(url)
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._ranges = RangeReader(self._fs)
         self.url = self._root if self.is_local else url.rstrip("/")
-        # Option of `info` and `find` to ignore cached listings; some drivers lack it. `_drop_listings` alone is not
-        # enough: another thread may cache a listing again before this thread reads it.
+        # Option of `info` and `find` to ignore cached listings, for drivers that ignore `use_listings_cache`.
         self._refresh_option = {"refresh": True} if "refresh" in inspect.signature(self._fs.info).parameters else {}
         # When the store's clock was read, by `time.time()`, and the store's time minus `time.monotonic()`.
         self._store_clock: tuple[float, float] | None = None
@@ -568,7 +584,7 @@ class Storage:
             ) from error
 
     def _drop_listings(self, full: str | None) -> None:
-        """Drop the driver's cached listings, which lack the files that other processes have written since.
+        """Drop the listings that the driver caches by itself, see `_without_listings`.
 
         The listings of `full` and of all folders above it are dropped, because drivers take the details of a file
         from the listing of its parent. None: those of all folders, which `find` needs.

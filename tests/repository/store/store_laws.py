@@ -25,6 +25,14 @@ def another_client(storage):
     return Storage(storage.url)
 
 
+def cache_listings(driver, folder):
+    """Have a driver list and look up all that it may answer from later."""
+    for folder_or_above in (folder.rpartition("/")[0], folder):
+        driver.ls(folder_or_above, detail=True)
+    driver.find(folder)
+    driver.info(f"{folder}/1")
+
+
 def make_memory_file_old(storage, path, age_s):
     """Set the time of the last change of a file in memory back."""
     _, name = fsspec.core.url_to_fs(f"{storage.url}/{path}")
@@ -36,6 +44,8 @@ class StoreLaws:
 
     is_shared_with_processes = True
     odd_names = ODD_NAMES
+    # Whether its driver, as fsspec opens it, answers from listings that it has cached.
+    caches_listings = False
     # Sets the time of a file's last change back: (storage, path, age_s). None: nobody can, as on S3.
     make_old = None
 
@@ -140,6 +150,32 @@ class StoreLaws:
         assert storage.size("log/1") == 6
         other.put_bytes("log/2", b"x")
         assert (storage.list("log"), len(list(storage.walk("log")))) == (["1", "2"], 2)
+
+    def test_an_entry_that_another_client_commits_after_a_listing_is_seen(self, storage):
+        """Each answer comes first after the commit, whatever the client that this storage uses has cached before."""
+        storage.create("log/1", b"x")
+        for number, see in enumerate(
+            (
+                lambda path: path.rpartition("/")[2] in storage.list("log"),
+                lambda path: storage.size(path) == 5,
+                lambda path: storage.refresh(path, 5),
+                lambda path: path.removeprefix("log/") in storage.find("log"),
+                lambda path: path in {file.path for file in storage.walk("log")},
+            ),
+            start=2,
+        ):
+            cache_listings(storage._fs, storage._full("log"))
+            another_client(storage).create(f"log/{number}", b"entry")
+            assert see(f"log/{number}"), number
+
+    def test_its_driver_alone_hides_what_another_client_commits_if_it_caches_listings(self, storage):
+        """Without this, the law above would say nothing."""
+        storage.create("log/1", b"x")
+        driver, folder = fsspec.core.url_to_fs(f"{storage.url}/log")
+        cache_listings(driver, folder)
+        another_client(storage).create("log/2", b"x")
+        names = {name.rpartition("/")[2] for name in driver.ls(folder, detail=False)}
+        assert names == ({"1"} if self.caches_listings else {"1", "2"})
 
     def test_a_finished_file_is_adopted_and_gone(self, storage, tmp_path):
         finished = tmp_path / "finished"

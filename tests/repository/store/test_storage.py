@@ -8,12 +8,14 @@ from typing import ClassVar
 
 import fsspec
 import pytest
+from fsspec.dircache import DirCache
 from fsspec.implementations.memory import MemoryFileSystem
 
 from datasvc.errors import ConfigError, UnavailableError, UnknownOutcomeError
 from datasvc.repository import Repository, Storage
 from datasvc.repository.store.redaction import redact_url
 from datasvc.testing import FaultyStore
+from tests import gcs_process
 from tests.repository.store.store_laws import StoreLaws, make_memory_file_old
 
 
@@ -39,9 +41,27 @@ class TestMemoryStore(StoreLaws):
 
 
 class TestS3Store(StoreLaws):
+    caches_listings = True
+
     @pytest.fixture
     def url(self, s3_bucket):
         return f"{s3_bucket}/{secrets.token_hex(8)}"
+
+
+class TestAzureStore(StoreLaws):
+    caches_listings = True
+
+    @pytest.fixture
+    def url(self, azure_container):
+        return f"{azure_container}/{secrets.token_hex(8)}"
+
+
+class TestGoogleStore(StoreLaws):
+    caches_listings = True
+
+    @pytest.fixture
+    def url(self, google_bucket):
+        return f"{google_bucket}/{secrets.token_hex(8)}"
 
 
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path):
@@ -60,7 +80,10 @@ class TestFaultyStoreWithoutFaults(StoreLaws):
 
 
 class ListingCache(MemoryFileSystem):
-    """Keeps its files as memory does, and answers from listings that it has cached, as the driver of Azure does."""
+    """Keeps its files as memory does, and answers from listings that it has cached, as the driver of Azure does.
+
+    It caches them whatever it is asked, unlike the driver of Azure.
+    """
 
     protocol = "listingcache"
     cachable = False
@@ -68,18 +91,19 @@ class ListingCache(MemoryFileSystem):
 
     def __init__(self, **options):
         super().__init__(**options)
+        self.dircache = {}  # fsspec's own obeys `use_listings_cache`
         self.clients.append(self)
 
     @classmethod
     def _strip_protocol(cls, path):
-        return super()._strip_protocol(path.replace("listingcache://", "memory://"))
+        return super()._strip_protocol(path.replace(f"{cls.protocol}://", "memory://"))
 
     def ls(self, path, detail=True, **_options):
         path = self._strip_protocol(path)
-        if path not in self.dircache:
+        found = self.dircache.get(path)
+        if found is None:
             self._ls_from_cache(path)  # raises where the folder above was listed without this one
-            self.dircache[path] = super().ls(path, detail=True)
-        found = self.dircache[path]
+            found = self.dircache[path] = super().ls(path, detail=True)
         return found if detail else [entry["name"] for entry in found]
 
     def info(self, path, **_options):
@@ -99,7 +123,14 @@ class ListingCache(MemoryFileSystem):
             self.dircache.pop(path, None)  # of this folder alone, not of those that it lies in
 
 
+def test_a_google_store_that_ignores_the_condition_of_a_create_is_refused():
+    for url in gcs_process.serve(gcs_process.UNCONDITIONAL):
+        with pytest.raises(ConfigError, match="overwrite"):
+            Repository.create(url)
+
+
 class TestStoreWithCachedListings(StoreLaws):
+    caches_listings = True
     is_shared_with_processes = False
 
     @pytest.fixture
@@ -249,6 +280,32 @@ def test_what_is_gone_or_was_never_there_has_no_size_whatever_was_listed(caching
     driver.ls(f"{reader.url}/models/cnn/versions")
     ListingCache().rm_file(f"{reader.url}/models/cnn/versions/00000001.json")
     assert reader.storage.size("models/cnn/versions/00000001.json") is None
+
+
+class RacingListings(ListingCache):
+    """Caches listings in fsspec's way; another thread caches an old one again as soon as it is dropped."""
+
+    protocol = "racinglistings"
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dircache = DirCache(**options)
+
+    def invalidate_cache(self, path=None):  # noqa: ARG002 - that of fsspec
+        for folder, entries in list(self.dircache.items()):
+            self.dircache.pop(folder)
+            self.dircache[folder] = entries
+
+
+def test_a_listing_that_another_thread_caches_again_hides_no_commit():
+    fsspec.register_implementation("listingcache", ListingCache, clobber=True)
+    fsspec.register_implementation("racinglistings", RacingListings, clobber=True)
+    place = f"listingcache://{secrets.token_hex(8)}"
+    writer, reader = Storage(place), Storage(place.replace("listingcache", "racinglistings"))
+    writer.create("log/1", b"x")
+    assert reader.list("log") == ["1"]
+    writer.create("log/2", b"x")
+    assert (reader.list("log"), reader.size("log/2")) == (["1", "2"], 1)
 
 
 def test_threads_that_forget_one_listing_at_once_do_not_trip_over_each_other(caching, monkeypatch):
