@@ -14,6 +14,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "s3": ("s3fs>=2025.3",),
     "gcs": ("gcsfs>=2025.3",),
     "azure": ("adlfs>=2024.12",),
+    "hub": ("huggingface_hub>=0.30",),
     "yaml": ("pyyaml>=6",),
     "tensorboard": ("tensorboard>=2.16",),
     "wandb": ("wandb>=0.17",),
@@ -32,6 +33,7 @@ _EXTRA_OF_SCHEME: Final = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
     **dict.fromkeys(("gs", "gcs"), "gcs"),
     **dict.fromkeys(("abfs", "abfss", "az", "adl"), "azure"),
+    "hf": "hub",
 }
 
 

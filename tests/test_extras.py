@@ -59,7 +59,10 @@ def test_nothing_tells_to_install_datasvc_from_an_index():
             assert set(extras.split(",")) <= {*EXTRAS, "dev"}, path
 
 
-@pytest.mark.parametrize(("url", "package"), [("s3://b/k", "s3fs"), ("gs://b/k", "gcsfs"), ("abfs://b/k", "adlfs")])
+@pytest.mark.parametrize(
+    ("url", "package"),
+    [("s3://b/k", "s3fs"), ("gs://b/k", "gcsfs"), ("abfs://b/k", "adlfs"), ("hf://b/k", "huggingface_hub")],
+)
 def test_a_store_without_its_driver_says_what_to_install(url, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url.partition(":")[0], raising=False)

@@ -51,7 +51,9 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
     except NotADirectoryError as error:
         raise ConfigError(f"cannot {action} {location}: a part of the path is a file, not a folder") from error
     except FileNotFoundError as error:
-        raise NotFoundError(f"cannot {action} {location}: it does not exist") from safe_cause(error)
+        # The Hub does not tell a private repository from one that does not exist.
+        advice = ", or it is private: set HF_TOKEN" if location.startswith("hf://") else ""
+        raise NotFoundError(f"cannot {action} {location}: it does not exist{advice}") from safe_cause(error)
     except PermissionError as error:
         advice = "check the credentials" if "://" in location else _advise_on_access(error, location)
         text = f"cannot {action} {location}: access denied ({redact_text(str(error))}); {advice}"

@@ -404,7 +404,17 @@ def _named_from_one_root(files: list[SourceFile]) -> list[SourceFile]:
 
 def _stamp_of(info: dict[str, Any]) -> str:
     """Return a value from a store's listing that differs if the content of the file differs; "" if there is none."""
-    for name in ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created"):
+    for name in (
+        "ETag",
+        "etag",
+        "md5Hash",
+        "mtime",
+        "LastModified",
+        "last_modified",
+        "created",
+        "blob_id",
+        "xet_hash",
+    ):
         if info.get(name) is not None:
             return str(info[name])
     return ""
