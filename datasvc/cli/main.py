@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
+from datasvc import __version__
 from datasvc.cli.terminal.output import print_line
 from datasvc.cli.terminal.unreadable import report_unreadable
 from datasvc.errors import DatasvcError
@@ -58,13 +59,12 @@ def make_app(command: str | None = None) -> typer.Typer:
     """
     app = typer.Typer(
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         help="Versioned training data and model checkpoints. Exit status: 1 failed, 2 wrong usage, 3 corrupt data, "
         "4 conflict with another writer, 5 store unavailable, 6 committed without the bad samples, 130 interrupted.",
     )
     # Without a callback, Typer makes a single command the whole program.
-    app.callback()(lambda: None)
+    app.callback()(_options)
     names = [command] if command in {*_COMMANDS, *_GROUPS} else [*_COMMANDS, *_GROUPS]
     for name in names:
         if name in _GROUPS:
@@ -75,6 +75,21 @@ def make_app(command: str | None = None) -> typer.Typer:
     return app
 
 
+def _print_version(requested: bool) -> None:
+    if requested:
+        print_line(f"datasvc {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
 def _load(module: str, attribute: str) -> Any:
     return getattr(importlib.import_module(f"datasvc.cli.{module}"), attribute)
 
@@ -83,7 +98,8 @@ def main() -> None:
     """Run the command line. Print an expected error without a traceback, and exit with its status."""
     try:
         with report_unreadable():
-            make_app(sys.argv[1] if len(sys.argv) > 1 else None)()
+            # One name however it was started: the scripts for completion in shells are made for this name.
+            make_app(sys.argv[1] if len(sys.argv) > 1 else None)(prog_name="datasvc")
     except (DatasvcError, OSError) as error:
         # Print the lines of a message one by one: `print_line` escapes control characters, which names in the
         # message may contain, and it would escape the line breaks too.
