@@ -1,8 +1,10 @@
 """Servers of pages, and a browser that opens them."""
 
 import asyncio
+import html as html_module
 import json
 import re
+import shlex
 import shutil
 import threading
 import urllib.error
@@ -193,6 +195,14 @@ def check_width(window, width=400):
     """Fail if a page is wider than a window of `width` pixels."""
     window.set_viewport_size({"width": width, "height": 800})
     assert window.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def commands_of(html):
+    """Return the command of each panel, by the name of the panel."""
+    menus = re.findall(
+        r'aria-label="([^"]*): as command.*?(?:As command</p><pre data-copy="([^"]*)"|As JSON)', html, re.DOTALL
+    )
+    return {html_module.unescape(name): shlex.split(html_module.unescape(text)) for name, text in menus if text}
 
 
 def texts(html):

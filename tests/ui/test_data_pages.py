@@ -3,7 +3,6 @@
 import html as html_module
 import json
 import re
-import shlex
 import urllib.request
 
 import pyarrow as pa
@@ -15,7 +14,7 @@ from datasvc.shards.format.schema import image_schema
 from tests.cli.command import run
 from tests.samples import jpeg
 from tests.shards.written_versions import TEXT_SCHEMA, write_version
-from tests.ui.conftest import check_accessible, check_width, running_ui, texts
+from tests.ui.conftest import check_accessible, check_width, commands_of, running_ui, texts
 
 PAGES = {
     "/datasets/pets@2": {"version", "versions", "bytes", "quarantine", "histogram label"},
@@ -34,14 +33,6 @@ HOSTILE = [
     "a\u202eb",
     "&lt;b&gt;",
 ]
-
-
-def commands_of(html):
-    """Return the command of each panel, by the name of the panel."""
-    menus = re.findall(
-        r'aria-label="([^"]*): as command.*?(?:As command</p><pre data-copy="([^"]*)"|As JSON)', html, re.DOTALL
-    )
-    return {html_module.unescape(name): shlex.split(html_module.unescape(text)) for name, text in menus if text}
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -45,7 +45,8 @@ class ForeachOptimizer(torch.optim.Optimizer):
             # Like torch's optimizers, skip a weight without a gradient, because it did not take part in the step.
             weights = [weight for weight in group["params"] if weight.grad is not None]
             for chosen in _by_mesh(weights):
-                self.step_group(group, chosen, [weight.grad for weight in chosen])
+                gradients = [weight.grad for weight in chosen if weight.grad is not None]
+                self.step_group(group, chosen, gradients)
         return loss
 
     @abstractmethod
