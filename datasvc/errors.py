@@ -2,6 +2,7 @@
 
     DatasvcError                     base class of all errors below
     |-- ConfigError                  a setting or an argument is invalid: correct it and call again
+    |   |-- MissingPackageError      an extra of datasvc is not installed: the message has the command
     |   `-- StateMismatchError       a saved position belongs to other data or another order
     |-- NotFoundError                a name, version, tag or file does not exist: the message lists what exists
     |-- ConflictError                another writer committed first: read the new head, decide, and retry
@@ -74,6 +75,13 @@ class CacheFullError(DatasvcError):
 
 class StateMismatchError(ConfigError):
     """A saved loader state belongs to another data-set version or another order; the message contains both."""
+
+
+class MissingPackageError(ModuleNotFoundError, ConfigError):
+    """A package that a feature needs is not installed; the message has the command that installs it.
+
+    A ModuleNotFoundError too, as programs expect of an import. `name` is the module.
+    """
 
 
 class BusyError(DatasvcError):

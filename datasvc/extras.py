@@ -1,16 +1,49 @@
-"""Optional packages, and the commands that install them, for error messages.
+"""What datasvc needs: its own packages, those of its extras, and the errors that name a missing extra.
 
-The commands install the packages and not the extras of datasvc, because datasvc may not be on a package index.
+The commands in messages install the packages and not the extras of datasvc, because datasvc may not be on a package
+index.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Final
 
-# A copy of the extras in pyproject.toml; a test checks that both are equal.
+from datasvc.errors import MissingPackageError
+
+# Copies of the dependencies and extras in pyproject.toml; a test checks that they are equal.
+CORE: Final = (
+    "pyarrow>=20",
+    "fsspec>=2025.3",
+    "duckdb>=1.2",
+    "lmdb>=1.6",
+    "zstandard>=0.23",
+    "blake3>=1.0",
+    "xxhash>=3",
+    "tenacity>=9",
+    "numpy>=2.0",
+    "pillow>=11",
+    "google-crc32c>=1.7",
+    "aiohttp>=3.11",
+    "prometheus-client>=0.21",
+    "safetensors>=0.6.2",
+    "typer>=0.19",
+    "rich>=14",
+)
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "torch": ("torch>=2.11",),
+    "images": ("nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'", "simplejpeg>=1.8"),
+    "gpu": ("datasvc[torch,images]", "nvidia-dali-cuda130>=2.4; sys_platform == 'linux'"),
+    "gpu-cu12": (
+        "datasvc[torch]",
+        "nvidia-dali-cuda120>=2.4; sys_platform == 'linux'",
+        "nvidia-nvimgcodec-cu12>=0.9; sys_platform == 'linux'",
+        "simplejpeg>=1.8",
+    ),
+    "train": ("datasvc[torch,yaml]", "cloudpickle>=3"),
     "s3": ("s3fs>=2025.3",),
     "gcs": ("gcsfs>=2025.3",),
     "azure": ("adlfs>=2024.12",),
@@ -27,7 +60,33 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "pandas": ("pandas>=2.2",),
     "plot": ("matplotlib>=3.9",),
     "demo": ("scikit-learn>=1.6",),
+    "all": ("datasvc[train,gpu,s3,gcs,azure,hub,text,ray,ui,sign,onnx,pandas,plot,tensorboard,wandb,mlflow]",),
     "docs": ("zensical>=0.0.73", "mkdocstrings-python>=2"),
+}
+PURPOSES: Final[Mapping[str, str]] = {
+    "torch": "checkpoints as tensors, and batches of loaders as tensors",
+    "images": "fast decoding of images on the CPU, and `ingest --decode-check` for JPEG",
+    "gpu": "decoding of images on a GPU with CUDA 13",
+    "gpu-cu12": "decoding of images on a GPU with CUDA 12, instead of `images` and `gpu`",
+    "train": "`datasvc train`, `datasvc-run` and `datasvc.trainer`",
+    "s3": "repositories and sources on S3",
+    "gcs": "repositories and sources on Google Cloud Storage",
+    "azure": "repositories and sources on Azure",
+    "hub": "sources on the Hugging Face Hub",
+    "yaml": "configuration files in YAML",
+    "tensorboard": "curves of trainings in TensorBoard",
+    "wandb": "curves of trainings in Weights & Biases",
+    "mlflow": "curves of trainings in MLflow",
+    "text": "text to token blocks with a `tokenizer.json`",
+    "sign": "signatures of model versions",
+    "onnx": "`models export --format onnx`",
+    "ray": "`ingest --engine ray` over many machines",
+    "ui": "`datasvc ui`, the pages in the browser",
+    "pandas": "tables as data frames in notebooks",
+    "plot": "plots in notebooks",
+    "demo": "the images of the demo",
+    "all": "all of the above but `gpu-cu12` and `demo`",
+    "docs": "`make docs`",
 }
 _EXTRA_OF_SCHEME: Final = {
     **dict.fromkeys(("s3", "s3a"), "s3"),
@@ -35,11 +94,37 @@ _EXTRA_OF_SCHEME: Final = {
     **dict.fromkeys(("abfs", "abfss", "az", "adl"), "azure"),
     "hf": "hub",
 }
+# Top-level modules, and the extra that has each; those whose importers raise errors of their own are left out.
+_EXTRA_OF_MODULE: Final = {
+    "torch": "torch",
+    "nvidia": "gpu",
+    "simplejpeg": "images",
+    "cloudpickle": "train",
+    "jinja2": "ui",
+    "yaml": "yaml",
+}
+
+
+def packages_of(extra: str) -> tuple[str, ...]:
+    """Return the requirements of an extra, with those of the extras that it includes, and without markers."""
+    packages: list[str] = []
+    for requirement in EXTRAS[extra]:
+        included = re.fullmatch(r"datasvc\[(.+)\]", requirement)
+        if included:
+            packages += [package for name in included[1].split(",") for package in packages_of(name)]
+        else:
+            packages.append(requirement.partition(";")[0])
+    return tuple(dict.fromkeys(packages))
+
+
+def quote_packages(packages: Sequence[str]) -> str:
+    """Return requirements as words of a shell."""
+    return shlex.join(packages)
 
 
 def how_to_install(extra: str) -> str:
     """Return the command that installs the packages of an extra, as text for the end of an error message."""
-    packages = shlex.join(EXTRAS[extra])
+    packages = quote_packages(packages_of(extra))
     return f"pip install {packages}, or in the source folder of datasvc: pip install '.[{extra}]'"
 
 
@@ -47,3 +132,39 @@ def how_to_install_driver(url: str) -> str:
     """Return the command that installs the driver for a URL; for a store without an extra, return general advice."""
     extra = _EXTRA_OF_SCHEME.get(url.partition("://")[0])
     return how_to_install(extra) if extra is not None else "install its driver for fsspec"
+
+
+def missing_package(error: ImportError, feature: str) -> MissingPackageError | None:
+    """Return the error that names the extra of a module which cannot be imported; None if no extra has it.
+
+    Args:
+        error: error of the import.
+        feature: what needs the module, as the subject of the message.
+    """
+    module = (error.name or "").partition(".")[0]
+    extra = _EXTRA_OF_MODULE.get(module)
+    if not isinstance(error, ModuleNotFoundError) or extra is None:
+        return None  # an installed package that cannot be imported has another reason, which its error says
+    message = f"{feature} needs {module}, which is not installed: {how_to_install(extra)}"
+    return MissingPackageError(message, name=error.name)
+
+
+@contextmanager
+def explain_missing(feature: str) -> Iterator[None]:
+    """Replace the error of an import inside the block by one that names the extra, if an extra has the module.
+
+    Args:
+        feature: what needs the module, as the subject of the message.
+
+    Raises:
+        MissingPackageError: a package of an extra is not installed.
+    """
+    try:
+        yield
+    except MissingPackageError:
+        raise  # it names a feature that is nearer
+    except ModuleNotFoundError as error:
+        missing = missing_package(error, feature)
+        if missing is None:
+            raise
+        raise missing from error

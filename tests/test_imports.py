@@ -18,7 +18,7 @@ MAX_MODULES = 16
 ALLOWED = {
     "datasvc.arrow_messages": set(),
     "datasvc.errors": set(),
-    "datasvc.extras": set(),
+    "datasvc.extras": {"datasvc.errors"},
     "datasvc.child_process": set(),
     "datasvc.printable": set(),
     "datasvc.processors": set(),
@@ -67,6 +67,7 @@ ALLOWED["datasvc.gc"] = ALLOWED["datasvc.models"] | {"datasvc.models", "datasvc.
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.gc"] | {"datasvc.gc"}
 ALLOWED["datasvc.testing"] = ALLOWED["datasvc.api"] | {"datasvc.api"}
 ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
+ALLOWED["datasvc.doctor"] = ALLOWED["datasvc.node"] | {"datasvc", "datasvc.node", "datasvc.models", "datasvc.loaders"}
 ALLOWED["datasvc.ui"] = ALLOWED["datasvc.api"] | {
     "datasvc.api",
     "datasvc.drawing",
@@ -97,8 +98,9 @@ ALLOWED["datasvc.loaders"] = {
     "datasvc.keyed_random",
     "datasvc.cache",
     "datasvc.errors",
+    "datasvc.extras",
 }
-ALLOWED["datasvc.trainer"] = set()
+ALLOWED["datasvc.trainer"] = {"datasvc.extras"}
 # Pure: `datasvc ui` uses it without torch.
 ALLOWED["datasvc.trainer.recipes.profiling.predict"] = {"datasvc.errors"}
 ALLOWED["datasvc.trainer.recipes"] = {"datasvc", "datasvc.trainer", "datasvc.loaders"} | ALLOWED["datasvc.cli"]
@@ -106,6 +108,7 @@ ALLOWED["datasvc.trainer.recipes"] |= {"datasvc.trainer.recipes.profiling.predic
 ALLOWED["datasvc.trainer.__main__"] = {"datasvc.trainer", "datasvc.trainer.recipes", "datasvc.errors"}
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.cli"] | {
     "datasvc",  # the version
+    "datasvc.doctor",
     "datasvc.trainer.__main__",  # `datasvc train`
     "datasvc.ui",
 }

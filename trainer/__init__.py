@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from datasvc.extras import explain_missing
+
 if TYPE_CHECKING:
     from datasvc.trainer.env.engine_settings import EngineSettings
     from datasvc.trainer.errors import HorovodInternalError
@@ -201,10 +203,12 @@ _PUBLIC_MODULES = {
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC_MODULES:
-        return importlib.import_module(f"datasvc.trainer.{_PUBLIC_MODULES[name]}")
+        with explain_missing("datasvc.trainer"):
+            return importlib.import_module(f"datasvc.trainer.{_PUBLIC_MODULES[name]}")
     if name in __all__:
         for module_name in _MODULES:
-            module = importlib.import_module(f"datasvc.trainer.{module_name}")
+            with explain_missing("datasvc.trainer"):
+                module = importlib.import_module(f"datasvc.trainer.{module_name}")
             if hasattr(module, name):
                 # Store the value in the module: Python calls `__getattr__` only for names that the module lacks.
                 value = globals()[name] = getattr(module, name)

@@ -12,6 +12,7 @@ from datasvc import __version__
 from datasvc.cli.terminal.output import print_line
 from datasvc.cli.terminal.unreadable import report_unreadable
 from datasvc.errors import DatasvcError
+from datasvc.extras import explain_missing
 
 # Module and function of each command, below `datasvc.cli`, in the order of the help.
 _COMMANDS: Final = {
@@ -43,6 +44,7 @@ _COMMANDS: Final = {
     "report": ("runs", "report"),
     "ui": ("ui", "ui"),
     "train": ("train", "train"),
+    "doctor": ("doctor", "doctor"),
 }
 # Module of each group of commands; the group is its `app`.
 _GROUPS: Final = {"cache": "nodes.cache", "models": "models", "runs": "runs"}
@@ -97,7 +99,7 @@ def _load(module: str, attribute: str) -> Any:
 def main() -> None:
     """Run the command line. Print an expected error without a traceback, and exit with its status."""
     try:
-        with report_unreadable():
+        with report_unreadable(), explain_missing("this command"):
             # One name however it was started: the scripts for completion in shells are made for this name.
             make_app(sys.argv[1] if len(sys.argv) > 1 else None)(prog_name="datasvc")
     except (DatasvcError, OSError) as error:

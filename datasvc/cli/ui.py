@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json_line, print_line
-from datasvc.errors import ConfigError
-from datasvc.extras import how_to_install
+from datasvc.extras import explain_missing
 
 
 def ui(
@@ -49,12 +48,8 @@ def ui(
     from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
     from datasvc.ui.settings import UiSettings
 
-    try:
+    with explain_missing("the page"):
         from datasvc.ui.server import serve
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"the page needs a package that is not installed ({error.name}): {how_to_install('ui')}"
-        ) from error
 
     settings = UiSettings(
         repository=repo,

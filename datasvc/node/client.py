@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from contextlib import suppress
+from email.utils import parsedate_to_datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -93,6 +94,23 @@ class NodeClient:
         if "cache" not in document:
             raise ConfigError(f"{self._url} is not a node of datasvc: its response is not a status document")
         return document
+
+    def clock_s(self) -> float:
+        """Return the time of the node's clock, in whole seconds since 1970. Needs no token.
+
+        Raises:
+            ConfigError: the server is not a node.
+            UnavailableError: the node does not respond, or is stopping.
+        """
+        try:
+            with self._opener.open(f"{self._url}/healthz", timeout=_TIMEOUT_S) as response:
+                return parsedate_to_datetime(response.headers["Date"] or "").timestamp()
+        except urllib.error.HTTPError as error:
+            raise self._response_error(error) from error
+        except (OSError, http.client.HTTPException) as error:
+            raise UnavailableError(f"{self._url} does not respond: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{self._url} is not a node of datasvc: its response has no date") from error
 
     def stage(
         self,

@@ -9,6 +9,7 @@ from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, SupportsIndex, TypeVar, overload
 
 from datasvc.errors import ConfigError
+from datasvc.extras import explain_missing
 from datasvc.loaders.core import pinned
 
 if TYPE_CHECKING:
@@ -19,7 +20,8 @@ A = TypeVar("A")
 
 def check_gpu(device: str | int | torch.device) -> None:
     """Raise ConfigError if a device is a GPU that torch does not find."""
-    import torch
+    with explain_missing("a loader with device="):
+        import torch
 
     name = f"cuda:{device}" if isinstance(device, int) else str(device)
     if torch.device(name).type != "cuda":

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from datasvc.extras import explain_missing
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.augment.edits import Edit
 from datasvc.loaders.core.buffer_ring import BufferRing
@@ -106,7 +107,9 @@ class CpuBackend:
         if backend == "cpu":
             import_codec()
         if framework == "torch":
-            import torch  # noqa: F401 - before the threads start: parallel imports may get an incomplete module
+            # Before the threads start: parallel imports may get an incomplete module.
+            with explain_missing("a loader that yields tensors (its numpy() yields arrays)"):
+                import torch  # noqa: F401
         self._config, self._backend, self._framework = config, backend, framework
         self._profiler = profiler
         self._ring = BufferRing(config.shape, config.pixels.dtype, keep=config.prefetch + _BATCHES_OF_CALLER)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from datasvc.errors import ConfigError
+from datasvc.extras import how_to_install
 from datasvc.loaders.decode.pixels import Pixels
 
 if TYPE_CHECKING:
@@ -36,8 +37,8 @@ def import_codec() -> Any:
         from nvidia import nvimgcodec
     except ImportError as error:
         raise ConfigError(
-            f"decode='cpu' needs nvImageCodec, which cannot be imported ({error}); install "
-            "nvidia-nvimgcodec-cu13, which comes with DALI, or use decode='pillow'"
+            f"decode='cpu' needs nvImageCodec, which cannot be imported ({error}): {how_to_install('images')}; "
+            "or use decode='pillow'"
         ) from error
     return nvimgcodec
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from datasvc.extras import explain_missing
 from datasvc.keyed_random import Integers
 from datasvc.loaders.core.batch import Batch
 
@@ -66,7 +67,8 @@ class TokenBatch(Batch[A]):
 
 def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:
     """Return the batch with tensors that use the arrays' memory; `positions` stays an array."""
-    import torch
+    with explain_missing("a loader that yields tensors (its numpy() yields arrays)"):
+        import torch
 
     tensors: dict[str, Any] = {
         name: torch.from_numpy(value)

@@ -4,12 +4,15 @@ Samples are served in the access order, and a run can resume at a position. The 
 work without torch and do not import this one.
 """
 
-from datasvc.loaders.torch.dataset import Dataset
-from datasvc.loaders.torch.iterable import IterableDataset
-from datasvc.loaders.torch.loader import ResumableDataLoader
-from datasvc.loaders.torch.sampler import OrderBatchSampler
-from datasvc.loaders.torch.served import ServedIndex
-from datasvc.loaders.torch.states import order_state
+from datasvc.extras import explain_missing
+
+with explain_missing("datasvc.loaders.torch"):
+    from datasvc.loaders.torch.dataset import Dataset
+    from datasvc.loaders.torch.iterable import IterableDataset
+    from datasvc.loaders.torch.loader import ResumableDataLoader
+    from datasvc.loaders.torch.sampler import OrderBatchSampler
+    from datasvc.loaders.torch.served import ServedIndex
+    from datasvc.loaders.torch.states import order_state
 
 __all__ = [
     "Dataset",

@@ -17,7 +17,7 @@ COMMANDS = [
     ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["revert"], ["rename"], ["rm"],
     ["stage"], ["cache", "status"],
     ["cache", "plan"], ["cache", "pin"], ["cache", "unpin"], ["cache", "scrub"], ["cache", "quota"],
-    ["serve"], ["top"],
+    ["serve"], ["top"], ["doctor"],
     ["models", "ls"], ["models", "show"], ["models", "log"], ["models", "restore"],
 ]  # fmt: skip
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from datasvc.extras import explain_missing
 from datasvc.trainer.launch.config_file import read_config_file
 from datasvc.trainer.launch.engine_flags import CONTROLLERS, add_engine_flags, list_ignored, read_engine_flags
 from datasvc.trainer.launch.one_line_parser import OneLineParser
@@ -36,7 +37,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "datasvc-run") -
     """
     try:
         job, elastic = parse_arguments(arguments, os.environ, prog=prog)
-        failure = run_job(job, elastic, os.environ)
+        with explain_missing(prog):
+            failure = run_job(job, elastic, os.environ)
     except KeyboardInterrupt:
         # While the ranks run, Ctrl-C is forwarded to them. This one came before that, or during their termination.
         print_message("ended by SIGINT")

@@ -6,7 +6,10 @@ Then one rank, torch's coordinator, lists the chunks of all ranks in one ordinar
 version. Readers do not find the version before the commit.
 """
 
-from datasvc.models.dcp.reader import DcpReader
-from datasvc.models.dcp.writer import DcpWriter
+from datasvc.extras import explain_missing
+
+with explain_missing("datasvc.models.dcp"):
+    from datasvc.models.dcp.reader import DcpReader
+    from datasvc.models.dcp.writer import DcpWriter
 
 __all__ = ["DcpReader", "DcpWriter"]

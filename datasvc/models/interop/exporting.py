@@ -78,9 +78,9 @@ class ExportPart:
 
     def load(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         """Return the tensors with these new names, in the dtype of the export; every byte is verified."""
-        import torch
-
         loaded = load_tensors(self.source, [self.records[name] for name in names], progress=self.progress)
+        import torch  # after the error of `load_tensors` where it is not installed
+
         dtypes = {name: getattr(torch, self._dtype_of(self.records[name])) for name in names}
         return {name: cast(name, tensor, dtypes[name]) for name, tensor in loaded.items()}
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from datasvc.errors import ConfigError
+from datasvc.extras import explain_missing
 from datasvc.models.tensors.chunk_reader import ChunkReader, ChunkSource, check_reaches, is_near
 from datasvc.models.tensors.chunks import Box, Shape, intersect, is_inside, slices
 from datasvc.models.tensors.codec import Decoders
@@ -80,6 +81,8 @@ def load_tensors(
         NotFoundError: an object is missing; the message names the tensor.
         UnavailableError: the store did not answer.
     """
+    with explain_missing("reading tensors"):
+        import torch  # noqa: F401 - `_allocate` imports it too
     requested = list(records)
     # Check before the allocation: a table may claim sizes that its objects do not have.
     for record in requested:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.extras import missing_package
 from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str,
     tensors = _TensorCollector()
     if max_nodes is not None:
         tensors.values_left = max_nodes
+    try:
+        import torch  # noqa: F401 - `_flatten` imports it too
+    except ModuleNotFoundError as error:
+        raise missing_package(error, "saving a state") or error from error
     return _flatten(state, "", tensors, 0), dict(tensors)
 
 

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 
 import fsspec
 
-from datasvc.errors import ConfigError, NotFoundError, UnavailableError
+from datasvc.errors import ConfigError, MissingPackageError, NotFoundError, UnavailableError
 from datasvc.extras import how_to_install_driver
 from datasvc.repository.store.redaction import redact_text, safe_cause
 
@@ -46,8 +46,8 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
     """
     try:
         yield
-    except FileExistsError:
-        raise  # a subclass of OSError, but the expected outcome of a create-only write
+    except (FileExistsError, MissingPackageError):
+        raise  # the expected outcome of a create-only write; and an error that says already what is missing
     except NotADirectoryError as error:
         raise ConfigError(f"cannot {action} {location}: a part of the path is a file, not a folder") from error
     except FileNotFoundError as error:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from datasvc.errors import BadSampleError, ConfigError
+from datasvc.errors import BadSampleError
+from datasvc.extras import explain_missing
 
 # Beginnings of the warnings that mean damage. Other warnings, such as that of an unknown Adobe segment, do not
 # concern the pixels.
@@ -33,13 +34,11 @@ def decode_jpeg(content: bytes | memoryview) -> bool:
 
     Raises:
         BadSampleError: the compressed pixels are damaged; the message has the report of the decoder.
-        ConfigError: simplejpeg is not installed.
+        MissingPackageError: simplejpeg is not installed.
         IndexError: a segment is too short. The caller runs in `open_image`, which maps it to BadSampleError.
     """
-    try:
+    with explain_missing("a decode check of JPEG files"):
         import simplejpeg  # here, so that everything else works where it is not installed
-    except ImportError as error:
-        raise ConfigError("a decode check of JPEG files needs a package: pip install simplejpeg") from error
     offset = _find_zeros(bytes(content))
     if offset is not None:
         raise BadSampleError(f"does not decode: Corrupt JPEG data: {_MIN_ZEROS} zero bytes at byte {offset}")

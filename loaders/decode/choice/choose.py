@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from datasvc.errors import ConfigError
+from datasvc.extras import how_to_install
 from datasvc.loaders.decode.backend import Backend, BackendConfig, Decode, Framework, ImageBackend
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.crop import import_codec
@@ -32,7 +33,7 @@ def find_missing() -> dict[Backend, str]:
         missing["cpu"] = str(error)
     # `nvidia` is searched first: without this parent package, the search for `nvidia.dali` raises an error.
     if importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None:
-        reason = "decoding on a GPU needs DALI, which is not installed; install nvidia-dali-cuda130"
+        reason = f"decoding on a GPU needs DALI, which is not installed: {how_to_install('gpu')}"
         missing |= dict.fromkeys(ON_GPU, reason)
     return missing
 

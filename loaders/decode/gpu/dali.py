@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 from datasvc.errors import ConfigError, DeviceError
+from datasvc.extras import how_to_install
 from datasvc.loaders.augment.augment import Windows
 from datasvc.loaders.decode.backend import Backend, BackendConfig
 from datasvc.loaders.decode.gpu.device_stream import make_stream
@@ -196,7 +197,7 @@ def _build(config: BackendConfig, graph: Graph) -> Any:
         from nvidia.dali import Pipeline, fn, types
     except ImportError as error:
         raise ConfigError(
-            f"decoding on a GPU needs DALI, which cannot be imported ({error}); install nvidia-dali-cuda130, or use "
+            f"decoding on a GPU needs DALI, which cannot be imported ({error}): {how_to_install('gpu')}; or use "
             "decode='cpu'"
         ) from error
     pipe = Pipeline(

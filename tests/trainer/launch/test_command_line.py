@@ -332,6 +332,13 @@ def test_what_is_missing_is_printed_with_how_to_install_it(capsys, monkeypatch, 
     assert lines.keys() >= {"torchrun", "NCCL", "CUDA", "MPI", "CCL", "DDL"}
 
 
+def test_a_job_without_torch_ends_with_the_command_that_installs_it(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "torch.distributed", None)
+    assert main(["-np", "2", "true"]) == 2
+    assert "datasvc-run needs torch, which is not installed: pip install " in capsys.readouterr().err
+
+
 def test_what_this_installation_can_do_is_printed(capsys):
     with pytest.raises(SystemExit) as caught:
         parse_arguments(["--check-build"])

@@ -1,0 +1,55 @@
+"""`datasvc doctor`: what is installed, and whether this machine, folders, stores and nodes are as needed."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from datasvc.cli.nodes.options import CaOption, TlsNameOption, TokenOption
+from datasvc.cli.terminal.output import JsonOption, print_json, print_line
+
+
+def doctor(
+    repo: Annotated[
+        str | None, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository to check: a folder or a URL.")
+    ] = None,
+    node: Annotated[
+        list[str] | None, typer.Option("--node", help="URL of a node's server to check; may be given several times.")
+    ] = None,
+    cache: Annotated[
+        Path | None, typer.Option("--cache", envvar="DATASVC_CACHE", help="Folder of a cache to check.")
+    ] = None,
+    token_file: TokenOption = None,
+    ca: CaOption = None,
+    tls_name: TlsNameOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check the installation, this machine, and the repository, cache and nodes that are named.
+
+    Example: datasvc doctor --repo s3://bucket/repo --cache /nvme/cache --node http://node1:8765
+
+    Each line begins with ok, warning or problem; what to do follows. The exit status is 1 if there is a problem.
+    """
+    from datasvc.doctor import examine
+    from datasvc.node.client import NodeClient
+    from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
+
+    token = load_token(token_file, os.environ.get(TOKEN_VARIABLE))
+    nodes = {url: NodeClient(url, token=token, ca_file=ca, tls_name=tls_name) for url in node or ()}
+    findings = []
+    for finding in examine(repository=repo, nodes=nodes, cache=cache):
+        findings.append(finding)
+        if not as_json:
+            # Printed one by one: a store that does not respond takes a while.
+            print_line(f"{finding.level:8} {finding.check}: {finding.text}")
+            if finding.advice:
+                print_line(f"         -> {finding.advice}")
+    num_problems = sum(finding.level == "problem" for finding in findings)
+    if as_json:
+        print_json({"findings": [asdict(finding) for finding in findings], "problems": num_problems})
+    if num_problems:
+        raise typer.Exit(1)
