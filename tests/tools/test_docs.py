@@ -272,7 +272,8 @@ def test_commands_of_the_pages_have_the_options_that_they_name():
         }
         named = {word.partition("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)}
         checked += 1
-        if hasattr(command, "commands") or not named <= {"--help", *options}:
+        # A group alone does nothing, but has options: `datasvc --version`.
+        if (hasattr(command, "commands") and not named) or not named <= options:
             unknown.append((page, words))
     assert unknown == []
     assert checked > 150
