@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check bench docs clean
+.PHONY: help setup demo test test-all check bench docs dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1	/' | expand -t 20
@@ -52,5 +52,8 @@ bench: setup  ## most benchmarks, some minutes; results belong into docs/referen
 docs: setup  ## the documentation as a site: build/book/site/index.html
 	$(BIN)/python -m tools.book build/book
 
+dist: setup  ## wheel and source archive of a release in dist/, with URL=address of the project
+	$(BIN)/python tools/build_release.py dist $(if $(URL),--url $(URL))
+
 clean:  ## remove .venv and what the demo made
-	rm -rf .venv demo-run build
+	rm -rf .venv demo-run build dist

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import loaders, trainer
 assert (loaders.WHOSE, trainer.WHOSE) == ("mine", "mine")
@@ -29,32 +29,6 @@ loader: TokenLoader = "none"
 """
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """A wheel of the files of this checkout, in a folder without leftovers of other builds."""
-    source = tmp_path_factory.mktemp("source")
-    files = subprocess.run(
-        ["git", "ls-files", "-zco", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
-    ).stdout
-    archive = subprocess.Popen(["tar", "--null", "-cT", "-"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    unpacked = subprocess.Popen(["tar", "-x"], cwd=source, stdin=archive.stdout)
-    archive.stdin.write(files)
-    archive.stdin.close()
-    assert (archive.wait(), unpacked.wait()) == (0, 0)
-    words = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", source / "dist", source]
-    subprocess.run(words, check=True)
-    (built,) = (source / "dist").glob("*.whl")
-    return built
-
-
-@pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("installed")
-    words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, wheel]
-    subprocess.run(words, check=True)
-    return folder
 
 
 def test_its_only_top_level_name_is_datasvc(wheel):
