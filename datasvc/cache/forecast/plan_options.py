@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from datasvc.cache.forecast.cost import CostForecast, Prices, forecast_cost
 from datasvc.cache.forecast.forecast import MAX_SIMULATED_SHARDS, Forecast, derive_order, forecast
 from datasvc.cache.forecast.workload import Rates, Workload
 from datasvc.keyed_random import Integers
@@ -19,6 +20,8 @@ class PlanOptions:
         budget_bytes: budget of each node's cache.
         shuffle: shuffle of the loader. A windowed one without lanes, block and sticky is derived as a loader does.
         rates: rates that the run needs, and those available.
+        prices: prices of its traffic; None: its cost is not forecast.
+        epochs: epochs of the run, for its cost; None: unknown.
     """
 
     budget_bytes: int
@@ -33,19 +36,23 @@ class PlanOptions:
     prefetch: int = 2
     peers: bool = True
     rates: Rates = field(default_factory=Rates)
+    prices: Prices | None = None
+    epochs: int | None = None
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A forecast with its input."""
+    """A forecast with its input; `cost` is None without prices."""
 
     forecast: Forecast
     workload: Workload
     rates: Rates
+    cost: CostForecast | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the forecast and the access order as JSON values, as `datasvc cache plan --json` prints them."""
-        return asdict(self.forecast) | {"order": asdict(self.workload.order)}
+        cost = {} if self.cost is None else {"cost": asdict(self.cost)}
+        return asdict(self.forecast) | {"order": asdict(self.workload.order)} | cost
 
 
 def plan_run(
@@ -55,7 +62,7 @@ def plan_run(
     *,
     max_shards: int = MAX_SIMULATED_SHARDS,
 ) -> RunPlan:
-    """Return the forecast of a run with these options; for arguments and errors, see `forecast`."""
+    """Return the forecast of a run with these options; for arguments and errors, see `forecast`, `forecast_cost`."""
     # As in a loader, a windowed shuffle without further settings derives its lanes and block.
     is_derived = options.shuffle == "windowed" and options.block is None and options.lanes == 1 and not options.sticky
     if is_derived:
@@ -80,4 +87,7 @@ def plan_run(
     result = forecast(
         samples_per_shard, bytes_per_shard, budget_bytes, workload, options.rates, max_shards=max_shards
     )
-    return RunPlan(result, workload, options.rates)
+    cost = None
+    if options.prices is not None:
+        cost = forecast_cost(result, bytes_per_shard, options.prices, epochs=options.epochs)
+    return RunPlan(result, workload, options.rates, cost)

@@ -12,6 +12,7 @@ from datasvc.printable import count_text
 from datasvc.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
+    from datasvc.cache.forecast.cost import CostForecast
     from datasvc.cache.forecast.forecast import EpochForecast, Forecast
     from datasvc.cache.forecast.workload import Workload
     from datasvc.order import OrderConfig
@@ -52,6 +53,16 @@ def plan(
     peer_rate: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Bytes per second that each node receives from other nodes.")
     ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.toml",
+            help="Prices of requests and of bytes, in a TOML file: also forecast what the traffic costs.",
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="With --prices: epochs of the run, for the cost of all of them.", min=1)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Forecast the cache contents, the bandwidth needed from origin and peers, and whether training would starve.
@@ -61,11 +72,15 @@ def plan(
     The exit status is 1 if the order's window exceeds the budget; the message states the bytes needed.
     """
     from datasvc.cache import parse_budget
+    from datasvc.cache.forecast.cost import Prices
     from datasvc.cache.forecast.plan_options import PlanOptions, plan_run
     from datasvc.cache.forecast.workload import Rates
+    from datasvc.errors import ConfigError
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
 
+    if epochs is not None and prices is None:
+        raise ConfigError("--epochs is for the cost of a run, and --prices is not given; add --prices FILE.toml")
     table = open_dataset(Repository.open(repo), ref)[split].table
     origin_bytes_s, peer_bytes_s = (
         None if rate is None else float(parse_size(rate)) for rate in (origin_rate, peer_rate)
@@ -84,12 +99,16 @@ def plan(
         prefetch=prefetch,
         peers=peers,
         rates=Rates(images_per_second, origin_bytes_s, peer_bytes_s),
+        prices=None if prices is None else Prices.read(prices),
+        epochs=epochs,
     )
     result = plan_run(table.samples_per_shard, table.bytes_per_shard, options)
     if as_json:
         print_json(result.to_dict())
     else:
         _print_forecast(result.forecast, result.workload, images_per_second)
+        if result.cost is not None:
+            print_facts(_cost_facts(result.cost))
 
 
 def _print_forecast(result: Forecast, workload: Workload, images_per_second: float | None) -> None:
@@ -137,3 +156,19 @@ def _epoch_facts(epoch: EpochForecast, data_bytes: int, images_per_second: float
     elif epoch.fed_samples_per_second is not None:  # a bandwidth is given, but not --images-per-second
         facts["trains at most"] = f"{epoch.fed_samples_per_second:.0f} images/s per node"
     return facts
+
+
+def _cost_facts(cost: CostForecast) -> dict[str, str]:
+    epochs = {"cost of the first epoch": cost.first_epoch, "cost of each later epoch": cost.later_epochs}
+    if cost.epochs is not None and cost.run is not None:
+        epochs[f"cost of {count_text(cost.epochs, 'epoch')}"] = cost.run
+    return {
+        name: f"{_money(epoch.total)} {cost.currency}: at most {count_text(epoch.num_requests, 'request')} "
+        f"{_money(epoch.requests)}, bytes from the origin {_money(epoch.egress)}, between nodes {_money(epoch.peers)}"
+        for name, epoch in epochs.items()
+    }
+
+
+def _money(amount: float) -> str:
+    # Of the little that a small data set costs, two decimals would show nothing.
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"
