@@ -25,7 +25,7 @@ LAYOUTS = [
     {"layout": "data=4", "recompute": True, **SHORT},
     {"layout": "shard=4", "optimizer": "lars", "learning_rate": 1.0, **SHORT},
     {"layout": "shard=4", "optimizer": "lamb", **SHORT},
-    {"layout": "data=2,shard=2", "zero": 1, "optimizer": "lamb", **SHORT},
+    {"layout": "data=2,shard=2", "zero": 1, "optimizer": "lamb", "compile": "eager", "bucket": "auto", **SHORT},
     {"layout": "shard=2,tensor=2", "optimizer": "lamb", **SHORT},
     {"layout": "pipeline=2,context=2", "optimizer": "lamb", "micro_batch": 4, **SHORT},
     {"layout": "tensor=2,pipeline=2", "optimizer": "lars", "learning_rate": 1.0, "micro_batch": 4, **SHORT},

@@ -58,23 +58,23 @@ def choose_layout(config: TrainConfig, world_size: int) -> Layout:
 
 
 def check_settings(config: TrainConfig, layout: Layout) -> None:
-    """Refuse settings that work with the axis data only, for a layout with another one. Raises ConfigError."""
+    """Refuse settings that a layout with other axes than data does not have. Raises ConfigError."""
+    # With ZeRO-1 each rank has the whole model, and `DistributedOptimizer` sums its gradients, as with data alone.
+    is_divided = config.zero != 1
+    whole_only = "leave it out, or use zero 1, with which each rank has the whole model"
     refused = (
         ("precision fp16", config.precision == "fp16", "use bf16, which needs no loss scale"),
-        ("compile", config.compile is not None, "leave out --compile"),
+        ("compile", config.compile is not None and is_divided, whole_only),
         (
             f"compression {config.compression}",
-            config.compression != "none",
-            "it compresses all-reduces of whole gradients; leave it out",
+            config.parse_compression().has_memory,
+            "a rank must save what it has not sent of each gradient; leave it out, or use fp16 or bf16 with zero 1",
         ),
-        ("op adasum", config.combines_steps, "use --op average"),
-        (f"bucket {config.bucket}", config.bucket is not None, "leave out --bucket"),
-        # FSDP refuses the weights of such a model, but ZeRO-1 is not FSDP.
-        (
-            "channels_last",
-            config.channels_last and config.zero != 1,
-            "leave it out (--no-channels-last), or use zero 1",
-        ),
+        (f"compression {config.compression}", config.compression != "none" and is_divided, whole_only),
+        ("op adasum", config.combines_steps, "it combines the steps of whole models; use --op average"),
+        (f"bucket {config.bucket}", config.bucket is not None and is_divided, whole_only),
+        # FSDP refuses the weights of such a model.
+        ("channels_last", config.channels_last and is_divided, f"{whole_only} (--no-channels-last)"),
     )
     for setting, is_set, remedy in refused:
         if is_set:

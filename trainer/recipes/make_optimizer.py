@@ -84,7 +84,9 @@ def build_zero_optimizer(config: TrainConfig, model: nn.Module, layout: Layout, 
         wrap=lambda optimizer: hvd.DistributedOptimizer(
             optimizer,
             named_parameters=model.named_parameters(),
+            compression=build_compression(config),
             backward_passes_per_step=num_passes,
+            bucket_bytes=config.parse_bucket(),
             op=hvd.Sum,
         ),
     )

@@ -16,7 +16,7 @@ from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.start import build_learner, choose_place
+from datasvc.trainer.recipes.start import build_learner, choose_place, compile_model
 from datasvc.trainer.recipes.tasks.evaluate import evaluate
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
 from datasvc.trainer.recipes.tasks.task import Examples
@@ -75,6 +75,7 @@ def run(steps, layers=2, documents=False, **settings):
     task.unpack = lambda batch, device: batch
     torch.manual_seed(0)
     learner = build_learner(config, task, batches, place, layout, block=BLOCK)
+    compile_model(learner.model, config.compile)
     losses = []
     for step in range(steps):
         loss = update(learner, own_part(draw(step, documents=documents), place)).detach()

@@ -47,6 +47,7 @@ def test_without_a_layout_each_rank_has_the_whole_model():
         {"layout": "shard=2", "model": "resnet18", "optimizer": "lars", "offload": True},
         {"layout": "data=2,shard=2", "zero": 1, "channels_last": True},
         {"layout": "shard=4", "zero": 1, "optimizer": "lamb"},
+        {"layout": "shard=4", "zero": 1, "compression": "bf16", "bucket": "auto", "compile": "inductor"},
         {**GPT, "layout": "tensor=4", "optimizer": "lars"},
         {"layout": "shard=4", "init_from": "a@1"},
     ],
@@ -95,11 +96,12 @@ def test_a_layout_that_divides_everything_is_chosen(settings):
             for tied in ("true", "false")
         ),
         ({"layout": "shard=4", "precision": "fp16"}, "use bf16"),
-        ({"layout": "shard=4", "compile": "inductor"}, "leave out --compile"),
+        ({"layout": "shard=4", "compile": "inductor"}, "leave it out, or use zero 1, with which each rank has"),
+        ({"layout": "shard=4", "zero": 1, "compression": "topk:0.1"}, "save what it has not sent of each gradient"),
         ({"layout": "shard=4", "compression": "bf16"}, "compression bf16 does not work with layout shard=4"),
         (
             {"layout": "shard=4", "bucket": "auto"},
-            "bucket auto does not work with layout shard=4; leave out --bucket",
+            "bucket auto does not work with layout shard=4; leave it out, or use zero 1",
         ),
         (
             {"layout": "shard=4", "channels_last": True},

@@ -1,4 +1,4 @@
-"""LARS, LAMB and RMSprop-SGD against the formulas of their papers, in float64 and element by element."""
+"""LARS, LAMB and RMSprop-SGD against the formulas of their papers, in float64 and element by element; wrapping."""
 
 import copy
 import math
@@ -6,10 +6,14 @@ import math
 import pytest
 import torch
 
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes import make_optimizer
+from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.optimizers import lamb, lars
 from datasvc.trainer.recipes.optimizers.lamb import LAMB
 from datasvc.trainer.recipes.optimizers.lars import LARS
 from datasvc.trainer.recipes.optimizers.rmsprop_sgd import RMSpropSGD
+from datasvc.trainer.recipes.settings.config import TrainConfig
 
 SHAPES = [(4, 3, 3, 3), (10, 6), (7,)]
 RATES = [0.1, 0.2, 0.4, 0.4, 0.05]
@@ -219,3 +223,15 @@ def test_parameters_without_a_gradient_and_gradients_themselves_are_left_alone(n
 def test_factors_out_of_range_are_refused(make):
     with pytest.raises(ValueError, match=r"expected|needs"):
         make(make_weights())
+
+
+def test_with_zero_1_gradients_are_sent_as_the_settings_say(monkeypatch):
+    monkeypatch.setattr(hvd, "rank", lambda: 0)
+    monkeypatch.setattr(make_optimizer, "new_group", lambda peers, rank: None)
+    monkeypatch.setattr(make_optimizer, "ZeroOptimizer", lambda *_, wrap, **_options: wrap(None))
+    monkeypatch.setattr(hvd, "DistributedOptimizer", lambda _optimizer, **options: options)
+    settings = {"layout": "shard=2", "zero": 1, "compression": "bf16", "bucket": "1MiB"}
+    config = TrainConfig(data="a@1", repo="r", name="n", **settings)
+    options = make_optimizer.build_zero_optimizer(config, torch.nn.Linear(2, 2), Layout(shard=2), num_passes=3)
+    assert (options["compression"], options["bucket_bytes"]) == (hvd.Compression.bf16, 2**20)
+    assert (options["op"], options["backward_passes_per_step"]) == (hvd.Sum, 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -148,6 +149,11 @@ class ZeroOptimizer(LayoutOptimizer):
         self._states = zero.optim.state
         own = {parameter for group in zero.optim.param_groups for parameter in group["params"]}
         self._parameters = {number: each for number, each in self._parameters.items() if each in own}
+
+    # What `DistributedOptimizer` reports of its buckets.
+    bucket_bytes = property(attrgetter("_optimizer.bucket_bytes"))
+    all_reduce_cost = property(attrgetter("_optimizer.all_reduce_cost"))
+    is_choosing_buckets = property(attrgetter("_optimizer.is_choosing_buckets"))
 
     def synchronize(self) -> None:
         """Wait until the gradients of all ranks are summed."""
