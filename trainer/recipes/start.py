@@ -141,6 +141,8 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
             run.log_ids |= call_on_first_rank(
                 lambda: open_run_log(run, repo, events, layout, versions, parent), name="run_log"
             )
+            # Returns None, so the error goes on.
+            stack.push(lambda _type, error, _traceback: run.recorder.close(error))
         if config.log_to:
             # Every rank keeps the ids, because any rank of an elastic run may become rank 0 and continue these runs.
             run.log_ids |= call_on_first_rank(lambda: open_run_logs(run), name="logs")

@@ -531,6 +531,17 @@ def test_a_run_that_fails_says_so_in_its_log(repository, monkeypatch):
     assert (found.state, found.message) == ("failed", "RuntimeError: out of memory")
 
 
+def test_a_tracker_that_cannot_start_is_the_error_of_the_run_s_log(repository, monkeypatch):
+    def fail(*_arguments, **_options):
+        raise ConfigError("the tracker refuses the key")
+
+    monkeypatch.setattr("datasvc.trainer.recipes.start.open_logs", fail)
+    with pytest.raises(ConfigError, match="refuses the key"):
+        run(repository, "untracked", log_to=("wandb:project",))
+    (found,) = list_runs(repository, "untracked")
+    assert (found.state, found.message) == ("failed", "ConfigError: the tracker refuses the key")
+
+
 def test_a_signal_ends_the_run_with_a_last_checkpoint_and_the_rest_gives_the_same_bits(
     repository, capsys, monkeypatch
 ):
