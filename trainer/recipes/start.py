@@ -119,7 +119,7 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
             schedule=schedule,
             stop=EarlyStop(config.stop_metric, config.patience, config.stop_mode),
             events=events,
-            recorder=Recorder(place.device, is_on=config.run_log),
+            recorder=Recorder(place.device, is_on=config.run_log, has_own_times=has_own_times(config, layout)),
             cache=cache,
             nodes=nodes,
             version=version,
@@ -346,6 +346,16 @@ def choose_place(config: TrainConfig, layout: Layout) -> DataPlacement:
         device=device,
         num_threads=config.decode_threads or max(1, count_processors() // hvd.local_size()),
     )
+
+
+def has_own_times(config: TrainConfig, layout: Layout) -> bool:
+    """Return whether ranks wait for each other only while they sum targets and gradients.
+
+    A divided model and synchronised batch normalisation communicate in the forward and the backward pass too, and
+    Adasum in the update.
+    """
+    is_divided = not layout.is_data_only and config.zero != 1
+    return not (is_divided or config.sync_batch_norm or config.combines_steps)
 
 
 def open_run_log(

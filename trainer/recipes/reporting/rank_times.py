@@ -8,6 +8,8 @@ from typing import Any, Final
 
 STRAGGLER_FACTOR: Final = 1.2
 """A rank whose own time is this many times the median of all ranks is a straggler."""
+WAITING_PARTS: Final = ("targets_s", "all_reduce_s")
+"""Parts of a step in which replicas of a model wait for each other: they sum numbers of targets, and gradients."""
 _MAX_RANKS: Final = 256  # in one event
 
 
@@ -34,31 +36,38 @@ class RankTimes:
         return means
 
 
-def describe_ranks(hosts: Sequence[str], times_s: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+def describe_ranks(
+    hosts: Sequence[str], times_s: Sequence[Mapping[str, float]], *, has_own_times: bool = True
+) -> dict[str, Any]:
     """Return the facts of an event that compares the ranks.
 
     Args:
         hosts: name of the host of each rank.
         times_s: mean times of each rank: `step_s`, `wait_s` for data, and if measured `all_reduce_s` and others.
+        has_own_times: whether the ranks wait for each other in the parts of `WAITING_PARTS` only. If not, nothing
+            measured tells a slow rank from those that wait for it.
 
     Returns:
-        Columns with an element for each rank: `rank`, `host`, the times, and `own_s`, the time of a step without the
-        wait for other ranks; and `stragglers`, the ranks with a much longer own time. Of more than 256 ranks, those
-        with the longest own times.
+        Columns with an element for each rank: `rank`, `host` and the times. With `has_own_times` also `own_s`, the
+        time of a step without the parts in which the ranks wait for each other; and `stragglers`, the ranks with a
+        much longer own time. Of more than 256 ranks, those with the longest own times or steps.
     """
-    own_s = [times.get("step_s", 0.0) - times.get("all_reduce_s", 0.0) for times in times_s]
-    median = statistics.median(own_s)
-    ranks = sorted(range(len(own_s)), key=lambda rank: -own_s[rank])
-    chosen = sorted(ranks[:_MAX_RANKS])
+    waiting = WAITING_PARTS if has_own_times else ()
+    own_s = [times.get("step_s", 0.0) - sum(times.get(part, 0.0) for part in waiting) for times in times_s]
+    ranks = sorted(range(len(own_s)), key=lambda rank: -own_s[rank])[:_MAX_RANKS]
+    chosen = sorted(ranks)
     names = sorted({name for times in times_s for name in times})
-    return {
+    facts = {
         "num_ranks": len(own_s),
         "rank": chosen,
         "host": [hosts[rank] for rank in chosen],
-        "own_s": [_round(own_s[rank]) for rank in chosen],
         **{name: [_round(times_s[rank].get(name, 0.0)) for rank in chosen] for name in names},
-        "stragglers": [rank for rank in ranks[:_MAX_RANKS] if own_s[rank] > STRAGGLER_FACTOR * median],
     }
+    if has_own_times:
+        median = statistics.median(own_s)
+        facts["own_s"] = [_round(own_s[rank]) for rank in chosen]
+        facts["stragglers"] = [rank for rank in ranks if own_s[rank] > STRAGGLER_FACTOR * median]
+    return facts
 
 
 def _round(seconds: float) -> float:

@@ -63,14 +63,16 @@ class Recorder:
     Args:
         device: device that computes the steps.
         is_on: whether the run has a log; if not, nothing is measured.
+        has_own_times: whether the ranks wait for each other only where `describe_ranks` expects it.
 
     Attributes:
         log: log of the run, on rank 0 of a run that has one.
     """
 
-    def __init__(self, device: torch.device, *, is_on: bool) -> None:
+    def __init__(self, device: torch.device, *, is_on: bool, has_own_times: bool = True) -> None:
         self.log: RunLog | None = None
         self._is_on = is_on
+        self._has_own_times = has_own_times
         self._parts = StepParts(device)
         self._times = RankTimes()
         self._next_diagnosis = time.monotonic() + DIAGNOSIS_S
@@ -106,7 +108,8 @@ class Recorder:
         answers = hvd.allgather_object((socket.gethostname(), self._times.take()), name="run_log.ranks")
         if self.log is not None:
             hosts, times_s = zip(*answers, strict=True)
-            self.log.report("ranks", step=step, **describe_ranks(hosts, times_s))
+            facts = describe_ranks(hosts, times_s, has_own_times=self._has_own_times)
+            self.log.report("ranks", step=step, **facts)
 
     def close(self, error: BaseException | None = None, *, signal: int | None = None) -> None:
         """Close the log with the outcome: an error, a signal that ended the run, or neither."""

@@ -1,7 +1,11 @@
+import pytest
 import torch
 
+from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.reporting.rank_times import RankTimes, describe_ranks
 from datasvc.trainer.recipes.reporting.step_parts import StepParts
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.start import has_own_times
 
 
 def test_the_parts_of_steps_are_means_over_the_steps_since_the_last_call():
@@ -33,6 +37,33 @@ def test_a_straggler_is_the_rank_that_does_not_wait_for_others():
     assert facts["stragglers"] == [2]
     assert facts["own_s"] == [0.5, 0.5, 1.0, 0.55]
     assert facts["host"] == ["a", "a", "b", "b"]
+
+
+def test_the_wait_for_the_targets_of_other_ranks_is_not_a_rank_s_own_time():
+    times_s = [{"step_s": 1.0, "targets_s": 0.6, "all_reduce_s": 0.1}, {"step_s": 1.0, "targets_s": 0.0}]
+    facts = describe_ranks(["a", "b", "c"], [*times_s[:1] * 2, times_s[1]])
+    assert facts["stragglers"] == [2]
+
+
+def test_where_ranks_wait_in_every_part_no_rank_is_called_a_straggler():
+    facts = describe_ranks(["a", "b"], [{"step_s": 1.0}, {"step_s": 3.0}], has_own_times=False)
+    assert (facts["rank"], facts["step_s"]) == ([0, 1], [1.0, 3.0])
+    assert not {"stragglers", "own_s"} & facts.keys()
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "expected"),
+    [
+        (Layout(data=2), {}, True),
+        (Layout(shard=2), {"layout": "shard=2", "zero": 1}, True),
+        (Layout(shard=2), {"layout": "shard=2"}, False),
+        (Layout(data=2), {"op": "adasum"}, False),
+        (Layout(data=2), {"sync_batch_norm": True}, False),
+    ],
+)
+def test_own_times_are_those_of_ranks_that_compute_without_each_other(layout, settings, expected):
+    config = TrainConfig(data="a@1", repo="r", name="n", **settings)
+    assert has_own_times(config, layout) == expected
 
 
 def test_of_many_ranks_the_slowest_are_listed():
