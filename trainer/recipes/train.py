@@ -60,6 +60,8 @@ def train(config: TrainConfig) -> str:
     events.report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
     run = train_elastically(config, events) if config.elastic else train_once(config, events)
     hvd.shutdown()
+    if run.divided is not None:
+        run.divided.watch.close()
     if not run.is_over:
         assert run.checkpoints.stop_signal is not None
         sys.exit(128 + run.checkpoints.stop_signal)

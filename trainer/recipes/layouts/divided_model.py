@@ -59,12 +59,12 @@ class DividedModel:
         place: what this rank has.
         model: parameters and buffers of this rank, with the names of the whole model; without a pipeline, the model.
         modules: modules that compute: the stages of this rank, or the model.
+        watch: thread that finds which ranks are lost.
         pipeline: stages of this rank; None without a pipeline.
         split: tokens of each block on this rank; None: all.
         groups: ranks along each axis of more than one rank.
         tied_group: ranks of the first and the last stage, if these have the same weights; None: not here.
         tied_name: name of these weights.
-        watch: thread that finds which ranks are lost.
         parameter_groups: groups of an optimizer of the whole model, with the names of parameters as "params".
     """
 
@@ -72,13 +72,13 @@ class DividedModel:
     place: RankLayout
     model: nn.Module
     modules: list[nn.Module]
+    watch: LostRankWatch
     pipeline: Pipeline | None = None
     split: ContextSplit | None = None
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     tied_group: dist.ProcessGroup | None = None
     tied_name: str | None = None
     parameter_groups: list[dict[str, Any]] = field(default_factory=list)
-    watch: LostRankWatch = field(default_factory=LostRankWatch)
 
     @property
     def reports_outputs(self) -> bool:
@@ -119,20 +119,19 @@ class DividedModel:
 
         Every rank calls this. The norm is equal on all ranks to the last bit, `float32[]` on the CPU.
         """
-        trained = [(name, weight) for name, weight in self.model.named_parameters() if weight.grad is not None]
+        weights = self.model.named_parameters()
+        gradients = [(name, weight.grad) for name, weight in weights if weight.grad is not None]
         # Each element counts on one rank, so that one sum over all ranks is the square of the norm.
+        counted = [to_local(gradient) for name, gradient in gradients if self._counts(name, gradient)]
         squares = torch.zeros((), dtype=torch.float64)
-        for name, weight in trained:
-            assert weight.grad is not None
-            if self._counts(name, weight.grad):
-                squares += torch.linalg.vector_norm(to_local(weight.grad)).double().cpu() ** 2
+        if counted:
+            # One copy to the host, because each waits for the device.
+            squares = torch.stack([torch.linalg.vector_norm(each).double() for each in counted]).square().sum().cpu()
         norm = hvd.allreduce(squares, name="layout.norm", op=hvd.Sum).sqrt().float()
         # As torch's `clip_grad_norm_`.
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for _, weight in trained:
-            assert weight.grad is not None
-            gradient = to_local(weight.grad)
-            gradient.mul_(scale.to(gradient.device))
+        for _, gradient in gradients:
+            to_local(gradient).mul_(scale.to(gradient.device))
         return norm
 
     def _counts(self, name: str, gradient: torch.Tensor) -> bool:
@@ -188,7 +187,7 @@ def apply_layout(
         block: tokens of a sample; only for the axis `context`.
     """
     plan = plan_layout(layout)
-    divided = DividedModel(layout, plan.ranks[rank], model, [model])
+    divided = DividedModel(layout, plan.ranks[rank], model, [model], LostRankWatch())
     shape = (layout.pipeline, layout.data, layout.shard * layout.context, layout.tensor)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
     divided.groups = {axis: mesh.get_group(axis) for axis in ("pipeline", "tensor") if layout.size_of(axis) > 1}

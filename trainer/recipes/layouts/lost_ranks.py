@@ -33,14 +33,14 @@ _FAILED: Final = "layout/failed"
 class LostRankWatch:
     """A thread that reports lost ranks while the main thread waits in a collective.
 
-    Every rank makes one after `hvd.init`.
+    Every rank makes one after `hvd.init`, and closes it after `hvd.shutdown`: until then it answers other ranks.
     """
 
     def __init__(self) -> None:
         self._rank, self._size = hvd.rank(), hvd.size()
         # A connection of its own: the main thread may wait in the other one.
         self._store: Store = cast("Any", _get_default_store()).clone()
-        self._found = threading.Event()
+        self._found, self._closed = threading.Event(), threading.Event()
         self._message = ""
         threading.Thread(target=self._watch, name="lost-ranks", daemon=True).start()
 
@@ -54,12 +54,16 @@ class LostRankWatch:
             _LOG.debug("rank %d cannot reach the store of the job", self._rank, exc_info=True)
         return HorovodInternalError(f"{self._message or 'a rank failed or was lost'} ({error})")
 
+    def close(self) -> None:
+        """End the thread, which reports nothing from now on. Other calls have no effect."""
+        self._closed.set()
+
     def _watch(self) -> None:
         try:
             while not self._store.check([_FAILED]):
-                time.sleep(_POLL_S)
-                if not hvd.is_initialized():
-                    return  # the job has ended
+                # A program that has failed may shut the job down without closing this.
+                if self._closed.wait(_POLL_S) or not hvd.is_initialized():
+                    return
             self._find()
         except (RuntimeError, ValueError):
             _LOG.debug("rank %d no longer watches the other ranks", self._rank, exc_info=True)

@@ -68,9 +68,9 @@ class ForeachOptimizer(torch.optim.Optimizer):
         return [self.state[weight][name] for weight in weights]
 
 
-def _by_mesh(weights: list[Tensor]) -> Iterable[list[Tensor]]:
+def _by_mesh(weights: list[Any]) -> Iterable[list[Any]]:
     """Return the tensors by the mesh over which they are divided, because a kernel needs tensors of one mesh."""
-    groups: dict[Any, list[Tensor]] = {}
+    groups: dict[Any, list[Any]] = {}
     for weight in weights:
         groups.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
     return groups.values()

@@ -31,6 +31,34 @@ def test_a_lost_store_does_not_hide_the_error_of_the_step(monkeypatch, message, 
     assert reported in str(watch.explain(RuntimeError("gloo: no route")))
 
 
+class QuietStore:
+    """A store in which no rank has failed, of a job that goes on."""
+
+    def __init__(self):
+        self.is_checked = threading.Event()
+
+    def clone(self):
+        return self
+
+    def check(self, _keys):
+        self.is_checked.set()
+        return False
+
+
+def test_a_closed_watch_ends_although_another_job_has_begun(monkeypatch):
+    store = QuietStore()
+    monkeypatch.setattr(lost_ranks, "_get_default_store", lambda: store)
+    for name, value in (("rank", 0), ("size", 2), ("is_initialized", True)):
+        monkeypatch.setattr(hvd, name, lambda value=value: value)
+    before = set(threading.enumerate())
+    watch = LostRankWatch()
+    (thread,) = set(threading.enumerate()) - before
+    assert store.is_checked.wait(10.0)
+    watch.close()
+    thread.join(10.0)
+    assert not thread.is_alive()
+
+
 @pytest.fixture
 def run(monkeypatch):
     """Return a function that runs training whose first evaluation or commit fails with an error."""

@@ -1,0 +1,55 @@
+"""What is different in the steps of a divided model."""
+
+import pytest
+import torch
+from torch import nn
+
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes.layouts.divided_model import DividedModel
+from datasvc.trainer.recipes.layouts.layout import Layout, plan_layout
+
+
+@pytest.fixture
+def world_of_one():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def make_divided():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(2, 1))
+    model[2].requires_grad_(False)
+    model(torch.randn(5, 4)).square().sum().backward()
+    return DividedModel(Layout(), plan_layout(Layout()).ranks[0], model, [model], watch=None)
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_gradients_are_clipped_as_torch_clips_those_of_a_whole_model(max_norm):
+    divided, whole = make_divided(), make_divided().model
+    norm = divided.clip_gradients(max_norm)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(whole.parameters(), max_norm))
+    for ours, theirs in zip(divided.model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_clipping_copies_to_the_host_once(monkeypatch):
+    copied, copy = [], torch.Tensor.cpu
+
+    def count(tensor):
+        copied.append(tensor)
+        return copy(tensor)
+
+    divided = make_divided()
+    monkeypatch.setattr(torch.Tensor, "cpu", count)
+    divided.clip_gradients(1.0)
+    assert len(copied) == 1
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_without_gradients_the_norm_is_0():
+    divided = make_divided()
+    divided.model.zero_grad()
+    assert divided.clip_gradients(1.0) == 0
