@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextvars import copy_context
 from itertools import starmap
 from typing import Final, TypeVar, TypeVarTuple
 
@@ -59,7 +60,8 @@ def run_in_threads(
 
     pool = ThreadPoolExecutor(min(threads, len(arguments)), thread_name_prefix="datasvc-map")
     try:
-        futures = [pool.submit(run_group, group) for group in groups]
+        # In the context of the caller, so that what it sets for its calls holds in all threads.
+        futures = [pool.submit(copy_context().run, run_group, group) for group in groups]
         wait(futures, return_when=FIRST_EXCEPTION)
     finally:
         stopped.set()

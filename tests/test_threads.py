@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import threading
+from contextvars import ContextVar
 
 import pytest
 from hypothesis import given
@@ -95,3 +96,9 @@ run_before_threads_end(lambda: (print(pool.submit(int, "7").result()), ended.set
 def test_a_hook_runs_at_exit_before_threads_are_awaited_and_pools_are_shut_down():
     done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "7\n"
+
+
+def test_calls_run_in_the_context_of_the_caller():
+    name = ContextVar("name", default="")
+    name.set("caller")
+    assert map_in_threads(lambda _: name.get(), range(3), 2) == ["caller"] * 3
