@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from datasvc.errors import ConfigError
@@ -26,6 +28,49 @@ _SETTINGS: Final = {
 }
 
 
+class QueryLimits:
+    """Limits of the queries of one request, which `limited` applies. Thread-safe.
+
+    Args:
+        time_s: seconds from now until all queries must have ended.
+        memory_bytes: memory of the database of each query; what it needs beyond that goes to a temporary folder.
+        spilled_bytes: size of this folder.
+    """
+
+    def __init__(self, *, time_s: float, memory_bytes: int, spilled_bytes: int) -> None:
+        self._time_s = time_s
+        self._end_s = time.monotonic() + time_s
+        self._stopped: Future[None] = Future()
+        self.settings = {
+            "memory_limit": f"{memory_bytes}B",
+            "max_temp_directory_size": f"{spilled_bytes}B",
+        }
+
+    def stop(self) -> None:
+        """End the queries: nobody waits for their results any more."""
+        if not self._stopped.done():
+            self._stopped.set_result(None)
+
+    def wait(self, result: Future[Any]) -> None:
+        """Wait for the result of a query. Raise ConfigError if the time is over, or after `stop`."""
+        wait([result, self._stopped], max(0.0, self._end_s - time.monotonic()), FIRST_COMPLETED)
+        if not result.done():
+            raise ConfigError(f"the query did not end in {self._time_s:g} s and was stopped; narrow the condition")
+
+
+_limits: ContextVar[QueryLimits | None] = ContextVar("limits of queries", default=None)
+
+
+@contextmanager
+def limited(limits: QueryLimits) -> Iterator[None]:
+    """Apply limits to the queries of this context. Without them, a query takes what it needs."""
+    token = _limits.set(limits)
+    try:
+        yield
+    finally:
+        _limits.reset(token)
+
+
 def connect(**settings: Any) -> duckdb.DuckDBPyConnection:
     """Open a database. The caller registers tables and then calls `lock`: without it, SQL of users can access files.
 
@@ -39,9 +84,10 @@ def connect(**settings: Any) -> duckdb.DuckDBPyConnection:
 @contextmanager
 def connected() -> Iterator[duckdb.DuckDBPyConnection]:
     """Open a database that may spill to a temporary folder; close it at the end. It is not locked, see `connect`."""
+    limits = _limits.get()
     with (
         tempfile.TemporaryDirectory(prefix="datasvc-sql-", ignore_cleanup_errors=True) as folder,
-        closing(connect(temp_directory=folder)) as connection,
+        closing(connect(temp_directory=folder, **(limits.settings if limits else {}))) as connection,
     ):
         yield connection
 
@@ -69,7 +115,10 @@ def only_query(connection: duckdb.DuckDBPyConnection, sql: str, *, example: str)
 
 
 def fetch(connection: duckdb.DuckDBPyConnection, read: Callable[[], _T]) -> _T:
-    """Return the result of `read`, which executes a query; Ctrl-C ends the query, however long it takes."""
+    """Return the result of `read`, which executes a query; Ctrl-C ends the query, however long it takes.
+
+    Raises ConfigError if the query exceeds the time of `limited`, and the errors of `read`.
+    """
     # Execute it in another thread: DuckDB returns at the end of the query, and Python handles no signal until then.
     result: Future[_T] = Future()
 
@@ -80,8 +129,11 @@ def fetch(connection: duckdb.DuckDBPyConnection, read: Callable[[], _T]) -> _T:
             result.set_exception(error)
 
     thread = threading.Thread(target=run, name="datasvc-sql")
+    limits = _limits.get()
     try:
         thread.start()
+        if limits is not None:
+            limits.wait(result)
         return result.result()
     except BaseException:
         # DuckDB ignores an interrupt that comes before the query starts, so repeat it.
