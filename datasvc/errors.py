@@ -115,3 +115,8 @@ class UnreadableVersionWarning(UserWarning):
 
     def __str__(self) -> str:
         return str(self.args[1])
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the version as lists in JSON have it: `name`, `version`, and the message as `unreadable`."""
+        name, _, number = self.version.partition("@")  # `number` is a tag if only the tag cannot be read
+        return {"name": name, "version": int(number) if number.isdecimal() else number, "unreadable": str(self)}

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from datasvc.cli.terminal.values import text_value
 from datasvc.errors import CorruptDataError, UnreadableVersionWarning
 
-_messages: ContextVar[dict[str, str] | None] = ContextVar("unreadable versions", default=None)
+_left_out: ContextVar[dict[str, UnreadableVersionWarning] | None] = ContextVar("unreadable versions", default=None)
 
 
 @contextmanager
@@ -25,7 +25,7 @@ def report_unreadable() -> Iterator[None]:
 
     A command that left out a version and has no other error ends with status 3.
     """
-    messages: dict[str, str] = {}  # by version
+    left_out: dict[str, UnreadableVersionWarning] = {}  # by version
 
     def show(  # with the parameters of `warnings.showwarning`
         message: Warning | str,
@@ -37,11 +37,11 @@ def report_unreadable() -> Iterator[None]:
     ) -> None:
         if not isinstance(message, UnreadableVersionWarning):
             show_other(message, category, filename, lineno, file, line)
-        elif message.version not in messages:
-            messages[message.version] = str(message)
+        elif message.version not in left_out:
+            left_out[message.version] = message
             sys.stderr.write(f"warning: {text_value(str(message))}\n")
 
-    token = _messages.set(messages)
+    token = _left_out.set(left_out)
     try:
         with warnings.catch_warnings():
             # By default, Python shows a warning only once per text and place in the code.
@@ -50,17 +50,13 @@ def report_unreadable() -> Iterator[None]:
             yield
     except SystemExit as end:
         # Typer ends each command with SystemExit, even a command that succeeds.
-        if messages and end.code in {None, 0}:
+        if left_out and end.code in {None, 0}:
             sys.exit(CorruptDataError.exit_code)
         raise
     finally:
-        _messages.reset(token)
+        _left_out.reset(token)
 
 
 def unreadable_facts() -> list[dict[str, Any]]:
     """Return the versions that the command has left out so far as JSON values, for lists of versions."""
-    facts = []
-    for version, message in (_messages.get() or {}).items():
-        name, _, number = version.partition("@")  # `number` is a tag if only the tag cannot be read
-        facts.append({"name": name, "version": int(number) if number.isdecimal() else number, "unreadable": message})
-    return facts
+    return [warning.to_dict() for warning in (_left_out.get() or {}).values()]
