@@ -48,11 +48,17 @@ def running_ui(settings: UiSettings) -> Iterator[str]:
         address = url.rstrip("/")
         ready.set()
 
-    thread = threading.Thread(
-        target=lambda: loop.run_until_complete(run_ui(settings, set_address, stop)), daemon=True
-    )
+    def serve() -> None:
+        try:
+            loop.run_until_complete(run_ui(settings, set_address, stop))
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     ready.wait()
+    if not address:
+        raise SystemExit("the server has not started; its error is above")
     yield address
     loop.call_soon_threadsafe(stop.set)
     thread.join()

@@ -68,8 +68,10 @@ def ui(
         print_line(f"the page is at {address}; stop with Ctrl-C")
         sys.stdout.flush()  # a program may wait for the address at the other end of a pipe
         if open_browser and sys.stdout.isatty():
+            import threading
             import webbrowser
 
-            webbrowser.open(address)
+            # In a thread: a browser in the terminal, or a slow start of one, must not delay the first page.
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
     serve(settings, ready)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -38,6 +41,7 @@ from datasvc.ui.web.page import Load
 from datasvc.ui.web.rendering import make_environment
 from datasvc.ui.web.routes import API, PageRoutes
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.unreadable import catch_unreadable
 
 # Function of each page by path. Its JSON twin has the same path below `/api`.
 PAGES: Final[Mapping[str, Load]] = {
@@ -61,6 +65,10 @@ PAGES: Final[Mapping[str, Load]] = {
     "/planner": planner.load,
 }
 _STATIC: Final = Path(__file__).with_name("static")
+_PAGES_AT_ONCE: Final = 16
+_MAX_ADDRESS_BYTES: Final = 32 << 10  # the Planner's has the costs of a profile
+_GRACE_S: Final = 2.0
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 def make_app(site: Site) -> web.Application:
@@ -76,8 +84,9 @@ def make_app(site: Site) -> web.Application:
     app.router.add_get(f"{API}/runs/{{name}}/{{id}}/events", partial(runs.stream_changes, site))
     app.router.add_post(LOGIN_PATH, access.login)
 
-    async def show_login(_: web.Request) -> web.Response:
-        return web.Response(text=environment.get_template("login.html").render(), content_type="text/html")
+    async def show_login(request: web.Request) -> web.Response:
+        text = environment.get_template("login.html").render(next=request.query.get("next", "/"))
+        return web.Response(text=text, content_type="text/html")
 
     async def show_drawing_styles(_: web.Request) -> web.Response:
         return web.Response(text=_drawing_styles(), content_type="text/css")
@@ -98,14 +107,14 @@ async def _follow_nodes(site: Site, _: web.Application) -> AsyncIterator[None]:
 
 
 def serve(settings: UiSettings, ready: Callable[[str], None]) -> None:
-    """Serve the pages until SIGTERM or SIGINT.
+    """Serve the pages until SIGTERM or SIGINT. The process ends then: soon after the first one, at once by a second.
 
     Args:
         settings: settings of the server.
         ready: called with the address of the page once the server listens.
 
     Raises:
-        ConfigError: the address cannot be used, or Jinja2 is not installed.
+        ConfigError: the address cannot be used.
     """
     asyncio.run(_serve_until_signal(settings, ready))
 
@@ -113,10 +122,19 @@ def serve(settings: UiSettings, ready: Callable[[str], None]) -> None:
 async def run_ui(settings: UiSettings, ready: Callable[[str], None], stop_requested: asyncio.Event) -> None:
     """Like `serve`, but until `stop_requested` is set."""
     site = Site(settings)
-    runner = web.AppRunner(make_app(site), access_log=None, handler_cancellation=True, shutdown_timeout=0.5)
+    # The default has one thread for each processor and four more: a few slow pages would stop all others.
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_PAGES_AT_ONCE, "datasvc-ui"))
+    runner = web.AppRunner(
+        make_app(site),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=0.5,
+        max_line_size=_MAX_ADDRESS_BYTES,
+        max_field_size=_MAX_ADDRESS_BYTES,  # htmx sends the address in a header
+    )
     await runner.setup()
     try:
-        with site.unreadable.collect():
+        with catch_unreadable():
             ready(await _listen(runner, settings))
             await stop_requested.wait()
     finally:
@@ -136,8 +154,20 @@ def _drawing_styles() -> str:
 async def _serve_until_signal(settings: UiSettings, ready: Callable[[str], None]) -> None:
     stop_requested = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop_requested.set)
+
+    def stop() -> None:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+        # Python waits for all threads at its end, and one of them may wait for a store that does not respond. The
+        # server only reads, so it can end without them.
+        timer = threading.Timer(_GRACE_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+        stop_requested.set()
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop)
     await run_ui(settings, ready, stop_requested)
 
 

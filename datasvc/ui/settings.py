@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from datasvc.cache.peers.membership import parse_node
 from datasvc.errors import ConfigError
 from datasvc.node.http.auth import check_exposure
 
@@ -17,7 +18,7 @@ class UiSettings:
 
     Attributes:
         repository: URL of the repository that the pages show.
-        nodes: URLs of the nodes whose status the pages show.
+        nodes: URLs of the nodes whose status the pages show; here in the spelling that nodes have of each other.
         node_token: bearer token of these nodes; None if they require none.
         ledgers: folder with the ledgers of runs, for coverage and audits; None: no ledgers.
         host: address to listen on.
@@ -39,6 +40,8 @@ class UiSettings:
     thumbnails: Path | None = None
 
     def __post_init__(self) -> None:
+        # Each shard is assigned to a node by the text of its URL.
+        object.__setattr__(self, "nodes", tuple(dict.fromkeys(map(parse_node, self.nodes))))
         check_exposure(self.host, self.token, how="--token-file")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is out of range; expected 0 to 65535")

@@ -60,12 +60,14 @@ class ThumbnailCache:
             content = path.read_bytes()
             # Files are not synced, so a power cut may leave an incomplete one.
             if content.startswith(_START) and content.endswith(_STOP):
-                os.utime(path)
+                with suppress(OSError):  # a folder that cannot be written is a cache all the same
+                    os.utime(path)
                 return content
         content = make_thumbnail(read())
         # Without a cache, such as on a full disk, thumbnails are only slower.
         with suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # pictures of data that others may not read
+            path.parent.mkdir(exist_ok=True)
             durable.write_file(path, content, synced=False)
             self._written_bytes += len(content)
             if self._written_bytes > min(_SWEEP_BYTES, self._max_bytes // 2):

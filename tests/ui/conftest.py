@@ -73,7 +73,7 @@ class RunningUi:
         """Return status, headers and text of a response."""
         request = urllib.request.Request(self.url + path, headers=headers)
         try:
-            with urllib.request.build_opener(_NoRedirects).open(request) as response:
+            with urllib.request.build_opener(NoRedirects).open(request) as response:
                 return response.status, response.headers, response.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.headers, error.read().decode()
@@ -85,7 +85,7 @@ class RunningUi:
         return json.loads(text)
 
 
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
+class NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_):
         return None
 

@@ -105,6 +105,7 @@ def test_a_node_that_does_not_respond_stays_listed_with_its_last_values(cluster,
     urls = [node.url for node in nodes]
     with running_ui(repository, nodes=tuple(urls)) as server:
         assert "error" not in server.json("/cluster", "nodes")[urls[1]]
+        assert '<div id="problems" data-live>' in server.get("/cluster")[2]
         nodes[1].stop()
         while "error" not in (gone := server.json("/cluster", "nodes")[urls[1]]):
             pass
@@ -162,7 +163,8 @@ def test_a_history_is_bounded_and_survives_a_restart_of_the_counters(monkeypatch
 
 
 def cache(**changes):
-    sizes = dict.fromkeys(("resident_bytes", "reserved_bytes", "quarantined_bytes", "pinned_bytes"), 0)
+    names = ("resident_bytes", "reserved_bytes", "quarantined_bytes", "pinned_bytes", "num_resident")
+    sizes = {**dict.fromkeys(names, 0), "tenants": {}, "jobs": []}
     counters = {name: changes.pop(name) for name in ("origin_bytes", "corrupt") if name in changes}
     return {"folder": "/c", "budget_bytes": 100, "limit_bytes": 100, "counters": counters, **sizes, **changes}
 

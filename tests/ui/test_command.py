@@ -1,10 +1,14 @@
 """`datasvc ui`: a process that serves until it is told to stop."""
 
+import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import urllib.request
+from contextlib import suppress
 
 import pytest
 
@@ -33,3 +37,27 @@ def test_a_port_that_is_in_use_is_an_error_that_names_it(ui, filled):
     assert done.returncode == 2
     assert f"{port}): address already in use; choose another --port" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_it_stops_at_a_signal_while_a_page_waits_for_a_store_that_does_not_answer():
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        url = f"http://127.0.0.1:{store.getsockname()[1]}/repo"
+        command = [sys.executable, "-m", "datasvc.cli.main", "ui", "--repo", url, "--port", "0", "--json"]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+        ) as process:
+            try:
+                page = json.loads(process.stdout.readline())["url"]
+                threading.Thread(target=_open, args=(page,), daemon=True).start()
+                connection, _ = store.accept()
+                process.send_signal(signal.SIGINT)
+                output, errors = process.communicate(timeout=60)
+                connection.close()
+            finally:
+                process.kill()
+    assert (process.returncode, output, errors) == (0, "", "")
+
+
+def _open(url):
+    with suppress(OSError, http.client.HTTPException):
+        urllib.request.urlopen(url).read()

@@ -39,7 +39,7 @@ HOSTILE = [
 def test_each_panel_has_the_values_that_its_command_prints(ui, path):
     commands = commands_of(ui.get(path)[2])
     values = ui.json(path)
-    assert PAGES[path] <= values.keys() == commands.keys()
+    assert PAGES[path] <= values.keys() - {"problems"} == commands.keys()
     for name in PAGES[path]:
         printed = run(*commands[name][1:])
         assert printed.returncode == 0, printed.stderr

@@ -1,7 +1,12 @@
 """The pages Runs and Run: equal to what the library reads, live, and with problems first."""
 
+import html as html_module
 import json
 import math
+import shutil
+import subprocess
+import sys
+import urllib.request
 
 import pytest
 
@@ -10,6 +15,7 @@ from datasvc.runs import RunLog, RunSummary, list_runs, read_run
 from datasvc.testing import small_dataset
 from datasvc.ui.pages import runs as runs_page
 from datasvc.ui.pages.problems import recent_run_problems, run_problems
+from tests.cli.command import ROOT
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 
 VERDICT = "starved by decode: 100 images/s offered, 200 asked; two more decode threads or GPU decode"
@@ -80,6 +86,27 @@ def test_a_run_shows_what_its_log_has(logged):
         assert f"{part}: last {ms} ms" in html
     ranks = text[text.index("Mean milliseconds") :]
     assert ranks.index("straggler 90.0 ms") < ranks.index("50.0 ms")
+
+
+def test_the_line_of_python_of_a_run_runs(logged):
+    server, _, done, _ = logged
+    html = server.get(f"/runs/cnn/{done.id}")[2]
+    lines = html_module.unescape(html.partition("<p>As Python</p>")[2].partition(">")[2].partition("</pre>")[0])
+    program = "\n".join((*lines.split("\n")[:-1], f"print({lines.splitlines()[-1]}.summary.ref)"))
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert printed.stdout == f"{done.ref}\n"
+
+
+def test_a_run_that_is_deleted_while_it_is_followed_has_ended(tmp_path):
+    repository = datasvc.open(str(tmp_path / "repo"), create=True).repository
+    log = RunLog.open(repository, "cnn", flush_s=3600)
+    assert log.flush()
+    events = f"/api/runs/cnn/{log.id}/events"
+    with running_ui(tmp_path / "repo") as server, urllib.request.urlopen(server.url + events) as stream:
+        assert b"running" in stream.readline()
+        shutil.rmtree(tmp_path / "repo/runs")
+        assert b"event: end" in stream.read()
+    log.close(timeout_s=0.1)
 
 
 def test_a_run_that_does_not_exist_is_an_error_with_those_that_do(logged):

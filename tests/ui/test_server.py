@@ -1,6 +1,10 @@
 """Access, errors, JSON twins, and what all pages share."""
 
+import html as html_module
 import json
+import urllib.error
+import urllib.request
+from urllib.parse import urlencode
 
 import pytest
 
@@ -8,7 +12,7 @@ import datasvc
 from datasvc.errors import ConfigError
 from datasvc.ui.settings import UiSettings
 from tests.cli.command import run
-from tests.ui.conftest import running_ui, texts
+from tests.ui.conftest import NoRedirects, running_ui, texts
 
 TOKEN = "a-token-of-enough-characters"
 
@@ -59,12 +63,33 @@ def test_a_token_is_taken_from_a_header_or_from_a_strict_cookie(filled, tmp_path
         assert server.get("/static/style.css")[0] == 200
         assert server.get("/", Authorization=f"Bearer {TOKEN}")[0] == 200
         assert server.get("/", Authorization=f"Bearer {TOKEN}x")[0] == 303
-        assert server.get("/", Cookie=f"datasvc_page={TOKEN}")[0] == 303
+        port = server.url.rpartition(":")[2]
+        assert server.get("/", Cookie=f"datasvc_page_{port}={TOKEN}")[0] == 303
+        session = log_in(server, "/")["Set-Cookie"].partition(";")[0]
+        assert session.startswith(f"datasvc_page_{port}=")
+        assert server.get("/", Cookie=session)[0] == 200
+
+
+def log_in(server, address):
+    """Return the headers of the response to the form with the token."""
+    request = urllib.request.Request(f"{server.url}/login", urlencode({"token": TOKEN, "next": address}).encode())
+    with pytest.raises(urllib.error.HTTPError) as redirect:
+        urllib.request.build_opener(NoRedirects).open(request)
+    return redirect.value.headers
+
+
+def test_a_link_leads_to_its_page_after_the_token(filled):
+    with running_ui(filled, token=TOKEN) as server:
+        login = server.get("/datasets/pets@2?split=val&where=label+%3D+1")[1]["Location"]
+        html = server.get(login)[2]
+        address = html_module.unescape(html.partition('name="next" value="')[2].partition('"')[0])
+        assert address == "/datasets/pets@2?split=val&where=label+%3D+1"
+        assert log_in(server, address)["Location"] == address
+        for elsewhere in ("//evil.example", "/\\evil.example", "https://evil.example", "/\t/evil.example", "", "x"):
+            assert log_in(server, elsewhere)["Location"] == "/"
 
 
 def test_only_reading_methods_are_allowed(ui):
-    import urllib.request
-
     request = urllib.request.Request(f"{ui.url}/datasets", data=b"x", method="POST")
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request)
@@ -82,7 +107,7 @@ def test_an_error_is_a_page_and_below_api_json(ui):
 
 def test_a_store_that_does_not_respond_shows_the_last_good_page(filled, monkeypatch):
     from datasvc.errors import UnavailableError
-    from datasvc.ui.pages import home
+    from datasvc.ui.pages import datasets
 
     with running_ui(filled) as server:
         assert "pets@2" in server.get("/")[2]
@@ -90,7 +115,7 @@ def test_a_store_that_does_not_respond_shows_the_last_good_page(filled, monkeypa
         def fail(_):
             raise UnavailableError("the store did not answer in 30 s")
 
-        monkeypatch.setattr(home, "summarize_datasets", fail)
+        monkeypatch.setattr(datasets, "summarize_datasets", fail)
         status, _, html = server.get("/")
         assert status == 200
         assert "The store does not respond, so this page is" in html

@@ -149,20 +149,33 @@ def page_of(
 
 
 def find_key(reader: NumberedSamples, key: str) -> int:
-    """Return the number of the sample with a key. Reads the keys of one shard after the other until it is found.
+    """Return the number of the sample with a key; for errors, see `search_key`.
+
+    Raises NotFoundError if the split has no such key.
+    """
+    number = search_key(reader, key)
+    if number is None:
+        split = reader.split
+        raise NotFoundError(
+            f"{split.dataset}/{split.name} has no sample with the key {key!r}; keys are compared exactly"
+        )
+    return number
+
+
+def search_key(reader: NumberedSamples, key: str) -> int | None:
+    """Return the number of the sample with a key; None if the split has no such key.
+
+    Reads the keys of one shard after the other until it is found.
 
     Raises:
-        NotFoundError: the split has no such key.
-        CorruptDataError, UnavailableError: a shard cannot be read.
+        NotFoundError, CorruptDataError, UnavailableError: a shard cannot be read.
     """
     split = reader.split
     with open_query(split, range(split.table.num_shards)) as samples:
         samples.equals(KEY, key)
         columns = samples.relation.limit(1).project(samples.number)
         found = samples.fetch(key, lambda _: columns.fetchnumpy())[samples.number]
-    if len(found):
-        return int(found[0])
-    raise NotFoundError(f"{split.dataset}/{split.name} has no sample with the key {key!r}; keys are compared exactly")
+    return int(found[0]) if len(found) else None
 
 
 def default_split(dataset: DatasetVersion, split: str | None) -> Split:

@@ -191,17 +191,19 @@ def _chart(
 
 def _placement(site: Site, states: Sequence[NodeState], ref: str | None) -> dict[str, Any] | None:
     """Return how many shards of a data-set version each node owns; None if there is nothing to share."""
-    names = site.repo.datasets.names() if len(states) > 1 else []
-    if ref is None and not names:
+    if len(states) < 2:
         return None
-    version = str(site.repo.datasets.resolve(ref or names[0]))
+    ref = ref or site.first_dataset()
+    if ref is None:
+        return None
+    version = str(site.repo.datasets.resolve(ref))
     urls = tuple(state.url for state in states)
     responding = tuple(state.url for state in states if state.error is None)
     owned = _count_owned(site, version, urls)
     served = _count_owned(site, version, responding) if responding else {**owned, "nodes": {}}
     none = {"shards": 0, "bytes": 0}
     nodes = {url: {"owns": owned["nodes"][url], "serves": served["nodes"].get(url, none)} for url in urls}
-    return {**owned, "nodes": nodes, "datasets": names[:_MAX_ROWS]}
+    return {**owned, "nodes": nodes, "datasets": site.repo.datasets.names()[:_MAX_ROWS]}
 
 
 @lru_cache(maxsize=32)  # a version never changes, so neither do the owners of its shards

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from datasvc import drawing
@@ -14,9 +15,11 @@ from datasvc.shards.query.histogram import Histogram, list_columns
 from datasvc.shards.query.shared_bytes import shared_bytes
 from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples
 from datasvc.threads import map_in_threads
+from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import dataset_link, diff_link, samples_link
-from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.unreadable import collect_unreadable
 
 _MAX_VERSIONS = 50  # of the graph
 _MAX_COMPARED = 20  # versions whose shared bytes are shown
@@ -28,51 +31,91 @@ _USUAL_SPLIT = "train"
 
 
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
-    """Return the page of a version; `split`, `where` and `class` in the address select among its panels."""
+    """Return the page of a version; `split`, `where` and `class` in the address select among its panels.
+
+    What cannot be read, such as a corrupt shard, is a problem of the page; its other panels are shown.
+    """
     repository = site.repo.repository
     resolved, state = repository.resolve_with_state("datasets", parts["ref"], removed=True)
     name, ref = resolved.name, str(resolved)
-    site.unreadable.clear(name)
     facts = describe_version(repository, ref)
+    is_removed = bool(facts.get("removed"))
     num_versions = _MAX_VERSIONS if query.text("all") is None else None
-    nodes = dataset_nodes(repository, name, last=num_versions, href=dataset_link)
-    more = dataset_link(ref, all=1) if len(state.versions) > len(nodes) else None
-    log_options = {"--last": None if num_versions is None else str(num_versions)}
+    log_panel, log = _read_log(site, name, num_versions)
     panels = {
         "version": Panel(facts, site.command("show", ref, "--json"), site.python("datasets.describe", ref)),
-        "versions": Panel(
-            describe_log(repository, name, last=num_versions),
-            site.command("log", name, "--json", options=log_options),
-            site.python("datasets.log", name, last=num_versions),
-        ),
+        "versions": log_panel,
     }
-    panels |= _compare_bytes(site, name, panels["versions"].values)
-    view: dict[str, Any] = {
-        "site": site,
-        "ref": ref,
-        "name": name,
-        "graph": drawing.version_graph(nodes, title=f"versions of {name}", more_href=more),
-        "graph_table": drawing.version_table(nodes, caption=f"versions of {name}"),
-        "previous": _previous(state.living, resolved.version, name),
-        "removed": bool(facts.get("removed")),
-        "diff_link": diff_link,
-    }
-    if not view["removed"]:
-        view |= _show_split(site, ref, facts, query, panels)
+    failures = Failures()
+    with failures.noted():
+        panels |= _compare_bytes(site, name, log)
+    view: dict[str, Any] = {"split": None}
+    if not is_removed:
+        with failures.noted():
+            shown, view = _show_split(site, ref, facts, query, failures)
+            panels |= shown
         panels["quarantine"] = Panel(
-            read_bad_samples(repository, ref),
-            site.command("show", ref, "--bad", "--json"),
-            site.python("datasets.bad_samples", ref),
+            [], site.command("show", ref, "--bad", "--json"), site.python("datasets.bad_samples", ref)
         )
+        with failures.noted():
+            panels["quarantine"] = replace(panels["quarantine"], values=read_bad_samples(repository, ref))
+    previous = _previous(state.living, resolved.version, name)
     return Page(
         template="dataset.html",
         title=ref,
         section="datasets",
         crumbs=(Crumb("Data sets", "/datasets"), Crumb(ref, dataset_link(ref))),
-        problems=tuple(Problem(message, severity="warning") for message in site.unreadable.messages(name)),
         panels=panels,
-        view=view,
+        problems=tuple(failures.problems()),
+        view={
+            "site": site,
+            "ref": ref,
+            "name": name,
+            **_draw_log(site, name, ref, num_versions, len(state.versions)),
+            "previous": previous,
+            "change": None if is_removed else _change(log, resolved.version, previous),
+            "removed": is_removed,
+            "diff_link": diff_link,
+            **view,
+        },
     )
+
+
+def _read_log(site: Site, name: str, last: int | None) -> tuple[Panel, list[dict[str, Any]]]:
+    """Return the panel of the newest versions, and those of them that can be read, oldest first."""
+    with collect_unreadable() as unreadable:
+        log = describe_log(site.repo.repository, name, last=last)
+    options = {"--last": None if last is None else str(last)}
+    command = site.command("log", name, "--json", options=options)
+    return Panel([*log, *unreadable.facts()], command, site.python("datasets.log", name, last=last)), log
+
+
+def _draw_log(site: Site, name: str, ref: str, last: int | None, num_versions: int) -> dict[str, Any]:
+    """Return the graph of the newest versions (None: of all), and the same as a table."""
+    nodes = dataset_nodes(site.repo.repository, name, last=last, href=dataset_link)
+    more = dataset_link(ref, all=1) if last is not None and num_versions > len(nodes) else None
+    title = f"versions of {name}"
+    return {
+        "graph": drawing.version_graph(nodes, title=title, more_href=more, limit=max(len(nodes), 1)),
+        "graph_table": drawing.version_table(nodes, caption=title),
+        "all_link": more,
+        "num_versions": num_versions,
+    }
+
+
+def _change(log: Sequence[Mapping[str, Any]], version: int, previous: str | None) -> str | None:
+    """Return how many samples a version has more or fewer than the one before it, in words; None if not known."""
+    counts = {
+        f"{entry['version']}": sum(split["samples"] for split in entry["splits"].values())
+        for entry in log
+        if not entry.get("removed")
+    }
+    before, now = counts.get((previous or "").rpartition("@")[2]), counts.get(str(version))
+    if before is None or now is None:
+        return None
+    if before == now:
+        return f"as many as {previous}"
+    return f"{abs(now - before):,} {'more' if now > before else 'fewer'} than {previous}"
 
 
 def _compare_bytes(site: Site, name: str, log: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
@@ -85,10 +128,11 @@ def _compare_bytes(site: Site, name: str, log: Sequence[Mapping[str, Any]]) -> d
     last = bisect.bisect_right(num_shards, _MAX_COMPARED_SHARDS)
     if not last:
         return {}
-    compared = shared_bytes(site.repo.repository, name, last=last)
+    with collect_unreadable() as unreadable:
+        compared = shared_bytes(site.repo.repository, name, last=last)
     return {
         "bytes": Panel(
-            [each.to_json() for each in compared],
+            [*(each.to_json() for each in compared), *unreadable.facts()],
             site.command("log", name, "--bytes", "--json", options={"--last": str(last)}),
             site.python("datasets.shared_bytes", name, last=last),
         )
@@ -96,31 +140,39 @@ def _compare_bytes(site: Site, name: str, log: Sequence[Mapping[str, Any]]) -> d
 
 
 def _show_split(
-    site: Site, ref: str, facts: Mapping[str, Any], query: Query, panels: dict[str, Panel]
-) -> dict[str, Any]:
-    """Add the histograms of the chosen split to `panels`; return what the template needs of them."""
+    site: Site, ref: str, facts: Mapping[str, Any], query: Query, failures: Failures
+) -> tuple[dict[str, Panel], dict[str, Any]]:
+    """Return the panels of the histograms of the chosen split, and what the template needs of them.
+
+    Histograms that cannot be made, for a mistyped condition or a corrupt shard, are left out and added to `failures`.
+    """
     dataset = site.splits.version(site.repo.repository, ref)
     names = list(dataset)
     split = query.choice("split", (*(name for name in names if name == _USUAL_SPLIT), *names)) if names else None
     if split is None:
-        return {"split": None}
+        return {}, {"split": None}
     where = query.text("where")
     columns = list_columns(dataset[split])[:_MAX_HISTOGRAMS]
-    counts = map_in_threads(
-        lambda column: site.splits.histogram(dataset, split, column, where), columns, _HISTOGRAMS_AT_ONCE
-    )
-    charts = []
-    for column, counted in zip(columns, counts, strict=True):
+
+    def count(column: str) -> Histogram | None:
+        with failures.noted():
+            return site.splits.histogram(dataset, split, column, where)
+        return None
+
+    panels, charts = {}, []
+    for column, counted in zip(columns, map_in_threads(count, columns, _HISTOGRAMS_AT_ONCE), strict=True):
+        if counted is None:
+            continue
         name = f"histogram {column}"
         options = {"--split": split, "--where": where}
         panels[name] = Panel(
             counted.to_json(),
-            site.command("histogram", ref, column, "--json", options=options),
+            site.command("histogram", "--json", options=options, last=[ref, column]),
             site.python("datasets.histogram", ref, column, split=split, where=where),
         )
         heading = f"{column}, bytes" if counted.is_size else column
         charts.append({"name": name, "column": heading, "counted": counted, **draw_histogram(counted, ref, split)})
-    return {
+    return panels, {
         "split": split,
         "splits": names,
         "where": where or "",

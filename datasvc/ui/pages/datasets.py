@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 from datasvc.shards.versions.describe import summarize_datasets
-from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.unreadable import collect_unreadable
 
 
 def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return all data sets with their newest version."""
-    site.unreadable.clear()
-    datasets = summarize_datasets(site.repo.repository)
+    panel = datasets_panel(site)
     return Page(
         template="datasets.html",
         title="Data sets",
         section="datasets",
         crumbs=(Crumb("Data sets", "/datasets"),),
-        problems=tuple(Problem(message) for message in site.unreadable.messages()),
-        panels={"datasets": Panel(datasets, site.command("ls", "--json"), site.python("datasets.ls"))},
-        view={"site": site},
+        panels={"datasets": panel},
+        view={"site": site, "num_datasets": count_names(panel)},
     )
+
+
+def datasets_panel(site: Site) -> Panel:
+    """Return the newest version of each data set, and the versions that cannot be read, as `datasvc ls --json`."""
+    with collect_unreadable() as unreadable:
+        datasets = summarize_datasets(site.repo.repository)
+    return Panel([*datasets, *unreadable.facts()], site.command("ls", "--json"), site.python("datasets.ls"))
+
+
+def count_names(panel: Panel) -> int:
+    """Return the number of data sets, or of models, in a list that names a data set for each unreadable version."""
+    return len({row["name"] for row in panel.values})

@@ -34,7 +34,6 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return the version that the reference in the address resolves to."""
     repository = site.repo.repository
     version = describe_model(repository, parts["ref"])
-    site.unreadable.clear(version.name)
     state = repository.state("models", version.name)
     resolved = Resolved("models", version.name, version.version)
     ref = str(version)
@@ -57,7 +56,6 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         ),
         **({"retention": retention} if retention else {}),
     }
-    unreadable = [Problem(message) for message in site.unreadable.messages(version.name)]
     crumbs = (Crumb("Models", "/models"), Crumb(version.name, model_link(version.name)), Crumb(ref, model_link(ref)))
     path = model_link(parts["ref"])
     return Page(
@@ -66,7 +64,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         section="models",
         crumbs=crumbs,
         panels=panels,
-        problems=(*_problems(version), *unreadable),
+        problems=tuple(_problems(version)),
         view={
             "site": site,
             "ref": ref,

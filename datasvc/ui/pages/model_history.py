@@ -18,6 +18,7 @@ from datasvc.repository.repository import NameState
 from datasvc.ui.web.links import model_link
 from datasvc.ui.web.page import Panel, Query
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.unreadable import collect_unreadable
 
 VERSIONS_ON_A_PAGE: Final = 20
 # A chart reads the entries of this number of versions; more come from the index, which may have to be built first.
@@ -33,11 +34,13 @@ class HistoryPage:
         versions: the versions that can be read.
         number: number of the page, from 0.
         num_pages: number of pages.
+        unreadable: the versions that cannot be read, as JSON values.
     """
 
     versions: Sequence[ModelVersion]
     number: int
     num_pages: int
+    unreadable: Sequence[dict[str, Any]]
 
 
 def read_page(site: Site, version: ModelVersion, state: NameState, query: Query) -> HistoryPage:
@@ -47,14 +50,14 @@ def read_page(site: Site, version: ModelVersion, state: NameState, query: Query)
     default = (len(numbers) - 1 - bisect_left(numbers, version.version)) // VERSIONS_ON_A_PAGE
     number = query.number("page", default, high=num_pages - 1)
     stop = len(numbers) - number * VERSIONS_ON_A_PAGE
-    return HistoryPage(
-        _describe(site, version.name, numbers[max(0, stop - VERSIONS_ON_A_PAGE) : stop]), number, num_pages
-    )
+    with collect_unreadable() as unreadable:
+        versions = _describe(site, version.name, numbers[max(0, stop - VERSIONS_ON_A_PAGE) : stop])
+    return HistoryPage(versions, number, num_pages, unreadable.facts())
 
 
 def versions_panel(site: Site, name: str, page: HistoryPage) -> Panel:
     """Return the versions of a page as `models log --json` prints them."""
-    values = [version.to_dict() for version in page.versions]
+    values = [*(version.to_dict() for version in page.versions), *page.unreadable]
     if page.number or not page.versions:
         # The command has no other page than the newest; a search has any range.
         first, last = (page.versions[place].version if page.versions else 0 for place in (-1, 0))

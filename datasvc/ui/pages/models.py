@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from datasvc.models.registry.registry import list_models
-from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
+from datasvc.ui.pages.datasets import count_names
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.unreadable import collect_unreadable
 
 
 def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return all models with their newest version."""
-    site.unreadable.clear()
-    models = [version.to_dict() for version in list_models(site.repo.repository)]
+    panel = models_panel(site)
     return Page(
         template="models.html",
         title="Models",
         section="models",
         crumbs=(Crumb("Models", "/models"),),
-        problems=tuple(Problem(message) for message in site.unreadable.messages()),
-        panels={"models": Panel(models, site.command("models", "ls", "--json"), site.python("models.ls"))},
-        view={"site": site},
+        panels={"models": panel},
+        view={"site": site, "num_models": count_names(panel)},
     )
+
+
+def models_panel(site: Site) -> Panel:
+    """Return the newest version of each model, and the versions that cannot be read, as `models ls --json` does."""
+    with collect_unreadable() as unreadable:
+        models = [version.to_dict() for version in list_models(site.repo.repository)]
+    return Panel([*models, *unreadable.facts()], site.command("models", "ls", "--json"), site.python("models.ls"))

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from aiohttp import web
 
-from datasvc.errors import DatasvcError
+from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.ledger.folders import find_ledgers
 from datasvc.printable import count_text
 from datasvc.runs import RunEvent, RunHistory, RunSummary, follow_run, list_runs, read_run
@@ -76,7 +76,8 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
             "run": Panel(
                 history.to_dict(),
                 site.command("runs", "show", run.ref, "--json"),
-                f"datasvc.runs.read_run(datasvc.open({site.url!r}).repository, {run.name!r}, {run.id!r})",
+                "from datasvc.runs import read_run\n"
+                f"read_run(datasvc.open({site.url!r}).repository, {run.name!r}, {run.id!r})",
             )
         },
         view={
@@ -112,6 +113,8 @@ async def stream_changes(site: Site, request: web.Request) -> web.StreamResponse
             await asyncio.sleep(_PAUSE_S)
             try:
                 new = await asyncio.to_thread(follow_run, repository, name, run_id, cursor)
+            except NotFoundError:
+                return  # `gc` has deleted the log
             except DatasvcError:
                 continue  # the store may respond again; until then the page keeps its values
             if (new.cursor, new.summary.state) != (cursor, state):

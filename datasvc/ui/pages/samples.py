@@ -90,7 +90,7 @@ def load_sample(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     panels = {
         "sample": Panel(
             found.to_json(),
-            site.command("sample", ref, key, "--json", options=options),
+            site.command("sample", "--json", options=options, last=[ref, key]),
             site.python("datasets.sample", ref, key, split, max_shards=max_shards),
         )
     }

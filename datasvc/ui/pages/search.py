@@ -11,7 +11,7 @@ from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.repository import Kind
 from datasvc.runs.reader import list_run_ids
-from datasvc.shards.query.sample_page import find_key
+from datasvc.shards.query.sample_page import search_key
 from datasvc.ui.web.links import dataset_link, model_link, run_link, sample_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
@@ -86,6 +86,9 @@ def _find_digests(site: Site, text: str, searched: list[str]) -> Iterator[_Match
     kinds: tuple[Kind, ...] = ("datasets", "models")
     names = [(kind, name) for kind in kinds for name in repository.names(kind)]
     most = max(1, _MAX_ENTRIES // max(len(names), 1))
+    of_names = "each data set and model"
+    if len(names) > _MAX_ENTRIES:
+        of_names = f"the first {_MAX_ENTRIES} of {len(names):,} data sets and models"
     for kind, name in names[:_MAX_ENTRIES]:
         for entry in reversed(repository.entries(kind, name, last=most)):
             version = f"{name}@{entry.number}"
@@ -94,8 +97,8 @@ def _find_digests(site: Site, text: str, searched: list[str]) -> Iterator[_Match
                     link = dataset_link(version) if kind == "datasets" else model_link(version)
                     yield {"kind": what, "name": f"{value} of {version}", "link": link}
     searched.append(
-        f"digests in the newest {count_text(most, 'version')} of each data set and model: tensors, states, shard "
-        "tables, commits and revisions of the code"
+        f"digests in the newest {count_text(most, 'version')} of {of_names}: tensors, states, shard tables, commits "
+        "and revisions of the code; not those of shards and samples"
     )
 
 
@@ -131,12 +134,17 @@ def _find_samples(site: Site, text: str, searched: list[str], left_out: list[_Ma
                 what = f"{ref}/{split}, which has {count_text(shards, 'shard')}"
                 left_out.append({"kind": "split", "name": what, "link": samples_link(ref, split, key=text)})
                 continue
-            num_shards, num_splits = num_shards + shards, num_splits + 1
+            num_shards += shards
             try:
-                number = find_key(site.splits.samples(dataset, split), text)
-            except NotFoundError:
+                number = search_key(site.splits.samples(dataset, split), text)
+            except DatasvcError as error:
+                link = samples_link(ref, split, key=text)
+                left_out.append({"kind": "split", "name": f"{ref}/{split}: {error}", "link": link})
                 continue
-            yield {"kind": "sample", "name": f"{text} of {ref}/{split}", "link": sample_link(ref, split, number)}
+            num_splits += 1
+            if number is not None:
+                link = sample_link(ref, split, number)
+                yield {"kind": "sample", "name": f"{text} of {ref}/{split}", "link": link}
     searched.append(f"keys of samples, compared exactly, in {count_text(num_splits, 'split')} of the newest versions")
     if len(names) > _MAX_DATASETS:
         left_out.append({"kind": "data set", "name": f"{len(names) - _MAX_DATASETS} more", "link": "/datasets"})

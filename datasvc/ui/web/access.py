@@ -6,6 +6,7 @@ import hmac
 import secrets
 from http import HTTPStatus
 from typing import Final
+from urllib.parse import urlencode
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -14,7 +15,6 @@ from datasvc.node.http.auth import is_authorized, is_own_host
 
 LOGIN_PATH: Final = "/login"
 STATIC_PATH: Final = "/static/"
-_COOKIE: Final = "datasvc_page"
 _HEADERS: Final = {
     # Scripts, styles and images come from this server only; no inline script or style runs, whatever a template has.
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
@@ -64,19 +64,21 @@ class Access:
                         text="the page requires a token: Authorization: Bearer TOKEN",
                         headers={"WWW-Authenticate": "Bearer"},
                     )
-                raise web.HTTPSeeOther(LOGIN_PATH)
+                raise web.HTTPSeeOther(f"{LOGIN_PATH}?{urlencode({'next': request.path_qs})}")
             return await handler(request)
 
         return checking
 
     async def login(self, request: web.Request) -> web.StreamResponse:
-        """Set the cookie if the form has the token. Raise HTTPForbidden otherwise."""
+        """Set the cookie if the form has the token, and lead to its page `next`. Raise HTTPForbidden otherwise."""
         form = await request.post()
         given = str(form.get("token", ""))
         if not is_authorized(f"Bearer {given}", self._token):
             raise web.HTTPForbidden(text="this is not the token of this page; see --token-file of `datasvc ui`")
-        response = web.Response(status=HTTPStatus.SEE_OTHER, headers={"Location": "/"})
-        response.set_cookie(_COOKIE, self._session, httponly=True, samesite="Strict", path="/")
+        response = web.Response(
+            status=HTTPStatus.SEE_OTHER, headers={"Location": _own_page(str(form.get("next", "")))}
+        )
+        response.set_cookie(_cookie_name(request), self._session, httponly=True, samesite="Strict", path="/")
         return response
 
     def _is_open(self, path: str) -> bool:
@@ -85,5 +87,18 @@ class Access:
     def _is_allowed(self, request: web.Request) -> bool:
         if is_authorized(request.headers.get("Authorization"), self._token):
             return True
-        cookie = request.cookies.get(_COOKIE, "")
+        cookie = request.cookies.get(_cookie_name(request), "")
         return hmac.compare_digest(cookie.encode("utf-8", "surrogateescape"), self._session.encode())
+
+
+def _own_page(address: str) -> str:
+    """Return the address of a page of this server; "/" if it may be another site's."""
+    # A browser takes "//host" and "/\\host" for another host, and removes control characters before.
+    is_own = address.startswith("/") and not address.startswith(("//", "/\\"))
+    return address if is_own and address.isascii() and address.isprintable() else "/"
+
+
+def _cookie_name(request: web.Request) -> str:
+    """Return the name of the cookie. Cookies belong to a host, whatever the port: each server there has its own."""
+    address = request.transport.get_extra_info("sockname") if request.transport else None
+    return f"datasvc_page_{address[1]}" if isinstance(address, tuple) else "datasvc_page"

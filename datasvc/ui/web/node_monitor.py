@@ -22,6 +22,11 @@ INTERVAL_S: Final = 5.0
 MAX_SAMPLES: Final = 720
 """Samples that are kept of each node: an hour."""
 _NODES_AT_ONCE: Final = 16
+_CACHE_NUMBERS: Final = (
+    "budget_bytes", "limit_bytes", "resident_bytes", "reserved_bytes", "quarantined_bytes", "pinned_bytes",
+    "num_resident",
+)  # fmt: skip
+_PEER_NUMBERS: Final = ("num_ok", "num_missing", "num_failed", "num_lying", "bytes_received")
 _COUNTERS: Final = ("hits", "misses", "origin_bytes", "peer_bytes", "served_bytes", "evicted_bytes")
 
 
@@ -105,8 +110,12 @@ class NodeMonitor:
         status, error = None, None
         try:
             status = self._clients[url].status()
+            check_status(status)
         except DatasvcError as failure:
-            error = str(failure)
+            status, error = None, str(failure)
+        except (KeyError, TypeError, AttributeError) as failure:
+            # Any JSON may come, from another program or another version. It must not end the monitoring of all nodes.
+            status, error = None, f"{url} sent no status of a node ({type(failure).__name__}: {failure})"
         now = time.time()
         with self._lock:
             old = self._states[url]
@@ -130,6 +139,27 @@ class NodeMonitor:
             await asyncio.gather(*map(follow, self._clients))
         finally:
             self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def check_status(status: Mapping[str, Any]) -> None:
+    """Raise KeyError, TypeError or AttributeError if a document lacks what the pages read of a node's status."""
+    cache = status["cache"]
+    usages, jobs, peers = cache["tenants"].values(), status.get("jobs", ()), status.get("peers", {}).values()
+    numbers = [cache[name] for name in _CACHE_NUMBERS]
+    numbers += cache["counters"].values()
+    numbers += [usage[name] for usage in usages for name in ("used_bytes", "guaranteed_bytes")]
+    numbers += [usage["maximum_bytes"] or 0 for usage in usages]
+    numbers += [process["clock_bytes"] for process in cache["jobs"]]
+    numbers += [job[name] for job in jobs for name in ("total_bytes", "done_bytes")]
+    numbers += [job["bytes"][name] for job in jobs for name in ("resident", "origin", "peer")]
+    numbers += [peer[name] for peer in peers for name in _PEER_NUMBERS]
+    texts = [cache["folder"], *(process["lease_id"] for process in cache["jobs"])]
+    texts += [job[name] for job in jobs for name in ("ref", "state")]
+    texts += [str(job["error"]) + str(job["split"]) for job in jobs]
+    if not all(type(number) in {int, float} for number in numbers) or not all(
+        isinstance(text, str) for text in texts
+    ):
+        raise TypeError("a number or a text has another type")
 
 
 def _to_sample(status: Mapping[str, Any], time_s: float) -> NodeSample:

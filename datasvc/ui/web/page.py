@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError
 
 if TYPE_CHECKING:
     from datasvc.ui.web.site import Site
+
+# Python refuses to convert thousands of digits.
+_WHOLE_NUMBER: Final = re.compile(r"-?[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,10 @@ class Problem:
     link: str | None = None
     severity: str = "error"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the attributes as JSON values."""
+        return {"text": self.text, "severity": self.severity, "link": self.link}
+
 
 @dataclass(frozen=True)
 class Crumb:
@@ -59,8 +67,8 @@ class Page:
         title: title of the window.
         section: entry of the navigation that is marked: "home", "datasets", "models", "runs", "cluster", "planner".
         crumbs: breadcrumb, outermost first.
-        panels: answers by name; the JSON twin of the page.
-        problems: shown first.
+        panels: answers by name; with the problems, the JSON twin of the page.
+        problems: shown first; the panel "problems" of the JSON twin. Versions that were left out are added to them.
         view: further values for the template, such as links and drawings; not part of the JSON twin.
     """
 
@@ -100,7 +108,7 @@ class Query(dict[str, str]):
         text = self.text(name)
         if text is None:
             return default
-        if not text.isascii() or not text.lstrip("-").isdigit() or not low <= int(text) <= high:
+        if not _WHOLE_NUMBER.fullmatch(text) or not low <= int(text) <= high:
             raise ConfigError(f"{name}={text[:40]!r} is not valid; expected a whole number from {low} to {high}")
         return int(text)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
 
@@ -13,7 +14,7 @@ from datasvc.models.registry.diff import tree_leaves
 from datasvc.printable import count_text, escape_controls
 from datasvc.sizes import format_size
 from datasvc.ui.web import links
-from datasvc.ui.web.page import Page
+from datasvc.ui.web.page import Page, Problem
 
 NAVIGATION = (
     ("home", "Home", "/"),
@@ -68,6 +69,11 @@ def render(environment: Environment, page: Page, *, address: str, api_address: s
     return environment.get_template(page.template).render(
         page=page, address=address, api_address=api_address, search=search, **page.view
     )
+
+
+def render_problems(environment: Environment, problems: Sequence[Problem]) -> str:
+    """Return the HTML of a list of problems, for a page that was rendered before."""
+    return str(environment.get_template("macros.html").make_module().problems(problems))  # type: ignore[attr-defined]
 
 
 def ago(time: str | float | None, now: datetime | None = None) -> Markup | str:

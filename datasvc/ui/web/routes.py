@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import OrderedDict
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -15,13 +16,22 @@ from jinja2 import Environment
 
 from datasvc.errors import DatasvcError, UnavailableError
 from datasvc.node.http.error_responses import status_of
-from datasvc.ui.web.page import Load, Page, Panel, Problem, Query, RawResponse
-from datasvc.ui.web.rendering import render
+from datasvc.sql_sandbox import QueryLimits, limited
+from datasvc.ui.web.kept_pages import KeptPages
+from datasvc.ui.web.page import Load, Page, Parts, Problem, Query, RawResponse
+from datasvc.ui.web.rendering import render, render_problems
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.unreadable import collect_unreadable
 
 API: Final = "/api"
-_MAX_KEPT_PAGES: Final = 64
 _YEAR_S: Final = 365 * 86400
+_QUERY_TIME_S: Final = 10.0
+_QUERY_MEMORY_BYTES: Final = 128 << 20
+_QUERY_SPILLED_BYTES: Final = 1 << 30
+_MAIN: Final = '<main id="main" tabindex="-1">'  # of `base.html`; problems are its first content
+_ELEMENT: Final = re.compile("[a-z-]{1,40}")
+
+_LOG = logging.getLogger(__name__)
 
 
 class PageRoutes:
@@ -37,69 +47,88 @@ class PageRoutes:
         self._site = site
         self._environment = environment
         self._pages = pages
-        # Shown if the store does not respond. By address, the last used ones last, with the time in seconds.
-        self._last_good: OrderedDict[str, tuple[Page, float]] = OrderedDict()
+        self._kept = KeptPages()
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes of all pages and of their JSON twins."""
         for path, load in self._pages.items():
-            app.router.add_get(path, self._html_handler(load))
-            app.router.add_get(f"{API}{path}", self._json_handler(load))
+            app.router.add_get(path, self._handler(load, self._respond_html))
+            app.router.add_get(f"{API}{path}", self._handler(load, self._respond_json))
 
-    def _html_handler(self, load: Load) -> Handler:
-        async def respond(request: web.Request) -> web.StreamResponse:
+    def _handler(self, load: Load, respond: Callable[[Load, web.Request], web.Response]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            limits = QueryLimits(
+                time_s=_QUERY_TIME_S, memory_bytes=_QUERY_MEMORY_BYTES, spilled_bytes=_QUERY_SPILLED_BYTES
+            )
+
+            def work() -> web.Response:
+                try:
+                    with limited(limits):
+                        return respond(load, request)
+                except StopIteration as error:
+                    # A future cannot have this error: the request would wait for ever.
+                    raise RuntimeError("a page raised StopIteration") from error
+
             try:
-                page = await self._load(load, request)
-            except UnavailableError as error:
-                page = self._old_page(request, error)
-            if isinstance(page, RawResponse):
-                return _content_response(page)
-            return self._page_response(request, page)
+                # Rendering too: the HTML or JSON of a large page takes as long as reading it.
+                return await asyncio.to_thread(work)
+            except asyncio.CancelledError:
+                # The reader has left, or the server stops.
+                limits.stop()
+                raise
 
-        return respond
+        return handle
 
-    def _json_handler(self, load: Load) -> Handler:
-        async def respond(request: web.Request) -> web.StreamResponse:
-            page = await self._load(load, request)
-            if isinstance(page, RawResponse):
-                return _content_response(page)
-            name = request.query.get("panel")
-            if name is None:
-                return web.json_response({name: panel.values for name, panel in page.panels.items()})
-            if name not in page.panels:
-                raise web.HTTPNotFound(text=f"this page has no panel {name[:80]!r}; it has {', '.join(page.panels)}")
-            return web.json_response(page.panels[name].values)
+    def _respond_html(self, load: Load, request: web.Request) -> web.Response:
+        try:
+            page = self._load(load, request)
+        except UnavailableError as error:
+            return self._respond_with_kept(request, error)
+        if isinstance(page, RawResponse):
+            return _content_response(page)
+        text = self._render(request, page)
+        self._kept.put(request.path_qs, text)
+        return _html_response(text)
 
-        return respond
+    def _respond_json(self, load: Load, request: web.Request) -> web.Response:
+        page = self._load(load, request)
+        if isinstance(page, RawResponse):
+            return _content_response(page)
+        values = {name: panel.values for name, panel in page.panels.items()}
+        values["problems"] = [problem.to_dict() for problem in page.problems]
+        name = request.query.get("panel")
+        if name is None:
+            return web.json_response(values)
+        if name not in values:
+            raise web.HTTPNotFound(text=f"this page has no panel {name[:80]!r}; it has {', '.join(values)}")
+        return web.json_response(values[name])
 
-    async def _load(self, load: Load, request: web.Request) -> Page | RawResponse:
-        page = await asyncio.to_thread(load, self._site, dict(request.match_info), Query(request.query))
-        if isinstance(page, Page):
-            address = request.path_qs.removeprefix(API)
-            self._last_good[address] = page, time.time()
-            self._last_good.move_to_end(address)
-            if len(self._last_good) > _MAX_KEPT_PAGES:
-                self._last_good.popitem(last=False)
-        return page
+    def _load(self, load: Load, request: web.Request) -> Page | RawResponse:
+        parts: Parts = dict(request.match_info)
+        with collect_unreadable() as unreadable:
+            page = load(self._site, parts, Query(request.query))
+        if isinstance(page, RawResponse):
+            return page
+        return replace(page, problems=(*map(Problem, unreadable.messages()), *page.problems))
 
-    def _old_page(self, request: web.Request, error: UnavailableError) -> Page:
-        """Return the last good values of a page with a problem on top; raise `error` if there are none."""
-        if request.path_qs not in self._last_good:
+    def _respond_with_kept(self, request: web.Request, error: UnavailableError) -> web.Response:
+        """Return the last good page with a problem on top; raise `error` if there is none."""
+        kept = self._kept.get(request.path_qs)
+        if kept is None:
             raise error
-        page, loaded = self._last_good[request.path_qs]
-        age_s = round(time.time() - loaded)
-        problem = Problem(f"The store does not respond, so this page is {age_s} s old: {error}")
-        return Page(**{**vars(page), "problems": (problem, *page.problems)})
+        html, age_s = kept
+        problem = Problem(f"The store does not respond, so this page is {round(age_s)} s old: {error}")
+        # Texts are escaped, so the element occurs once.
+        return _html_response(html.replace(_MAIN, f"{_MAIN}\n{render_problems(self._environment, [problem])}", 1))
 
-    def _page_response(self, request: web.Request, page: Page, status: int = 200) -> web.Response:
-        text = render(
+    def _render(self, request: web.Request, page: Page) -> str:
+        return render(
             self._environment,
             page,
             address=request.path_qs,
             api_address=f"{API}{request.path_qs}",
             search=request.query.get("q", ""),
         )
-        return web.Response(text=text, content_type="text/html", status=status)
 
     @web.middleware
     async def respond_to_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -115,18 +144,35 @@ class PageRoutes:
             response = self._error_response(request, error.status, error.text or error.reason)
             response.headers.update(headers)
             return response
+        except Exception as error:  # noqa: BLE001 - the top of a request
+            # A defect of ours ends this page alone.
+            _LOG.exception("%s has failed", request.path)
+            text = (
+                f"this page has failed ({type(error).__name__}: {error}); please report it with the server's output"
+            )
+            return self._error_response(request, HTTPStatus.INTERNAL_SERVER_ERROR, text)
 
     def _error_response(self, request: web.Request, status: int, message: str) -> web.Response:
         if request.path.startswith(f"{API}/"):
             return web.json_response({"error": message}, status=status)
+        # htmx replaces the element that it names; a message in place of it is better than no change.
+        target = request.headers.get("HX-Target", "")
         page = Page(
             template="error.html",
             title=HTTPStatus(status).phrase,
             section="",
-            panels={"error": Panel({"error": message})},
-            view={"status": status, "message": message, "url": self._site.url},
+            panels={},
+            view={
+                "message": message,
+                "url": self._site.url,
+                "target": target if _ELEMENT.fullmatch(target) else "message",
+            },
         )
-        return self._page_response(request, page, status)
+        return _html_response(self._render(request, page), status)
+
+
+def _html_response(text: str, status: int = 200) -> web.Response:
+    return web.Response(text=text, content_type="text/html", status=status)
 
 
 def _content_response(content: RawResponse) -> web.Response:

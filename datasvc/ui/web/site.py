@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
 from datasvc.ui.web.node_monitor import NodeMonitor
 from datasvc.ui.web.split_cache import SplitCache
-from datasvc.ui.web.unreadable import UnreadableVersions
 
 
 class Site:
@@ -27,7 +25,6 @@ class Site:
     Attributes:
         settings: settings of the server.
         url: URL of the repository without secrets.
-        unreadable: versions that listings have left out.
         splits: open splits of data sets.
         nodes: status and history of the nodes.
     """
@@ -35,35 +32,44 @@ class Site:
     def __init__(self, settings: UiSettings) -> None:
         self.settings = settings
         self.url = redact_url(settings.repository)
-        self.unreadable = UnreadableVersions()
         self.splits = SplitCache()
         self.nodes = NodeMonitor(settings.nodes, token=settings.node_token)
-        self._lock = threading.Lock()
         self._repo: DataRepository | None = None
 
     @property
     def repo(self) -> DataRepository:
         """The repository. Raise its errors until it can be opened for the first time."""
-        # Opened at the first page, not at the start: a store that does not respond is shown as a page too.
-        with self._lock:
-            if self._repo is None:
-                self._repo = DataRepository.open(self.settings.repository)
-            return self._repo
+        # Opened at the first page, not at the start: a store that does not respond is shown as a page too. Without a
+        # lock: requests to such a store would wait for it one after the other. Two that open it at once do no harm.
+        repo = self._repo
+        if repo is None:
+            repo = self._repo = DataRepository.open(self.settings.repository)
+        return repo
 
     @cached_property
     def thumbnails(self) -> ThumbnailCache:
         """The cache of thumbnails."""
         return ThumbnailCache(self.settings.thumbnails or Path.home() / ".cache" / "datasvc" / "thumbnails")
 
-    def command(self, *words: str, options: Mapping[str, str | None] | None = None) -> str:
+    def first_dataset(self) -> str | None:
+        """Return the name of the first data set of which not all versions are removed; None if there is none."""
+        repository = self.repo.repository
+        return next(
+            (name for name in repository.names("datasets") if repository.state("datasets", name).living), None
+        )
+
+    def command(self, *words: str, options: Mapping[str, str | None] | None = None, last: Sequence[str] = ()) -> str:
         """Return a command of `datasvc` on this repository, as text for a shell.
 
         Args:
             words: command and arguments, such as "models", "show" and a reference.
             options: options with their values, such as `{"--where": "label = 3"}`; None omits an option.
+            last: arguments after `words`, which may begin with "-".
         """
         given = [word for name, value in (options or {}).items() if value is not None for word in (name, value)]
-        return shlex.join(["datasvc", *words, *given, "--repo", self.url])
+        if any(word.startswith("-") for word in last):
+            return shlex.join(["datasvc", *words, *given, "--repo", self.url, "--", *last])
+        return shlex.join(["datasvc", *words, *last, *given, "--repo", self.url])
 
     def python(self, call: str, *arguments: Any, **options: Any) -> str:
         """Return a line of Python that calls a method of the opened repository, such as "datasets.describe"."""

@@ -1,66 +1,70 @@
-"""Collects the versions that a listing leaves out because they cannot be read, for the problems of a page."""
+"""Collects the versions that a page leaves out because they cannot be read, for its lists and for its problems."""
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, Final
 
 from datasvc.errors import UnreadableVersionWarning
 
-_MAX_MESSAGES = 1000
+_MAX_VERSIONS: Final = 1000
 
 
 class UnreadableVersions:
-    """The messages of all `UnreadableVersionWarning`s of this process, by version.
-
-    Python's filter of warnings belongs to the process, and a page reads in several threads. So the messages are kept
-    for all pages together.
-    """
+    """The `UnreadableVersionWarning`s of a block, each once."""
 
     def __init__(self) -> None:
-        self._messages: dict[str, str] = {}
-        self._lock = threading.Lock()
+        # By message: a data set and a model may have the same name.
+        self._warnings: dict[str, UnreadableVersionWarning] = {}
 
-    def messages(self, name: str | None = None) -> list[str]:
-        """Return the messages, or those of one data set or model, without repetitions."""
-        with self._lock:
-            return [
-                message
-                for version, message in self._messages.items()
-                if name is None or version.partition("@")[0] == name
-            ]
+    def add(self, warning: UnreadableVersionWarning) -> None:
+        """Add a warning, unless there are very many."""
+        if len(self._warnings) < _MAX_VERSIONS:
+            self._warnings[str(warning)] = warning
 
-    def clear(self, name: str | None = None) -> None:
-        """Drop the messages, or those of one name, before it is read again: it may be repaired by now."""
-        with self._lock:
-            kept = (
-                {}
-                if name is None
-                else {
-                    version: message
-                    for version, message in self._messages.items()
-                    if version.partition("@")[0] != name
-                }
-            )
-            self._messages = kept
+    def messages(self) -> list[str]:
+        """Return the messages, in the order in which they came."""
+        return list(self._warnings)
 
-    @contextmanager
-    def collect(self) -> Iterator[None]:
-        """Collect warnings while the context is active; all other warnings are shown as before."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("always", UnreadableVersionWarning)
-            show_other = warnings.showwarning
+    def facts(self) -> list[dict[str, Any]]:
+        """Return the versions as JSON values, as `--json` of commands appends them to lists."""
+        return [warning.to_dict() for warning in list(self._warnings.values())]
 
-            def show(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
-                if not isinstance(message, UnreadableVersionWarning):
-                    show_other(message, category, *rest, **options)
-                    return
-                with self._lock:
-                    if len(self._messages) < _MAX_MESSAGES:
-                        self._messages[message.version] = str(message)
 
-            warnings.showwarning = show
-            yield
+# Of this page alone: other pages are read at the same time in other threads, whose contexts are their own.
+_collecting: ContextVar[tuple[UnreadableVersions, ...]] = ContextVar("versions that a page leaves out", default=())
+
+
+@contextmanager
+def collect_unreadable() -> Iterator[UnreadableVersions]:
+    """Collect the versions that this block leaves out; a block around this one collects them too."""
+    unreadable = UnreadableVersions()
+    token = _collecting.set((*_collecting.get(), unreadable))
+    try:
+        yield unreadable
+    finally:
+        _collecting.reset(token)
+
+
+@contextmanager
+def catch_unreadable() -> Iterator[None]:
+    """Give each `UnreadableVersionWarning` of this process to those that collect; other warnings are shown as before.
+
+    Python's filter of warnings belongs to the process, so the server calls this once.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UnreadableVersionWarning)
+        show_other = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *rest: Any, **options: Any) -> None:
+            if not isinstance(message, UnreadableVersionWarning):
+                show_other(message, category, *rest, **options)
+                return
+            for unreadable in _collecting.get():
+                unreadable.add(message)
+
+        warnings.showwarning = show
+        yield

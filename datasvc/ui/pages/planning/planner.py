@@ -24,6 +24,7 @@ from datasvc.ui.web.site import Site
 _MAX_CURVE_SHARDS: Final = 2000
 _BUDGET_SHARES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 _MAX_NAMES: Final = 200
+_USUAL_SPLIT: Final = "train"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     """Return the forecast for the settings of the form, with curves over the budget and the number of nodes."""
     form = PlannerForm.parse(query)
     names = site.repo.datasets.names()
+    data = form.data or site.first_dataset()
     problems: list[Problem] = []
     panels: dict[str, Panel] = {}
     view: dict[str, Any] = {
@@ -47,6 +49,9 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
         "names": names[:_MAX_NAMES],
         "charts": [],
         "plan": None,
+        "version": form.data,
+        "split": "",
+        "splits": [],
         "sliders": SLIDERS,
         "numbers": NUMBERS,
     }
@@ -58,8 +63,8 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     if steps is not None:
         panels["steps"] = Panel(steps.to_dict())
         view["charts"] += _step_charts(steps, form)
-    if names:
-        _add_plan(site, form, form.data or names[0], steps, panels, problems, view)
+    if data is not None:
+        _add_plan(site, form, data, steps, panels, problems, view)
     return Page(
         template="planner.html",
         title="Planner",
@@ -83,7 +88,14 @@ def _add_plan(
     """Add the forecast of the caches to the panels and the view, or the reason why there is none to the problems."""
     version = str(site.repo.datasets.resolve(data))
     splits = site.repo.dataset(version)
-    split = form.split or ("train" if "train" in splits else next(iter(splits)))
+    # The form still has the split of the data set that was chosen before.
+    usual = [form.split, _USUAL_SPLIT, *splits]
+    split = next((name for name in usual if name in splits), None)
+    if split is None:
+        problems.append(Problem(f"{version} has no splits, so there is nothing to plan"))
+        return
+    if form.split and form.split != split:
+        problems.append(Problem(f"{version} has no split {form.split!r}; {split!r} is planned", severity="warning"))
     planned = PlannedSplit(version, split, splits[split].table)
     table = planned.table
     rate = form.images_per_second or (steps.images_per_second(form.nodes) / form.nodes if steps else None)
