@@ -1,5 +1,7 @@
 """Four ranks save sharded states in the background; any number restores, at other layouts. Takes a URL."""
 
+import os
+import signal
 import sys
 from contextlib import nullcontext
 from functools import cache
@@ -328,6 +330,38 @@ def check_every_rank_exports_files_of_its_own():
         )
         assert models.verify(["exported"])
     dist.barrier()
+
+
+def check_a_signal_on_one_rank_ends_all_ranks_with_a_last_sharded_save():
+    state = {"model": distributed(WHOLE, mesh("square"), "both")}
+    with repo().models.manager("preempted", every=1000, max_stall="50%", grace="60s") as model:
+        steps, should_save = 0, False
+        while model.stop_signal is None:
+            steps += 1
+            if steps == 3 and dist.get_rank() == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            should_save = model.should_save(steps)
+        assert should_save
+        model.save(state, step=steps, wait=True)
+    assert model.stop_signal == signal.SIGTERM
+    (version,) = repo().models.log("preempted")
+    assert version.entry["step"] == steps, "all ranks ended after the same step"
+    into = {"model": distributed(zeros(), mesh("line"), "rows")}
+    repo().models.restore("preempted", into=into)
+    assert_whole(into["model"], WHOLE)
+
+
+def check_the_ranks_agree_when_saves_become_too_expensive():
+    """Each rank measures other times, and rank 0 decides for all of them."""
+    state = {"model": distributed(WHOLE, mesh("square"), "both")}
+    saved = []
+    with repo().models.manager("limited", every=1, max_stall=0.01) as model:
+        for step in range(1, 40):
+            if model.should_save(step):
+                saved.append(step)
+                model.save(state, step=step, wait=True)
+    assert 1 <= len(saved) < 39, saved
+    assert [version.entry["step"] for version in repo().models.log("limited")] == saved
 
 
 def check_what_cannot_be_saved_is_an_error_on_every_rank():
