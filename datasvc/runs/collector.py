@@ -7,10 +7,12 @@ from itertools import islice
 from typing import Any, Final
 
 from datasvc.runs.content import STEP, Content, Limits, merge
-from datasvc.runs.facts import RunEvent, make_event, to_name, to_number
+from datasvc.runs.facts import RunEvent, make_event, to_name, to_number, to_text
 from datasvc.runs.step_table import MAX_NAMES, StepTable
 
 _MAX_VERSIONS: Final = 100
+_MAX_STRAGGLERS: Final = 8
+_MAX_VERDICT_CHARS: Final = 1000
 _MAX_STEP: Final = (1 << 63) - 1
 _Row = tuple[int, float, tuple[float, ...]]
 
@@ -22,10 +24,12 @@ class Collector:
     Attributes:
         latest: newest value of each fact of the `step` events.
         versions: model versions that `checkpoint` events named, oldest first; the last `_MAX_VERSIONS`.
+        warnings: fields of the head of a part that lists of runs show as problems, see docs/reference/formats.md.
     """
 
     latest: dict[str, Any] = field(default_factory=dict)
     versions: list[str] = field(default_factory=list)
+    warnings: dict[str, Any] = field(default_factory=dict)
     _rows: dict[tuple[str, ...], list[_Row]] = field(default_factory=dict)
     _events: list[RunEvent] = field(default_factory=list)
     _content: Content = field(default_factory=Content)
@@ -55,7 +59,18 @@ class Collector:
         version = made.facts.get("version")
         if made.event == "checkpoint" and isinstance(version, str):
             self.versions = [*self.versions, version][-_MAX_VERSIONS:]
+        self._note_warning(made)
         self._events.append(made)
+
+    def _note_warning(self, event: RunEvent) -> None:
+        if event.event == "stall":
+            num_stalls = self.warnings.get("num_stalls", 0) + 1
+            self.warnings |= {"num_stalls": num_stalls, "last_stall_s": event.time_s}
+        elif event.event == "ranks":
+            stragglers = event.facts.get("stragglers")
+            self.warnings["stragglers"] = list(stragglers)[:_MAX_STRAGGLERS] if isinstance(stragglers, list) else []
+        elif event.event == "diagnosis":
+            self.warnings["verdict"] = to_text(event.facts.get("verdict") or "", _MAX_VERDICT_CHARS)
 
     def compact(self, limits: Limits) -> None:
         """Reduce what was collected to `limits`, see `Content.thin`."""

@@ -37,6 +37,10 @@ class RunSummary:
         world_size: number of ranks of the last attempt; None: unknown.
         data: versions of data sets.
         num_lost: number of events that the last attempt has lost.
+        num_stalls: number of `stall` events of the last attempt: steps that waited long for their data.
+        last_stall_s: when the last of them was reported, in seconds since 1970; None: none was.
+        stragglers: ranks that the others wait for, from the newest `ranks` event of the last attempt; at most 8.
+        verdict: bottleneck in words, from its newest `diagnosis` event; "" without one. Any text: escape it.
     """
 
     name: str
@@ -51,6 +55,10 @@ class RunSummary:
     world_size: int | None
     data: Sequence[str]
     num_lost: int
+    num_stalls: int = 0
+    last_stall_s: float | None = None
+    stragglers: Sequence[int] = ()
+    verdict: str = ""
 
     @property
     def ref(self) -> str:
@@ -66,7 +74,7 @@ class RunSummary:
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as JSON values."""
         return {**vars(self), "ref": self.ref, "latest": dict(self.latest), "versions": [*self.versions],
-                "data": [*self.data]}  # fmt: skip
+                "data": [*self.data], "stragglers": [*self.stragglers]}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -168,4 +176,16 @@ def summarize(name: str, run_id: str, head: Mapping[str, Any] | None, num_attemp
         world_size=world_size if type(world_size) is int else None,
         data=[str(ref) for ref in data] if isinstance(data, list) else [],
         num_lost=head["lost"],
+        **_warnings(head),
     )
+
+
+def _warnings(head: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a summary that older logs do not have; what is not valid is left out."""
+    num_stalls, last_stall_s, stragglers = (head.get(name) for name in ("num_stalls", "last_stall_s", "stragglers"))
+    warnings: dict[str, Any] = {"verdict": str(head.get("verdict", ""))}
+    if type(num_stalls) is int and isinstance(last_stall_s, int | float):
+        warnings |= {"num_stalls": num_stalls, "last_stall_s": float(last_stall_s)}
+    if isinstance(stragglers, list):
+        warnings["stragglers"] = [rank for rank in stragglers if type(rank) is int]
+    return warnings

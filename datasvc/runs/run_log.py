@@ -296,6 +296,7 @@ class RunLog:
             "message": message,
             "latest": choose_facts(self._collector.latest, _LATEST_FIRST, _MAX_LATEST_BYTES),
             "versions": self._collector.versions,
+            **self._collector.warnings,
             "lost": self.num_lost,
         }
 

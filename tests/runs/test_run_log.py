@@ -508,3 +508,25 @@ def test_lists_show_the_step_of_a_run_with_very_many_facts(repository):
     assert run.step == 7
     assert (run.latest["loss"], run.latest["progress"], run.latest["fact0"]) == (0.5, 0.25, "x" * 50)
     assert len(run.latest) < 300
+
+
+def test_a_list_of_runs_has_what_slows_a_run_down(repository):
+    with open_log(repository) as log:
+        assert log.flush()
+        (run,) = list_runs(repository)
+        assert (run.num_stalls, run.last_stall_s, run.stragglers, run.verdict) == (0, None, (), "")
+        for part in range(2):
+            log.report("stall", step=part, wait_s=2.5)
+            log.report("ranks", rank=[0, 1], stragglers=[part] * 20)
+            log.report("diagnosis", verdict=f"starved by {part}" + "x" * 2000)
+            assert log.flush()
+        (run,) = list_runs(repository)
+        assert (run.num_stalls, run.stragglers) == (2, [1] * 8)
+        assert run.started_s - 2 < run.last_stall_s <= run.last_s
+        assert run.verdict.startswith("starved by 1")
+        assert len(run.verdict) == 1000
+        log.report("ranks", stragglers="all")
+        log.report("diagnosis", verdict=None)
+    (run,) = list_runs(repository)
+    assert (run.num_stalls, run.stragglers, run.verdict) == (2, [], "")
+    assert json.loads(json.dumps(run.to_dict()))["stragglers"] == []

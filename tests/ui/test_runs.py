@@ -163,6 +163,9 @@ def summary(**changes):
         (summary(state="failed", message="no room"), "cnn/1 failed: no room"),
         (summary(state="not responding", latest={"step": 7}), "at step 7"),
         (summary(latest={"wait_s": 0.06, "step_s": 0.1}), "waits 60% of the time for data"),
+        (summary(latest={"wait_s": 0.0, "step_s": 0.1}, verdict=VERDICT), f"cnn/1 is {VERDICT}"),
+        (summary(stragglers=[3, 5]), "the other ranks wait for rank 3, 5"),
+        (summary(num_stalls=2, last_stall_s=90.0), "2 steps waited a second or longer for data, the last one 10 s"),
     ],
 )
 def test_problems_of_runs(run, text):
@@ -173,7 +176,15 @@ def test_problems_of_runs(run, text):
     assert recent_run_problems([run], 100.0 + 2 * 86400) == []
 
 
-@pytest.mark.parametrize("run", [summary(), summary(state="finished", latest={"wait_s": 1, "step_s": 1})])
+@pytest.mark.parametrize(
+    "run",
+    [
+        summary(),
+        summary(state="finished", latest={"wait_s": 1, "step_s": 1}, verdict=VERDICT, stragglers=[1]),
+        summary(latest={"wait_s": 1, "step_s": 1}, verdict="compute-bound"),  # of many steps
+        summary(last_s=2000.0, num_stalls=2, last_stall_s=90.0),
+    ],
+)
 def test_a_run_without_problems(run):
     assert run_problems(run) == []
 
@@ -227,6 +238,9 @@ def test_home_has_live_runs_and_the_problems_of_runs_and_of_versions(tmp_path):
     with running_ui(tmp_path / "repo") as server:
         text = texts(server.get("/")[2])
         assert "1 live run" in text
+        own = server.json(f"/runs/cnn/{live.id}", "problems")
+        assert own[0]["text"].startswith("it waits 40% of the time")
+        assert [problem["link"] for problem in own] == [None]
         assert f"{live.ref} is starved: it waits 40% of the time" in text
         assert "failed: no room" in text
         assert "3 problems" in text

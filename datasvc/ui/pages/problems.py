@@ -15,8 +15,9 @@ from datasvc.ui.web.node_monitor import NodeState, used_bytes
 from datasvc.ui.web.page import Problem
 
 _FULL_OF_PINS = 0.9
-_STARVED_SHARE = 0.05  # as in the loaders' diagnosis
+STARVED_SHARE = 0.05  # as in the loaders' diagnosis
 _RECENT_S = 86400.0
+_RECENT_STALL_S = 600.0
 _MIN_FREE_SHARE = 0.03
 
 
@@ -78,8 +79,9 @@ def _warnings(state: NodeState) -> Iterator[str]:
 
 
 def run_problems(run: RunSummary) -> list[Problem]:
-    """Return the problems of a run that its newest part shows: failed, not responding, or starved of data."""
+    """Return the problems of a run that its newest part shows: how it ended, and what slows a live run down."""
     link = run_link(run.name, run.id)
+    is_live = run.state == "running"
     if run.state == "failed":
         return [Problem(f"{run.ref} failed: {run.message or 'the log has no message'}", link)]
     if run.state == "not responding":
@@ -93,13 +95,25 @@ def run_problems(run: RunSummary) -> list[Problem]:
                 link,
             )
         ]
+    return [Problem(f"{run.ref} {text}", link, "warning") for text in (_run_warnings(run) if is_live else ())]
+
+
+def _run_warnings(run: RunSummary) -> Iterator[str]:
+    """Yield what slows a live run down, to be read after its name."""
     share = starved_share(run.latest)
-    if run.state == "running" and share is not None and share >= _STARVED_SHARE:
-        text = (
-            f"{run.ref} is starved: it waits {share:.0%} of the time for data; its page has the diagnosis and advice"
-        )
-        return [Problem(text, link, "warning")]
-    return []
+    if run.verdict.startswith("starved"):
+        yield f"is {run.verdict}"
+    elif not run.verdict and share is not None and share >= STARVED_SHARE:
+        # A diagnosis covers many steps: better than the share of the newest one.
+        yield f"is starved: it waits {share:.0%} of the time for data; a diagnosis with advice was not reported yet"
+    if run.stragglers:
+        ranks = ", ".join(map(str, run.stragglers))
+        yield f"has stragglers: the other ranks wait for rank {ranks}; the table of ranks has hosts and times"
+    # Both times are of the machine that writes the log.
+    if run.last_stall_s is not None and run.last_s - run.last_stall_s < _RECENT_STALL_S:
+        ago_s = max(0, round(run.last_s - run.last_stall_s))
+        stalls = count_text(run.num_stalls, "step")
+        yield f"stalls: {stalls} waited a second or longer for data, the last one {ago_s} s before its newest part"
 
 
 def recent_run_problems(runs: Iterable[RunSummary], now_s: float) -> list[Problem]:

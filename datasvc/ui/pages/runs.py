@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from aiohttp import web
@@ -13,7 +14,7 @@ from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.ledger.folders import find_ledgers
 from datasvc.printable import count_text
 from datasvc.runs import RunEvent, RunHistory, RunSummary, follow_run, list_runs, read_run
-from datasvc.ui.pages.problems import run_problems, starved_share
+from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
 from datasvc.ui.pages.run_charts import line_charts, time_chart
 from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import run_link, runs_link
@@ -135,12 +136,15 @@ def _newest(events: Sequence[RunEvent], name: str) -> RunEvent | None:
 def _problems(history: RunHistory, diagnosis: RunEvent | None, ranks: RunEvent | None) -> list[Problem]:
     """Return the problems of a run: those of its summary, its diagnosis and its stragglers."""
     run = history.summary
-    problems = run_problems(run)
     verdict = "" if diagnosis is None else str(diagnosis.facts.get("verdict", ""))
+    # Not links: they would lead to this page. The events of all attempts say more than the summary's warnings.
+    problems = [replace(problem, link=None) for problem in run_problems(run) if problem.severity == "error"]
+    share = starved_share(run.latest)
     if verdict.startswith("starved"):
-        # The diagnosis covers many steps, and has advice: better than the share of the newest step.
-        problems = [problem for problem in problems if problem.severity == "error"]
         problems.append(Problem(verdict, severity="warning"))
+    elif not verdict and run.state == "running" and share is not None and share >= STARVED_SHARE:
+        text = f"it waits {share:.0%} of the time for data; the program has not reported a diagnosis yet"
+        problems.append(Problem(text, severity="warning"))
     stragglers = [] if ranks is None else _list(ranks.facts.get("stragglers"))
     warnings = []
     if stragglers:
