@@ -78,10 +78,12 @@ class NumberedSamples:
 
     Args:
         split: the split.
+        max_bytes: memory of the open shards; of one alone if it takes more. What a call reads is added until the next.
     """
 
-    def __init__(self, split: Split) -> None:
+    def __init__(self, split: Split, max_bytes: int = _MAX_OPEN_SHARDS * _MAX_BLOB_BYTES) -> None:
         self.split = split
+        self._max_bytes = max_bytes
         self._schema = split.table.sample_schema
         self._starts = np.concatenate([[0], np.cumsum(split.table.samples_per_shard)]).astype(np.int64)
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
@@ -180,14 +182,23 @@ class NumberedSamples:
         with self._lock:
             if number in self._open and self._open[number].read_bytes <= _MAX_BLOB_BYTES:
                 self._open.move_to_end(number)
+                self._close_oldest()
                 return self._open[number]
         # Opened without the lock: two threads may open the same shard, but no thread waits for another one's.
         opened = _OpenShard.open(self.split, number)
         with self._lock:
             self._open[number] = opened
-            while len(self._open) > _MAX_OPEN_SHARDS:
-                self._open.popitem(last=False)
+            self._open.move_to_end(number)
+            self._close_oldest()
         return opened
+
+    def _close_oldest(self) -> None:
+        """Close the shards that were not used for the longest time, until the others are within the limits."""
+        while len(self._open) > 1 and (
+            len(self._open) > _MAX_OPEN_SHARDS
+            or sum(shard.num_bytes for shard in self._open.values()) > self._max_bytes
+        ):
+            self._open.popitem(last=False)
 
 
 class _OpenShard:
@@ -203,6 +214,11 @@ class _OpenShard:
         self._shard = shard
         self._index = index
         self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of this shard: its sample index, and the blobs that were read. A complete shard is mapped."""
+        return self.read_bytes + (0 if self._index is None else self._index.table.nbytes)
 
     @classmethod
     def open(cls, split: Split, number: int) -> _OpenShard:

@@ -26,7 +26,7 @@ from datasvc.ui.web.unreadable import collect_unreadable
 API: Final = "/api"
 _YEAR_S: Final = 365 * 86400
 _QUERY_TIME_S: Final = 10.0
-_QUERY_MEMORY_BYTES: Final = 128 << 20
+_QUERY_MEMORY_BYTES: Final = 64 << 20
 _QUERY_SPILLED_BYTES: Final = 1 << 30
 _MAIN: Final = '<main id="main" tabindex="-1">'  # of `base.html`; problems are its first content
 _ELEMENT: Final = re.compile("[a-z-]{1,40}")

@@ -13,7 +13,9 @@ from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 
 _T = TypeVar("_T")
-_MAX_VERSIONS: Final = 8
+# The server aims at 300 MB of memory. The shard table of 100 million samples takes up to some 20 MB.
+_MAX_VERSIONS: Final = 4
+_MAX_BYTES_OF_SPLIT: Final = 16 << 20
 _MAX_HISTOGRAMS: Final = 256
 
 
@@ -55,7 +57,7 @@ class SplitCache:
     def samples(self, dataset: DatasetVersion, split: str) -> NumberedSamples:
         """Return the samples of a split. Raise NotFoundError if there is no such split."""
         chosen = dataset[split]
-        return self._samples.get((chosen.dataset, split), lambda: NumberedSamples(chosen))
+        return self._samples.get((chosen.dataset, split), lambda: NumberedSamples(chosen, _MAX_BYTES_OF_SPLIT))
 
     def histogram(self, dataset: DatasetVersion, split: str, column: str, where: str | None) -> Histogram:
         """Return the histogram of a column; for errors, see `histogram_of`."""

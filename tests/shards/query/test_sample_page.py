@@ -200,3 +200,12 @@ def test_memory_of_blobs_is_given_back(pets, monkeypatch):
     for number in np.arange(10).repeat(2).tolist():
         assert len(reader.blob(number, "blob")) == 9000 + number
     assert reader._open[0].read_bytes < 30000
+
+
+def test_memory_of_open_shards_is_bounded(pets):
+    reader = NumberedSamples(open_dataset(pets, "pets")["train"], max_bytes=40_000)
+    for number in range(50):
+        assert len(reader.blob(number, "blob")) == 9000 + number
+    reader.summaries([0])
+    open_bytes = [shard.num_bytes for shard in reader._open.values()]
+    assert sum(open_bytes) <= 40_000 or len(open_bytes) == 1
