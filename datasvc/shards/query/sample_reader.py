@@ -78,7 +78,7 @@ class NumberedSamples:
 
     Args:
         split: the split.
-        max_bytes: memory of the open shards; of one alone if it takes more. What a call reads is added until the next.
+        max_bytes: memory of the open shards, of one at least. What a call reads is counted from the next call on.
     """
 
     def __init__(self, split: Split, max_bytes: int = _MAX_OPEN_SHARDS * _MAX_BLOB_BYTES) -> None:
