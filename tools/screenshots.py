@@ -19,11 +19,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from datasvc.durable import write_file
+from datasvc.ledger.folders import find_ledgers
 from datasvc.ui.server import run_ui
 from datasvc.ui.settings import UiSettings
 
@@ -64,8 +66,8 @@ def running_ui(settings: UiSettings) -> Iterator[str]:
     thread.join()
 
 
-def find_pages(address: str) -> dict[str, str]:
-    """Return the path of each page by the name of its picture, for what the repository has."""
+def find_pages(address: str, ledgers: Path | None) -> dict[str, str]:
+    """Return the path of each page by the name of its picture, for what the repository and the ledgers have."""
 
     def read(path: str) -> Any:
         with urllib.request.urlopen(f"{address}/api{path}") as response:  # noqa: S310 - our own server
@@ -75,7 +77,8 @@ def find_pages(address: str) -> dict[str, str]:
     pages = {"home": "/", "cluster": "/cluster", "planner": "/planner", "runs": "/runs"}
     for row in home["datasets"][:1]:
         ref = f"{row['name']}@{row['version']}"
-        pages |= {"dataset": f"/datasets/{ref}", "samples": f"/datasets/{ref}/samples/train"}
+        split = f"/datasets/{ref}/samples/train"
+        pages |= {"dataset": f"/datasets/{ref}", "samples": split, "sample": f"{split}/0"}
         if row["version"] > 1:
             pages["diff"] = f"/diff/{row['name']}@{row['version'] - 1}/{ref}"
     for row in home["models"][:1]:
@@ -83,6 +86,10 @@ def find_pages(address: str) -> dict[str, str]:
         pages |= {"model": f"/models/{ref}", "lineage": f"/lineage/{ref}"}
         if row["version"] > 1:
             pages["compare"] = f"/compare/{row['name']}@{row['version'] - 1}/{ref}"
+    for run in read("/runs")["runs"][:1]:
+        pages["run"] = f"/runs/{run['name']}/{run['id']}"
+    for ledger in [] if ledgers is None else find_ledgers(ledgers)[:1]:
+        pages["audit"] = f"/audit/{quote(ledger, safe='')}"
     return pages
 
 
@@ -116,7 +123,7 @@ def main() -> None:
     with running_ui(settings) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         window = browser.new_page(viewport=SIZE)
-        for name, path in find_pages(address).items():
+        for name, path in find_pages(address, arguments.runs).items():
             content = take(window, address, path)
             if len(content) > MAX_BYTES:
                 sys.exit(f"{name} has {len(content)} bytes; expected at most {MAX_BYTES}")
