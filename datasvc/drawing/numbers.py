@@ -57,7 +57,7 @@ def thin_points(xs: Sequence[float], ys: Sequence[float | None], max_points: int
             gap.
 
     Returns:
-        Points in order, with None for a gap. See Jugel et al., "M4: A Visualization-Oriented Time ChartSeries Data
+        Points in order, with None for a gap. See Jugel et al., "M4: A Visualization-Oriented Time Series Data
         Aggregation", VLDB 2014.
     """
     points = [

@@ -216,6 +216,20 @@ def test_the_pages_of_runs_are_accessible_and_fit_a_narrow_window(logged, page):
         check_width(page)
 
 
+def test_a_chart_names_the_mark_at_the_cursor_and_begins_at_zero_for_rates(logged, page):
+    server, _, done, _ = logged
+    page.goto(f"{server.url}/runs/cnn/{done.id}")
+    chart = page.locator("[data-series]").filter(has_text="images/s")
+    chart.locator("canvas").wait_for()
+    plot = chart.evaluate("element => JSON.parse(element.dataset.series)")
+    assert plot["from_zero"] is True
+    (first, last), width = (plot["x"][0], plot["x"][-1]), chart.locator(".u-over").bounding_box()["width"]
+    step, label = next((step, label) for step, label, is_problem, _ in plot["marks"] if is_problem)
+    chart.locator(".u-over").hover(position={"x": width * (step - first) / (last - first), "y": 20})
+    chart.get_by_text(label).wait_for()
+    assert label.startswith("stall at step")
+
+
 def test_a_page_without_scripts_has_the_curves_and_their_numbers(logged, browser):
     server, _, done, _ = logged
     context = browser.new_context(java_script_enabled=False)

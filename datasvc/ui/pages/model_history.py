@@ -144,7 +144,7 @@ def read_metric(site: Site, version: ModelVersion, state: NameState, query: Quer
             "axis": axis,
             "colour": "--c0",
             "width": 960,
-            "marks": [[mark.x, mark.label, mark.is_problem] for mark in marks],
+            "marks": [[mark.x, mark.label, mark.is_problem, mark.href] for mark in marks],
             "x": [x for x, _, _ in points],
             "y": [y for _, y, _ in points],
             "links": [model_link(f"{version.name}@{number}") for _, _, number in points],

@@ -32,6 +32,7 @@ _NOT_DRAWN: Final = frozenset(
 )
 _FIRST: Final = ("loss", "rate")
 _TITLES: Final = {"rate": "learning rate"}
+_UNITS: Final = {"_s": "s", "_bytes": "bytes"}
 
 
 def line_charts(history: RunHistory) -> list[dict[str, Any]]:
@@ -82,20 +83,34 @@ def time_chart(history: RunHistory) -> dict[str, Any] | None:
 def _chart(chart_id: str, name: str, series: Series, colour: str, marks: Sequence[ChartMark]) -> dict[str, Any]:
     values = [value if math.isfinite(value) else None for value in series.values.tolist()]
     points = thin_points(series.steps.tolist(), values, _MAX_POINTS)
-    line = ChartSeries(name, [x for x, _ in points], [y for _, y in points], colour)
+    title, unit = _title_and_unit(name)
+    is_from_zero = name.endswith(("_per_s", "_bytes"))
+    line = ChartSeries(title, [x for x, _ in points], [y for _, y in points], colour)
     return {
         "id": chart_id,
-        "name": escape_controls(name),
-        "svg": line_chart([line], title=name, marks=marks, height=200, from_zero=name.endswith("_per_s") or None),
-        "table": chart_table([line], title=name, max_rows=100),
+        "name": escape_controls(title),
+        "svg": line_chart([line], title=title, unit=unit, marks=marks, height=200, from_zero=is_from_zero),
+        "table": chart_table([line], title=title, unit=unit, max_rows=100),
         "data": {
-            "name": escape_controls(name),
+            "name": escape_controls(title),
+            "unit": unit,
+            "from_zero": is_from_zero,
             "colour": f"--{colour}",
             "x": line.xs,
             "y": line.ys,
-            "marks": [[mark.x, mark.label, mark.is_problem] for mark in marks],
+            "marks": [[mark.x, mark.label, mark.is_problem, mark.href] for mark in marks],
         },
     }
+
+
+def _title_and_unit(name: str) -> tuple[str, str]:
+    """Return the title of a curve and its unit; names of the training program end in their units."""
+    if name.endswith("_per_s"):
+        return name.removesuffix("_per_s").replace("_", " ") + "/s", ""
+    for ending, unit in _UNITS.items():
+        if name.endswith(ending):
+            return name.removesuffix(ending).replace("_", " "), unit
+    return name, ""
 
 
 def _marks(history: RunHistory) -> list[ChartMark]:

@@ -22,13 +22,32 @@
     ctx.restore();
   }
 
-  function openOnClick(plot, links) {
+  // The range of an axis: a single value is not at the edge, and rates begin at zero.
+  function rangeOf(isFromZero) {
+    return (plot, low, high) => {
+      if (low == null) return [0, 1];
+      const least = isFromZero ? Math.min(0, low) : low;
+      const space = (high - least) * 0.05 || Math.abs(high) * 0.1 || 1;
+      return [isFromZero && low >= 0 ? 0 : least - space, high + space];
+    };
+  }
+
+  // The mark at the cursor: its text stands below the chart.
+  function markAt(plot, marks) {
+    const left = plot.cursor.left;
+    if (left == null || left < 0) return undefined;
+    const distance = (mark) => Math.abs(plot.valToPos(mark[0], "x") - left);
+    const nearest = marks.reduce((best, mark) => (!best || distance(mark) < distance(best) ? mark : best), undefined);
+    return nearest && distance(nearest) <= 6 ? nearest : undefined;
+  }
+
+  function openOnClick(plot, linkAt) {
     let pressed = 0;
     plot.over.addEventListener("pointerdown", (event) => { pressed = event.clientX; });
     plot.over.addEventListener("click", (event) => {
-      const index = plot.cursor.idx;
       // A drag zooms and is no click.
-      if (Math.abs(event.clientX - pressed) < 4 && index != null && links[index]) location.assign(links[index]);
+      const link = Math.abs(event.clientX - pressed) < 4 ? linkAt() : undefined;
+      if (link) location.assign(link);
     });
   }
 
@@ -36,22 +55,28 @@
     let chart = JSON.parse(element.dataset.series);
     if (!chart.x.length) return;
     const axis = { stroke: colour("--text"), grid: { stroke: colour("--line") }, ticks: { stroke: colour("--line") } };
+    const markText = document.createElement("p");
+    markText.className = "mark-text";
     const options = {
-      title: chart.name,
+      title: chart.unit ? `${chart.name}, ${chart.unit}` : chart.name,
       width: Math.max(280, Math.min(element.clientWidth, chart.width || 640)),
       height: 220,
       cursor: { sync: { key: "run" } },
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range: rangeOf(chart.from_zero) } },
       axes: [{ ...axis, label: chart.axis || "step" }, { ...axis, size: 72 }],
       series: [
         { label: chart.axis || "step" },
         { label: chart.name, stroke: colour(chart.colour), width: 1.5, points: { show: chart.x.length < 60 } },
       ],
-      hooks: { draw: [(plot) => drawMarks(plot, chart.marks)] },
+      hooks: {
+        draw: [(plot) => drawMarks(plot, chart.marks)],
+        setCursor: [(plot) => { markText.textContent = (markAt(plot, chart.marks) || [, ""])[1]; }],
+      },
     };
     element.replaceChildren();
     const plot = new uPlot(options, [chart.x, chart.y], element);
-    if (chart.links) openOnClick(plot, chart.links);
+    element.append(markText);
+    openOnClick(plot, () => (markAt(plot, chart.marks) || [])[3] || (chart.links || [])[plot.cursor.idx]);
     element.addEventListener("datasvc:series", (event) => {
       const { min, max } = plot.scales.x;
       const isZoomed = min > chart.x[0] || max < chart.x[chart.x.length - 1];
