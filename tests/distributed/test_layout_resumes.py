@@ -4,6 +4,7 @@ A new run at any layout starts with the weights of such a version.
 """
 
 import json
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 import datasvc
+from datasvc.ledger.folders import audit_folders
+from datasvc.runs import list_runs, read_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -27,6 +30,9 @@ LAYOUTS = {
     "alone": {},
 }
 FOUR = [name for name in LAYOUTS if name != "alone"]
+# One epoch of 12 steps, with an optimizer whose state has tensors and numbers.
+LAMB = {"optimizer": "lamb", "epochs": 1, "max_steps": None}
+KILLED = {"layout": "pipeline=2,shard=2", "micro_batch": 2, "checkpoint_every": 1, "kill_at": 5, **LAMB}
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +69,32 @@ def bytes_read(output, rank):
     return [event["size_bytes"] for event in events if event["rank"] == rank]
 
 
-def test_a_run_saved_at_one_layout_continues_at_any_other(launcher, url):
-    def run(num_ranks, save, resume, init):
-        request = json.dumps({"layouts": LAYOUTS, "save": save, "resume": resume, "init": init})
-        return launcher.run_program(num_ranks, "layout_resumes.py", url, request, timeout_s=TIMEOUT_S).stdout
+def losses(models, name):
+    (log,) = list_runs(models.repository, name)
+    series = read_run(models.repository, name, log.id).series["loss"]
+    return dict(zip(series.steps.tolist(), series.values.tolist(), strict=True))
 
-    output = run(1, ["alone"], [("alone", "alone")], [("alone", "alone")])
+
+def test_a_run_saved_at_one_layout_continues_at_any_other(launcher, url, tmp_path):
+    ledger = {"ledger": str(tmp_path / "ledger")}
+    killed = {
+        "killed": {**KILLED, **ledger},
+        "killed-alone": LAMB,
+        "killed-tensor": {"layout": "shard=2,tensor=2", **LAMB, **ledger},
+    }
+
+    def request(save, resume, init):
+        return json.dumps({"layouts": {**LAYOUTS, **killed}, "save": save, "resume": resume, "init": init})
+
+    def run(num_ranks, *runs):
+        return launcher.run_program(num_ranks, "layout_resumes.py", url, request(*runs), timeout_s=TIMEOUT_S).stdout
+
+    program = launcher.program("layout_resumes.py")
+    # By the fifth step, two later saves have been queued, so the first one is complete; others may not be.
+    lost = launcher.run(4, sys.executable, program, url, request(["killed"], [], []), timeout_s=TIMEOUT_S)
+    assert lost.returncode != 0
+    assert "rank 2 was the first to fail" in lost.stderr
+    output = run(1, ["alone", "killed-alone"], [("alone", "alone")], [("alone", "alone")])
     bytes_alone = bytes_read(output, 0)[-1]
     # Each layout continues what its neighbour in the list has saved, and one process, and one process continues each.
     ring = list(zip(FOUR, [*FOUR[1:], FOUR[0]], strict=True))
@@ -76,14 +102,24 @@ def test_a_run_saved_at_one_layout_continues_at_any_other(launcher, url):
     output = run(
         4,
         FOUR,
-        [*ring, ("alone", "tensor"), ("alone", "pipeline"), ("alone", "zero")],
+        [*ring, ("alone", "tensor"), ("alone", "pipeline"), ("alone", "zero"), ("killed", "killed-tensor")],
         [("alone", name) for name in initialised],
     )
-    run(1, [], [(name, "alone") for name in FOUR], [])
+    run(1, [], [*((name, "alone") for name in FOUR), ("killed", "killed-alone")], [])
 
     models = datasvc.open(url).models
+    undisturbed = losses(models, "killed-alone")
+    assert len(undisturbed) == 12
+    for name in ("killed-then-killed-tensor", "killed-then-killed-alone"):
+        expected = {step: undisturbed[step] for step in range(2, 13)}
+        assert losses(models, name) == pytest.approx(expected, abs=1e-5), name
+    # Ranks of the same data rank serve the same samples, which the audit counts once.
+    audit = audit_folders([tmp_path / "ledger"])
+    assert audit.is_proven
+    assert (audit.num_files, [epoch.served for epoch in audit.epochs]) == (8, [96])
+
     alone, expected = models.restore("alone@1"), models.restore("alone-then-alone")
-    resumed = [name for name in models.names() if "-then-" in name]
+    resumed = [name for name in models.names() if "-then-" in name and "killed" not in name]
     assert len(resumed) == 1 + len(FOUR) + 3 + len(FOUR)
     for name in resumed:
         found = models.restore(name)
@@ -116,6 +152,13 @@ def test_a_run_saved_at_one_layout_continues_at_any_other(launcher, url):
             assert_close(found.state[part], expected.state[part], f"{found.version} {part}", 1e-6)
     # A rank of a pipeline reads the tensors of its stage only.
     assert all(bytes_read(output, rank)[-1] < 0.9 * bytes_alone for rank in range(4))
+
+    logs = {name: list_runs(models.repository, name)[0] for name in LAYOUTS}
+    headers = {name: read_run(models.repository, name, log.id).header for name, log in logs.items()}
+    whole = headers["alone"]["facts"]["num_parameters"]
+    assert {name: header["facts"]["num_parameters"] for name, header in headers.items()} == dict.fromkeys(
+        LAYOUTS, whole
+    )
 
     execution = models.describe("pipeline").entry["execution"]
     assert execution["layout"] == {"data": 1, "shard": 2, "tensor": 1, "pipeline": 2, "context": 1}

@@ -200,6 +200,7 @@ def build_learner(
         loss_scale=make_loss_scale(config.precision, place.device),
         average=None if config.ema_decay is None else WeightAverage(model, config.ema_decay),
         device=place.device,
+        num_parameters=_count_parameters(model),
     )
 
 
@@ -223,6 +224,7 @@ def _build_divided_learner(
     )
     # Broadcast before the model is divided, in host memory.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    num_parameters = _count_parameters(model)  # a rank of a pipeline has only a part of them later
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
     divided = apply_layout(
@@ -251,7 +253,12 @@ def _build_divided_learner(
         average=None if config.ema_decay is None else WeightAverage(divided.model, config.ema_decay),
         device=place.device,
         divided=divided,
+        num_parameters=num_parameters,
     )
+
+
+def _count_parameters(model: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def build_model(config: TrainConfig, task: Task) -> torch.nn.Module:
@@ -381,7 +388,7 @@ def open_run_log(
             "environment": describe_environment(world_size=hvd.size()),
             "num_samples": len(run.loader.split),
             "global_batch": run.batches.global_batch,
-            "num_parameters": sum(parameter.numel() for parameter in run.model.parameters()),
+            "num_parameters": run.num_parameters,
             "device": str(run.device),
             "step": run.step,
         },

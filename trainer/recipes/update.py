@@ -38,6 +38,7 @@ class Learner:
         average: average of the weights; None unless configured.
         device: device of the model.
         divided: this rank's part of the model; None: each rank has the whole model.
+        num_parameters: parameters of the whole model; 0: not counted.
     """
 
     config: TrainConfig
@@ -50,6 +51,7 @@ class Learner:
     average: WeightAverage | None
     device: torch.device
     divided: DividedModel | None = field(default=None, kw_only=True)
+    num_parameters: int = field(default=0, kw_only=True)
 
 
 def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tensor:

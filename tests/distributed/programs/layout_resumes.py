@@ -2,23 +2,44 @@
 
 Takes a URL and JSON with "layouts": settings by name; "save": names of layouts to train at; "resume": pairs of names,
 the run to continue and the layout; and "init": pairs of the run whose weights a new run starts with, and the layout.
+With the setting "kill_at", rank 2 kills itself before the step after so many others. The losses that the logs of the
+runs have are those of the global batch.
 """
 
 import json
+import os
+import signal
 import sys
+from unittest import mock
 
 import torch
 
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train
+from datasvc.trainer.recipes.update import update
 
 URL, REQUEST = sys.argv[1:]
 BLOCK, STEPS, MORE_STEPS = 8, 3, 6
 torch.set_num_threads(1)
 
 
+def updates(kill_at):
+    def step(run, *arguments):
+        if run.step == kill_at and hvd.rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return hvd.allreduce(update(run, *arguments), name="test.loss")
+
+    return mock.patch.object(sys.modules[train.__module__], "update", step)
+
+
 def run(name, settings, *, steps, **options):
+    settings = {**settings}
+    with updates(settings.pop("kill_at", None)):
+        train_once(name, settings, steps=steps, **options)
+
+
+def train_once(name, settings, *, steps, **options):
     # `train` connects the ranks, so disconnect them before the next run.
     train(
         TrainConfig(
