@@ -63,6 +63,18 @@ def test_a_version_is_described_in_a_sentence_with_its_graph(ui):
     assert "all samples" in text
 
 
+def test_a_version_is_compared_with_the_one_before_and_has_its_models(ui, monkeypatch):
+    text = " ".join(texts(ui.get("/datasets/pets@2")[2]).split())
+    assert "2 fewer than pets@1" in text
+    assert "4 model versions were trained on it: cnn@4 , cnn@3 , cnn@2 , cnn@1 ." in text
+    assert "No model version was trained on it." in texts(ui.get("/datasets/birds")[2])
+    monkeypatch.setattr("datasvc.ui.pages.dataset._MAX_MODEL_VERSIONS", 3)
+    html = ui.get("/datasets/pets@2")[2]
+    assert "trained on it:" not in texts(html)
+    assert '<a href="/datasets/pets@2?models=1">Find the model versions' in html
+    assert "4 model versions were trained on it" in texts(ui.get("/datasets/pets@2?models=1")[2])
+
+
 def test_the_bar_of_a_class_leads_to_its_samples(ui):
     html = ui.get("/datasets/pets@2")[2]
     (link,) = set(re.findall(r'href="(/datasets/pets@2/samples/train\?where=label[^"]*1)"', html))

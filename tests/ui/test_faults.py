@@ -61,6 +61,10 @@ def test_a_shard_that_cannot_be_read_hides_neither_other_matches_nor_the_page(re
         assert "birds@1 has 12 samples" in " ".join(texts(html).split())
         assert "shard" in " ".join(each["text"] for each in server.json("/datasets/birds", "problems"))
         assert "histogram label" in server.json("/datasets/birds")
+        faults = [(each["link"], each["text"]) for each in server.json("/", "problems")]
+        assert [link for link, _ in faults] == ["/datasets/birds@1"]
+        assert "shard" in faults[0][1]
+        assert "(a page met it 0 min ago)" in faults[0][1]
 
 
 def test_a_mistyped_condition_of_a_data_set_is_a_message_above_its_form(ui):

@@ -2,6 +2,7 @@
 
 import html as html_module
 import json
+import re
 import urllib.error
 import urllib.request
 from urllib.parse import urlencode
@@ -9,7 +10,8 @@ from urllib.parse import urlencode
 import pytest
 
 import datasvc
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, UnavailableError
+from datasvc.runs import RunLog
 from datasvc.ui.settings import UiSettings
 from tests.cli.command import run
 from tests.ui.conftest import NoRedirects, running_ui, texts
@@ -28,6 +30,28 @@ def test_home_shows_data_sets_and_models_as_the_command_line_does(ui, filled):
 def test_every_panel_names_a_command_that_gives_the_same(ui, filled):
     _, _, html = ui.get("/datasets")
     assert f"datasvc ls --json --repo {filled}" in html
+
+
+@pytest.mark.parametrize(
+    ("path", "num_programs"), [("/", 4), ("/runs", 1), ("/models/cnn?last=2", 4), ("/cluster", 1)]
+)
+def test_each_line_of_python_of_a_page_runs(tmp_path, path, num_programs):
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    repo.models.save("cnn", {"w": [1]}, step=1)
+    RunLog.open(repo.repository, "cnn").close()
+    with running_ui(tmp_path / "repo", nodes=("http://127.0.0.1:1",)) as server:
+        html = server.get(path)[2]
+    programs = set(re.findall(r"<pre[^>]*>(import datasvc\n[^<]*)</pre>", html))
+    assert len(programs) == num_programs
+    for program in programs:
+        *imports, expression = html_module.unescape(program).splitlines()
+        names = {}
+        exec("\n".join(imports), names)
+        if "127.0.0.1" in expression:
+            with pytest.raises(UnavailableError):
+                eval(expression, names)
+        else:
+            assert eval(expression, names) is not None
 
 
 def test_an_empty_repository_shows_the_commands_that_fill_it(tmp_path):
@@ -106,7 +130,6 @@ def test_an_error_is_a_page_and_below_api_json(ui):
 
 
 def test_a_store_that_does_not_respond_shows_the_last_good_page(filled, monkeypatch):
-    from datasvc.errors import UnavailableError
     from datasvc.ui.pages import datasets
 
     with running_ui(filled) as server:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -38,7 +39,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     states = [state for state in all_states if chosen in {None, state.url}]
     if chosen is not None and not states:
         raise NotFoundError(f"{chosen[:200]!r} is not a node of this page; it has {', '.join(site.settings.nodes)}")
-    panels = {"nodes": Panel({state.url: state.to_dict() for state in states}, _command(states))}
+    panels = {"nodes": nodes_panel(states)}
     problems = [problem for state in states for problem in node_problems(state)]
     try:
         placement = _placement(site, all_states, query.text("data"))
@@ -80,8 +81,13 @@ async def stream_changes(site: Site, request: web.Request) -> web.StreamResponse
     return await stream_events(request, times())
 
 
-def _command(states: Sequence[NodeState]) -> str | None:
-    return f"datasvc top --node {states[0].url} --json" if len(states) == 1 else None
+def nodes_panel(states: Sequence[NodeState]) -> Panel:
+    """Return the status of each node."""
+    urls = [state.url for state in states]
+    command = "\n".join(shlex.join(["datasvc", "top", "--node", url, "--json"]) for url in urls)
+    client = "from datasvc.node.client import NodeClient\n"
+    python = f"{client}{{url: NodeClient(url).status() for url in {urls!r}}}"
+    return Panel({state.url: state.to_dict() for state in states}, command or None, python)
 
 
 def _sums(states: Sequence[NodeState]) -> dict[str, Any]:

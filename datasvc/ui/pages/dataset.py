@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from datasvc import drawing
+from datasvc.models.search.query import find_versions
 from datasvc.printable import count_text
+from datasvc.repository import Repository
 from datasvc.shards.history.version_nodes import dataset_nodes
 from datasvc.shards.query.histogram import Histogram, list_columns
 from datasvc.shards.query.shared_bytes import shared_bytes
@@ -28,6 +30,10 @@ _MAX_HISTOGRAMS = 12
 _HISTOGRAMS_AT_ONCE = 2
 _MAX_CLASSES = 200  # in the list of classes; more are searched
 _USUAL_SPLIT = "train"
+# Models of a local repository whose entries are searched for those trained on a version; others on request.
+_MAX_MODELS = 20
+_MAX_MODEL_VERSIONS = 200
+_MAX_TRAINED = 20  # in the sentence
 
 
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
@@ -46,7 +52,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         "version": Panel(facts, site.command("show", ref, "--json"), site.python("datasets.describe", ref)),
         "versions": log_panel,
     }
-    failures = Failures()
+    failures = Failures(site.faults, dataset_link(ref))
     with failures.noted():
         panels |= _compare_bytes(site, name, log)
     view: dict[str, Any] = {"split": None}
@@ -59,6 +65,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         )
         with failures.noted():
             panels["quarantine"] = replace(panels["quarantine"], values=read_bad_samples(repository, ref))
+    trained = _trained(site, ref, query, failures)
     previous = _previous(state.living, resolved.version, name)
     return Page(
         template="dataset.html",
@@ -73,8 +80,10 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "name": name,
             **_draw_log(site, name, ref, num_versions, len(state.versions)),
             "previous": previous,
+            "trained": trained,
             "change": None if is_removed else _change(log, resolved.version, previous),
             "removed": is_removed,
+            "max_trained": _MAX_TRAINED,
             "diff_link": diff_link,
             **view,
         },
@@ -101,6 +110,28 @@ def _draw_log(site: Site, name: str, ref: str, last: int | None, num_versions: i
         "all_link": more,
         "num_versions": num_versions,
     }
+
+
+def _trained(site: Site, ref: str, query: Query, failures: Failures) -> dict[str, Any]:
+    """Return the model versions that were trained on a version, or None until they are asked for, and the link."""
+    repository = site.repo.repository
+    condition = f"'{ref}' in data"
+    refs = None
+    with failures.noted():
+        if query.text("models") is not None or _are_few_models(repository):
+            refs = [str(version) for version in find_versions(repository, condition)]
+    command = site.command("models", "find", condition, "--json")
+    return {"refs": refs, "command": command, "link": dataset_link(ref, models=1)}
+
+
+def _are_few_models(repository: Repository) -> bool:
+    """Return whether all model versions of a repository are read at once."""
+    if not repository.storage.is_local:
+        return False
+    names = repository.names("models")
+    if len(names) > _MAX_MODELS:
+        return False
+    return sum(len(repository.state("models", name).versions) for name in names) <= _MAX_MODEL_VERSIONS
 
 
 def _change(log: Sequence[Mapping[str, Any]], version: int, previous: str | None) -> str | None:

@@ -6,10 +6,12 @@ import time
 from typing import Final
 
 from datasvc.runs import list_runs
+from datasvc.ui.pages.cluster import nodes_panel
 from datasvc.ui.pages.datasets import count_names, datasets_panel
 from datasvc.ui.pages.models import models_panel
 from datasvc.ui.pages.problems import disk_problems, node_problems, recent_run_problems, starved_share
-from datasvc.ui.web.page import Page, Panel, Parts, Query, RawResponse
+from datasvc.ui.pages.runs import runs_panel
+from datasvc.ui.web.page import Page, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _MAX_RUNS: Final = 50  # that are read to find live ones and problems
@@ -24,7 +26,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     nodes = site.nodes.states()
     of_nodes = [problem for state in nodes for problem in node_problems(state)]
     disk = disk_problems(site.repo.repository.storage.local_path(""))
-    problems = [*of_nodes, *recent_run_problems(runs, time.time()), *disk]
+    problems = [*site.faults.problems(), *of_nodes, *recent_run_problems(runs, time.time()), *disk]
     return Page(
         template="home.html",
         title="datasvc",
@@ -33,11 +35,8 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
         panels={
             "datasets": datasets,
             "models": models,
-            "runs": Panel(
-                [run.to_dict() for run in runs],
-                site.command("runs", "ls", "--json", options={"--last": str(_MAX_RUNS)}),
-            ),
-            "nodes": Panel({state.url: state.to_dict() for state in nodes}),
+            "runs": runs_panel(site, runs, last=_MAX_RUNS),
+            "nodes": nodes_panel(nodes),
         },
         view={
             "site": site,

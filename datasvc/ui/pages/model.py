@@ -161,4 +161,5 @@ def _retention(site: Site, name: str, query: Query) -> tuple[Panel | None, str |
         return None, str(error)
     texts = {option: None if value is None else str(value) for option, value in options.items()}
     command = site.command("models", "retain", name, "--json", options=texts)
-    return Panel({"name": name, "applied": False, **plan.to_dict()}, command), None
+    python = f"from datasvc.models import RetentionPolicy\n{site.python('models.retain', name, policy)}"
+    return Panel({"name": name, "applied": False, **plan.to_dict()}, command, python), None

@@ -34,8 +34,6 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # 
     last, folder = (number + 1) * _RUNS_PER_PAGE, site.settings.ledgers
     runs = list_runs(site.repo.repository, name, last=last + 1)
     shown = sorted(runs[number * _RUNS_PER_PAGE : last], key=lambda run: run.state != "running")
-    # A later page has no command of its own: `runs ls --last` prints all pages until it.
-    command = site.command("runs", "ls", *([name] if name else []), "--json", options={"--last": str(last)})
     return Page(
         template="runs.html",
         title="Runs" if name is None else f"Runs: {name}",
@@ -43,10 +41,7 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # 
         crumbs=(Crumb("Runs", runs_link()), *([Crumb(name, runs_link(name=name))] if name else [])),
         problems=tuple(problem for run in shown for problem in run_problems(run)),
         panels={
-            "runs": Panel(
-                [run.to_dict() for run in runs[number * _RUNS_PER_PAGE : last]],
-                None if number else command,
-            )
+            "runs": runs_panel(site, runs[number * _RUNS_PER_PAGE : last], name, last=last, is_first=not number),
         },
         view={
             "site": site,
@@ -58,6 +53,21 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # 
             "newer": runs_link(name=name, page=number - 1) if number else None,
             "older": runs_link(name=name, page=number + 1) if len(runs) > last else None,
         },
+    )
+
+
+def runs_panel(
+    site: Site, runs: Sequence[RunSummary], name: str | None = None, *, last: int, is_first: bool = True
+) -> Panel:
+    """Return the panel of a list of runs; if it is not the first page, it has no command: that prints all pages."""
+    values = [run.to_dict() for run in runs]
+    if not is_first:
+        return Panel(values)
+    command = site.command("runs", "ls", *([name] if name else []), "--json", options={"--last": str(last)})
+    name_text = f", {name!r}" if name else ""
+    repository = f"datasvc.open({site.url!r}).repository"
+    return Panel(
+        values, command, f"from datasvc.runs import list_runs\nlist_runs({repository}{name_text}, last={last})"
     )
 
 

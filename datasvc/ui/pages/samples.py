@@ -12,6 +12,8 @@ from datasvc.ui.web.links import dataset_link, sample_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
+# The search for the models that were trained on a sample reads all their versions; of more, only on request.
+_MAX_MODELS = 20
 _MAX_DUPLICATE_SHARDS = 64  # that are searched before somebody asks for all of them
 
 
@@ -119,6 +121,7 @@ def load_sample(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "here": here,
             "image_columns": [column for column in samples.image_columns if column in found.sample.blob_bytes],
             "num_samples": len(samples.split),
+            "finds_models": len(site.repo.models.names()) <= _MAX_MODELS,
         },
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
 
-from datasvc.errors import DatasvcError, NotFoundError
+from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.repository import Kind
 from datasvc.runs.reader import list_run_ids
@@ -140,6 +140,8 @@ def _find_samples(site: Site, text: str, searched: list[str], left_out: list[_Ma
             except DatasvcError as error:
                 link = samples_link(ref, split, key=text)
                 left_out.append({"kind": "split", "name": f"{ref}/{split}: {error}", "link": link})
+                if isinstance(error, CorruptDataError | NotFoundError):
+                    site.faults.note(error, dataset_link(ref))
                 continue
             num_splits += 1
             if number is not None:

@@ -6,14 +6,22 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from datasvc.errors import DatasvcError, UnavailableError
+from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.ui.web.page import Problem
+from datasvc.ui.web.seen_faults import SeenFaults
 
 
 class Failures:
-    """The errors of the parts of a page, each once. Several threads may add some."""
+    """The errors of the parts of a page, each once. Several threads may add some.
 
-    def __init__(self) -> None:
+    Args:
+        faults: gets those of corrupt and missing objects.
+        address: address of the page.
+    """
+
+    def __init__(self, faults: SeenFaults, address: str) -> None:
+        self._faults = faults
+        self._address = address
         self._messages: dict[str, None] = {}
         self._lock = threading.Lock()
 
@@ -30,5 +38,7 @@ class Failures:
         except UnavailableError:
             raise
         except DatasvcError as error:
+            if isinstance(error, CorruptDataError | NotFoundError):
+                self._faults.note(error, self._address)
             with self._lock:
                 self._messages[str(error)] = None

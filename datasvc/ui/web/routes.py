@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from jinja2 import Environment
 
-from datasvc.errors import DatasvcError, UnavailableError
+from datasvc.errors import CorruptDataError, DatasvcError, UnavailableError
 from datasvc.node.http.error_responses import status_of
 from datasvc.sql_sandbox import QueryLimits, limited
 from datasvc.ui.web.kept_pages import KeptPages
@@ -68,6 +68,9 @@ class PageRoutes:
                 except StopIteration as error:
                     # A future cannot have this error: the request would wait for ever.
                     raise RuntimeError("a page raised StopIteration") from error
+                except CorruptDataError as error:
+                    self._site.faults.note(error, request.path_qs.removeprefix(API))
+                    raise
 
             try:
                 # Rendering too: the HTML or JSON of a large page takes as long as reading it.
