@@ -11,10 +11,12 @@ import urllib.request
 import pytest
 
 import datasvc
+from datasvc.errors import NotFoundError
 from datasvc.runs import RunLog, RunSummary, list_runs, read_run
 from datasvc.testing import small_dataset
 from datasvc.ui.pages import runs as runs_page
 from datasvc.ui.pages.problems import recent_run_problems, run_problems
+from datasvc.ui.web import run_cache
 from tests.cli.command import ROOT
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 
@@ -115,6 +117,31 @@ def test_a_run_that_does_not_exist_is_an_error_with_those_that_do(logged):
     assert status == 404
     assert done.ref in html
     assert server.get("/runs/cnn/x")[0] == 400
+
+
+def test_the_log_of_a_run_is_read_again_only_if_it_has_new_parts(tmp_path, monkeypatch):
+    repository = datasvc.open(str(tmp_path / "repo"), create=True).repository
+    reads = []
+    monkeypatch.setattr(run_cache, "read_run", lambda *run: reads.append(run) or read_run(*run))
+    runs = run_cache.RunCache(max_age_s=0.0)
+    with RunLog.open(repository, "cnn", flush_s=3600) as log:
+        report_steps(log, [1])
+        assert log.flush()
+        for _ in range(3):
+            assert runs.read(repository, "cnn", log.id).summary.step == 1
+        assert len(reads) == 1
+        report_steps(log, [2])
+        assert log.flush()
+        assert list(runs.read(repository, "cnn", log.id).series["loss"].steps) == [1, 2]
+        assert len(reads) == 2
+    assert runs.read(repository, "cnn", log.id).summary.state == "finished"
+    shutil.rmtree(tmp_path / "repo/runs")
+    with pytest.raises(NotFoundError):
+        runs.read(repository, "cnn", log.id)
+    recent = run_cache.RunCache(max_age_s=3600.0)
+    again = RunLog.open(repository, "cnn")
+    again.close()
+    assert recent.read(repository, "cnn", again.id) is recent.read(repository, "cnn", again.id)
 
 
 def test_any_values_that_a_program_reports_are_shown(tmp_path):

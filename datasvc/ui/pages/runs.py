@@ -13,7 +13,7 @@ from aiohttp import web
 from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.ledger.folders import find_ledgers
 from datasvc.printable import count_text
-from datasvc.runs import RunEvent, RunHistory, RunSummary, follow_run, list_runs, read_run
+from datasvc.runs import RunEvent, RunHistory, RunSummary, list_runs
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
 from datasvc.ui.pages.run_charts import line_charts, time_chart
 from datasvc.ui.web.changes import stream_events
@@ -73,7 +73,7 @@ def runs_panel(
 
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return one run."""
-    history = read_run(site.repo.repository, parts["name"], parts["id"])
+    history = site.runs.read(site.repo.repository, parts["name"], parts["id"])
     run = history.summary
     diagnosis = _newest(history.events, "diagnosis")
     ranks = _newest(history.events, "ranks")
@@ -115,7 +115,7 @@ async def stream_changes(site: Site, request: web.Request) -> web.StreamResponse
     """Send an event whenever the log of a run has new parts or another state; end when the run has ended."""
     name, run_id = request.match_info["name"], request.match_info["id"]
     repository = await asyncio.to_thread(lambda: site.repo.repository)
-    history = await asyncio.to_thread(read_run, repository, name, run_id)
+    history = await asyncio.to_thread(site.runs.read, repository, name, run_id)
 
     async def changes(cursor: str, state: str) -> AsyncIterator[dict[str, Any]]:
         # The first event tells a page that was loaded before the stream began to load again.
@@ -123,7 +123,7 @@ async def stream_changes(site: Site, request: web.Request) -> web.StreamResponse
         while state in {"running", "not responding"}:
             await asyncio.sleep(_PAUSE_S)
             try:
-                new = await asyncio.to_thread(follow_run, repository, name, run_id, cursor)
+                new = await asyncio.to_thread(site.runs.read, repository, name, run_id)
             except NotFoundError:
                 return  # `gc` has deleted the log
             except DatasvcError:

@@ -13,6 +13,7 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
 from datasvc.ui.web.node_monitor import NodeMonitor
+from datasvc.ui.web.run_cache import RunCache
 from datasvc.ui.web.seen_faults import SeenFaults
 from datasvc.ui.web.split_cache import SplitCache
 
@@ -27,6 +28,7 @@ class Site:
         settings: settings of the server.
         url: URL of the repository without secrets.
         splits: open splits of data sets.
+        runs: logs of the runs that readers follow.
         faults: corrupt and missing objects that pages have met.
         nodes: status and history of the nodes.
     """
@@ -36,6 +38,7 @@ class Site:
         self.url = redact_url(settings.repository)
         self.splits = SplitCache()
         self.faults = SeenFaults()
+        self.runs = RunCache()
         self.nodes = NodeMonitor(settings.nodes, token=settings.node_token)
         self._repo: DataRepository | None = None
 
