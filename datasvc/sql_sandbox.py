@@ -47,7 +47,7 @@ class QueryLimits:
         }
 
     def stop(self) -> None:
-        """End the queries: nobody waits for their results any more."""
+        """End the queries, whose results are not needed any more."""
         if not self._stopped.done():
             self._stopped.set_result(None)
 

@@ -232,6 +232,20 @@ def test_two_requests_to_a_store_that_fails_do_not_wait_for_each_other(filled, m
         assert [status for status, *_ in threads.map(server.get, ["/datasets", "/models"])] == [503, 503]
 
 
+def test_a_store_that_is_slow_shows_the_last_good_page_meanwhile(filled, monkeypatch):
+    answers = threading.Event()
+    summarize = datasets_page.summarize_datasets
+    with running_ui(filled) as server:
+        assert "The store has not" not in server.get("/datasets")[2]
+        monkeypatch.setattr(routes, "_PATIENCE_S", 0.05)
+        monkeypatch.setattr(datasets_page, "summarize_datasets", lambda _: answers.wait(60) and summarize(_))
+        status, _, html = server.get("/datasets")
+        answers.set()
+        assert status == 200
+        assert "The store has not given this page within 0.05 s, so this page is" in html
+        assert "pets@2" in html
+
+
 def test_the_command_of_a_key_that_begins_like_an_option_runs(tmp_path):
     repository = Repository.create(str(tmp_path / "repo"))
     sample = {"key": "-x", "image": jpeg(), "width": 40, "height": 30, "label": 0}

@@ -57,6 +57,14 @@ def test_what_was_not_searched_is_told_with_a_link_that_does(filled, monkeypatch
         assert server.json("/search?q=nothing", "searched")[-1].startswith("keys of samples, compared exactly, in 2")
 
 
+def test_a_search_for_digests_says_how_many_names_it_covers(filled, monkeypatch):
+    with running_ui(filled) as server:
+        assert "of each data set and model" in server.json("/search?q=abcdef", "searched")[2]
+        monkeypatch.setattr(search, "_MAX_ENTRIES", 2)
+        (line,) = [line for line in server.json("/search?q=abcdef", "searched") if line.startswith("digests")]
+        assert line.startswith("digests in the newest 1 version of the first 2 of 3 data sets and models")
+
+
 @pytest.mark.parametrize("text", [*HOSTILE, "' or 1=1 --", "%", "\x00", "a" * 5000])
 def test_a_hostile_text_is_text_and_finds_nothing(ui, text):
     address = f"/search?q={quote(text, safe='')}"

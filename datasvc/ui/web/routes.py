@@ -25,6 +25,7 @@ from datasvc.ui.web.unreadable import collect_unreadable
 
 API: Final = "/api"
 _YEAR_S: Final = 365 * 86400
+_PATIENCE_S: Final = 5.0  # before a kept page is shown
 _QUERY_TIME_S: Final = 10.0
 _QUERY_MEMORY_BYTES: Final = 64 << 20
 _QUERY_SPILLED_BYTES: Final = 1 << 30
@@ -48,6 +49,8 @@ class PageRoutes:
         self._environment = environment
         self._pages = pages
         self._kept = KeptPages()
+        # Pages that are still read after an older one was shown; a task without a reference may be deleted.
+        self._late: set[asyncio.Task[web.Response]] = set()
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes of all pages and of their JSON twins."""
@@ -72,9 +75,18 @@ class PageRoutes:
                     self._site.faults.note(error, request.path_qs.removeprefix(API))
                     raise
 
+            # Rendering too: the HTML or JSON of a large page takes as long as reading it.
+            task = asyncio.create_task(asyncio.to_thread(work))
             try:
-                # Rendering too: the HTML or JSON of a large page takes as long as reading it.
-                return await asyncio.to_thread(work)
+                await asyncio.wait([task], timeout=_PATIENCE_S)
+                if not task.done() and not request.path.startswith(f"{API}/"):
+                    reason = f"The store has not given this page within {_PATIENCE_S:g} s"
+                    if (kept := self._kept_response(request, reason, "load it again later")) is not None:
+                        # The page that is read meanwhile is kept for the next request.
+                        self._late.add(task)
+                        task.add_done_callback(self._end_late)
+                        return kept
+                return await task
             except asyncio.CancelledError:
                 # The reader has left, or the server stops.
                 limits.stop()
@@ -82,11 +94,19 @@ class PageRoutes:
 
         return handle
 
+    def _end_late(self, task: asyncio.Task[web.Response]) -> None:
+        self._late.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.info("a page that was replaced by a kept one has failed: %s", error)
+
     def _respond_html(self, load: Load, request: web.Request) -> web.Response:
         try:
             page = self._load(load, request)
         except UnavailableError as error:
-            return self._respond_with_kept(request, error)
+            kept = self._kept_response(request, "The store does not respond", str(error))
+            if kept is None:
+                raise
+            return kept
         if isinstance(page, RawResponse):
             return _content_response(page)
         text = self._render(request, page)
@@ -114,13 +134,13 @@ class PageRoutes:
             return page
         return replace(page, problems=(*map(Problem, unreadable.messages()), *page.problems))
 
-    def _respond_with_kept(self, request: web.Request, error: UnavailableError) -> web.Response:
-        """Return the last good page with a problem on top; raise `error` if there is none."""
+    def _kept_response(self, request: web.Request, reason: str, advice: str) -> web.Response | None:
+        """Return the last good page with a problem on top; None if there is none."""
         kept = self._kept.get(request.path_qs)
         if kept is None:
-            raise error
+            return None
         html, age_s = kept
-        problem = Problem(f"The store does not respond, so this page is {round(age_s)} s old: {error}")
+        problem = Problem(f"{reason}, so this page is {round(age_s)} s old: {advice}")
         # Texts are escaped, so the element occurs once.
         return _html_response(html.replace(_MAIN, f"{_MAIN}\n{render_problems(self._environment, [problem])}", 1))
 
