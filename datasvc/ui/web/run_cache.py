@@ -16,7 +16,7 @@ _MAX_AGE_S: Final = 0.25
 
 
 @dataclass
-class _Run:
+class _FollowedRun:
     history: RunHistory | None = None
     read_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -27,7 +27,7 @@ class RunCache:
 
     def __init__(self, max_age_s: float = _MAX_AGE_S) -> None:
         self._max_age_s = max_age_s
-        self._runs: OrderedDict[tuple[str, str], _Run] = OrderedDict()
+        self._runs: OrderedDict[tuple[str, str], _FollowedRun] = OrderedDict()
         self._lock = threading.Lock()
 
     def read(self, repository: Repository, name: str, run_id: str) -> RunHistory:
@@ -36,7 +36,7 @@ class RunCache:
         The parts of a log are read again only if it has new ones.
         """
         with self._lock:
-            run = self._runs.setdefault((name, run_id), _Run())
+            run = self._runs.setdefault((name, run_id), _FollowedRun())
             self._runs.move_to_end((name, run_id))
             while len(self._runs) > _MAX_RUNS:
                 self._runs.popitem(last=False)
