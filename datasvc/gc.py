@@ -36,8 +36,7 @@ from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Reposit
 from datasvc.repository.logs.journal import JOURNALS
 from datasvc.repository.removal import swept_versions
 from datasvc.repository.repository import describe_damage
-from datasvc.runs.run_ids import RUNS
-from datasvc.runs.sweep import choose_old_runs, newest_changes
+from datasvc.runs.sweep import choose_old_runs, delete_run, newest_changes
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads
 
@@ -295,11 +294,7 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
             storage.delete_folder(folder)
             swept.journals.append(folder)
     if garbage.runs:
-        # A run that was continued since has a new file.
-        changed = newest_changes(storage)
-        swept.runs = [ref for ref in garbage.runs if changed.get(ref, before_s) < before_s]
-        for ref in swept.runs:
-            storage.delete_folder(f"{RUNS}/{ref}")
+        swept.runs = [ref for ref in garbage.runs if delete_run(storage, ref, before_s)]
     digest_of_path = {Objects.path(digest): digest for digest in garbage.objects}
 
     def delete(paths: Collection[str]) -> list[str]:

@@ -21,7 +21,9 @@ from datasvc.models import describe_model, restore, save
 from datasvc.models.registry.removal import remove
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import encode_entry
-from datasvc.runs import RunLog, list_runs
+from datasvc.repository.store.storage import Storage
+from datasvc.runs import RunLog, list_runs, read_run
+from datasvc.runs.sweep import delete_run
 from datasvc.shards import open_dataset
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.verify import verify
@@ -281,6 +283,23 @@ def test_a_run_that_was_continued_while_gc_ran_keeps_its_log(repository):
     RunLog.open(repository, "cnn", run_id=log.id).close()
     assert sweep(repository, garbage, time.time() - DAY).runs == []
     assert list_runs(repository)[0].num_attempts == 2
+
+
+def test_a_run_that_is_continued_while_its_log_is_deleted_keeps_its_headers(repository, monkeypatch):
+    log = RunLog.open(repository, "cnn")
+    log.close()
+    make_old(repository)
+    delete = Storage.delete_if_older
+
+    def continue_after(storage, path, before_s):
+        is_deleted = delete(storage, path, before_s)
+        monkeypatch.undo()
+        RunLog.open(repository, "cnn", run_id=log.id).close()
+        return is_deleted
+
+    monkeypatch.setattr(Storage, "delete_if_older", continue_after)
+    assert not delete_run(repository.storage, log.ref, time.time() - DAY)
+    assert read_run(repository, "cnn", log.id).headers.keys() == {1, 2}
 
 
 def test_strange_files_in_the_repository_are_left_alone(full):

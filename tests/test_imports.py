@@ -60,6 +60,7 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.threads",
 }
 ALLOWED["datasvc.runs"] = {"datasvc.repository", "datasvc.errors", "datasvc.printable", "datasvc.threads"}
+ALLOWED["datasvc.runs"] |= {"datasvc.drawing", "datasvc.notebook"}  # how a notebook shows a run
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.mix_order"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from datasvc.api import DataRepository, Datasets, Models
+from datasvc.api import DataRepository, Datasets, Models, Runs
 from datasvc.models import CheckpointManager
 from tests import user_program
 
@@ -19,6 +19,7 @@ SOURCE = Path(user_program.__file__)
 CLASSES = {
     "repo.datasets": Datasets,
     "repo.models": Models,
+    "repo.runs": Runs,
     "repo": DataRepository,
     "manager": CheckpointManager,
 }

@@ -151,8 +151,21 @@ def use_models(folder: Path) -> None:
     assert repo.models.lost_versions(["net"]) == list(lost.versions)
 
 
+def use_runs(folder: Path) -> None:
+    """Call the methods of `repo.runs`."""
+    repo = datasvc.open(str(folder / "repo"), create=True)
+    with repo.runs.start("net", config={"lr": 0.1}, data="pets@1", parent="net@3", facts={"why": "a test"}) as log:
+        log.report("step", step=1, loss=0.5)
+        assert log.flush()
+        history = repo.runs.read(log.ref)
+        log.report("step", step=2, loss=0.25)
+    assert repo.runs.follow(log.ref, history.cursor).series["loss"].values.tolist() == [0.25]
+    assert [run.ref for run in repo.runs.ls("net", last=1)] == [log.ref]
+
+
 def main(folder: Path, images: Path) -> None:
     """Use a new repository in `folder`, with the data set of an image folder."""
     use_datasets(folder, images)
     use_manager(folder)
     use_models(folder)
+    use_runs(folder)

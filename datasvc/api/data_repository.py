@@ -1,10 +1,11 @@
-"""Facade of one repository: its data sets, its models and its garbage collection."""
+"""Facade of one repository: its data sets, its models, its runs and its garbage collection."""
 
 from __future__ import annotations
 
 from datasvc.api.datasets import Datasets
 from datasvc.api.models import Models
 from datasvc.api.operation import Operation
+from datasvc.api.runs import Runs
 from datasvc.gc import gc
 from datasvc.repository import Repository
 from datasvc.repository.store.redaction import redact_url
@@ -18,6 +19,7 @@ class DataRepository:
         datasets: the data sets: ingest, delete, merge, diff, tag, verify, export and other operations. The method
             `dataset` is short for `datasets.open`.
         models: the models: save, restore, manager, find, diff, tag, verify, push and other operations.
+        runs: the logs of training runs: list, read, start.
         repository: objects and logs, for operations that this class does not offer.
     """
 
@@ -28,6 +30,7 @@ class DataRepository:
         self.repository = repository
         self.datasets = Datasets(repository)
         self.models = Models(repository)
+        self.runs = Runs(repository)
 
     @classmethod
     def open(cls, url: str, *, create: bool = False) -> DataRepository:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
@@ -47,13 +48,14 @@ class Collector:
         # Times do not fall, whatever the clock does, and those of two parts differ: readers continue after a time.
         self._newest_s = time_s = max(round(time_s, 3), self._newest_s, self._floor_s)
         if _is_step(event, facts):
-            numbers = {name: number for name, value in facts.items() if (number := to_number(value)) is not None}
-            numbers.pop(STEP, None)
-            if len(numbers) > MAX_NAMES:  # readers refuse a table with more
-                numbers = dict(islice(numbers.items(), MAX_NAMES))
+            values = {name: number for name, value in facts.items() if (number := to_number(value)) is not None}
+            values.pop(STEP, None)
+            if len(values) > MAX_NAMES:  # readers refuse a table with more
+                values = dict(islice(values.items(), MAX_NAMES))
                 self._num_cut += 1
-            self._rows.setdefault(tuple(numbers), []).append((facts[STEP], time_s, tuple(numbers.values())))
-            self.latest = facts
+            step = int(facts[STEP])
+            self._rows.setdefault(tuple(values), []).append((step, time_s, tuple(values.values())))
+            self.latest = {**facts, STEP: step}
             return
         made = make_event(time_s, event, facts)
         version = made.facts.get("version")
@@ -90,4 +92,9 @@ class Collector:
 def _is_step(event: object, facts: dict[str, Any]) -> bool:
     """Return whether an event is a `step` event with a valid number of the step."""
     step = facts.get(STEP)
-    return event == STEP and type(step) is int and 0 <= step <= _MAX_STEP
+    return (
+        event == STEP
+        and isinstance(step, numbers.Integral)
+        and not isinstance(step, bool)
+        and 0 <= int(step) <= _MAX_STEP
+    )

@@ -83,12 +83,13 @@ def _series(tables: Iterable[StepTable]) -> dict[str, Series]:
 
 def _join(column: Sequence[tuple[StepTable, int]]) -> Series:
     """Return the series of one name, ascending by step, from a column of each table."""
-    steps = np.concatenate([table.last for table, _ in column])
-    order = np.argsort(steps, kind="stable")
+    steps, times = (np.concatenate([getattr(table, field) for table, _ in column]) for field in ("last", "times"))
+    order = np.lexsort((times, steps))
+    # Of a step that was reported more than once, the last report counts.
+    order = order[np.append(steps[order][1:] != steps[order][:-1], True)]
     mean, low, high = (
         np.concatenate([getattr(table, field)[:, index] for table, index in column])[order]
         for field in ("mean", "low", "high")
     )
-    times = np.concatenate([table.times for table, _ in column])[order]
     counts = np.concatenate([table.counts for table, _ in column])[order]
-    return Series(steps[order], mean, low, high, times, counts)
+    return Series(steps[order], mean, low, high, times[order], counts)

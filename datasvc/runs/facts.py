@@ -63,9 +63,11 @@ def choose_facts(facts: Mapping[str, Any], first: Collection[str], max_bytes: in
 
 
 def to_number(value: Any) -> float | None:
-    """Return a number as a float; None for other values. A boolean is no number."""
+    """Return a number as a float; None for other values. A boolean is no number, a tensor of one number is one."""
     if isinstance(value, float):
         return value
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of numpy, torch or another framework
+        value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:

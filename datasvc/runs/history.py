@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+import pyarrow as pa
+
+from datasvc.notebook.tables import to_frame
 from datasvc.runs.content import STEP
 from datasvc.runs.facts import RunEvent
 from datasvc.runs.run_ids import started_s
 from datasvc.runs.step_table import Floats, Integers
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
 
 RunState = Literal["running", "finished", "failed", "interrupted", "not responding"]
 MISSED_HEARTBEATS: Final = 6
@@ -140,6 +147,39 @@ class RunHistory:
         """Model versions that the run has saved, oldest first."""
         saved = [event.facts.get("version") for event in self.events if event.event == "checkpoint"]
         return list(dict.fromkeys(version for version in saved if isinstance(version, str)))
+
+    def to_arrow(self) -> pa.Table:
+        """Return a row for each point of each curve.
+
+        Columns: `kind` ("step" or "evaluation"), `name`, `step`, `value`, `low`, `high`, `time_s` (since 1970), and
+        `num_steps` that the point combines.
+        """
+        from datasvc.runs.display import history_table
+
+        return history_table(self)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the rows of `to_arrow` as a pandas frame. Raise ConfigError if pandas is not installed."""
+        return to_frame(self.to_arrow())
+
+    def plot(self, name: str = "loss", *, ax: Axes | None = None) -> Axes:
+        """Plot a curve, or a metric of the evaluations, over the steps; return the axes of matplotlib.
+
+        Args:
+            name: name in `series` or `evaluation`.
+            ax: axes to plot into; None for a new figure.
+
+        Raises:
+            ConfigError: matplotlib is not installed, or there is no such curve; the message lists the others.
+        """
+        from datasvc.runs.display import plot_curve
+
+        return plot_curve(self, name, ax)
+
+    def _repr_html_(self) -> str:
+        from datasvc.runs.display import history_html
+
+        return history_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""

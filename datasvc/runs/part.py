@@ -20,6 +20,7 @@ from datasvc.runs.step_table import StepTable
 
 PART_FORMAT: Final = 1
 MAX_PART_BYTES: Final = 64 << 20
+_MAX_TIME_S: Final = 1e11  # some 3,000 years; `time.localtime` takes it
 _FILE_NAME: Final = re.compile(r"(\d{8,18})\.(\d{8,18})-(\d{8,18})\.jsonl")
 
 
@@ -94,12 +95,12 @@ def decode_part(raw: bytes, location: str, part: PartRange) -> Part:
             num_left_out = int(head.pop("left_out", 0))
             return Part(part, _check_head(head), Content(tables, events, num_left_out))
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise CorruptDataError(f"{location} is corrupt: {error}; restore it from another copy") from error
+        raise CorruptDataError(f"{location} is corrupt: {error}; the other parts can be read") from error
     if is_intact:
         raise ConfigError(
             f"{location} has format {head['format']}; this datasvc reads up to {PART_FORMAT}: upgrade it"
         )
-    raise CorruptDataError(f"{location} is corrupt: its checksum does not match; restore it from another copy")
+    raise CorruptDataError(f"{location} is corrupt: its checksum does not match; the other parts can be read")
 
 
 def _line(value: Mapping[str, Any]) -> bytes:
@@ -119,4 +120,7 @@ def _check_head(head: Any) -> Mapping[str, Any]:
         raise TypeError("the head of a part has another form")
     if not isinstance(head["versions"], list) or not all(isinstance(ref, str) for ref in head["versions"]):
         raise TypeError("the versions of a run are not texts")
-    return {**head, "time": float(head["time"]), "heartbeat_s": float(head["heartbeat_s"]), "lost": int(head["lost"])}
+    time_s, heartbeat_s = float(head["time"]), float(head["heartbeat_s"])
+    if not 0 <= time_s < _MAX_TIME_S or not 0 <= heartbeat_s < _MAX_TIME_S:
+        raise ValueError(f"the time of a part is {time_s}, its heartbeat {heartbeat_s} s")
+    return {**head, "time": time_s, "heartbeat_s": heartbeat_s, "lost": int(head["lost"])}

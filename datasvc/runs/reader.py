@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -130,7 +131,7 @@ def follow_run(
     numbers = _attempts(files)
     headers, errors = Log(storage, folder).try_entries(numbers)
     series, evaluation, events = combine(parts, since)
-    summary = summarize(name, run_id, parts[-1].head if parts else None, len(numbers), _now(now_s))
+    summary = _summarize(name, run_id, ranges, parts, problems, len(numbers), _now(now_s))
     if summary.num_lost:
         problems.append(f"{count_text(summary.num_lost, 'event')} of the last attempt could not be written")
     num_left_out = sum(part.content.num_left_out for part in parts)
@@ -153,11 +154,26 @@ def _read_summary(storage: Storage, name: str, run_id: str, now_s: float) -> Run
         ranges = choose_parts(files)
         if not files:
             return None
-        parts, _ = _read_parts(storage, folder, ranges[-1:])
+        parts, problems = _read_parts(storage, folder, ranges[-1:])
         if parts is not None:
-            head = parts[-1].head if parts else None
-            return summarize(name, run_id, head, len(_attempts(files)), now_s)
+            return _summarize(name, run_id, ranges, parts, problems, len(_attempts(files)), now_s)
     return None
+
+
+def _summarize(
+    name: str,
+    run_id: str,
+    ranges: Sequence[PartRange],
+    parts: Sequence[Part],
+    problems: Sequence[str],
+    num_attempts: int,
+    now_s: float,
+) -> RunSummary:
+    """Return the summary of a run; if its newest part cannot be read, its state says so."""
+    summary = summarize(name, run_id, parts[-1].head if parts else None, num_attempts, now_s)
+    if ranges and (not parts or parts[-1].range != ranges[-1]):
+        return replace(summary, state="not responding", message=problems[-1])
+    return summary
 
 
 def _read_parts(storage: Storage, folder: str, ranges: Sequence[PartRange]) -> tuple[list[Part] | None, list[str]]:

@@ -33,6 +33,7 @@ HEARTBEAT_S: Final = 20.0
 CLOSE_TIMEOUT_S: Final = 10.0
 _MAX_QUEUED: Final = 100_000
 _MAX_RETRY_S: Final = 60.0
+_MAX_INTERVAL_S: Final = 3600
 # While the store fails, events are collected for its next answer, within these limits.
 _LIMITS_WHILE_FAILING: Final = replace(PART_LIMITS, num_bins=4 * PART_LIMITS.num_bins)
 _MAX_LATEST_BYTES: Final = 16 << 10
@@ -100,7 +101,7 @@ class RunLog:
         *,
         run_id: str | None = None,
         config: Mapping[str, Any] | None = None,
-        data: Sequence[str] = (),
+        data: Sequence[str] | str = (),
         parent: str | None = None,
         code: Mapping[str, Any] | None = None,
         world_size: int = 1,
@@ -130,10 +131,13 @@ class RunLog:
                 responding" some of these intervals after its newest part.
 
         Raises:
-            ConfigError: `name` or `run_id` is not valid.
+            ConfigError: `name`, `run_id` or an interval is not valid.
             NotFoundError, UnavailableError: `repository` is a URL at which there is none.
         """
         check_name(name, "run")
+        for interval_name, interval_s in {"flush_s": flush_s, "heartbeat_s": heartbeat_s}.items():
+            if not 0 < interval_s <= _MAX_INTERVAL_S:
+                raise ConfigError(f"{interval_name} is {interval_s}; expected seconds, at most {_MAX_INTERVAL_S:,}")
         if isinstance(repository, str):
             repository = Repository.open(repository)
         run_id = new_run_id() if run_id is None else check_run_id(run_id)
@@ -144,7 +148,7 @@ class RunLog:
                 "world_size": world_size,
                 "layout": layout,
                 "config": config,
-                "data": list(data),
+                "data": [data] if isinstance(data, str) else list(data),
                 "parent": parent,
                 "code": code,
                 "facts": facts,
@@ -175,7 +179,7 @@ class RunLog:
         """Number of reported events that are lost."""
         return self._num_refused + self._num_failed
 
-    def report(self, event: str, **facts: Any) -> None:
+    def report(self, event: str, /, **facts: Any) -> None:
         """Record an event; this never fails, and does not wait.
 
         Numbers of an event "step" that has a `step`, the number of optimizer steps, become curves; of old steps,
@@ -187,7 +191,7 @@ class RunLog:
             event: name of the event.
             facts: values of the event; other values than JSON's become text.
         """
-        if len(self._queue) >= _MAX_QUEUED:
+        if len(self._queue) >= _MAX_QUEUED or self._end is not None:
             self._num_refused += 1
             return
         self._queue.append((time.time(), event, facts))
@@ -195,6 +199,8 @@ class RunLog:
     def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
         """Write what was reported; return whether the store has it now."""
         done = threading.Event()
+        if not self._thread.is_alive():
+            return not self._is_failing and not self._queue
         self._flushes.append(done)
         self._wake.set()
         return done.wait(timeout_s) and not self._is_failing

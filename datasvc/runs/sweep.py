@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 
 from datasvc.repository import Storage
+from datasvc.runs.part import PartRange
 from datasvc.runs.run_ids import RUNS, is_run_id
 
 Newest = dict[str, float]
@@ -21,6 +23,30 @@ def newest_changes(storage: Storage) -> Newest:
                 ref = f"{name}/{run_id}"
                 newest[ref] = max(newest.get(ref, 0.0), file.modified_s)
     return newest
+
+
+def delete_run(storage: Storage, ref: str, before_s: float) -> bool:
+    """Delete the log of a run if all of its files are older than `before_s`; return whether it was deleted.
+
+    A run may be continued at any time. Its headers are deleted last, and only if no new file has appeared, because
+    the numbers of further attempts continue theirs.
+
+    Raises:
+        UnavailableError: the store does not respond; the run may be deleted in part.
+    """
+    folder = f"{RUNS}/{ref}"
+    for is_last_round in (False, True):
+        files = list(storage.walk(folder))
+        if not files or any(file.modified_s >= before_s for file in files):
+            return False
+        chosen = [file.path for file in files if is_last_round or PartRange.parse(file.path.rpartition("/")[2])]
+        results = [storage.delete_if_older(path, before_s) for path in chosen]
+        if not all(results):
+            return False
+    if (path := storage.local_path(folder)) is not None:
+        with suppress(OSError):  # a new attempt of the run has just begun
+            path.rmdir()
+    return True
 
 
 def choose_old_runs(

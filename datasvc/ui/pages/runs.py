@@ -64,11 +64,7 @@ def runs_panel(
     if not is_first:
         return Panel(values)
     command = site.command("runs", "ls", *([name] if name else []), "--json", options={"--last": str(last)})
-    name_text = f", {name!r}" if name else ""
-    repository = f"datasvc.open({site.url!r}).repository"
-    return Panel(
-        values, command, f"from datasvc.runs import list_runs\nlist_runs({repository}{name_text}, last={last})"
-    )
+    return Panel(values, command, site.python("runs.ls", *([name] if name else []), last=last))
 
 
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
@@ -87,8 +83,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
             "run": Panel(
                 history.to_dict(),
                 site.command("runs", "show", run.ref, "--json"),
-                "from datasvc.runs import read_run\n"
-                f"read_run(datasvc.open({site.url!r}).repository, {run.name!r}, {run.id!r})",
+                site.python("runs.read", run.ref),
             )
         },
         view={
