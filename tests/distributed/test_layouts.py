@@ -1,4 +1,7 @@
-"""A small GPT trained on every axis of a layout, alone and in pairs, has the losses that one process has."""
+"""A small GPT trained on every axis of a layout, alone and in pairs, has the losses that one process has.
+
+So has a convolutional net, on the axes that it has.
+"""
 
 import json
 import sys
@@ -9,6 +12,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 800.0  # ranks that wait for each other in every layer are slow where they share processors
 LONG, SHORT = {"steps": 50}, {"steps": 5}
+# Equal to one process only if batch normalisation has the batches of all ranks.
+RESNET = {"model": "resnet18", "sync_batch_norm": True, "optimizer": "sgd", "learning_rate": 0.01, **SHORT}
 LAYOUTS = [
     {"layout": "shard=4", **LONG},
     {"layout": "tensor=4", **LONG},
@@ -35,13 +40,15 @@ LAYOUTS = [
     {"layout": "tensor=2,pipeline=2", "micro_batch": 2, "pipeline_schedule": "zbv", "layers": 4, **SHORT},
     {"layout": "context=4", **SHORT},
     {"layout": "context=4", "documents": True, **SHORT},
-    {"layout": "data=2,context=2", "documents": True, **SHORT},
-    {"layout": "shard=2,context=2", **SHORT},
-    {"layout": "tensor=2,context=2", "documents": True, **SHORT},
-    {"layout": "pipeline=2,context=2", "documents": True, "micro_batch": 4, **SHORT},
+    {"layout": "data=2,context=2", **LONG},
+    {"layout": "shard=2,context=2", **LONG},
+    {"layout": "tensor=2,context=2", "documents": True, **LONG},
+    {"layout": "pipeline=2,context=2", "documents": True, "micro_batch": 4, **LONG},
+    {"layout": "shard=4", **RESNET},
+    {"layout": "data=2,shard=2", "zero": 1, **RESNET},
 ]
 # What a run of one process needs to have the same losses.
-ALONE = ("steps", "layers", "documents", "optimizer", "learning_rate")
+ALONE = ("steps", "layers", "documents", "optimizer", "learning_rate", "model", "sync_batch_norm")
 
 
 def without_layout(settings):

@@ -1,7 +1,7 @@
-"""Trains a small GPT on each of the given layouts in turn; rank 0 prints losses and sizes of each as a line of JSON.
+"""Trains a small model on each of the given layouts in turn; rank 0 prints losses and sizes as a line of JSON each.
 
 Argument: a list of settings as JSON. Beside those of a run, they have the number of "steps" and of "layers", and
-whether blocks have several "documents".
+whether blocks have several "documents". The model is a GPT; settings with another "model" train it on images.
 """
 
 import json
@@ -17,12 +17,13 @@ from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import build_learner, choose_place, compile_model
+from datasvc.trainer.recipes.tasks.classification import Classification
 from datasvc.trainer.recipes.tasks.evaluate import evaluate
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
 from datasvc.trainer.recipes.tasks.task import Examples
 from datasvc.trainer.recipes.update import update
 
-VOCABULARY, BLOCK, BATCH = 29, 8, 8
+VOCABULARY, BLOCK, BATCH, NUM_CLASSES = 29, 8, 8, 4
 MODEL = ("heads=4", "width=32", "dropout=0.0", f"context={BLOCK}")
 
 
@@ -42,6 +43,19 @@ def draw(step, *, documents):
     return Examples(tokens, targets, torch.ones(BATCH, dtype=torch.bool), extra)
 
 
+class Images(Classification):
+    """Classification without a data set."""
+
+    def __init__(self, config):
+        self._config, self._num_classes = config, NUM_CLASSES
+
+
+def draw_images(step):
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(BATCH, 3, 16, 16, generator=generator)
+    return Examples(images, torch.arange(BATCH) % NUM_CLASSES, torch.ones(BATCH, dtype=torch.bool))
+
+
 def own_part(examples, place):
     size = BATCH // place.world_size
     return list(examples.split(size))[place.rank]
@@ -52,14 +66,14 @@ def local_bytes(tensors):
 
 
 def run(steps, layers=2, documents=False, **settings):
+    is_image_model = "model" in settings
+    gpt = {"model": "gpt", "model_option": (f"layers={layers}", *MODEL), "vocabulary": VOCABULARY}
     config = TrainConfig(
         **{
             "data": "tokens@1",
             "repo": "unused",
             "name": "unused",
-            "model": "gpt",
-            "model_option": (f"layers={layers}", *MODEL),
-            "vocabulary": VOCABULARY,
+            **({} if is_image_model else gpt),
             "global_batch": BATCH,
             "optimizer": "adamw",
             "learning_rate": 3e-3,
@@ -71,18 +85,22 @@ def run(steps, layers=2, documents=False, **settings):
     layout = choose_layout(config, hvd.size())
     rank_layout = plan_layout(layout).ranks[hvd.rank()]
     batches, place = plan_batches(config, layout.num_data_ranks), choose_place(config, layout)
-    task = LanguageModelling(config, None)
+    task = Images(config) if is_image_model else LanguageModelling(config, None)
     task.unpack = lambda batch, device: batch
     torch.manual_seed(0)
     learner = build_learner(config, task, batches, place, layout, block=BLOCK)
     compile_model(learner.model, config.compile)
+
+    def part_of(step):
+        return own_part(draw_images(step) if is_image_model else draw(step, documents=documents), place)
+
     losses = []
     for step in range(steps):
-        loss = update(learner, own_part(draw(step, documents=documents), place)).detach()
+        loss = update(learner, part_of(step)).detach()
         # Every data rank has as many targets.
         part = loss / layout.num_data_ranks if rank_layout.is_first_copy else torch.zeros(())
         losses.append(float(hvd.allreduce(part, op=hvd.Sum)))
-    held_out = [own_part(draw(1000 + number, documents=documents), place) for number in range(2)]
+    held_out = [part_of(1000 + number) for number in range(2)]
     device = torch.device("cpu")
     metrics = evaluate(task, learner.model, held_out, device, "fp32", learner.divided)
     with learner.average.applied():
