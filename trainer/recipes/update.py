@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,12 +14,10 @@ from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.layouts.divided_model import DividedModel
 from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.optimizers.precision import autocast
+from datasvc.trainer.recipes.reporting.step_parts import Mark, mark_nothing
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.task import Examples, Task, take_outputs
-
-Mark = Callable[[str], None]
-"""A function that is called with the name of a part of a step, once the part's work is submitted to the device."""
 
 
 @dataclass
@@ -54,7 +51,7 @@ class Learner:
     num_parameters: int = field(default=0, kw_only=True)
 
 
-def update(run: Learner, batch: Any, mark: Mark = lambda _: None) -> torch.Tensor:
+def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
     """Take one optimizer step with the batches of all ranks; return the mean loss of this rank's batch, detached.
 
     Every rank must call this, with a batch of its loader. `mark` is called at the end of each part: "transfer",

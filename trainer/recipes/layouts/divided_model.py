@@ -56,7 +56,7 @@ class DividedModel:
     """A model that is divided over the ranks, on one rank.
 
     Attributes:
-        place: what this rank has.
+        rank_layout: what this rank has.
         model: parameters and buffers of this rank, with the names of the whole model; without a pipeline, the model.
         modules: modules that compute: the stages of this rank, or the model.
         watch: thread that finds which ranks are lost.
@@ -69,7 +69,7 @@ class DividedModel:
     """
 
     layout: Layout
-    place: RankLayout
+    rank_layout: RankLayout
     model: nn.Module
     modules: list[nn.Module]
     watch: LostRankWatch
@@ -83,7 +83,7 @@ class DividedModel:
     @property
     def reports_outputs(self) -> bool:
         """Whether this rank has outputs of the model that no rank before it has: its metrics count."""
-        return self.place.coordinates["tensor"] == 0 and (self.pipeline is None or self.pipeline.has_last)
+        return self.rank_layout.coordinates["tensor"] == 0 and (self.pipeline is None or self.pipeline.has_last)
 
     def reshard(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered.
@@ -138,7 +138,7 @@ class DividedModel:
         """Return whether this rank is the first of those that have the same elements of a gradient."""
         if name == self.tied_name and self.pipeline is not None and not self.pipeline.has_first:
             return False
-        coordinates = self.place.coordinates
+        coordinates = self.rank_layout.coordinates
         index = {
             "data": coordinates["data"],
             "shard": coordinates["shard"] * self.layout.context + coordinates["context"],
@@ -218,11 +218,11 @@ def _choose_parameter_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh | Non
 
 
 def _split_tokens(divided: DividedModel, plan: LayoutPlan, block: int, device: torch.device) -> None:
-    place, size = divided.place, divided.layout.context
-    group = new_group({peer.peers["context"] for peer in plan.ranks}, place.rank)
+    own, size = divided.rank_layout, divided.layout.context
+    group = new_group({peer.peers["context"] for peer in plan.ranks}, own.rank)
     divided.groups = {**divided.groups, "context": group}
     mesh = DeviceMesh.from_group(group, device.type)
-    divided.split = ContextSplit(place.coordinates["context"], size, block // size, mesh)
+    divided.split = ContextSplit(own.coordinates["context"], size, block // size, mesh)
     cast("Any", divided.model).split_tokens(divided.split)
 
 
@@ -235,15 +235,15 @@ def _cut(
     num_micro_batches: int,
 ) -> None:
     """Replace the whole model by the stages of this rank."""
-    place, size, schedule = divided.place, divided.layout.pipeline, options.pipeline_schedule
+    own, size, schedule = divided.rank_layout, divided.layout.pipeline, options.pipeline_schedule
     num_stages = size * stages_per_rank(schedule)
     whole = cast("Any", divided.model)
-    numbers = plan_stages(place.coordinates["pipeline"], size, schedule)
+    numbers = plan_stages(own.coordinates["pipeline"], size, schedule)
     tied = find_tied_weights(whole, num_stages)
     # With "zbv" one rank has both stages, and the weights once.
     if tied is not None and schedule != "zbv":
         ends = {(peer.peers["pipeline"][0], peer.peers["pipeline"][-1]) for peer in plan.ranks}
-        group = new_group(ends, place.rank)
+        group = new_group(ends, own.rank)
         if {0, num_stages - 1} & set(numbers):
             divided.tied_name, divided.tied_group = tied, group
     stages: list[nn.Module] = [whole.stage(number, num_stages) for number in numbers]

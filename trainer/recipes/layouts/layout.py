@@ -297,7 +297,7 @@ def _check_micro_batches(layout: Layout, batch: int, micro_batch: int | None, pi
         fewest = 1
     fits = [
         size
-        for size in _divisors(batch)
+        for size in divisors(batch)
         if batch // size >= fewest and (pipeline_schedule != "interleaved" or batch // size % layout.pipeline == 0)
     ]
     if micro_batch not in fits:
@@ -336,7 +336,7 @@ def _check_model(layout: Layout, sizes: ModelSizes, pipeline_schedule: str) -> N
         num_stages = layout.pipeline * stages_per_rank(pipeline_schedule)
         if sizes.layers % num_stages:
             per_rank = stages_per_rank(pipeline_schedule)
-            fits = [size // per_rank for size in _divisors(sizes.layers) if size % per_rank == 0]
+            fits = [size // per_rank for size in divisors(sizes.layers) if size % per_rank == 0]
             raise ConfigError(
                 f"layout {layout} with the schedule {pipeline_schedule} cuts the layers into {num_stages} stages, "
                 f"and the model has {sizes.layers}; pipeline may be {_format(fits)}"
@@ -354,13 +354,14 @@ def _check_model(layout: Layout, sizes: ModelSizes, pipeline_schedule: str) -> N
             )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order."""
     small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return sorted({*small, *(number // size for size in small)})
 
 
 def _list_divisors(number: int) -> str:
-    return _format(_divisors(number))
+    return _format(divisors(number))
 
 
 def _format(numbers: list[int]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES, Layout, ModelSizes, check_layout
+from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES, Layout, ModelSizes, check_layout, divisors
 from datasvc.trainer.recipes.planning.candidate import Candidate
 
 ZERO_STAGES = (1, 2, 3)
@@ -42,11 +42,11 @@ def enumerate_layouts(world_size: int) -> Iterator[Layout]:
     """
     if world_size < 1:
         raise ConfigError(f"there are {world_size} ranks; expected at least 1")
-    for context in _divisors(world_size):
-        for pipeline in _divisors(world_size // context):
-            for tensor in _divisors(world_size // context // pipeline):
+    for context in divisors(world_size):
+        for pipeline in divisors(world_size // context):
+            for tensor in divisors(world_size // context // pipeline):
                 num_data_ranks = world_size // context // pipeline // tensor
-                for shard in _divisors(num_data_ranks):
+                for shard in divisors(num_data_ranks):
                     yield Layout(num_data_ranks // shard, shard, tensor, pipeline, context)
 
 
@@ -106,7 +106,3 @@ def _powers_of_two(limit: int) -> Iterator[int]:
     while size <= limit:
         yield size
         size *= 2
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]

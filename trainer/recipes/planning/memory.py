@@ -13,10 +13,9 @@ from typing import Final
 from datasvc.errors import ConfigError
 from datasvc.sizes import format_size
 from datasvc.trainer.recipes.planning.candidate import Candidate
-from datasvc.trainer.recipes.planning.model_costs import ModelCosts
+from datasvc.trainer.recipes.planning.model_costs import FLOAT32_BYTES, ModelCosts
 from datasvc.trainer.recipes.planning.stages import RankParts, divide_parts, held_micro_batches
 
-_FLOAT32_BYTES: Final = 4
 _ELEMENT_BYTES: Final = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Float32 numbers of state for each parameter.
 _MOMENTS: Final = {"sgd": 1, "lars": 1, "lamb": 2, "adamw": 2, "rmsprop-sgd": 2}
@@ -79,7 +78,7 @@ def state_bytes(optimizer: str, precision: str, *, momentum: float = 0.9) -> Sta
     """
     moments = 0 if optimizer == "sgd" and not momentum else _MOMENTS[optimizer]
     cast = 0 if precision == "fp32" else _ELEMENT_BYTES[precision]
-    return StateBytes(_FLOAT32_BYTES, _FLOAT32_BYTES, moments * _FLOAT32_BYTES, cast)
+    return StateBytes(FLOAT32_BYTES, FLOAT32_BYTES, moments * FLOAT32_BYTES, cast)
 
 
 def element_bytes(precision: str) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from datasvc.errors import ConfigError
 
-_FLOAT32_BYTES = 4
+FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def transformer_costs(
         forward_flops=2 * tokens * width * vocabulary,
         kept_elements=2 * stream + logits,
         # The log-probabilities of the cross entropy, in float32.
-        kept_bytes=_FLOAT32_BYTES * logits,
+        kept_bytes=FLOAT32_BYTES * logits,
     )
     return ModelCosts(
         name,

@@ -15,7 +15,7 @@ from datasvc.runs import RunLog
 from datasvc.runs.run_log import outcome_of
 from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.rank_times import RankTimes, describe_ranks
-from datasvc.trainer.recipes.reporting.step_parts import Mark, StepParts
+from datasvc.trainer.recipes.reporting.step_parts import Mark, StepParts, mark_nothing
 from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
 
 RUN_LOG: Final = "datasvc"
@@ -79,7 +79,7 @@ class Recorder:
 
     def begin_step(self, step: int) -> Mark:
         """Return the function that `update` calls at the end of each part of the step after `step` others."""
-        return self._parts.begin(step) if self._is_on else _mark_nothing
+        return self._parts.begin(step) if self._is_on else mark_nothing
 
     def report_step(self, step: int, *, step_s: float, wait_s: float, facts: Mapping[str, Any]) -> None:
         """Record the mean times of the steps since the last report, and on rank 0 further facts."""
@@ -123,7 +123,3 @@ class Recorder:
             self.log.close()
         else:
             self.log.close(*outcome_of(error))
-
-
-def _mark_nothing(_part: str) -> None:
-    pass

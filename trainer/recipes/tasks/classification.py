@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final, cast
+from typing import Any, ClassVar, cast
 
 import pyarrow as pa
 import torch
@@ -31,10 +31,9 @@ from datasvc.trainer.recipes.models import build_model, combine_losses
 from datasvc.trainer.recipes.models.user_function import import_function
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.groups.model import IMAGE_MODEL
-from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
+from datasvc.trainer.recipes.tasks.task import NO_TARGET, DataPlacement, Examples
 
 _TOP = 5
-_NO_TARGET: Final = -100  # the label that cross entropy ignores by default
 
 
 class Classification:
@@ -97,7 +96,7 @@ class Classification:
             images = images.permute(0, 3, 1, 2)  # a view: the loader's memory is channels-last already
         labels = batch.labels
         if self._config.on_bad == "mask":
-            labels = labels.masked_fill(~batch.mask, _NO_TARGET)
+            labels = labels.masked_fill(~batch.mask, NO_TARGET)
         return Examples(images, labels.to(device), batch.mask.to(device))
 
     def count_targets(self, examples: Examples) -> int:

@@ -18,9 +18,8 @@ from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.groups.model import TEXT_MODEL
 from datasvc.trainer.recipes.tasks.classification import order_arguments
-from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples
+from datasvc.trainer.recipes.tasks.task import NO_TARGET, DataPlacement, Examples
 
-_NO_TARGET: Final = -100  # the label that cross entropy ignores; the loader sets it
 _MAX_EXPONENT: Final = 700.0  # the exponential of a larger number can overflow a float64
 
 
@@ -97,14 +96,14 @@ class LanguageModelling:
 
     def count_targets(self, examples: Examples) -> int:
         """Return the number of tokens that have a next token."""
-        return int((examples.targets != _NO_TARGET).sum())
+        return int((examples.targets != NO_TARGET).sum())
 
     def sum_loss(self, model: Callable[..., Any], examples: Examples) -> Tensor:
         """Return the cross entropy of all next tokens."""
         return F.cross_entropy(
             model(examples.inputs, **examples.extra).float().flatten(0, 1),
             examples.targets.flatten(),
-            ignore_index=_NO_TARGET,
+            ignore_index=NO_TARGET,
             reduction="sum",
             label_smoothing=self._config.label_smoothing,
         )
@@ -112,7 +111,7 @@ class LanguageModelling:
     def sum_metrics(self, model: Callable[..., Any], examples: Examples) -> Tensor:
         """Return the number of correct tokens, the sum of cross entropies, and the number of tokens."""
         logits = model(examples.inputs, **examples.extra).float()
-        counted = (examples.targets != _NO_TARGET) & examples.mask[:, None]
+        counted = (examples.targets != NO_TARGET) & examples.mask[:, None]
         losses = F.cross_entropy(logits[counted], examples.targets[counted], reduction="none")
         right = logits.argmax(-1)[counted] == examples.targets[counted]
         counts = [right.sum(), losses.double().sum(), counted.sum()]

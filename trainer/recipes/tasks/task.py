@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from datasvc.cache import Cache
 from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.core.mixture import Mixture
 from datasvc.shards import Split
+
+NO_TARGET: Final = -100
+"""Label without a loss: the one that cross entropy ignores by default. The loader of token blocks sets it too."""
 
 
 @dataclass(frozen=True)
