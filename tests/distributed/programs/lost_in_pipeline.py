@@ -1,6 +1,6 @@
-"""Ranks of a pipeline, of which one kills itself in a step or an evaluation; the others print their report.
+"""Ranks of a pipeline, of which one kills or stops itself in a step or an evaluation; the others print their report.
 
-Arguments: the layout, the rank that kills itself, and "step" or "evaluation".
+Arguments: the layout, the rank that does, "step" or "evaluation", and "SIGKILL" or "SIGSTOP".
 """
 
 import os
@@ -18,13 +18,17 @@ from datasvc.trainer.recipes.layouts.lost_ranks import explaining_lost_ranks
 from datasvc.trainer.recipes.models.gpt import GPT
 
 
-class Killed(nn.Module):
+class Signalled(nn.Module):
     """A layer that ends its process, in the backward pass if there is one: neighbours wait for it on both sides."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
 
     def forward(self, x):
         if not torch.is_grad_enabled():
-            os.kill(os.getpid(), signal.SIGKILL)
-        x.register_hook(lambda _gradient: os.kill(os.getpid(), signal.SIGKILL))
+            os.kill(os.getpid(), self.number)
+        x.register_hook(lambda _gradient: os.kill(os.getpid(), self.number))
         return x
 
 
@@ -33,7 +37,7 @@ def main():
     # The launcher ends the other ranks as soon as one is lost; here they report it first.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     hvd.init()
-    text, lost, work = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    text, lost, work, number = sys.argv[1], int(sys.argv[2]), sys.argv[3], signal.Signals[sys.argv[4]]
     model = GPT(11, context=8, layers=hvd.size(), heads=2, width=8, dropout=0.0)
     layout = parse_layout(text, hvd.size())
     divided = apply_layout(
@@ -54,7 +58,7 @@ def main():
     step()
     if rank == lost:
         block = next(iter(divided.modules[0].blocks.values()))
-        block.mlp.append(Killed())
+        block.mlp.append(Signalled(number))
     began_s = time.monotonic()
     try:
         with explaining_lost_ranks(divided.watch):
