@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+LOWEST := s3 hub yaml text sign ui pandas
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all check bench docs dist clean
+.PHONY: help setup demo test test-all lowest check bench docs dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1	/' | expand -t 20
@@ -32,6 +34,15 @@ test: setup  ## all tests but the long ones
 test-all: setup  ## all tests, each property on all its examples
 	HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n 2 --dist worksteal
 
+# The packages of the core and of some extras; torch, DALI and the tools of the tests are those of .venv.
+lowest: setup  ## the fast tests with the oldest versions that pyproject.toml allows; takes long
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(BIN)/python -c 'from datasvc.extras import CORE, packages_of as of; print(*CORE, *sum(map(of, "$(LOWEST)".split()), ()), sep="\n")' >.venv-lowest/list.txt
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct --only-binary :all: -r .venv-lowest/list.txt
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >$$(.venv-lowest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_rest.pth
+	PYTHONPATH=. .venv-lowest/bin/python -m pytest -m 'not slow'
+
 check: setup  ## ruff, mypy and the import directions
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -56,4 +67,4 @@ dist: setup  ## wheel and source archive of a release in dist/, with URL=address
 	$(BIN)/python tools/build_release.py dist $(if $(URL),--url $(URL))
 
 clean:  ## remove .venv and what the demo made
-	rm -rf .venv demo-run build dist
+	rm -rf .venv .venv-lowest demo-run build dist

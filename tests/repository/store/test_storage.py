@@ -116,6 +116,11 @@ class ListingCache(MemoryFileSystem):
             return {"name": path, "size": None, "type": "directory"}
         return super().info(path)
 
+    def exists(self, path, **_options):
+        # Before fsspec 2026.9, `rm` asks this while it deletes, and fails on folders that only a listing has.
+        path = self._strip_protocol(path)
+        return path in self.store or path in self.pseudo_dirs
+
     def invalidate_cache(self, path=None):
         if path is None:
             self.dircache.clear()
