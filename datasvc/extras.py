@@ -16,9 +16,9 @@ from datasvc.errors import MissingPackageError
 
 # Copies of the dependencies and extras in pyproject.toml; a test checks that they are equal.
 CORE: Final = (
-    "pyarrow>=20",
-    "fsspec>=2025.3",
-    "duckdb>=1.2",
+    "pyarrow>=21",
+    "fsspec>=2025.9",
+    "duckdb>=2.0",
     "lmdb>=1.6",
     "zstandard>=0.23",
     "blake3>=1.0",
@@ -27,9 +27,9 @@ CORE: Final = (
     "numpy>=2.0",
     "pillow>=11",
     "google-crc32c>=1.7",
-    "aiohttp>=3.11",
+    "aiohttp>=3.12",
     "prometheus-client>=0.23",
-    "safetensors>=0.6.2",
+    "safetensors>=0.7",
     "typer>=0.19",
     "rich>=14.3",
 )
@@ -44,10 +44,10 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
         "simplejpeg>=1.8",
     ),
     "train": ("datasvc[torch,yaml]", "cloudpickle>=3"),
-    "s3": ("s3fs>=2025.3",),
-    "gcs": ("gcsfs>=2025.3",),
+    "s3": ("s3fs>=2025.9",),
+    "gcs": ("gcsfs>=2025.9",),
     "azure": ("adlfs>=2024.12",),
-    "hub": ("huggingface_hub>=0.30",),
+    "hub": ("huggingface_hub>=2.0",),
     "yaml": ("pyyaml>=6",),
     "tensorboard": ("tensorboard>=2.16",),
     "wandb": ("wandb>=0.17",),

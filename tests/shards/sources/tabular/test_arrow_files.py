@@ -169,7 +169,12 @@ INDICES = pa.array([0, 1], pa.int32())
 @pytest.mark.parametrize(
     ("encoded", "plain"),
     [
-        (pa.RunEndEncodedArray.from_arrays(pa.array([1, 2], pa.int32()), NARROW), WIDE),
+        pytest.param(
+            *(pa.RunEndEncodedArray.from_arrays(pa.array([1, 2], pa.int32()), NARROW), WIDE),
+            marks=pytest.mark.skipif(
+                int(pa.__version__.split(".")[0]) < 26, reason="pyarrow before 26 refuses encoded lists of two widths"
+            ),
+        ),
         (pa.DictionaryArray.from_arrays(INDICES, NARROW), WIDE),
         (pa.DictionaryArray.from_arrays(INDICES, pa.array([1, 2], pa.int32())), pa.array([1, 2], pa.int64())),
         (pa.array([1, 2], pa.int64()).dictionary_encode(), pa.array([1, 2], pa.int8())),
