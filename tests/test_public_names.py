@@ -13,7 +13,7 @@ from pathlib import Path
 import datasvc
 from datasvc.api import Datasets, Models
 from datasvc.api.operation import Operation
-from datasvc.models.transfer import transfer
+from datasvc.models.transfer import transfer, transfer_datasets
 from tests.pages import find_page
 
 ROOT = Path(__file__).parents[1]
@@ -147,15 +147,19 @@ def test_every_public_parameter_is_spelt_out():
 
 
 def test_calls_that_repeat_a_signature_have_the_parameters_defaults_and_types_of_the_original():
-    ingest, pull = inspect.signature(datasvc.ingest), inspect.signature(Models.pull)
+    ingest = inspect.signature(datasvc.ingest)
     originals = [
-        inspect.signature(Datasets.ingest).parameters.values(),
-        inspect.signature(transfer).parameters.values(),
+        inspect.signature(function).parameters.values() for function in (Datasets.ingest, transfer, transfer_datasets)
     ]
     ingest_parameters = [parameter for name, parameter in ingest.parameters.items() if name != "repo"]
     assert ingest_parameters == [parameter for parameter in originals[0] if parameter.name != "repository"]
-    pull_parameters = [parameter for name, parameter in pull.parameters.items() if name not in {"self", "origin"}]
-    assert pull_parameters == [parameter for parameter in originals[1] if parameter.name not in {"source", "target"}]
+    for pull, original in ((Models.pull, originals[1]), (Datasets.pull, originals[2])):
+        pull_parameters = [
+            parameter
+            for name, parameter in inspect.signature(pull).parameters.items()
+            if name not in {"self", "origin"}
+        ]
+        assert pull_parameters == [parameter for parameter in original if parameter.name not in {"source", "target"}]
 
 
 def test_the_page_about_python_lists_every_method_of_the_facade():

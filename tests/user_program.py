@@ -65,6 +65,13 @@ def use_datasets(folder: Path, images: Path) -> None:
     assert repo.datasets.contact_sheet("pets", folder / "pets.html", 1, split="val") == 1
     assert repo.datasets.export("pets@1", str(folder / "tars"), "webdataset", split="val", workers=1).splits
     assert repo.datasets.verify("pets@1", deep=True).problems == ()
+    elsewhere = str(folder / "elsewhere")
+    datasvc.open(elsewhere, create=True)
+    assert repo.datasets.push(elsewhere, ["pets@1"], with_tags=True, dry_run=True).is_dry_run
+    assert repo.datasets.push(elsewhere, ["pets@1"], name="copy").num_objects
+    assert [str(copied.target) for copied in repo.datasets.pull(elsewhere, ["copy"], name="pets").versions] == [
+        "pets@1"
+    ]
     assert repo.datasets.repair("pets@1", [], deep=True).remaining == ()
     assert repo.datasets.delete_damaged("pets", dry_run=True).deleted == {}
     assert len(repo.datasets.open("pets@1")["train"]) == 20

@@ -1,4 +1,4 @@
-"""`repo.datasets`: ingest, change, compare, check, read and export data sets."""
+"""`repo.datasets`: ingest, change, compare, check, read, export and copy data sets."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from itertools import chain
 from pathlib import Path
 
 from datasvc.api.operation import Collection, Operation
+from datasvc.models.transfer import TransferReport, transfer_datasets
+from datasvc.progress import NO_PROGRESS, Progress
+from datasvc.repository import Repository
 from datasvc.repository.removal import RemovalReport, remove_versions
 from datasvc.shards.export import export
 from datasvc.shards.history.delete_damaged import delete_damaged
@@ -63,6 +66,7 @@ class Datasets(Collection):
     sample = Operation(read_sample)
     histogram = Operation(histogram)
     export = Operation(export)
+    push = Operation(transfer_datasets)
 
     def ls(self) -> list[DatasetVersion]:
         """Return the newest version of every data set, sorted by name; see `list_datasets`."""
@@ -71,6 +75,23 @@ class Datasets(Collection):
     def remove(self, refs: Sequence[str], *, force: bool = False, message: str = "") -> RemovalReport:
         """Remove versions; their numbers are never reused. For arguments and errors, see `remove_versions`."""
         return remove_versions(self.repository, "datasets", refs, force=force, message=message)
+
+    def pull(
+        self,
+        origin: Repository | str,
+        refs: Sequence[str],
+        *,
+        name: str | None = None,
+        with_parents: bool = False,
+        with_tags: bool = False,
+        dry_run: bool = False,
+        progress: Progress = NO_PROGRESS,
+    ) -> TransferReport:
+        """Copy versions from `origin`, a repository or its URL; for arguments and errors, see `transfer_datasets`."""
+        # As in `Models.pull`.
+        options = dict(locals())
+        del options["self"], options["origin"]
+        return transfer_datasets(origin, self.repository, **options)
 
     def head(self, ref: str, num_samples: int = 10, *, split: str | None = None) -> Iterator[Preview]:
         """Return the first samples of each split, or of one split, for display; for errors, see `preview_samples`."""

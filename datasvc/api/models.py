@@ -74,6 +74,8 @@ class Models(Collection):
         with_data: bool = False,
         data_names: Mapping[str, str] | None = None,
         trusted_keys: Sequence[str | Path] | None = None,
+        with_tags: bool = False,
+        dry_run: bool = False,
         progress: Progress = NO_PROGRESS,
     ) -> TransferReport:
         """Copy model versions from `origin`, a repository or its URL; for arguments and errors, see `transfer`."""

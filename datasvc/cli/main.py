@@ -34,6 +34,8 @@ _COMMANDS: Final = {
     "rename": ("datasets.remove", "rename"),
     "rm": ("datasets.remove", "rm"),
     "export": ("datasets.export", "export"),
+    "push": ("datasets.transfer", "push"),
+    "pull": ("datasets.transfer", "pull"),
     "verify": ("datasets.maintain", "verify"),
     "gc": ("datasets.maintain", "gc"),
     "mark-lost": ("datasets.maintain", "mark_lost"),

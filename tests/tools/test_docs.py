@@ -48,6 +48,7 @@ MADE = {
     "irises-held-out": 2,  # the second one renames it
     "flowers": 1,
     "all-digits": 1,
+    "digits-copy": 1,
 }
 
 

@@ -9,48 +9,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
+from typing import Final
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.models.transfer.copying import copy_missing
+from datasvc.models.transfer.copy_in_order import TransferReport, copy_in_order, name_at_target, open_both
 from datasvc.models.transfer.entries import TargetLogs
-from datasvc.models.transfer.intent_journal import declare_intent
-from datasvc.models.transfer.reachable import reachable_objects
 from datasvc.models.transfer.topological_order import read_parents, sort_topologically
 from datasvc.models.versions.signing import check_signed
 from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import Entry, Kind, ObjectInfo, Repository, Resolved
+from datasvc.repository import Entry, Kind, Repository, Resolved
 from datasvc.repository.logs.references import check_name, refuse_text
-from datasvc.repository.objects.presence import check_present
-from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.versions.dataset import find_renamed
 
-
-@dataclass(frozen=True)
-class Transferred:
-    """A version of the source and its copy at the target; `is_new`: whether this transfer created the copy."""
-
-    source: Resolved
-    target: Resolved
-    is_new: bool
-
-
-@dataclass(frozen=True)
-class TransferReport:
-    """Result of a transfer.
-
-    Attributes:
-        versions: all versions in commit order: data sets first, parents before their children.
-        num_objects: number of objects that were missing at the target.
-        bytes: size of these objects.
-    """
-
-    versions: tuple[Transferred, ...]
-    num_objects: int
-    bytes: int
+_ADVICE: Final = "--rename-data {name}=NAME, data_names={{'{name}': 'NAME'}}"
 
 
 def transfer(
@@ -63,6 +37,8 @@ def transfer(
     with_data: bool = False,
     data_names: Mapping[str, str] | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
+    with_tags: bool = False,
+    dry_run: bool = False,
     progress: Progress = NO_PROGRESS,
 ) -> TransferReport:
     """Copy model versions to another repository.
@@ -83,6 +59,8 @@ def transfer(
         data_names: names of data sets at the target, by name at the source; by default the same.
         trusted_keys: public keys, see `stored_version.read_version`. Each model version must be signed at the source
             by one of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
+        with_tags: whether to copy also the tags of the copied model versions. A tag that the target has is not moved.
+        dry_run: whether to write nothing, and return what would be copied.
         progress: counts the bytes of each object once the target has it, copied or not.
 
     Returns:
@@ -93,53 +71,24 @@ def transfer(
         CorruptDataError: an entry, table or object is damaged at the source; its version is not committed.
         ConfigError: source and target are the same repository; a name is not valid; or the target has an unrelated
             data set of the same name (give the copy another name in `data_names`).
+        ConflictError: a tag to copy points at another version of the target; nothing was copied.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
             stay; repeat the call to continue.
     """
     refuse_text(refs, "refs")
-    source = source if isinstance(source, Repository) else Repository.open(source)
-    target = target if isinstance(target, Repository) else Repository.open(target)
-    if source.url == target.url:
-        raise ConfigError(f"{redact_url(source.url)} is both source and target; give two different repositories")
+    source, target = open_both(source, target)
     requested = [source.resolve("models", ref) for ref in refs]
     renamed: dict[str, str] = {old: check_name(new, "data set") for old, new in (data_names or {}).items()}
     names: dict[tuple[Kind, str], str] = {("datasets", old): new for old, new in renamed.items()}
-    logs = TargetLogs(source, target, {**names, **_new_names(requested, name)})
+    logs = TargetLogs(source, target, {**names, **name_at_target(requested, name)}, advice=_ADVICE)
     versions = sort_topologically(read_parents(source, requested, logs.content, with_ancestors=with_parents))
     _check_trust(logs, versions, trusted_keys)
     if with_data:
         data = _data_versions(logs, versions)
         _check_data_names(data, renamed)
         versions = [*data, *versions]
-    existing = {version: logs.find(version) for version in versions}
-    objects = {
-        version: reachable_objects(source, version, logs.content(version))
-        for version in versions
-        if not existing[version]
-    }
-    # Check for unrelated data sets before the first byte is copied; `commit` checks again.
-    for version in objects:
-        logs.check_related(version)
-    distinct_objects = {info for infos in objects.values() for info in infos}
-    progress.begin(sum(info.size_bytes for info in distinct_objects))
-    done: list[Transferred] = []
-    copied, seen = list[ObjectInfo](), set[ObjectInfo]()
-    with declare_intent(target, objects) as renew:
-        for version in versions:
-            committed, is_new = existing[version], False
-            if committed is None:
-                # Versions share objects: copy each only once.
-                new = [info for info in objects[version] if info not in seen]
-                copied += copy_missing(
-                    source.objects, target.objects, new, progress, reachable=logs.reachable, renew=renew
-                )
-                seen.update(new)
-                # An object may have been deleted at the target since it was copied.
-                check_present(target.objects, (info.digest for info in objects[version]), str(version))
-                # Commit point of this version: only now does the target have all objects that its entry names.
-                committed, is_new = logs.commit(version)
-            done.append(Transferred(version, committed, is_new))
-    return TransferReport(tuple(done), len(copied), sum(info.size_bytes for info in copied))
+    kind: Kind | None = "models" if with_tags else None
+    return copy_in_order(logs, versions, tagged_kind=kind, dry_run=dry_run, progress=progress)
 
 
 def _check_trust(logs: TargetLogs, versions: Iterable[Resolved], trusted_keys: Sequence[str | Path] | None) -> None:
@@ -189,16 +138,3 @@ def _check_data_names(data: Sequence[Resolved], renamed: Mapping[str, str]) -> N
     target_names = Counter(renamed.get(name, name) for name in source_names)
     if duplicates := [name for name, count in target_names.items() if count > 1]:
         raise ConfigError(f"two data sets would get the name {duplicates[0]!r}; give each a name of its own")
-
-
-def _new_names(requested: Sequence[Resolved], name: str | None) -> dict[tuple[Kind, str], str]:
-    """Return the name at the target of the only requested model, by its kind and name; {} if `name` is None."""
-    if name is None:
-        return {}
-    names = {version.name for version in requested}
-    if len(names) != 1:
-        raise ConfigError(
-            f"{len(names)} models cannot all get the name {check_name(name, 'model')!r}: "
-            f"{', '.join(sorted(names))}; copy them one by one"
-        )
-    return {("models", names.pop()): check_name(name, "model")}

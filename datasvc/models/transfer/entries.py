@@ -35,12 +35,20 @@ class TargetLogs:
         source: repository to copy from.
         target: repository to copy to.
         names: names at the target, by kind and name at the source; other names stay the same.
+        advice: advice for an unrelated data set of the target with the same name; `{name}` stands for the name.
+
+    Attributes:
+        source: repository to copy from.
+        target: repository to copy to.
     """
 
-    def __init__(self, source: Repository, target: Repository, names: Mapping[tuple[Kind, str], str]) -> None:
+    def __init__(
+        self, source: Repository, target: Repository, names: Mapping[tuple[Kind, str], str], *, advice: str
+    ) -> None:
         self.source = source
-        self._target = target
+        self.target = target
         self._names = names
+        self._advice = advice
         self._contents: dict[Resolved, Mapping[str, Any]] = {}
         self._logs: dict[tuple[Kind, str], _TargetLog] = {}
         self._entry_reader = EntryReader(source)
@@ -83,10 +91,9 @@ class TargetLogs:
             )
         if self._source_commits[version.name].isdisjoint(log.numbers):
             raise ConfigError(
-                f"cannot copy {version} to {redact_url(self._target.url)}, which has another data set {log.name!r} "
+                f"cannot copy {version} to {redact_url(self.target.url)}, which has another data set {log.name!r} "
                 f"with {count_text(len(log.contents), 'version')}, none of them from "
-                f"{redact_url(self.source.url)}; give the copy "
-                f"another name: --rename-data {version.name}=NAME, data_names={{{version.name!r}: 'NAME'}}"
+                f"{redact_url(self.source.url)}; give the copy another name: {self._advice.format(name=version.name)}"
             )
 
     def reachable(self) -> set[ObjectInfo]:
@@ -99,7 +106,7 @@ class TargetLogs:
             for version in log.remaining():
                 # Objects of a damaged version are left out; the transfer then sends them again.
                 with suppress(NotFoundError, CorruptDataError, ConfigError):
-                    objects.update(reachable_objects(self._target, version, log.contents[version.version]))
+                    objects.update(reachable_objects(self.target, version, log.contents[version.version]))
         return objects
 
     def commit(self, version: Resolved) -> tuple[Resolved, bool]:
@@ -124,15 +131,19 @@ class TargetLogs:
             return content
 
         try:
-            number, is_new = self._target.versions(version.kind, log.name).append(build).number, True
+            number, is_new = self.target.versions(version.kind, log.name).append(build).number, True
         except _AlreadyThere as existing:
             number, is_new = existing.number, False
         return Resolved(version.kind, log.name, number), is_new
 
+    def target_name(self, version: Resolved) -> str:
+        """Return the name that the data set or model of a version has at the target."""
+        return self._names.get((version.kind, version.name), version.name)
+
     def _log(self, version: Resolved) -> _TargetLog:
         """Return the log at the target that has, or will get, the version."""
-        name = self._names.get((version.kind, version.name), version.name)
-        return self._logs.setdefault((version.kind, name), _TargetLog(self._target, version.kind, name))
+        name = self.target_name(version)
+        return self._logs.setdefault((version.kind, name), _TargetLog(self.target, version.kind, name))
 
     def _rewrite(self, version: Resolved) -> dict[str, Any]:
         """Return the content that the version's entry gets at the target."""
@@ -146,9 +157,9 @@ class TargetLogs:
             with suppress(NotFoundError):
                 rewritten[VAL_FRACTION] = read_val_fraction(self.source, version)
         if isinstance(content.get("parent"), str):
-            rewritten["parent"] = self._target_name(version.kind, content["parent"])
+            rewritten["parent"] = self._reference_at_target(version.kind, content["parent"])
         if isinstance(content.get("merged"), list):
-            names = (self._target_name(version.kind, str(parent)) for parent in content["merged"])
+            names = (self._reference_at_target(version.kind, str(parent)) for parent in content["merged"])
             rewritten["merged"] = [name for name in names if name]
         loses_parents = version.kind == "models" and len(_parents(rewritten)) < len(_parents(content))
         if loses_parents and HISTORY not in rewritten:
@@ -175,7 +186,7 @@ class TargetLogs:
         if not isinstance(use, Mapping) or not isinstance(use.get("dataset"), str):
             return use
         # A mixture lists the versions of all its splits here, separated by commas, and lists them again in its state.
-        names = [self._target_name("datasets", ref) or ref for ref in use["dataset"].split(", ")]
+        names = [self._reference_at_target("datasets", ref) or ref for ref in use["dataset"].split(", ")]
         rewritten = {**use, "dataset": ", ".join(names)}
         state = use.get("state")
         mixture = state.get("mixture") if isinstance(state, Mapping) else None
@@ -188,9 +199,9 @@ class TargetLogs:
         if not isinstance(split, Mapping) or not isinstance(split.get("name"), str):
             return split
         version, slash, name = split["name"].rpartition("/")
-        return {**split, "name": f"{self._target_name('datasets', version) or version}{slash}{name}"}
+        return {**split, "name": f"{self._reference_at_target('datasets', version) or version}{slash}{name}"}
 
-    def _target_name(self, kind: Kind, ref: str) -> str | None:
+    def _reference_at_target(self, kind: Kind, ref: str) -> str | None:
         """Return the name at the target of a version of the source; None if the target does not have it."""
         try:
             version = parse_version(ref) if kind == "models" else _parse_data_version(ref)

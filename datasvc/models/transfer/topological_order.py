@@ -1,4 +1,4 @@
-"""Sorts model versions topologically, so that a transfer commits parents before their children."""
+"""Sorts versions topologically, so that a transfer commits parents before their children."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from datasvc.models.registry.registry import ModelVersion, parse_version
-from datasvc.repository import Repository, Resolved
+from datasvc.repository import Kind, Repository, Resolved
 
 _BY_NAME: Final = attrgetter("name", "version")
 
@@ -46,7 +46,7 @@ def read_parents(
 
     `content` returns the content of a version's entry. Parents that do not exist or were removed are left out.
     """
-    living: dict[str, frozenset[int]] = {}  # by model: the versions that are not removed
+    living: dict[tuple[Kind, str], frozenset[int]] = {}  # of each data set and model: the versions not removed
     parents: dict[Resolved, list[Resolved]] = {}
     pending = list(versions)
     while pending:
@@ -57,16 +57,20 @@ def read_parents(
 
 
 def _parents(
-    repository: Repository, version: Resolved, entry: Mapping[str, Any], living: dict[str, frozenset[int]]
+    repository: Repository,
+    version: Resolved,
+    entry: Mapping[str, Any],
+    living: dict[tuple[Kind, str], frozenset[int]],
 ) -> list[Resolved]:
-    """Return the parents of a version that are not removed; `living` caches the listing of each model."""
+    """Return the parents of a version that are not removed; `living` caches the listing of each name."""
     parents = []
     references = ModelVersion(version.name, version.version, (), entry).parents  # its tags are not needed: ()
     # `parse_version` returns None for a reference without a version number.
     for name, number in filter(None, map(parse_version, references)):
-        # List a model once, not once for each of its versions.
-        if name not in living:
-            living[name] = frozenset(repository.living("models", name))
-        if number in living[name]:
-            parents.append(Resolved("models", name, number))
+        # List a name once, not once for each of its versions.
+        key = version.kind, name
+        if key not in living:
+            living[key] = frozenset(repository.living(*key))
+        if number in living[key]:
+            parents.append(Resolved(version.kind, name, number))
     return parents

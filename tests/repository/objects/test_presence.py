@@ -171,7 +171,7 @@ def test_a_pushed_version_whose_object_vanished_at_the_target_is_not_committed_t
 ):
     save(repository, "cnn", weights(), step=1)
     target = Repository.create(str(tmp_path / "target"))
-    removing_before_commit(monkeypatch, target, "datasvc.models.transfer.copy_versions", max)
+    removing_before_commit(monkeypatch, target, "datasvc.models.transfer.copy_in_order", max)
     with pytest.raises(NotFoundError, match="cnn@1 is not committed"):
         transfer(repository, target, ["cnn"])
     assert target.names("models") == []

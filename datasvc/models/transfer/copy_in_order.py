@@ -1,0 +1,210 @@
+"""Copies versions, sorted so that parents come first, with their objects and tags: the common part of every transfer.
+
+Each version becomes visible at the target atomically, after its objects. A version that the target has is not copied
+again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from datasvc.errors import ConfigError, ConflictError
+from datasvc.models.transfer.copying import AT_ONCE, copy_missing
+from datasvc.models.transfer.entries import TargetLogs
+from datasvc.models.transfer.intent_journal import declare_intent
+from datasvc.models.transfer.reachable import reachable_objects
+from datasvc.progress import Progress
+from datasvc.repository import Kind, ObjectInfo, Objects, Repository, Resolved
+from datasvc.repository.logs.references import check_name
+from datasvc.repository.objects.presence import check_present
+from datasvc.repository.repository import KIND_NAMES
+from datasvc.repository.store.redaction import redact_url
+from datasvc.threads import map_in_threads
+
+
+@dataclass(frozen=True)
+class Transferred:
+    """A version of the source and its copy at the target; `is_new`: whether this transfer created the copy."""
+
+    source: Resolved
+    target: Resolved
+    is_new: bool
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """Result of a transfer, or with `is_dry_run` what it would be if no other process writes to the target.
+
+    Attributes:
+        versions: all versions in commit order: data sets first, parents before their children.
+        num_objects: number of objects that were missing at the target.
+        bytes: size of these objects.
+        tags: tags of the copies, such as "pets@stable", that the target has now; only if they were to be copied.
+        is_dry_run: whether nothing was written.
+    """
+
+    versions: tuple[Transferred, ...]
+    num_objects: int
+    bytes: int
+    tags: tuple[str, ...] = ()
+    is_dry_run: bool = False
+
+
+def open_both(source: Repository | str, target: Repository | str) -> tuple[Repository, Repository]:
+    """Return two repositories, each given as such or by its URL. Raise ConfigError if they are the same."""
+    source = source if isinstance(source, Repository) else Repository.open(source)
+    target = target if isinstance(target, Repository) else Repository.open(target)
+    if source.url == target.url:
+        raise ConfigError(f"{redact_url(source.url)} is both source and target; give two different repositories")
+    return source, target
+
+
+def name_at_target(requested: Sequence[Resolved], name: str | None) -> dict[tuple[Kind, str], str]:
+    """Return the name at the target of the only requested data set or model, by its kind and name at the source.
+
+    The result is {} if `name` is None. Raises ConfigError: several are requested, or `name` is not valid.
+    """
+    if name is None:
+        return {}
+    names = {(version.kind, version.name) for version in requested}
+    kind = requested[0].kind
+    if len(names) != 1:
+        raise ConfigError(
+            f"{len(names)} {KIND_NAMES[kind]}s cannot all get the name {check_name(name, KIND_NAMES[kind])!r}: "
+            f"{', '.join(sorted(name for _, name in names))}; copy them one by one"
+        )
+    return {names.pop(): check_name(name, KIND_NAMES[kind])}
+
+
+def copy_in_order(
+    logs: TargetLogs,
+    versions: Sequence[Resolved],
+    *,
+    tagged_kind: Kind | None = None,
+    dry_run: bool = False,
+    progress: Progress,
+) -> TransferReport:
+    """Copy versions with their objects to the target.
+
+    Args:
+        logs: logs of the target.
+        versions: versions of the source, parents before their children.
+        tagged_kind: kind of the versions whose tags are copied too; None: no tags.
+        dry_run: whether to write nothing.
+        progress: counts the bytes of each object once the target has it, copied or not.
+
+    Raises:
+        NotFoundError: a version or one of its objects does not exist, or an object disappeared at the target.
+        CorruptDataError: an entry, table or object is damaged at the source; its version is not committed.
+        ConfigError: see `TargetLogs.check_related`.
+        ConflictError: a tag points at another version of the target; or see `Log.append`.
+        UnknownOutcomeError, UnavailableError: see `Log.append`.
+    """
+    existing = {version: logs.find(version) for version in versions}
+    objects = {
+        version: reachable_objects(logs.source, version, logs.content(version))
+        for version in versions
+        if not existing[version]
+    }
+    # Check for unrelated data sets and other tags before the first byte is copied; the commits check again.
+    for version in objects:
+        logs.check_related(version)
+    tags = _tags(logs, versions, tagged_kind)
+    _check_tags(logs, tags, existing)
+    if dry_run:
+        return _dry_run(logs, existing, objects, tags)
+    distinct_objects = {info for infos in objects.values() for info in infos}
+    progress.begin(sum(info.size_bytes for info in distinct_objects))
+    source, target = logs.source, logs.target
+    done: list[Transferred] = []
+    copied, seen = list[ObjectInfo](), set[ObjectInfo]()
+    with declare_intent(target, objects) as renew:
+        for version in versions:
+            committed, is_new = existing[version], False
+            if committed is None:
+                # Versions share objects: copy each only once.
+                new = [info for info in objects[version] if info not in seen]
+                copied += copy_missing(
+                    source.objects, target.objects, new, progress, reachable=logs.reachable, renew=renew
+                )
+                seen.update(new)
+                # An object may have been deleted at the target since it was copied.
+                check_present(target.objects, (info.digest for info in objects[version]), str(version))
+                # Commit point of this version: only now does the target have all objects that its entry names.
+                committed, is_new = logs.commit(version)
+            done.append(Transferred(version, committed, is_new))
+    copies = {copy.source: copy.target for copy in done}
+    num_bytes = sum(info.size_bytes for info in copied)
+    return TransferReport(tuple(done), len(copied), num_bytes, _set_tags(logs, tags, copies))
+
+
+def _dry_run(
+    logs: TargetLogs,
+    existing: Mapping[Resolved, Resolved | None],
+    objects: Mapping[Resolved, Sequence[ObjectInfo]],
+    tags: Mapping[tuple[Resolved, str], int | None],
+) -> TransferReport:
+    """Return the report of a transfer that is not made; new versions get the next numbers."""
+    distinct_objects = sorted({info for infos in objects.values() for info in infos}, key=lambda info: info.digest)
+    missing = _missing(logs.target.objects, distinct_objects)
+    num_new = Counter[tuple[Kind, str]]()
+    versions = []
+    for version, found in existing.items():
+        if found is None:
+            name = logs.target_name(version)
+            num_new[version.kind, name] += 1
+            head = logs.target.versions(version.kind, name).head()
+            found = Resolved(version.kind, name, head + num_new[version.kind, name])  # noqa: PLW2901
+        versions.append(Transferred(version, found, existing[version] is None))
+    names = tuple(f"{logs.target_name(version)}@{tag}" for version, tag in tags)
+    return TransferReport(
+        tuple(versions), len(missing), sum(info.size_bytes for info in missing), names, is_dry_run=True
+    )
+
+
+def _missing(target: Objects, objects: Sequence[ObjectInfo]) -> list[ObjectInfo]:
+    """Return the objects that the target lacks, or has with another size."""
+    sizes = map_in_threads(lambda info: target.size(info.digest), objects, AT_ONCE)
+    return [info for info, size_bytes in zip(objects, sizes, strict=True) if size_bytes != info.size_bytes]
+
+
+def _tags(
+    logs: TargetLogs, versions: Sequence[Resolved], kind: Kind | None
+) -> dict[tuple[Resolved, str], int | None]:
+    """Return the tags of the versions at the source, each with the version that it points at at the target."""
+    tags: dict[tuple[Resolved, str], int | None] = {}
+    of_kind = [version for version in versions if version.kind == kind]
+    for name in sorted({version.name for version in of_kind}):
+        own = {version.version: version for version in of_kind if version.name == name}
+        at_source = logs.source.tags(of_kind[0].kind, name)
+        at_target = logs.target.tags(of_kind[0].kind, logs.target_name(next(iter(own.values()))))
+        tags |= {(own[number], tag): at_target.get(tag) for tag, number in sorted(at_source.items()) if number in own}
+    return tags
+
+
+def _check_tags(
+    logs: TargetLogs,
+    tags: Mapping[tuple[Resolved, str], int | None],
+    existing: Mapping[Resolved, Resolved | None],
+) -> None:
+    """Raise ConflictError if a tag of the target points at a version that is not the copy."""
+    for (version, tag), number in tags.items():
+        copy = existing[version]
+        if number is not None and (copy is None or copy.version != number):
+            name = logs.target_name(version)
+            raise ConflictError(
+                f"cannot tag the copy of {version} with {tag!r}: at {redact_url(logs.target.url)} the tag points at "
+                f"{name}@{number}; move or remove it there, or copy without tags"
+            )
+
+
+def _set_tags(
+    logs: TargetLogs, tags: Mapping[tuple[Resolved, str], int | None], copies: Mapping[Resolved, Resolved]
+) -> tuple[str, ...]:
+    """Point the tags of the target at the copies, and return them."""
+    for (version, tag), number in tags.items():
+        copy = copies[version]
+        logs.target.tag(copy.kind, str(copy), tag, expect=number or 0)
+    return tuple(f"{copies[version].name}@{tag}" for version, tag in tags)
