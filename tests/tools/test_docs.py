@@ -141,6 +141,14 @@ def test_every_page_that_a_file_of_the_project_names_exists():
     assert [f"{path}: {page}" for path, page in sorted(named) if not (ROOT / page).exists()] == []
 
 
+def test_pictures_of_pages_are_small_and_each_is_shown():
+    pictures = sorted((ROOT / "docs" / "assets" / "pages").glob("*.png"))
+    assert len(pictures) >= 10
+    assert [path.name for path in pictures if path.stat().st_size > 200_000] == []
+    shown = set(re.findall(r"assets/pages/([\w-]+\.png)", find_page("ui.md").read_text()))
+    assert shown == {path.name for path in pictures}
+
+
 def anchors(path):
     """Return the names of the headings of a page, as links have them."""
     text = FENCE.sub("", path.read_text())
