@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
 
-from datasvc.runs.content import STEP, Content, Limits, merge
+from datasvc.runs.content import STEP, Content, ContentLimits, merge
 from datasvc.runs.facts import RunEvent, make_event, to_name, to_number, to_text
 from datasvc.runs.step_table import MAX_NAMES, StepTable
 
@@ -74,7 +74,7 @@ class Collector:
         elif event.event == "diagnosis":
             self.warnings["verdict"] = to_text(event.facts.get("verdict") or "", _MAX_VERDICT_CHARS)
 
-    def compact(self, limits: Limits) -> None:
+    def compact(self, limits: ContentLimits) -> None:
         """Reduce what was collected to `limits`, see `Content.thin`."""
         if not self._rows and not self._events:
             return

@@ -18,7 +18,7 @@ _MAX_TABLES: Final = 32
 
 
 @dataclass(frozen=True)
-class Limits:
+class ContentLimits:
     """How much `Content.thin` keeps.
 
     Attributes:
@@ -49,7 +49,7 @@ class Content:
     def __bool__(self) -> bool:
         return bool(self.tables or self.events or self.num_left_out)
 
-    def thin(self, limits: Limits) -> Content:
+    def thin(self, limits: ContentLimits) -> Content:
         """Return the content within `limits`; some bytes more, because each table keeps one bin.
 
         Of events with the same name, evenly spaced ones stay, the newest among them. Rare events stay complete.
@@ -71,7 +71,7 @@ def merge(contents: Iterable[Content]) -> Content:
     )
 
 
-def _thin_tables(tables: Sequence[StepTable], limits: Limits) -> Sequence[StepTable]:
+def _thin_tables(tables: Sequence[StepTable], limits: ContentLimits) -> Sequence[StepTable]:
     """Return the first tables whose names fit into the limits, with fewer bins if need be."""
     names_bytes = accumulate(table.names_bytes for table in tables[:_MAX_TABLES])
     tables = tables[: sum(total <= limits.size_bytes for total in names_bytes)]

@@ -15,15 +15,15 @@ from typing import Any, Final
 
 from datasvc.errors import ConflictError, DatasvcError
 from datasvc.repository import Storage
-from datasvc.runs.content import Content, Limits, merge
+from datasvc.runs.content import Content, ContentLimits, merge
 from datasvc.runs.part import MAX_PART_BYTES, Part, PartRange, encode_part
 
 PARTS_PER_MERGE: Final = 8
-PART_LIMITS: Final = Limits(num_bins=64, num_events=1000, size_bytes=1 << 20)
-"""Limits of a part that is not merged."""
-MERGED_LIMITS: Final = Limits(num_bins=256, num_events=1000, size_bytes=2 << 20)
-ATTEMPT_LIMITS: Final = Limits(num_bins=4096, num_events=5000, size_bytes=16 << 20)
-"""Limits of the merged part of an attempt that has ended. Its size is below `MAX_PART_BYTES`."""
+PART_LIMITS: Final = ContentLimits(num_bins=64, num_events=1000, size_bytes=1 << 20)
+"""ContentLimits of a part that is not merged."""
+MERGED_LIMITS: Final = ContentLimits(num_bins=256, num_events=1000, size_bytes=2 << 20)
+ATTEMPT_LIMITS: Final = ContentLimits(num_bins=4096, num_events=5000, size_bytes=16 << 20)
+"""ContentLimits of the merged part of an attempt that has ended. Its size is below `MAX_PART_BYTES`."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class PartWriter:
                 self._levels.append([])
             self._levels[level].append(merged)
 
-    def _replace(self, parts: Sequence[Part], limits: Limits) -> Part | None:
+    def _replace(self, parts: Sequence[Part], limits: ContentLimits) -> Part | None:
         """Replace consecutive parts by a merged one; return that, or None if it cannot be stored."""
         merged_range = PartRange(self.attempt, parts[0].range.first, parts[-1].range.last)
         content = merge(part.content for part in parts).thin(limits)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.runs.content import Content, Limits
+from datasvc.runs.content import Content, ContentLimits
 from datasvc.runs.facts import make_event
 from datasvc.runs.part import Part, PartRange, encode_part
 from datasvc.runs.step_table import StepTable
@@ -31,7 +31,7 @@ def test_a_part_has_at_most_the_bytes_and_the_number_of_events_of_the_limits(
     tables, events, bins, number, size_bytes
 ):
     content = make_content(tables, events)
-    thin = content.thin(Limits(bins, number, size_bytes))
+    thin = content.thin(ContentLimits(bins, number, size_bytes))
     one_bin_each = sum(table.bin_bytes for table in thin.tables)
     assert len(encode_part(Part(PartRange(1, 1, 1), {}, thin))) <= 2 * size_bytes + one_bin_each + 1000
     assert len(thin.events) <= number
@@ -43,13 +43,13 @@ def test_a_part_has_at_most_the_bytes_and_the_number_of_events_of_the_limits(
 @given(EVENTS)
 def test_content_within_the_limits_is_not_changed(events):
     content = make_content([], events)
-    assert content.thin(Limits(1, 1000, 1 << 20)) == content
+    assert content.thin(ContentLimits(1, 1000, 1 << 20)) == content
 
 
 def test_large_events_do_not_displace_a_small_one_of_another_name():
     events = [make_event(time_s, "note", {"text": "x" * 900}) for time_s in range(100)]
     events.insert(10, make_event(10, "checkpoint", {}))
-    thin = Content((), events).thin(Limits(1, 1000, 10_000))
+    thin = Content((), events).thin(ContentLimits(1, 1000, 10_000))
     names = [event.event for event in thin.events]
     assert names.count("checkpoint") == 1
     assert 5 <= names.count("note") <= 10
