@@ -22,7 +22,7 @@ def refusal():
     if servers.are_replaced():
         return servers.REPLACED
     if importlib.util.find_spec("adlfs") is None:
-        return "adlfs is not installed: pip install 'datasvc[azure]'"
+        return "adlfs is not installed"
     return None if shutil.which(PROGRAM) else f"no {PROGRAM} in PATH: npm install azurite"
 
 
