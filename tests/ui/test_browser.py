@@ -45,6 +45,8 @@ def test_a_user_logs_in_with_the_token_and_the_cookie_is_strict(filled, page):
         page.get_by_label("Token").fill(TOKEN)
         page.get_by_role("button", name="Open").click()
         page.get_by_role("heading", name="Data sets").wait_for()
+        # Requests of a page, such as that for its icon, must not come after the end of the server.
+        page.wait_for_load_state("networkidle")
         (cookie,) = page.context.cookies()
         assert (cookie["sameSite"], cookie["httpOnly"]) == ("Strict", True)
         assert TOKEN not in cookie["value"]

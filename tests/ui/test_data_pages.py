@@ -56,6 +56,20 @@ def test_each_line_of_python_runs(ui, filled):
         assert eval(html_module.unescape(line), {"datasvc": datasvc}) is not None
 
 
+def test_lists_are_sorted_by_their_heads_which_are_links(ui):
+    path = "/?models_sort=step"
+    for expected, order in ((["pets@2", "birds@1"], "descending"), (["birds@1", "pets@2"], "ascending")):
+        (head,) = re.findall(r'href="([^"]*)#datasets">samples', ui.get(path)[2])
+        path = html_module.unescape(head)
+        html = ui.get(path)[2]
+        assert re.findall(r'<th scope="row"><a href="/datasets/([^"]*)"', html) == expected
+        assert f'aria-sort="{order}"><a href="/?' in html
+        assert "models_sort=step" in path  # the order of the other table stays
+    status, _, html = ui.get("/models?sort=colour")
+    assert status == 400
+    assert "expected one of" in html
+
+
 def test_a_version_is_described_in_a_sentence_with_its_graph(ui):
     text = texts(ui.get("/datasets/pets@2")[2])
     assert "pets@2 has 118 samples in 2 splits" in " ".join(text.split())

@@ -5,7 +5,16 @@ from __future__ import annotations
 from datasvc.shards.versions.describe import summarize_datasets
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.table_view import Column, TableView, view_table
 from datasvc.ui.web.unreadable import collect_unreadable
+
+_COLUMNS = (
+    Column("data set", "name"),
+    Column("samples", "samples", "number"),
+    Column("bytes", "bytes", "number"),
+    Column("created", "created", "time"),
+    Column("tags"),
+)
 
 
 def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
@@ -17,7 +26,7 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # 
         section="datasets",
         crumbs=(Crumb("Data sets", "/datasets"),),
         panels={"datasets": panel},
-        view={"site": site, "num_datasets": count_names(panel)},
+        view={"site": site, "num_datasets": count_names(panel), "datasets_table": datasets_table(panel, query)},
     )
 
 
@@ -26,6 +35,11 @@ def datasets_panel(site: Site) -> Panel:
     with collect_unreadable() as unreadable:
         datasets = summarize_datasets(site.repo.repository)
     return Panel([*datasets, *unreadable.facts()], site.command("ls", "--json"), site.python("datasets.ls"))
+
+
+def datasets_table(panel: Panel, query: Query, *, path: str = "/datasets", prefix: str = "") -> TableView:
+    """Return the page of the table of data sets that the address names; for arguments, see `view_table`."""
+    return view_table(panel.values, _COLUMNS, query, path=path, prefix=prefix)
 
 
 def count_names(panel: Panel) -> int:

@@ -6,7 +6,17 @@ from datasvc.models.registry.registry import list_models
 from datasvc.ui.pages.datasets import count_names
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.table_view import Column, TableView, view_table
 from datasvc.ui.web.unreadable import collect_unreadable
+
+_COLUMNS = (
+    Column("model", "name"),
+    Column("step", "step", "number"),
+    Column("created", "created", "time"),
+    Column("data"),
+    Column("metrics"),
+    Column("tags"),
+)
 
 
 def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
@@ -18,8 +28,13 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # 
         section="models",
         crumbs=(Crumb("Models", "/models"),),
         panels={"models": panel},
-        view={"site": site, "num_models": count_names(panel)},
+        view={"site": site, "num_models": count_names(panel), "models_table": models_table(panel, query)},
     )
+
+
+def models_table(panel: Panel, query: Query, *, path: str = "/models", prefix: str = "") -> TableView:
+    """Return the page of the table of models that the address names; for arguments, see `view_table`."""
+    return view_table(panel.values, _COLUMNS, query, path=path, prefix=prefix)
 
 
 def models_panel(site: Site) -> Panel:
