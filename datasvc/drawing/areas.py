@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Final
 
 from datasvc.drawing.elements import Markup, element, number_text, svg
 from datasvc.drawing.frame import ChartFrame, legend
+from datasvc.drawing.numbers import drawable
 from datasvc.drawing.series import ChartSeries, describe_series, names_and_colours
 
 _MAX_POINTS: Final = 1000  # more would not be visible
@@ -25,16 +25,18 @@ def stacked_areas(
     """Return areas on top of each other as SVG, the first at the bottom: the parts of a whole, such as a step's time.
 
     Args:
-        series: the parts, with equal `xs`; gaps and negative values count as zero.
+        series: the parts, with equal `xs`. Points whose x is not finite are left out. Gaps and negative values count
+            as zero.
         title: what it shows.
         unit: unit of the values.
         x_label: name of the x axis, with its unit.
         width: pixels.
         height: pixels.
     """
-    xs = list(series[0].xs) if series else []
-    kept = _kept_numbers(len(xs))
-    xs = [xs[number] for number in kept]
+    numbered = [(number, drawable(x)) for number, x in enumerate(series[0].xs if series else ())]
+    points = [(number, x) for number, x in numbered if x is not None]
+    points = [points[place] for place in _kept_numbers(len(points))]
+    kept, xs = [number for number, _ in points], [x for _, x in points]
     levels = [[0.0] * len(xs)]
     for each in series:
         levels.append(
@@ -45,10 +47,14 @@ def stacked_areas(
     areas = []
     for each, colour, below, above in zip(series, colours, levels, levels[1:], strict=False):
         outline = [*zip(xs, above, strict=True), *reversed(list(zip(xs, below, strict=True)))]
-        points = " ".join(f"{number_text(frame.x(x))},{number_text(frame.y(y))}" for x, y in outline)
+        corners = " ".join(f"{number_text(frame.x(x))},{number_text(frame.y(y))}" for x, y in outline)
         areas.append(
             element(
-                "polygon", element("title", each.name), points=points, class_=f"area fill {colour}", fill_opacity=0.85
+                "polygon",
+                element("title", each.name),
+                points=corners,
+                class_=f"area fill {colour}",
+                fill_opacity=0.85,
             )
         )
     return svg(
@@ -64,7 +70,7 @@ def stacked_areas(
 
 
 def _at_least_zero(value: float | None) -> float:
-    return value if value is not None and math.isfinite(value) and value > 0 else 0.0
+    return max(drawable(value) or 0.0, 0.0)
 
 
 def _kept_numbers(count: int) -> list[int]:

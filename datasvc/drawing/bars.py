@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from datasvc.drawing.elements import Markup, element, link, shorten, svg
-from datasvc.drawing.numbers import choose_ticks, format_quantity
+from datasvc.drawing.numbers import MAX_DRAWN, choose_ticks, drawable, format_quantity
 from datasvc.drawing.table import TableColumn, html_table
 
 _LEFT: Final = 64
@@ -80,16 +80,17 @@ def histogram(
     """
     left, top, bottom = (0, 0, 0) if is_small else (_LEFT, _TOP, _BOTTOM)
     plot_width, plot_height = width - left - (0 if is_small else 12), height - top - bottom
-    most = max((each.count for each in bins), default=0.0)
+    most = max((_length(each.count) for each in bins), default=0.0)
     ticks = [] if is_small else _count_ticks(most, log_scale=log_scale)
     full = _scaled(max([most, *ticks]), log_scale=log_scale) or 1.0
-    low, high = (bins[0].start, bins[-1].stop) if bins else (0.0, 1.0)
+    ends = [(_bound(each.start), _bound(each.stop)) for each in bins]
+    low, high = (ends[0][0], ends[-1][1]) if bins else (0.0, 1.0)
     span = high - low or 1.0
     bars = []
-    for each in bins:
-        size = _scaled(each.count, log_scale=log_scale) / full * plot_height
-        x = left + (each.start - low) / span * plot_width
-        bar_width = (each.stop - each.start) / span * plot_width if high > low else plot_width
+    for each, (start, stop) in zip(bins, ends, strict=True):
+        size = _scaled(_length(each.count), log_scale=log_scale) / full * plot_height
+        x = left + (start - low) / span * plot_width
+        bar_width = (stop - start) / span * plot_width if high > low else plot_width
         bars.append(_bin(each, unit, count_unit, x, top + plot_height - size, max(bar_width - 1, 0.5), size))
         if each.href is not None:  # the whole height is clicked, so that a low bar is no small target
             hit = element("rect", x=x, y=top, width=bar_width, height=plot_height, fill="transparent")
@@ -142,11 +143,12 @@ def bar_chart(
         more_href: address of those that are left out.
     """
     shown = bars[:max_bars]
-    most = max((bar.value for bar in bars), default=0.0) or 1.0
+    most = max((_length(bar.value) for bar in bars), default=0.0) or 1.0
     left = min(max((len(bar.label) for bar in shown), default=0), _MAX_LABEL) * _CHARACTER + 16
     room = width - left - 120
     rows = [
-        _bar(bar, unit, (left, _TOP + number * _BAR_ROW), bar.value / most * room) for number, bar in enumerate(shown)
+        _bar(bar, unit, (left, _TOP + number * _BAR_ROW), _length(bar.value) / most * room)
+        for number, bar in enumerate(shown)
     ]
     if len(bars) > len(shown):
         text = element(
@@ -170,6 +172,14 @@ def bar_table(
     """Return the numbers of `bar_chart` as a table."""
     rows = [(link(bar.label, bar.href), bar.value) for bar in bars]
     return html_table([name, TableColumn(unit)], rows, caption=title, max_rows=max_rows)
+
+
+def _length(value: float) -> float:
+    return max(drawable(value) or 0.0, 0.0)
+
+
+def _bound(value: float) -> float:
+    return drawable(min(max(value, -MAX_DRAWN), MAX_DRAWN)) or 0.0
 
 
 def _scaled(count: float, *, log_scale: bool) -> float:

@@ -8,7 +8,7 @@ from typing import Final
 
 from datasvc.drawing.elements import Markup, element, link, markup, number_text, svg
 from datasvc.drawing.frame import ChartFrame, legend
-from datasvc.drawing.numbers import format_quantity, thin_points
+from datasvc.drawing.numbers import drawable, format_quantity, thin_points
 from datasvc.drawing.series import ChartMark, ChartSeries, describe_series, names_and_colours
 from datasvc.drawing.table import TableColumn, html_table
 
@@ -74,7 +74,7 @@ def small_multiples(
         width: of one chart, pixels.
         height: of one chart, pixels.
     """
-    every_x = [x for each in series for x in (*each.xs[:1], *each.xs[-1:])]
+    every_x = [x for each in series for x in map(drawable, each.xs) if x is not None]
     ends = (min(every_x), max(every_x)) if every_x else None
     panels = []
     for number, each in enumerate(series):

@@ -40,13 +40,18 @@ class ChartFrame:
     def of(
         cls, xs: Sequence[float], ys: Sequence[float], size: tuple[int, int], names: Sequence[str], *, from_zero: bool
     ) -> ChartFrame:
-        """Return the frame of finite values, of a size, with room for a legend of `names`."""
+        """Return the frame of `drawable` values, of a size, with room for a legend of `names`."""
         low, high = min(ys, default=0.0), max(ys, default=1.0)
         if from_zero:
             low, high = min(low, 0.0), max(high, 0.0)
         first, last = min(xs, default=0.0), max(xs, default=1.0)
         top = _TITLE + (1 + max((row for row, _ in _legend_places(names, size[0])), default=-1)) * _LEGEND_ROW + 8
-        return cls(*size, top, (first, last if last > first else first + 1), choose_ticks(low, high, 5))
+        return cls(
+            *size,
+            top,
+            (first, last if last > first else first + max(1.0, abs(first) * 1e-9)),
+            choose_ticks(low, high, 5),
+        )
 
     @property
     def base(self) -> int:

@@ -105,4 +105,6 @@ def _strength(value: float | None, low: float, high: float, *, log_scale: bool) 
         return min(max(value / high, 0.0), 1.0) if high > 0 else 0.0
     if value <= 0:
         return 0.0
-    return (1 + math.log(value / low)) / (1 + math.log(high / low)) if high > low else 1.0
+    # Not log(high / low): the quotient may be infinite.
+    span = math.log(high) - math.log(low)
+    return (1 + math.log(value) - math.log(low)) / (1 + span) if high > low else 1.0

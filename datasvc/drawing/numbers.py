@@ -10,6 +10,7 @@ from datasvc.sizes import format_size
 
 _STEPS: Final = (1, 2, 2.5, 5, 10)
 _MIN_BYTES: Final = 1000
+MAX_DRAWN: Final = 1e300  # differences and sums of such numbers are finite
 
 
 def format_quantity(value: float | None, unit: str = "") -> str:
@@ -34,13 +35,22 @@ def _plain(value: float) -> str:
     return f"{value:,.1f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
+def drawable(value: float | None) -> float | None:
+    """Return a number that scales can divide, at most 1e300 from zero; None for None, NaN and infinity."""
+    if value is None or not math.isfinite(value):
+        return None
+    return min(max(value, -MAX_DRAWN), MAX_DRAWN)
+
+
 def choose_ticks(low: float, high: float, max_ticks: int = 6) -> list[float]:
     """Return round numbers at equal distances; the first is at most `low`, and the last at least `high`."""
+    low, high = float(low), float(high)  # whole numbers above 2**53 may differ, and be equal as floats
     if not high > low:
-        low, high = (low - abs(low) / 2 or -1.0, low + abs(low) / 2 or 1.0) if low else (0.0, 1.0)
+        space = abs(low) / 2 or 1.0
+        low, high = (low - space, low + space) if low else (0.0, 1.0)
     exact = (high - low) / max(max_ticks - 1, 1)
-    power = 10.0 ** math.floor(math.log10(exact)) if exact > 0 else 0.0
-    if not power or not math.isfinite(high - low):  # the range is below or above what floats can divide
+    power = 10.0 ** math.floor(math.log10(exact)) if 0 < exact < math.inf else 0.0
+    if not power or (low + power == low and high + power == high):  # floats cannot divide the range
         return [low, high]
     step = power * next(step for step in _STEPS if step * power >= exact * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
@@ -51,8 +61,8 @@ def thin_points(xs: Sequence[float], ys: Sequence[float | None], max_points: int
     """Return at most some `max_points` points that draw the same line; the extremes of each section are kept.
 
     Args:
-        xs: ascending.
-        ys: one value per x; None or NaN is a gap.
+        xs: ascending. Points whose x is NaN or infinite are left out.
+        ys: one value per x; None, NaN or infinity is a gap.
         max_points: above this number, each section of the points gives its first, lowest, highest and last one, and a
             gap.
 
@@ -60,11 +70,8 @@ def thin_points(xs: Sequence[float], ys: Sequence[float | None], max_points: int
         Points in order, with None for a gap. See Jugel et al., "M4: A Visualization-Oriented Time Series Data
         Aggregation", VLDB 2014.
     """
-    points = [
-        (x, y if y is not None and math.isfinite(y) else None)
-        for x, y in zip(xs, ys, strict=True)
-        if math.isfinite(x)
-    ]
+    pairs = ((drawable(x), drawable(y)) for x, y in zip(xs, ys, strict=True))
+    points = [(x, y) for x, y in pairs if x is not None]
     if len(points) <= max_points:
         return points
     size = math.ceil(len(points) / max(max_points // 5, 1))

@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -106,12 +107,49 @@ def test_thinning_keeps_the_extremes_and_the_order(ys):
     assert (min(kept, default=None), max(kept, default=None)) == (min(known, default=None), max(known, default=None))
 
 
-@given(st.lists(st.lists(values, max_size=8), max_size=3))
-def test_any_numbers_can_be_drawn(columns):
-    series = [ChartSeries(f"s{number}", range(len(ys)), ys) for number, ys in enumerate(columns)]
-    for draw in (line_chart, small_multiples):
-        assert "nan" not in draw(series, title="x")
-        parsed(draw(series, title="x"))
+EXTREMES = [5e-324, 1e16, 1e16 + 2, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan, 10**16, 10**16 + 1]
+numbers = st.floats() | st.sampled_from(EXTREMES)
+
+
+@given(st.lists(st.lists(st.tuples(numbers, st.none() | numbers), max_size=6), max_size=3), numbers)
+def test_any_numbers_are_drawn_as_lines_and_areas(columns, at):
+    lines = []
+    for number, points in enumerate(columns):
+        xs = sorted((x for x, _ in points), key=lambda x: (math.isnan(x), x))
+        lines.append(ChartSeries(f"s{number}", xs, [y for _, y in points]))
+    areas = lines[:1] * 3  # their `xs` are equal
+    check_finite(line_chart(lines, title="x", marks=[ChartMark(at, "mark")]))
+    check_finite(small_multiples(lines, title="x"))
+    check_finite(stacked_areas(areas, title="x"))
+    parsed(chart_table(lines, title="x"))
+
+
+@given(st.lists(numbers, max_size=6), st.booleans())
+def test_any_numbers_are_drawn_as_bars_and_cells(sizes, log_scale):
+    bounds = sorted(sizes, key=lambda value: (math.isnan(value), value))
+    bins = [HistogramBin(*ends, count) for *ends, count in zip(bounds, bounds[1:], sizes, strict=False)]
+    bars = [NamedBar("b", size) for size in sizes]
+    names = [str(number) for number in range(len(sizes))]
+    check_finite(histogram(bins, title="x", log_scale=log_scale))
+    check_finite(histogram(bins, title="x", log_scale=log_scale, is_small=True))
+    check_finite(bar_chart(bars, title="x"))
+    check_finite(heat_map(["r"], names, [sizes], title="x", log_scale=log_scale))
+    for table in (
+        histogram_table(bins, title="x"),
+        bar_table(bars, title="x"),
+        heat_map_table(["r"], names, [sizes], title="x"),
+    ):
+        parsed(table)
+
+
+def check_finite(drawing):
+    """Fail if a coordinate, a length or an opacity of a drawing is no number, or a length is negative."""
+    for each in parsed(drawing).iter():
+        for name, text in each.attrib.items():
+            if name in {"x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "width", "height", "fill-opacity"}:
+                assert math.isfinite(float(text))
+                assert float(text) >= 0 or name not in {"width", "height"}
+            assert name not in {"d", "points"} or not re.search("nan|inf", text)
 
 
 def test_a_gap_divides_a_line_and_a_mark_is_in_its_place():
