@@ -10,11 +10,14 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Final
 
+from datasvc.repository.objects.objects import digest_of
+
 MAX_EVENT_BYTES: Final = 64 << 10
 _MAX_TEXT: Final = 4096
 _MAX_ITEMS: Final = 1000
 _MAX_DEPTH: Final = 8
 _MAX_NAME: Final = 128
+_MAX_WHOLE_NAME: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,9 @@ def _to_json_value(value: Any, depth: int) -> Any:
 
 def to_name(value: object) -> str:
     """Return `value` as text of limited length: the name of an event or of a fact."""
-    return to_text(value, _MAX_NAME)
+    name = to_text(value, _MAX_WHOLE_NAME)
+    # Two long names with the same start stay two names.
+    return name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 9]}~{digest_of(name.encode())[:8]}"
 
 
 def to_text(value: object, max_length: int = _MAX_TEXT) -> str:

@@ -613,3 +613,12 @@ def test_a_history_is_a_table_a_plot_and_html(repository):
     assert history.plot("accuracy").get_ylabel() == "accuracy"
     with pytest.raises(ConfigError, match="its curves are: loss, accuracy"):
         history.plot("rate")
+
+
+def test_long_names_with_the_same_start_are_two_curves(repository):
+    log = open_log(repository)
+    log.report("step", step=1, **{"x" * 128 + end: value for end, value in {"a": 1.0, "b": 2.0}.items()})
+    log.close()
+    history = read(repository, log)
+    assert [series.values.tolist() for series in history.series.values()] == [[1.0], [2.0]]
+    assert all(len(name) == 128 for name in history.series)
