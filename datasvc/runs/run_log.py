@@ -185,8 +185,8 @@ class RunLog:
         Numbers of an event "step" that has a `step`, the number of optimizer steps, become curves; of old steps,
         means, minima and maxima are kept. Events with other names keep all of their facts: "evaluation" with metrics,
         "checkpoint" with `version`, and any other. Of events of one name that are reported thousands of times, evenly
-        spaced ones are kept. Do not change a list or dict that was passed.
-        A tensor of one number is read up to `flush_s` later; pass a float if its value changes in place.
+        spaced ones are kept. Do not change a list or dict that was passed. A tensor
+        of one number is read up to `flush_s` later: pass a float if its value changes in place.
 
         Args:
             event: name of the event.
