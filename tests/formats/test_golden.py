@@ -8,7 +8,9 @@ content must give the same bytes. A new format gets new files beside the old one
 import dataclasses
 import io
 import json
+from collections import OrderedDict
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +19,7 @@ from xxhash import xxh3_128
 
 from datasvc.loaders.augment.augment import AugmentConfig, plan_random_windows
 from datasvc.models.tensors import codec
+from datasvc.models.tensors.container_types import tied_tensors
 from datasvc.models.tensors.dedup_index import find_chain, pointer_path, write_pointer
 from datasvc.models.tensors.state_tree import decode_state, encode_state, flatten, unflatten
 from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, encode_table, read_table
@@ -98,6 +101,15 @@ PLANES = {
     "difference-1.bin": ("difference", WORDS - 3),
 }
 STATE = {"step": 7, "pair": (1, "x"), 3: None, "inf": float("inf"), "raw": b"\x00\xff", "w": torch.zeros(1)}
+
+
+class Pair(NamedTuple):
+    first: int
+    second: float
+
+
+Pair.__module__ = "optimizers"  # the same, whether pytest or a command line runs this file
+TYPED_STATE = {"model": OrderedDict(w=STATE["w"], tied=STATE["w"].detach()), "pair": Pair(1, 0.5)}
 LOADER_STATE = OrderState("ab" * 32, 2, 17, OrderConfig(seed=5, shuffle="windowed", lanes=4, block=100, sticky=True))
 
 
@@ -186,6 +198,7 @@ def written(folder):
         "pointer-1.json": pointer_bytes(folder),
         "run-part-1.jsonl": encode_part(RUN_PART),
         "state-1.json": encode_state(flatten(STATE)[0]),
+        "state-1-types.json": encode_state(flatten(TYPED_STATE)[0]),
         "order-1.json": json.dumps(orders(), indent=1, sort_keys=True).encode(),
         "loader-state-1.json": json.dumps(LOADER_STATE.to_dict(), sort_keys=True).encode(),
     }
@@ -325,6 +338,14 @@ def test_a_part_of_a_run_log_of_format_1_opens():
 
 def test_a_state_of_format_1_opens():
     assert unflatten(decode_state(golden("state-1.json"), "golden"), {"w": STATE["w"]}) == STATE
+
+
+def test_a_state_of_format_1_opens_with_its_types():
+    skeleton = decode_state(golden("state-1-types.json"), "golden")
+    found = unflatten(skeleton, {"model.w": STATE["w"], "model.tied": STATE["w"]})
+    assert repr(found) == repr(TYPED_STATE)
+    assert tied_tensors(skeleton) == {"model.tied": "model.w"}
+    assert found["pair"] == Pair(1, 0.5)
 
 
 def test_a_loader_state_of_format_1_opens():

@@ -34,6 +34,9 @@ WORDS = [
     "$float",
     "$bytes",
     "$unknown",
+    "$ordered",
+    "$named",
+    "$tied",
     "model.noise",
     "nan",
     "00",
@@ -126,6 +129,11 @@ def random_value(rng, depth=0):
     return {rng.choice(WORDS[:5]): random_value(rng, depth + 1)}
 
 
+def raw_state(tree, types):
+    """Return the bytes of a state; `encode_state` takes valid skeletons only."""
+    return json.dumps({"format": 1, "state": tree, "types": types}, default=str).encode()
+
+
 def hostile_states(rng):
     """Yield the bytes of states."""
     yield b"[" * 200_000
@@ -133,9 +141,18 @@ def hostile_states(rng):
     yield b'{"format": 1, "state": ' + b"9" * 100_000 + b"}"
     yield b'{"format": "\xff", "state": 1}'
     yield encode_state({"$tuple": [{"$tensor": "model.noise"}] * 10_000})
+    tree = {"model": {"a": {"$tensor": "model.noise"}}, "t": {"$tuple": [1, {"$float": "nan"}]}}
+    for module, name in (("subprocess", "Popen"), ("antigravity", "x"), ("os", "system"), ("time", "struct_time")):
+        yield raw_state(tree, [[["t"], "named", module, name, ["a", "b"]]])
+    yield raw_state(tree, [[["t"], "named", "x", "X", ["a", "__import__('os').system('true')"]]])
     for _ in range(70):
-        yield encode_state(random_value(rng))
-    whole = encode_state({"model": {"a": {"$tensor": "model.noise"}}, "t": {"$tuple": [1, {"$float": "nan"}]}})
+        yield raw_state(random_value(rng), [])
+    for _ in range(40):
+        kind = rng.choice(["ordered", "named", "tied", "later"])
+        path = rng.choice([[], ["t"], ["t", 0], ["model", "a"], ["model", -1], random_value(rng)])
+        details = [random_value(rng) for _ in range(rng.randrange(4))]
+        yield raw_state(tree, rng.choice([[[path, kind, *details]], random_value(rng)]))
+    whole = raw_state(tree, [[["model"], "ordered"], [["t"], "named", "a", "B", ["x", "y"]]])
     for _ in range(40):
         yield bytes(mutate(rng, whole))
 

@@ -153,7 +153,8 @@ def _load_value(
 ) -> None:
     """Give a value to the planner: the stored bytes if a planner encoded it, otherwise the value pickled by torch."""
     key = item.storage_index.fqn
-    value = unflatten(_skeleton_of(stored, item), tensors)
+    # The value is pickled here and unpickled by torch's planner: the class of a named tuple may not allow that.
+    value = unflatten(_skeleton_of(stored, item), tensors, named=False)
     if key in stored.sharding.opaque:
         planner.load_bytes(item, decode_opaque(value, key, planner, is_trusted=planner_bytes))
     else:

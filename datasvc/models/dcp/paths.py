@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from datasvc.errors import CorruptDataError
+from datasvc.models.tensors.container_types import untyped
 
 Path = tuple[str | int, ...]
 
@@ -27,7 +28,7 @@ def check_paths(planner_data: Any) -> Mapping[str, Path] | None:
     for key, path in planner_data.items():
         if not isinstance(key, str) or not isinstance(path, tuple) or not path or not all(map(_is_step, path)):
             raise ValueError(f"for {key!r} it has {path!r}; expected a path of dict keys and list indices")
-    return planner_data
+    return dict(planner_data)
 
 
 def check_reach(skeleton: Any, paths: Iterable[Path]) -> None:
@@ -66,6 +67,7 @@ def _is_step(step: Any) -> bool:
 
 def _children(part: Any, path: Path) -> Any:
     """Return the children of a part of a skeleton, as a dict or a list; any other result means no children."""
+    part = untyped(part)
     if not isinstance(part, dict):
         return part
     if "$dict" not in part:

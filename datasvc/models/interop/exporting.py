@@ -105,7 +105,8 @@ def export_model(
 ) -> ModelExport:
     """Write a version as files of another format; every byte is verified.
 
-    - "safetensors": `tensors.safetensors` with all tensors, `state.json` with all other values, and `entry.json`.
+    - "safetensors": `tensors.safetensors` with all tensors, `state.json` with all other values, and `entry.json`;
+      `state_types.json` if the state has ordered dicts, named tuples or tied tensors.
       An import of this folder gives the same state.
     - "huggingface": `model.safetensors`, or several such files with an index; `config.json` and the other small files
       of an earlier import. By default, the tensors below `model` are written, without this prefix.
@@ -158,7 +159,8 @@ def export_model(
             write_small_files(temporary, part, stored.entry, files_to_write)
         else:
             tensors = part.load(list(part.records))
-            state = tensors if skeleton is None else unflatten(skeleton, tensors)
+            # Plain tuples: `torch.load(weights_only=True)` refuses classes of the program that saved.
+            state = tensors if skeleton is None else unflatten(skeleton, tensors, named=False)
             if format == "torch":
                 write_torch_file(temporary / CHECKPOINT_FILE, state)
             else:
@@ -201,7 +203,7 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> list[Path]:
     """Write a restored checkpoint as `export_model` writes "safetensors", with the same errors.
 
     Returns:
-        The paths of `tensors.safetensors`, `state.json` and `entry.json`.
+        The paths of `tensors.safetensors`, `state.json`, `entry.json`, and of `state_types.json` if there is one.
     """
     skeleton, tensors = flatten(checkpoint.state)
     specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
@@ -211,7 +213,7 @@ def export_checkpoint(checkpoint: Checkpoint, folder: Path) -> list[Path]:
 
     with create_folder(folder) as temporary:
         safetensors.write_checkpoint(temporary, specs, load, skeleton, checkpoint.entry)
-    return [folder / name for name in (safetensors.TENSORS_FILE, safetensors.STATE_FILE, safetensors.ENTRY_FILE)]
+    return [folder / name for name in safetensors.CHECKPOINT_FILES if (folder / name).exists()]
 
 
 def select_weights(

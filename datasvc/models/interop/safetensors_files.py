@@ -22,6 +22,7 @@ from datasvc.models.interop.state import (
 )
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.tensors.chunks import Shape, plan_chunks
+from datasvc.models.tensors.container_types import join_types, split_types
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 from datasvc.sizes import group_by_size
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 SUFFIX: Final = ".safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 TENSORS_FILE, STATE_FILE, ENTRY_FILE = "tensors.safetensors", "state.json", "entry.json"
+TYPES_FILE: Final = "state_types.json"
+CHECKPOINT_FILES: Final = (TENSORS_FILE, STATE_FILE, TYPES_FILE, ENTRY_FILE)
 # Limit for untrusted JSON files, which are read into memory as a whole.
 _MAX_JSON_BYTES: Final = 32 << 20
 GROUP_BYTES: Final = 256 << 20  # size of the tensors that a write has in memory at a time
@@ -67,7 +70,7 @@ def read_safetensors_folder(folder: Path) -> ForeignState:
     # that file, the state is a dict of tensors by name.
     state_file = folder / STATE_FILE
     if state_file.exists():
-        return ForeignState("safetensors", tensors, _read_json(state_file))
+        return ForeignState("safetensors", tensors, _read_state(folder))
     return ForeignState("safetensors", tensors, flat_skeleton({tensor.name: tensor.name for tensor in tensors}))
 
 
@@ -112,7 +115,10 @@ def write_checkpoint(
     """
     write_safetensors(folder / TENSORS_FILE, specs, load)
     if skeleton is not None:
-        _write_json(folder / STATE_FILE, skeleton)
+        tree, types = split_types(skeleton)
+        _write_json(folder / STATE_FILE, tree)
+        if types:
+            _write_json(folder / TYPES_FILE, {"types": types})
     _write_json(folder / ENTRY_FILE, dict(entry))
 
 
@@ -121,6 +127,18 @@ def write_index(folder: Path, files: Mapping[str, Iterable[str]], total_bytes: i
     weight_map = {name: file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(folder / INDEX_FILE, index)
+
+
+def _read_state(folder: Path) -> Any:
+    """Return the skeleton of the state tree in a folder that `write_checkpoint` wrote."""
+    tree = _read_json(folder / STATE_FILE)
+    types_file = folder / TYPES_FILE
+    if not types_file.exists():
+        return tree
+    try:
+        return join_types(tree, _read_json(types_file)["types"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CorruptDataError(f"{types_file} does not fit {STATE_FILE}: {error!r}") from error
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -6,6 +6,7 @@ many ranks, and with another sharding.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from datasvc.errors import ConfigError
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.fit import LoadReport, Mismatch, TensorSpec
 from datasvc.models.tensors.chunks import Box
+from datasvc.models.tensors.container_types import is_named_tuple, untyped
 from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.read import load_tensors, plan_reads, read_chunks
 from datasvc.models.tensors.sharded import local_part
@@ -148,9 +150,12 @@ def _assemble(
         restored_dict = {key: assemble_child(key, child) for key, child in into.items()}
         # Settings beside tensors, such as a step count in the state of a parameter, need not be in `into`.
         more = {key: child for key, child in children.items() if path and key not in into and _is_plain(child)}
-        return restored_dict | {key: unflatten(child, tensors) for key, child in more.items()}
+        restored_dict |= {key: unflatten(child, tensors) for key, child in more.items()}
+        return OrderedDict(restored_dict) if isinstance(into, OrderedDict) else restored_dict
     restored = [assemble_child(index, child) for index, child in enumerate(into)]
-    return tuple(restored) if isinstance(into, tuple) else restored
+    if isinstance(into, tuple):
+        return tuple.__new__(type(into), restored) if is_named_tuple(into) else tuple(restored)
+    return restored
 
 
 def _has_tensors(value: Any) -> bool:
@@ -172,6 +177,7 @@ def _is_plain(skeleton: Any) -> bool:
 
 def _children(skeleton: Any) -> dict[Any, Any]:
     """Return the children of a dict, list or tuple in a skeleton, by key or index; {} for any other value."""
+    skeleton = untyped(skeleton)
     if isinstance(skeleton, dict) and "$tuple" in skeleton:
         skeleton = skeleton["$tuple"]
     if isinstance(skeleton, list):

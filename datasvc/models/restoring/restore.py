@@ -18,6 +18,7 @@ from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.fill_state import fill_state
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.tensors.container_types import tied_tensors
 from datasvc.models.tensors.name_filter import map_names, select_names
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.models.tensors.tensor_table import TensorRecord
@@ -107,10 +108,25 @@ def restore(
         by_name = {record.name: record for record in records}
         state, read = fill_state(into, copies, skeleton, by_name, str(stored.version), progress)
         return Checkpoint(stored.version, state, stored.entry, copies.report(read, time.monotonic() - began))
+    tied = {} if is_part else _find_tied(skeleton, records)
+    records = [record for record in records if record.name not in tied]
     progress.begin(sum([record.nbytes for record in records]))
     tensors = copies.load(records, progress=progress)
+    tensors |= {name: tensors[first] for name, first in tied.items()}
     state = tensors if is_part else unflatten(skeleton, tensors)
     return Checkpoint(stored.version, state, stored.entry, copies.report(records, time.monotonic() - began))
+
+
+def _find_tied(skeleton: Any, records: Sequence[TensorRecord]) -> dict[str, str]:
+    """Return the tensors to restore as another tensor: the name of that one, by name."""
+    by_name = {record.name: record for record in records}
+    tied = tied_tensors(skeleton)
+    # Compare the contents, because tied tensors of a damaged state must not hide each other's values.
+    return {
+        name: first
+        for name, first in tied.items()
+        if first not in tied and {name, first} <= by_name.keys() and by_name[name].content == by_name[first].content
+    }
 
 
 def _select(

@@ -21,6 +21,7 @@ from datasvc.models.saving.partition import partition_writes
 from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
 from datasvc.models.saving.shared_plan import BlockId, merge_skeletons
 from datasvc.models.tensors.chunks import Shape
+from datasvc.models.tensors.container_types import typed_as, untyped
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks, whole_blocks
@@ -243,12 +244,13 @@ def join_parts(state: FlatState, parts: Sequence[RankWrites]) -> StoredState:
         for name, chunk in part.chunks:
             chunks[name].append(chunk)
         num_nonfinite.update(part.num_nonfinite)
-    skeleton = dict(state.skeleton)
+    skeleton: Any = state.skeleton
     for part in parts:
         if part.skeleton is not None:
             skeleton = merge_skeletons(skeleton, part.skeleton)
     if any(part.rank_skeleton is not None for part in parts):
-        skeleton[RANK_STATE] = [part.rank_skeleton for part in parts]
+        rank_skeletons = [part.rank_skeleton for part in parts]
+        skeleton = typed_as(skeleton, {**untyped(skeleton), RANK_STATE: rank_skeletons})
     return StoredState(
         [join_chunks(name, *described[name], stored) for name, stored in sorted(chunks.items())],
         skeleton,

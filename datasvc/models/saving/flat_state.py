@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 from datasvc.errors import ConfigError
 from datasvc.models.saving.shared_plan import HeldTensor, SharedPlan, outline, plan_replicas
 from datasvc.models.tensors.chunks import Box, slices
+from datasvc.models.tensors.container_types import untyped
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
 from datasvc.models.tensors.sharded import is_sharded, local_part, plan_part_chunks
 from datasvc.models.tensors.state_tree import flatten
@@ -117,7 +118,7 @@ def flatten_state(state: Mapping[str, Any], rank_state: Mapping[str, Any] | None
     skeleton, tensors = flatten(state)
     # `join_parts` adds the key `RANK_STATE` to the skeleton. A dict with a key that is not a string, or that begins
     # with "$", is encoded as a list under the single key "$dict", so no key can be added to it.
-    if rank_state is not None and "$dict" in skeleton:
+    if rank_state is not None and "$dict" in untyped(skeleton):
         raise ConfigError("with a rank_state, all keys of the state must be strings that do not begin with '$'")
     rank_skeleton: Any = None
     rank_tensors: Mapping[str, torch.Tensor] = {}

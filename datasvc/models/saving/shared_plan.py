@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from datasvc.errors import ConfigError
 from datasvc.models.tensors.chunks import Box, Shape, is_tiling
+from datasvc.models.tensors.container_types import typed_as, untyped
 from datasvc.models.tensors.state_tree import dict_parts, dict_skeleton
 
 
@@ -138,8 +139,9 @@ def plan_shared(held: Sequence[Mapping[str, HeldTensor]], outlines: Sequence[Any
 def outline(skeleton: Any) -> Any:
     """Return a skeleton with None for every value that is not a tensor, and for every list without tensors.
 
-    Outlines are equal on ranks that have the same keys, whatever the values are.
+    Outlines are equal on ranks that have the same keys, whatever the values and the types of dicts and tuples are.
     """
+    skeleton = untyped(skeleton)
     if isinstance(skeleton, list):
         items = [outline(item) for item in skeleton]
         return items if any(item is not None for item in items) else None
@@ -151,7 +153,7 @@ def outline(skeleton: Any) -> Any:
         items = outline(skeleton["$tuple"])
         return None if items is None else {"$tuple": items}
     if "$tensor" in skeleton:
-        return skeleton
+        return {"$tensor": skeleton["$tensor"]}
     if any(key.startswith("$") for key in skeleton):
         return None
     return {key: outline(item) for key, item in skeleton.items()}
@@ -160,7 +162,7 @@ def outline(skeleton: Any) -> Any:
 def merge_skeletons(first: Any, other: Any) -> Any:
     """Return the skeleton of a state that has the keys of both; where both have a value, it is that of `first`.
 
-    The elements of lists of equal length are merged in turn.
+    The elements of lists of equal length are merged in turn. Dicts and tuples keep their types in `first`.
     """
     parts, other_parts = dict_parts(first), dict_parts(other)
     if parts is not None and other_parts is not None:
@@ -168,17 +170,19 @@ def merge_skeletons(first: Any, other: Any) -> Any:
             key: merge_skeletons(part, other_parts[key]) if key in other_parts else part
             for key, part in parts.items()
         }
-        return dict_skeleton(merged | {key: part for key, part in other_parts.items() if key not in merged})
+        merged |= {key: part for key, part in other_parts.items() if key not in merged}
+        return typed_as(first, dict_skeleton(merged))
     for mark in (None, "$tuple"):
         items, other_items = (_items(value, mark) for value in (first, other))
         if items is not None and other_items is not None and len(items) == len(other_items):
             merged_items = [merge_skeletons(*both) for both in zip(items, other_items, strict=True)]
-            return merged_items if mark is None else {mark: merged_items}
+            return merged_items if mark is None else typed_as(first, {mark: merged_items})
     return first
 
 
 def _items(skeleton: Any, mark: str | None) -> list[Any] | None:
     """Return the elements of a list, or of a tuple if `mark` is "$tuple"; None for another value."""
+    skeleton = untyped(skeleton)
     if mark is not None:
         skeleton = skeleton.get(mark) if isinstance(skeleton, dict) else None
     return skeleton if isinstance(skeleton, list) else None

@@ -3,13 +3,15 @@
 The JSON tree is the skeleton: it has the name of each tensor in place of the tensor. No pickle is used, so reading a
 state runs no code. A value that JSON cannot represent becomes a dict with a single key, its mark: `{"$tensor":
 NAME}`, `{"$tuple": [...]}`, `{"$float": "nan"}` or `{"$bytes": HEX}`. `{"$dict": [[KEY, VALUE], ...]}` stands for a
-dict in which some key is not a string, or begins with `$`.
+dict in which some key is not a string, or begins with `$`. `container_types` describes the marks of ordered dicts,
+named tuples and tied tensors.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +19,15 @@ import numpy as np
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.extras import missing_package
+from datasvc.models.tensors.container_types import (
+    is_named_tuple,
+    join_types,
+    make_named,
+    mark_named,
+    memory_of,
+    split_types,
+    untyped,
+)
 from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
@@ -36,9 +47,14 @@ class _TensorCollector(dict[str, "torch.Tensor"]):
 
     Attributes:
         values_left: how many more values the tree may have; infinite if the tree is not from an untrusted file.
+        names: name of the first tensor with each memory, see `memory_of`.
     """
 
     values_left: float = math.inf
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[tuple[Any, ...], str] = {}
 
 
 def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -63,9 +79,14 @@ def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str,
     return _flatten(state, "", tensors, 0), dict(tensors)
 
 
-def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the state tree of a `flatten` result. Raises CorruptDataError: `skeleton` is not a valid skeleton."""
-    return _unflatten(skeleton, tensors, 0)
+def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor], *, named: bool = True) -> Any:
+    """Return the state tree of a `flatten` result, with `tensors` as they are: the caller ties tied tensors.
+
+    `named`: whether named tuples keep their classes, see `make_named`; else they become plain tuples.
+
+    Raises CorruptDataError: `skeleton` is not a valid skeleton.
+    """
+    return _unflatten(skeleton, tensors, 0, named=named)
 
 
 def dict_skeleton(parts: Mapping[Any, Any]) -> Any:
@@ -79,6 +100,7 @@ def dict_skeleton(parts: Mapping[Any, Any]) -> Any:
 
 def dict_parts(skeleton: Any) -> dict[Any, Any] | None:
     """Return the skeletons of the values of a dict, by key; None if `skeleton` is that of another value."""
+    skeleton = untyped(skeleton)
     if not isinstance(skeleton, dict):
         return None
     if "$dict" in skeleton:
@@ -92,7 +114,9 @@ def encode_state(skeleton: Any) -> bytes:
     Raises:
         ConfigError: there are more than `MAX_STATE_BYTES`.
     """
-    raw = json.dumps({"format": STATE_FORMAT, "state": skeleton}, allow_nan=False).encode()
+    tree, types = split_types(skeleton)
+    stored = {"format": STATE_FORMAT, "state": tree, **({"types": types} if types else {})}
+    raw = json.dumps(stored, allow_nan=False).encode()
     if len(raw) > MAX_STATE_BYTES:
         raise ConfigError(
             f"the state without its tensors takes {format_size(len(raw))} of JSON; the limit is "
@@ -111,10 +135,11 @@ def decode_state(raw: bytes, version: str) -> Any:
     try:
         stored = json.loads(raw)
         state_format = int(stored["format"])
-        skeleton = stored["state"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        is_later = state_format > STATE_FORMAT
+        skeleton = None if is_later else join_types(stored["state"], stored.get("types", []))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"the state of {version} is damaged: {error!r}") from error
-    if state_format > STATE_FORMAT:
+    if is_later:
         raise ConfigError(f"{version} has state format {state_format}; this datasvc reads up to {STATE_FORMAT}")
     return skeleton
 
@@ -138,7 +163,9 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         while name in tensors:
             name += "'"
         tensors[name] = value
-        return {"$tensor": name}
+        memory = memory_of(value)
+        first = name if memory is None else tensors.names.setdefault(memory, name)
+        return {"$tensor": name} if first == name else {"$tensor": name, "$tied": first}
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -149,7 +176,9 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         return {"$bytes": value.hex()}
     if isinstance(value, list | tuple):
         items = [_flatten(item, _join(path, index), tensors, depth + 1) for index, item in enumerate(value)]
-        return {"$tuple": items} if isinstance(value, tuple) else items
+        if not isinstance(value, tuple):
+            return items
+        return mark_named(value, {"$tuple": items}) if is_named_tuple(value) else {"$tuple": items}
     if isinstance(value, Mapping):
         return _flatten_mapping(value, path, tensors, depth)
     raise ConfigError(
@@ -165,30 +194,36 @@ def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: _TensorCollec
                 f"state key {key!r} at {path or '(root)'} is neither a string nor an int; convert it with str()"
             )
     flat = {key: _flatten(item, _join(path, key), tensors, depth + 1) for key, item in value.items()}
-    return dict_skeleton(flat)
+    skeleton = dict_skeleton(flat)
+    return {"$ordered": skeleton} if isinstance(value, OrderedDict) else skeleton
 
 
-def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> Any:
+def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int, *, named: bool) -> Any:
     """Return the state of a part of a skeleton, `depth` levels below the root. Raises CorruptDataError."""
     if depth > _MAX_DEPTH:
         raise CorruptDataError(f"the state is nested deeper than {_MAX_DEPTH} levels, which datasvc never writes")
     deeper = depth + 1
     if isinstance(value, list):
-        return [_unflatten(item, tensors, deeper) for item in value]
+        return [_unflatten(item, tensors, deeper, named=named) for item in value]
     if not isinstance(value, dict):
         return value
     marks = [key for key in value if key.startswith("$")]
     if not marks:
-        return {key: _unflatten(item, tensors, deeper) for key, item in value.items()}
+        return {key: _unflatten(item, tensors, deeper, named=named) for key, item in value.items()}
     try:
+        plain = untyped(value)
+        if plain is not value:
+            return _with_type(value, plain, tensors, depth, named=named)
+        if marks == ["$tensor", "$tied"]:
+            return tensors[value["$tensor"]]
         # Raises ValueError if the dict has other keys too.
         ((mark, content),) = value.items()
         if mark == "$tensor":
             return tensors[content]
         if mark == "$tuple":
-            return tuple(_unflatten(item, tensors, deeper) for item in content)
+            return tuple(_unflatten(item, tensors, deeper, named=named) for item in content)
         if mark == "$dict":
-            return {key: _unflatten(item, tensors, deeper) for key, item in content}
+            return {key: _unflatten(item, tensors, deeper, named=named) for key, item in content}
         if mark == "$float":
             return float(content)
         if mark == "$bytes":
@@ -196,6 +231,21 @@ def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int) -> A
     except (KeyError, ValueError, TypeError) as error:
         raise CorruptDataError(f"the value of {marks[0]} in the state is damaged: {error!r}") from error
     raise CorruptDataError(f"the state uses the unknown mark {mark!r}; it may need a later release of datasvc")
+
+
+def _with_type(value: Any, plain: Any, tensors: Mapping[str, torch.Tensor], depth: int, *, named: bool) -> Any:
+    """Return the ordered dict or named tuple of a part of a skeleton, whose plain form is `plain`."""
+    ((mark, content),) = value.items()
+    # A type around a type would make the tree deeper without being counted.
+    if untyped(plain) is not plain:
+        raise ValueError("a value has two types")
+    restored = _unflatten(plain, tensors, depth, named=named)
+    if mark == "$ordered":
+        return OrderedDict(restored)
+    if not named:
+        return restored
+    module, qualname, fields, _ = content
+    return make_named(module, qualname, fields, restored)
 
 
 def _from_numpy(value: np.ndarray[Any, Any], path: str) -> torch.Tensor:

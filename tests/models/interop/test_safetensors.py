@@ -1,6 +1,8 @@
 import json
 import subprocess
 import sys
+from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,6 +18,12 @@ from datasvc.models.interop.safetensors_header import DTYPES, MAX_HEADER_BYTES, 
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 from tests.examples import examples
 from tests.models.stored import flip_last_byte, object_file
+
+
+class Sizes(NamedTuple):
+    height: int
+    width: int
+
 
 EVERY_DTYPE = {name: (torch.arange(6) % 2).to(getattr(torch, dtype)).reshape(2, 3) for name, dtype in DTYPES.items()}
 WEIGHTS = {
@@ -166,6 +174,7 @@ def test_a_cast_that_would_make_infinities_and_a_name_that_is_taken_are_refused(
 
 def test_a_whole_checkpoint_comes_back_as_it_was(repository, tmp_path):
     state = {"model": WEIGHTS, "optimizer": {0: (torch.ones(2), 0.5, None)}, "name": "x", "$odd": [float("inf")]}
+    state |= {"ordered": OrderedDict(a=Sizes(1, 2)), "tied": next(iter(WEIGHTS.values()))}
     save(repository, "m", state, step=4)
     export_model(repository, "m", tmp_path / "out")
     import_model(repository, tmp_path / "out", "n")

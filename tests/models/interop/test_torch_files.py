@@ -69,9 +69,12 @@ def test_a_whole_checkpoint_keeps_its_tree(repository, tmp_path, is_zip):
 
 
 def test_an_exported_file_is_loaded_by_torch_without_trust(repository, tmp_path):
-    save(repository, "m", STATE, step=0)
+    moments = collections.namedtuple("moments", ["mean", "square"])(1, torch.ones(2))  # noqa: PYI024
+    save(repository, "m", {**STATE, "moments": moments}, step=0)
     (file,) = export_model(repository, "m", tmp_path / "out", "torch").files
     found = torch.load(file, weights_only=True)
+    assert type(found["model"]) is collections.OrderedDict
+    assert type(found["moments"]) is tuple
     assert found["optimizer"]["param_groups"] == [{"lr": 0.1}]
     assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], STATE["optimizer"]["state"][0]["exp_avg"])
 

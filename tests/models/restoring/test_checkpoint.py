@@ -1,5 +1,7 @@
+import json
 import multiprocessing
 import pickletools
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -71,6 +73,45 @@ def test_every_dtype_and_shape_comes_back(repository, dtype):
         assert back[name].dtype == dtype
         assert back[name].shape == tensor.shape
         assert bits(back[name]) == bits(tensor)
+
+
+class TiedNet(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(20, 8)
+        self.head = torch.nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_tied_tensors_come_back_tied_and_are_read_once(repository):
+    net = TiedNet()
+    progress = RecordedProgress()
+    save(repository, "m", {"model": net.state_dict()}, step=0)
+    found = restore(repository, "m", progress=progress)
+    weights = found.state["model"]
+    assert type(weights) is OrderedDict
+    assert weights["head.weight"] is weights["embedding.weight"]
+    assert torch.equal(weights["head.weight"], net.head.weight)
+    assert found.report.size_bytes == progress.total == 20 * 8 * 4
+    assert list(restore(repository, "m", only=["model.head"]).state) == ["model.head.weight"]
+    with CheckpointManager(repository, "background") as manager:
+        manager.save({"model": net.state_dict(), "ema": {"w": net.head.weight.clone()}}, step=0)
+        manager.wait()
+        state = manager.restore().state
+    assert state["model"]["head.weight"] is state["model"]["embedding.weight"]
+    assert state["ema"]["w"] is not state["model"]["head.weight"]
+
+
+def test_tensors_that_a_state_calls_tied_stay_apart_if_their_values_differ(repository):
+    weight = torch.ones(3)
+    version = save(repository, "m", {"a": weight, "b": weight.detach(), "c": torch.zeros(3)}, step=0)
+    entry = repository.entry(version).content
+    state = json.loads(repository.objects.read(entry["state"]))
+    state["types"] = [[["b"], "tied", "c"], [["a"], "tied", "gone"], [["c"], "tied", "b"]]
+    other = repository.objects.put(json.dumps(state).encode()).digest
+    repository.versions("models", "m").append(lambda _: {**entry, "state": other})
+    restored = restore(repository, "m").state
+    assert [restored[name].tolist() for name in "abc"] == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
 
 
 def test_nan_and_signed_zero_keep_their_bits(repository):

@@ -1,10 +1,19 @@
 """A restore into a state: its tensors are filled in place, all else comes from the version, nothing more is read."""
 
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
 from datasvc.errors import ConfigError
 from datasvc.models import restore, save
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
 
 STATE = {
     "model": {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(3).bfloat16()},
@@ -74,6 +83,21 @@ def test_what_does_not_fit_is_listed_and_nothing_is_changed(saved):
         restore(saved, "net", into={"model": {"w": torch.zeros(4, 3, device="meta")}})
     with pytest.raises(ConfigError, match="cannot be combined with only="):
         restore(saved, "net", into={}, only=["model"])
+
+
+def test_dicts_and_tuples_have_the_types_of_the_state_to_fill(repository):
+    saved = {"model": OrderedDict(w=torch.ones(2)), "pair": Pair(torch.ones(1), {"x": 1}), "plain": (torch.ones(3),)}
+    save(repository, "net", saved, step=0)
+    into = {
+        "model": {"w": torch.zeros(2)},
+        "pair": Pair(torch.zeros(1), None),
+        "plain": OrderedDict({0: torch.zeros(3)}),
+    }
+    state = restore(repository, "net", into=into).state
+    assert [type(state[key]) for key in saved] == [dict, Pair, OrderedDict]
+    assert state["pair"] == (torch.ones(1), {"x": 1})
+    assert state["plain"][0].tolist() == [1.0] * 3
+    assert state["model"]["w"].tolist() == [1.0] * 2
 
 
 def test_tied_tensors_take_equal_values_only(repository):
