@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.gc import gc
 from datasvc.models import describe_model, restore, save
-from datasvc.models.dcp import DcpReader, DcpWriter
+from datasvc.models.dcp import DcpLoadPlanner, DcpReader, DcpWriter
 from datasvc.models.dcp.checkpoint_id import CheckpointId
 from datasvc.models.dcp.metadata import decode_sharding
 from datasvc.models.restoring.copies import StoredCopies
@@ -545,6 +545,36 @@ def test_a_missing_version_says_which_there_are(url):
     assert isinstance(only_failure(caught), NotFoundError)
     with pytest.raises(NotFoundError, match="no repository at"):
         assert DcpReader(url + "2").read_metadata().state_dict_metadata
+
+
+def test_a_state_that_does_not_fit_gets_a_table_of_all_differences(url):
+    saved = {"model": {"w": torch.ones(4, 3), "head": torch.ones(5), "b": torch.ones(2)}, "step": 3}
+    dcp.save(saved, storage_writer=DcpWriter(url, name="net"))
+    state = {"model": {"w": torch.zeros(4, 3), "head": torch.zeros(6), "bias": torch.zeros(2).half()}, "epoch": 1}
+
+    def load(wanted, **settings):
+        dcp.load(wanted, storage_reader=DcpReader(url, name="net"), planner=DcpLoadPlanner(**settings))
+
+    with pytest.raises(CheckpointException) as caught:
+        load(state)
+    error = only_failure(caught)
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(f"{url}#net@1 does not fit the state to load, nothing was loaded: 1 tensor fits, ")
+    rows = [line.split() for line in str(error).splitlines()[2:-1]]
+    assert rows == [
+        ["model.head", "float32", "[6]", "float32", "[5]"],
+        ["epoch", "a", "value", "-"],
+        ["model.bias", "float16", "[2]", "-"],
+        ["model.b", "-", "float32", "[2]"],
+        ["step", "-", "a", "value"],
+    ]
+    assert not state["model"]["w"].any()
+    # A part, and another dtype, are loaded as torch's own planner does.
+    part = {"model": {"w": torch.zeros(4, 3).half(), "bias": torch.zeros(2)}}
+    load(part, allow_partial_load=True)
+    assert torch.equal(part["model"]["w"], torch.ones(4, 3).half())
+    del part["model"]["bias"]
+    load(part)
 
 
 def test_a_version_that_is_not_signed_is_refused_by_those_who_trust_keys(url, tmp_path):
