@@ -30,6 +30,7 @@ from datasvc.models.provenance.sample_query import split_tables
 from datasvc.models.registry.removal import kept_of_removed
 from datasvc.models.tensors.dedup_index import pointed_digest
 from datasvc.models.tensors.tensor_table import read_table
+from datasvc.models.versions.artefacts import artefact_log, parse_artefact
 from datasvc.models.versions.entry_fields import check_fields
 from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Repository, Resolved, Storage
@@ -263,6 +264,7 @@ def referenced_objects(repository: Repository, before_s: float, *, began_s: floa
                 problems.append(error)
     for name in repository.names("models"):
         removed = swept_versions(repository, "models", name, before_s)
+        yield from _referenced_by_artefacts(repository, name, removed, problems)
         for entry in _entries(repository, "models", name, before_s, problems):
             if entry.number in removed:
                 yield from _digests_in(kept_of_removed(entry.content))
@@ -388,6 +390,36 @@ def _referenced_by_model(objects: Objects, version: str, entry: Entry, seen_tabl
             for chunk in record.chunks:
                 yield chunk.digest
                 yield from (link.object for link in chunk.chain)  # the objects that the chunk is decoded from
+
+
+def _referenced_by_artefacts(
+    repository: Repository, name: str, removed: Collection[int], problems: list[DatasvcError]
+) -> Iterator[Digest]:
+    """Yield the files of the artefacts that are attached to versions of a model, except to `removed` ones."""
+    log = artefact_log(repository, name)
+    entries, errors = log.try_entries()
+    for number, error in errors.items():
+        location = repository.storage.location(log.path_of(number))
+        problems.append(
+            type(error)(
+                f"{error}; it may name artefacts of {name}. Copy {location} from another copy of the repository, or "
+                "delete it: the artefacts that it names are then lost"
+            )
+        )
+    attached: dict[tuple[int, str], Entry] = {}
+    for entry in entries:
+        try:
+            number, artefact = parse_artefact(name, entry)
+        except CorruptDataError as error:
+            problems.append(error)
+            continue
+        key = (number, entry.content["name"])
+        if artefact is None:
+            attached.pop(key, None)
+        elif number not in removed:
+            attached[key] = entry
+    for entry in attached.values():
+        yield from _digests_in(entry.content)
 
 
 def _digests_in(value: Any) -> Iterator[Digest]:

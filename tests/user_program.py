@@ -137,6 +137,11 @@ def use_models(folder: Path) -> None:
     assert repo.models.sign("net@3", load_private_key(folder / "key")).key_id == public.id
     assert repo.models.verify("net@prod", deep=True, trusted_keys=[public.source]).problems == ()
 
+    attached = repo.models.attach("net@3", public.source, name="key.pub", details={"use": "signatures"})
+    assert [artefact.digest for artefact in repo.models.artefacts("net@3")] == [attached.digest]
+    assert repo.models.fetch_artefacts("net@3", folder / "artefacts", ["key.pub"])[0].is_file()
+    assert repo.models.detach("net@3", "key.pub").size_bytes == attached.size_bytes
+
     backup = str(folder / "backup")
     datasvc.open(backup, create=True)
     assert repo.models.push(backup, ["net@3"], name="copy", with_parents=False).num_objects

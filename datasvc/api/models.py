@@ -7,6 +7,7 @@ from pathlib import Path
 
 from datasvc.api.operation import Collection, Operation
 from datasvc.models.interop import export_distributed, export_model, import_model
+from datasvc.models.interop.artefact_files import attach, fetch_artefacts
 from datasvc.models.interop.onnx_file import export_onnx
 from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.models.provenance.lineage import read_lineage
@@ -23,6 +24,7 @@ from datasvc.models.saving.manager import CheckpointManager
 from datasvc.models.saving.save import save
 from datasvc.models.search.query import find_versions, query_versions
 from datasvc.models.transfer import TransferReport, transfer
+from datasvc.models.versions.artefacts import artefacts, detach
 from datasvc.models.versions.signing import sign
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository
@@ -63,6 +65,11 @@ class Models(Collection):
     export_distributed = Operation(export_distributed)
     export_onnx = Operation(export_onnx)
     push = Operation(transfer)
+
+    attach = Operation(attach)
+    detach = Operation(detach)
+    artefacts = Operation(artefacts)
+    fetch_artefacts = Operation(fetch_artefacts)
 
     def pull(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import typer
 
 from datasvc.cli.models import (
+    artefacts,
     compare,
     diff,
     find,
@@ -38,6 +39,9 @@ app.command()(remove.gc)
 app.command()(remove.mark_lost)
 app.command()(restore.restore)
 app.command()(verify.verify)
+app.command()(artefacts.attach)
+app.command()(artefacts.detach)
+app.command()(artefacts.fetch)
 app.command()(sign.keygen)
 app.command()(sign.sign)
 app.command()(trained_on.trained_on)

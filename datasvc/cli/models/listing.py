@@ -104,6 +104,8 @@ def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
         print_facts({"NOT FINITE (NaN or infinite elements)": entry["num_nonfinite"]})
     if not entry["data"]:
         print_facts({"data": "no consumed samples were recorded"})
+    for artefact in facts.get("artefacts", ()):
+        print_facts({f"artefact {artefact['name']}": _artefact_line(artefact)})
     for use in entry["data"]:
         print_facts({f"data {use['dataset']}/{use['split']}": use["state"]})
     print_facts(
@@ -164,6 +166,15 @@ def _tensors_line(entry: Mapping[str, Any]) -> str:
         f", {format_size(entry['stored_bytes'])} of them newly stored by its save" if "stored_bytes" in entry else ""
     )
     return f"{entry['num_tensors']}, {entry['bytes']} bytes{stored}, table {entry['tensors']}"
+
+
+def _artefact_line(artefact: Mapping[str, Any]) -> str:
+    from datasvc.sizes import format_size
+
+    details = [f"{name} {value}" for name, value in artefact["details"].items()]
+    files = [f"{len(artefact['files'])} files"] if len(artefact["files"]) > 1 else []
+    parts = [artefact["format"], *details, *files, format_size(artefact["bytes"]), f"digest {artefact['digest']}"]
+    return ", ".join([*parts, *filter(None, [artefact["message"]])])
 
 
 def _code_line(code: Mapping[str, Any]) -> str:

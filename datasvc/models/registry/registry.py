@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.search.index import map_models
+from datasvc.models.versions.artefacts import artefacts
 from datasvc.models.versions.entry_fields import check_fields, valid_entries
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.notebook.tables import rows_to_arrow, to_frame
@@ -136,9 +137,17 @@ def describe_model(repository: Repository, ref: str) -> ModelVersion:
 
 
 def show_facts(repository: Repository, version: ModelVersion) -> dict[str, Any]:
-    """Return metadata and, if there is one, the removal of a version, as `datasvc models show --json` prints them."""
+    """Return metadata, artefacts and removal of a version, as `datasvc models show --json` prints them.
+
+    Raises CorruptDataError or UnavailableError: the artefacts or the removal cannot be read.
+    """
     removal = repository.removals("models", version.name).find(version.version) if version.removed else None
-    return version.to_dict() | ({"removal": dict(removal.content)} if removal else {})
+    attached = artefacts(repository, Resolved("models", version.name, version.version))
+    return (
+        version.to_dict()
+        | ({"artefacts": [artefact.to_dict() for artefact in attached]} if attached else {})
+        | ({"removal": dict(removal.content)} if removal else {})
+    )
 
 
 def describe_versions(repository: Repository, versions: Sequence[Resolved]) -> ModelVersions:

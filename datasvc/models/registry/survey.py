@@ -14,6 +14,7 @@ from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFound
 from datasvc.models.restoring.report import shorten
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.models.tensors.tensor_table import MAX_TABLE_BYTES, TensorRecord, decode_table
+from datasvc.models.versions.artefacts import Artefact, read_artefacts
 from datasvc.models.versions.entry_fields import find_wrong_fields
 from datasvc.models.versions.entry_refs import MAX_CODE_BYTES, MAX_SHARDING_BYTES, objects_of_entry
 from datasvc.models.versions.signing import check_signed
@@ -21,7 +22,7 @@ from datasvc.models.versions.signing_keys import PublicKey
 from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
 
-Role = Literal["entry", "tensor table", "state", "sharding", "code", "tensors"]
+Role = Literal["entry", "tensor table", "state", "sharding", "code", "tensors", "artefact"]
 Kind = Literal["missing", "changed", "unreadable", "contradictory", "not trusted"]
 
 _MAX_BYTES: Final[Mapping[Role, int]] = {
@@ -47,8 +48,8 @@ class ModelProblem:
         role: what the object holds; "entry" for an entry.
         digest: digest of the object; None for an entry.
         detail: message with what was expected and what was found.
-        hit: by version, names of the tensors that cannot be restored; () means all tensors, or parts of the state
-            that are not tensors.
+        hit: by version, names of the tensors that cannot be restored, or of the artefacts with the object; () means
+            all tensors, or parts of the state that are not tensors.
     """
 
     kind: Kind
@@ -72,6 +73,8 @@ class Survey:
     Attributes:
         objects: objects that hold tensors, with their sizes in bytes according to the tensor tables.
         documents: tables, states, shardings and code that could be read, with their sizes in bytes.
+        files: files of artefacts, with their sizes in bytes.
+        artefacts: by file, the names of its artefacts by version.
         tensor_bytes: size of all tensors in memory; a table shared by several versions counts once.
         bad: exception types that mean damage in this repository, see `BAD_DISK`.
     """
@@ -81,9 +84,12 @@ class Survey:
         self._trusted = trusted
         self.objects: dict[Digest, int] = {}
         self.documents: dict[Digest, int] = {}
+        self.files: dict[Digest, int] = {}
+        self.artefacts: dict[Digest, dict[str, tuple[str, ...]]] = {}
         self.tensor_bytes = 0
         self.bad: tuple[type[DatasvcError], ...] = BAD_DISK if repository.storage.is_local else BAD
         self._tables: dict[Digest, list[Resolved]] = {}
+        self._attached: dict[str, Mapping[int, Mapping[str, Artefact]]] = {}  # by model, see `read_artefacts`
         # By object or entry: message, and by version the tensors that cannot be restored.
         self._problems: dict[tuple[Role, Kind, Digest | str], tuple[str, dict[str, tuple[str, ...]]]] = {}
 
@@ -119,6 +125,7 @@ class Survey:
                 check_signed(self._repository, version, entry, self._trusted)
             except CorruptDataError as error:
                 self._note("entry", "not trusted", str(version), version, str(error))
+        self._scan_artefacts(version)
         if refs.code is not None:
             self._read("code", refs.code, version)
         state, records = self._read("state", refs.state, version), self._read_table(refs.tensors, version)
@@ -147,6 +154,19 @@ class Survey:
             # Read it for the other versions too, because `_read` notes the problem for each of them.
             for version in versions[1:]:
                 self._read("tensor table", table, version)
+
+    def _scan_artefacts(self, version: Resolved) -> None:
+        if version.name not in self._attached:
+            try:
+                self._attached[version.name] = read_artefacts(self._repository, version.name)
+            except self.bad as error:
+                self._attached[version.name] = {}
+                self._note("entry", kind_of(error), f"artefacts of {version.name}", version, str(error))
+        for artefact in self._attached[version.name].get(version.version, {}).values():
+            for info in artefact.files.values():
+                self.files[info.digest] = info.size_bytes
+                names = self.artefacts.setdefault(info.digest, {})
+                names[str(version)] = tuple(dict.fromkeys((*names.get(str(version), ()), artefact.name)))
 
     def _check_sharding(
         self, digest: Digest, raw: bytes, records: Sequence[TensorRecord], skeleton: Any, version: Resolved

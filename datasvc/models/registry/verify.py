@@ -67,16 +67,21 @@ def verify(
     survey, resolved = Survey(repository, load_keys(trusted_keys)), resolve_versions(repository, versions)
     for version in resolved:
         survey.scan(version)
-    progress.begin(sum(survey.objects.values()) + (survey.tensor_bytes if deep else 0))
-    bad = _find_bad_objects(repository.objects, survey, progress)
-    tensor_problems: list[ModelProblem] = []
+    all_bytes = sum(survey.objects.values()) + sum(survey.files.values())
+    progress.begin(all_bytes + (survey.tensor_bytes if deep else 0))
+    bad = _find_bad_objects(repository.objects, survey, survey.objects, progress)
+    bad_files = _find_bad_objects(repository.objects, survey, survey.files, progress)
+    tensor_problems = [
+        ModelProblem(kind_of(error), "artefact", digest, str(error), survey.artefacts[digest])
+        for digest, error in bad_files.items()
+    ]
     if bad:
         tensor_problems += _name_damaged(repository.objects, survey, bad)
     if deep:
         tensor_problems += _find_wrong_tensors(repository.objects, survey, bad, progress)
     # Filter at the end, because a version can be removed at any time during the check; `gc` may delete its objects.
     problems = _of_living(repository, [*survey.problems, *tensor_problems])
-    sizes = survey.objects | survey.documents
+    sizes = survey.objects | survey.documents | survey.files
     return ModelVerifyReport(tuple(map(str, resolved)), len(sizes), sum(sizes.values()), tuple(problems))
 
 
@@ -127,18 +132,20 @@ def _of_living(repository: Repository, problems: Sequence[ModelProblem]) -> Iter
             yield replace(problem, hit=hit)
 
 
-def _find_bad_objects(objects: Objects, survey: Survey, progress: Progress) -> dict[Digest, DatasvcError]:
-    """Read all objects that hold tensors; return the error of each bad one."""
+def _find_bad_objects(
+    objects: Objects, survey: Survey, sizes: Mapping[Digest, int], progress: Progress
+) -> dict[Digest, DatasvcError]:
+    """Read all objects in `sizes`, which has their sizes in bytes; return the error of each bad one."""
 
     def check(digest: Digest) -> DatasvcError | None:
-        error = find_damage(objects, digest, survey.objects[digest], progress)
+        error = find_damage(objects, digest, sizes[digest], progress)
         # Stop at once if the store does not answer: each further request would wait for its time-out too.
         if error is not None and type(error) not in survey.bad:
             raise error
         return error
 
-    errors = run_in_threads(check, [(digest,) for digest in survey.objects], _OBJECTS_AT_ONCE)
-    return {digest: error for digest, error in zip(survey.objects, errors, strict=True) if error is not None}
+    errors = run_in_threads(check, [(digest,) for digest in sizes], _OBJECTS_AT_ONCE)
+    return {digest: error for digest, error in zip(sizes, errors, strict=True) if error is not None}
 
 
 def _name_damaged(objects: Objects, survey: Survey, bad: Mapping[Digest, DatasvcError]) -> Iterator[ModelProblem]:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from datasvc.errors import ConfigError, ConflictError
+from datasvc.models.transfer.attached import find_missing_artefacts
 from datasvc.models.transfer.copying import AT_ONCE, copy_missing
 from datasvc.models.transfer.entries import TargetLogs
 from datasvc.models.transfer.intent_journal import declare_intent
 from datasvc.models.transfer.reachable import reachable_objects
+from datasvc.models.versions.artefacts import record_artefact
 from datasvc.progress import Progress
 from datasvc.repository import Kind, ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.logs.references import check_name
@@ -83,6 +85,7 @@ def copy_in_order(
     versions: Sequence[Resolved],
     *,
     tagged_kind: Kind | None = None,
+    with_artefacts: bool = False,
     dry_run: bool = False,
     progress: Progress,
 ) -> TransferReport:
@@ -92,6 +95,7 @@ def copy_in_order(
         logs: logs of the target.
         versions: versions of the source, parents before their children.
         tagged_kind: kind of the versions whose tags are copied too; None: no tags.
+        with_artefacts: whether artefacts of model versions are copied too.
         dry_run: whether to write nothing.
         progress: counts the bytes of each object once the target has it, copied or not.
 
@@ -99,7 +103,8 @@ def copy_in_order(
         NotFoundError: a version or one of its objects does not exist, or an object disappeared at the target.
         CorruptDataError: an entry, table or object is damaged at the source; its version is not committed.
         ConfigError: see `TargetLogs.check_related`.
-        ConflictError: a tag points at another version of the target; or see `Log.append`.
+        ConflictError: a tag points at another version of the target, or it has another artefact of the same name; or
+            see `Log.append`.
         UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     existing = {version: logs.find(version) for version in versions}
@@ -113,27 +118,33 @@ def copy_in_order(
         logs.check_related(version)
     tags = _tags(logs, versions, tagged_kind)
     _check_tags(logs, tags, existing)
+    attached = find_missing_artefacts(logs.source, logs.target, existing) if with_artefacts else {}
+    needed = {version: list(infos) for version, infos in objects.items()}
+    for version, artefacts in attached.items():
+        needed.setdefault(version, []).extend(info for artefact in artefacts for info in artefact.files.values())
     if dry_run:
-        return _dry_run(logs, existing, objects, tags)
-    distinct_objects = {info for infos in objects.values() for info in infos}
+        return _dry_run(logs, existing, needed, tags)
+    distinct_objects = {info for infos in needed.values() for info in infos}
     progress.begin(sum(info.size_bytes for info in distinct_objects))
     source, target = logs.source, logs.target
     done: list[Transferred] = []
     copied, seen = list[ObjectInfo](), set[ObjectInfo]()
-    with declare_intent(target, objects) as renew:
+    with declare_intent(target, needed) as renew:
         for version in versions:
+            # Versions share objects: copy each only once.
+            new = [info for info in dict.fromkeys(needed.get(version, ())) if info not in seen]
+            copied += copy_missing(
+                source.objects, target.objects, new, progress, reachable=logs.reachable, renew=renew
+            )
+            seen.update(new)
             committed, is_new = existing[version], False
             if committed is None:
-                # Versions share objects: copy each only once.
-                new = [info for info in objects[version] if info not in seen]
-                copied += copy_missing(
-                    source.objects, target.objects, new, progress, reachable=logs.reachable, renew=renew
-                )
-                seen.update(new)
                 # An object may have been deleted at the target since it was copied.
                 check_present(target.objects, (info.digest for info in objects[version]), str(version))
                 # Commit point of this version: only now does the target have all objects that its entry names.
                 committed, is_new = logs.commit(version)
+            for artefact in attached.get(version, ()):
+                record_artefact(target, replace(artefact, version=committed))
             done.append(Transferred(version, committed, is_new))
     copies = {copy.source: copy.target for copy in done}
     num_bytes = sum(info.size_bytes for info in copied)

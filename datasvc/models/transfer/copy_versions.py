@@ -48,6 +48,9 @@ def transfer(
     replaced by references to their copies at the target. A parent without a copy is left out, and a data set without
     a copy keeps its name at the source.
 
+    Artefacts are copied too, also those that were attached after an earlier transfer; one that was detached since is
+    not detached at the target. Signatures do not cover artefacts, so they are left out if there are trusted keys.
+
     Args:
         source: repository to copy from, or its URL.
         target: repository to copy to, or its URL.
@@ -59,6 +62,7 @@ def transfer(
         data_names: names of data sets at the target, by name at the source; by default the same.
         trusted_keys: public keys, see `stored_version.read_version`. Each model version must be signed at the source
             by one of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
+            Artefacts are not copied then.
         with_tags: whether to copy also the tags of the copied model versions. A tag that the target has is not moved.
         dry_run: whether to write nothing, and return what would be copied.
         progress: counts the bytes of each object once the target has it, copied or not.
@@ -71,7 +75,8 @@ def transfer(
         CorruptDataError: an entry, table or object is damaged at the source; its version is not committed.
         ConfigError: source and target are the same repository; a name is not valid; or the target has an unrelated
             data set of the same name (give the copy another name in `data_names`).
-        ConflictError: a tag to copy points at another version of the target; nothing was copied.
+        ConflictError: a tag to copy points at another version of the target, or the target has another artefact of
+            the same name; nothing was copied.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`. Versions that were committed before
             stay; repeat the call to continue.
     """
@@ -82,22 +87,26 @@ def transfer(
     names: dict[tuple[Kind, str], str] = {("datasets", old): new for old, new in renamed.items()}
     logs = TargetLogs(source, target, {**names, **name_at_target(requested, name)}, advice=_ADVICE)
     versions = sort_topologically(read_parents(source, requested, logs.content, with_ancestors=with_parents))
-    _check_trust(logs, versions, trusted_keys)
+    has_trusted_keys = _check_trust(logs, versions, trusted_keys)
     if with_data:
         data = _data_versions(logs, versions)
         _check_data_names(data, renamed)
         versions = [*data, *versions]
     kind: Kind | None = "models" if with_tags else None
-    return copy_in_order(logs, versions, tagged_kind=kind, dry_run=dry_run, progress=progress)
+    return copy_in_order(
+        logs, versions, tagged_kind=kind, with_artefacts=not has_trusted_keys, dry_run=dry_run, progress=progress
+    )
 
 
-def _check_trust(logs: TargetLogs, versions: Iterable[Resolved], trusted_keys: Sequence[str | Path] | None) -> None:
+def _check_trust(logs: TargetLogs, versions: Iterable[Resolved], trusted_keys: Sequence[str | Path] | None) -> bool:
+    """Return whether there are trusted keys; if so, check that one of them has signed each version."""
     keys = load_trusted_keys(trusted_keys)
     if not keys:  # No key is configured: all versions are trusted.
-        return
+        return False
     for version in versions:
         # Check the content that is copied. A second read of the entry could return other content.
         check_signed(logs.source, version, Entry(version.version, logs.content(version)), keys)
+    return True
 
 
 def _data_versions(logs: TargetLogs, versions: Iterable[Resolved]) -> list[Resolved]:
