@@ -21,6 +21,7 @@ from datasvc.models.restoring.cached_source import DIRECT, CachedSource, count_b
 from datasvc.models.restoring.failover_source import FailoverSource
 from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.tensors.chunk_reader import ChunkSource
+from datasvc.models.tensors.partial_read import PartialReader
 from datasvc.models.tensors.read import load_tensors
 from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.progress import NO_PROGRESS, Progress
@@ -76,10 +77,20 @@ class StoredCopies:
             yield source
             self._bytes_by_place.update(source.came_bytes)
 
-    def load(self, records: Sequence[TensorRecord], *, progress: Progress = NO_PROGRESS) -> dict[str, torch.Tensor]:
-        """Return the verified tensors of `records` by name. For errors see `load_tensors`."""
+    def load(
+        self, records: Sequence[TensorRecord], *, progress: Progress = NO_PROGRESS, planes: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return the verified tensors of `records` by name. For errors see `load_tensors`.
+
+        `planes`: read only so many high bytes of floating-point numbers, unverified, see `PartialReader`. None: all.
+        """
         with self.open_source(records) as source:
-            return load_tensors(source, records, progress=progress)
+            if planes is None:
+                return load_tensors(source, records, progress=progress)
+            partial = PartialReader(source, planes)
+            tensors = load_tensors(source, records, progress=progress, partial=partial)
+        self._bytes_by_place[DIRECT] -= partial.skipped_bytes
+        return tensors
 
     def report(self, records: Sequence[TensorRecord], seconds: float) -> RestoreReport:
         """Return the report of a restore of `records` that took `seconds`."""

@@ -20,6 +20,7 @@ from datasvc.models.restoring.report import RestoreReport
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.tensors.container_types import tied_tensors
 from datasvc.models.tensors.name_filter import map_names, select_names
+from datasvc.models.tensors.partial_read import PLANES
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.progress import NO_PROGRESS, Progress
@@ -54,6 +55,7 @@ def restore(
     exclude: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
     into: Mapping[str, Any] | None = None,
+    planes: int | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
 ) -> Checkpoint:
@@ -78,6 +80,10 @@ def restore(
             values in place of all parts without tensors; a part that the version lacks stays as it is. A dict below
             the root also gets stored values without tensors that it lacks. Nothing else is read. Not with `only`,
             `exclude` or `rename`.
+        planes: for a preview, read only this number of high bytes, 2 or 3, of each float32 and complex64 (of float64
+            and complex128 one more), where they are stored separately. With 2, the relative error is below 2^-7, with
+            3 below 2^-15; see `PartialReader.read`. Other numbers are exact. What is read in part is not verified,
+            because digests are those of all bytes. Not with `cache`, which fetches whole objects, nor with `into`.
         trusted_keys: files of public keys, one of which must have signed the version; () for no check, None for the
             files that `DATASVC_TRUSTED_KEYS` names.
         progress: counts the bytes of each chunk that was loaded.
@@ -94,6 +100,7 @@ def restore(
         UnavailableError: a store did not answer.
     """
     began = time.monotonic()
+    _check_planes(planes, is_cached=cache is not None, is_filled=into is not None)
     copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
     # Check the patterns and the state before the tensors are read, because the tensors are by far the largest part.
@@ -111,10 +118,20 @@ def restore(
     tied = {} if is_part else _find_tied(skeleton, records)
     records = [record for record in records if record.name not in tied]
     progress.begin(sum([record.nbytes for record in records]))
-    tensors = copies.load(records, progress=progress)
+    tensors = copies.load(records, progress=progress, planes=planes)
     tensors |= {name: tensors[first] for name, first in tied.items()}
     state = tensors if is_part else unflatten(skeleton, tensors)
     return Checkpoint(stored.version, state, stored.entry, copies.report(records, time.monotonic() - began))
+
+
+def _check_planes(planes: int | None, *, is_cached: bool, is_filled: bool) -> None:
+    if planes is None:
+        return
+    if planes not in PLANES:
+        raise ConfigError(f"planes is {planes!r}; expected 2 or 3 high bytes, or None for all bytes")
+    if is_cached or is_filled:
+        other = "cache=, which fetches whole objects" if is_cached else "into="
+        raise ConfigError(f"planes= cannot be combined with {other}")
 
 
 def _find_tied(skeleton: Any, records: Sequence[TensorRecord]) -> dict[str, str]:

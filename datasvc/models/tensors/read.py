@@ -15,6 +15,7 @@ from datasvc.models.tensors.chunk_reader import ChunkReader, ChunkSource, check_
 from datasvc.models.tensors.chunks import Box, Shape, intersect, is_inside, slices
 from datasvc.models.tensors.codec import Decoders
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name, tensor_of
+from datasvc.models.tensors.partial_read import PartialReader
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord
 from datasvc.processors import count_processors
 from datasvc.progress import NO_PROGRESS, Progress
@@ -64,6 +65,7 @@ def load_tensors(
     records: Iterable[TensorRecord],
     *,
     progress: Progress = NO_PROGRESS,
+    partial: PartialReader | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return tensors by name, in the order of `records`. Every byte is verified.
 
@@ -71,6 +73,7 @@ def load_tensors(
         source: source of the bytes.
         records: records of the tensors to load, from `read_table`.
         progress: counts the bytes of each chunk that was loaded.
+        partial: reader of the high bytes of numbers. What it reads is not verified.
 
     Returns:
         Tensors on the CPU, owned by the caller.
@@ -99,7 +102,7 @@ def load_tensors(
             # Most tensors are a single chunk, which needs no view.
             target = tensor if chunk.shape == record.shape else tensor[slices(chunk.box)]
             reads.append(ChunkRead(record, chunk, [(target, chunk.box)]))
-    read_chunks(source, reads, progress)
+    read_chunks(source, reads, progress, partial)
     return tensors
 
 
@@ -153,20 +156,25 @@ def plan_reads(blocks: Iterable[tuple[TensorRecord, Box, torch.Tensor]]) -> list
     return list(reads.values())
 
 
-def read_chunks(source: ChunkSource, reads: Sequence[ChunkRead], progress: Progress = NO_PROGRESS) -> None:
+def read_chunks(
+    source: ChunkSource,
+    reads: Sequence[ChunkRead],
+    progress: Progress = NO_PROGRESS,
+    partial: PartialReader | None = None,
+) -> None:
     """Read chunks into their targets, in a number of threads that suits the source. For errors see `load_tensors`."""
     reader = ChunkReader(source, [read.chunk for read in reads])
 
     def read_one(read: ChunkRead, size_bytes: int) -> None:
         record, chunk = read.record, read.chunk
         target = read.direct_target
-        if target is not None:
-            # Read directly into the target, without a buffer and a copy.
-            reader.read(record.name, chunk, bytes_of(target))
-        else:
+        if target is None:
             check_reaches(source, record.name, chunk)
-            content = np.empty(size_bytes, np.uint8)
+        # Read directly into the target if possible, without a buffer and a copy.
+        content = np.empty(size_bytes, np.uint8) if target is None else bytes_of(target)
+        if partial is None or not partial.read(record, chunk, content):
             reader.read(record.name, chunk, content)
+        if target is None:
             loaded = tensor_of(content, record.dtype, chunk.shape)
             for view, box in read.targets:
                 view.copy_(loaded[slices(box, origin=chunk.start)])
