@@ -100,7 +100,8 @@ def restore(
         UnavailableError: a store did not answer.
     """
     began = time.monotonic()
-    _check_planes(planes, is_cached=cache is not None, is_filled=into is not None)
+    if planes is not None:
+        _check_planes(planes, is_cached=cache is not None, is_filled=into is not None)
     copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
     # Check the patterns and the state before the tensors are read, because the tensors are by far the largest part.
@@ -115,18 +116,19 @@ def restore(
         by_name = {record.name: record for record in records}
         state, read = fill_state(into, copies, skeleton, by_name, str(stored.version), progress)
         return Checkpoint(stored.version, state, stored.entry, copies.report(read, time.monotonic() - began))
-    tied = {} if is_part else _find_tied(skeleton, records)
-    records = [record for record in records if record.name not in tied]
+    tied = {} if is_part else tied_tensors(skeleton)
+    if tied:
+        tied = _confirm_tied(tied, records)
+        records = [record for record in records if record.name not in tied]
     progress.begin(sum([record.nbytes for record in records]))
     tensors = copies.load(records, progress=progress, planes=planes)
-    tensors |= {name: tensors[first] for name, first in tied.items()}
+    for name, first in tied.items():
+        tensors[name] = tensors[first]
     state = tensors if is_part else unflatten(skeleton, tensors)
     return Checkpoint(stored.version, state, stored.entry, copies.report(records, time.monotonic() - began))
 
 
-def _check_planes(planes: int | None, *, is_cached: bool, is_filled: bool) -> None:
-    if planes is None:
-        return
+def _check_planes(planes: int, *, is_cached: bool, is_filled: bool) -> None:
     if planes not in PLANES:
         raise ConfigError(f"planes is {planes!r}; expected 2 or 3 high bytes, or None for all bytes")
     if is_cached or is_filled:
@@ -134,10 +136,9 @@ def _check_planes(planes: int | None, *, is_cached: bool, is_filled: bool) -> No
         raise ConfigError(f"planes= cannot be combined with {other}")
 
 
-def _find_tied(skeleton: Any, records: Sequence[TensorRecord]) -> dict[str, str]:
-    """Return the tensors to restore as another tensor: the name of that one, by name."""
+def _confirm_tied(tied: Mapping[str, str], records: Sequence[TensorRecord]) -> dict[str, str]:
+    """Return those of the tied tensors to restore as another tensor: the name of that one, by name."""
     by_name = {record.name: record for record in records}
-    tied = tied_tensors(skeleton)
     # Compare the contents, because tied tensors of a damaged state must not hide each other's values.
     return {
         name: first

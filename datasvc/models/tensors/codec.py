@@ -161,7 +161,12 @@ class ChainDecoder:
             raise CorruptDataError(f"{len(stored)} stored bytes do not have the lengths of their {word} planes")
         planes, offset = [], 1 + 4 * word
         for number, length in enumerate(lengths):
-            planes.append(self.decode_plane(number, stored[offset : offset + length], size // word))
+            plane = stored[offset : offset + length]
+            # A plane of its full size is stored raw.
+            if length == size // word:
+                planes.append(np.frombuffer(plane, np.uint8))
+            else:
+                planes.append(self._decode_plane(number, plane, size // word))
             offset += length
         return planes
 
@@ -170,9 +175,10 @@ class ChainDecoder:
 
         Raises CorruptDataError: the bytes do not decode to this size.
         """
-        # A plane of its full size is stored raw.
-        if len(stored) == size:
-            return np.frombuffer(stored, np.uint8)
+        return np.frombuffer(stored, np.uint8) if len(stored) == size else self._decode_plane(number, stored, size)
+
+    def _decode_plane(self, number: int, stored: memoryview, size: int) -> Bytes:
+        """Return a plane of `size` bytes from its zstd frame, in reused memory. Raises CorruptDataError."""
         plane = self._memory_for(number, size)
         try:
             # zstd decodes without a window if the memory has exactly the size of the frame's content.

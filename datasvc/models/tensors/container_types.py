@@ -55,17 +55,21 @@ def tied_tensors(skeleton: Any) -> dict[str, str]:
     return tied
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Return a value that is equal for tensors with the same elements of the same memory; None if it is unknown."""
+def mark_tied(leaves: Iterable[tuple[dict[str, Any], torch.Tensor]]) -> None:
+    """Mark tensors with the same elements of the same memory in their skeletons, `{"$tensor": NAME}`, as tied."""
     import torch
 
-    # Of other classes, such as DTensor, the address of the memory does not tell which elements a tensor has.
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-        return None
-    if tensor.is_meta or tensor.is_quantized or tensor.is_nested or not tensor.numel():
-        return None
-    signs = (tensor.is_conj(), tensor.is_neg())
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), signs
+    first_names: dict[Any, str] = {}
+    for leaf, tensor in leaves:
+        # Of other classes, such as DTensor, the address of the memory does not tell which elements a tensor has.
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+            continue
+        if tensor.is_meta or tensor.is_quantized or tensor.is_nested or not tensor.numel():
+            continue
+        place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        first = first_names.setdefault((*place, tensor.is_conj(), tensor.is_neg()), leaf["$tensor"])
+        if first != leaf["$tensor"]:
+            leaf["$tied"] = first
 
 
 def is_named_tuple(value: tuple[Any, ...]) -> bool:

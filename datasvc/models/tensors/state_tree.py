@@ -24,7 +24,7 @@ from datasvc.models.tensors.container_types import (
     join_types,
     make_named,
     mark_named,
-    memory_of,
+    mark_tied,
     split_types,
     untyped,
 )
@@ -47,14 +47,11 @@ class _TensorCollector(dict[str, "torch.Tensor"]):
 
     Attributes:
         values_left: how many more values the tree may have; infinite if the tree is not from an untrusted file.
-        names: name of the first tensor with each memory, see `memory_of`.
+        leaves: skeleton of each tensor, and the tensor.
     """
 
     values_left: float = math.inf
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: dict[tuple[Any, ...], str] = {}
+    leaves: list[tuple[dict[str, Any], torch.Tensor]]
 
 
 def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -70,13 +67,16 @@ def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str,
             nested too deep, or exceeds a limit for untrusted files.
     """
     tensors = _TensorCollector()
+    tensors.leaves = []
     if max_nodes is not None:
         tensors.values_left = max_nodes
     try:
         import torch  # noqa: F401 - `_flatten` imports it too
     except ModuleNotFoundError as error:
         raise missing_package(error, "saving a state") or error from error
-    return _flatten(state, "", tensors, 0), dict(tensors)
+    skeleton = _flatten(state, "", tensors, 0)
+    mark_tied(tensors.leaves)
+    return skeleton, dict(tensors)
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor], *, named: bool = True) -> Any:
@@ -114,9 +114,12 @@ def encode_state(skeleton: Any) -> bytes:
     Raises:
         ConfigError: there are more than `MAX_STATE_BYTES`.
     """
-    tree, types = split_types(skeleton)
-    stored = {"format": STATE_FORMAT, "state": tree, **({"types": types} if types else {})}
-    raw = json.dumps(stored, allow_nan=False).encode()
+    raw = json.dumps({"format": STATE_FORMAT, "state": skeleton}, allow_nan=False).encode()
+    # Most states have no types, and a search in the text costs less than a walk through the tree.
+    if b'"$ordered"' in raw or b'"$named"' in raw or b'"$tied"' in raw:
+        tree, types = split_types(skeleton)
+        stored = {"format": STATE_FORMAT, "state": tree, **({"types": types} if types else {})}
+        raw = json.dumps(stored, allow_nan=False).encode()
     if len(raw) > MAX_STATE_BYTES:
         raise ConfigError(
             f"the state without its tensors takes {format_size(len(raw))} of JSON; the limit is "
@@ -136,7 +139,9 @@ def decode_state(raw: bytes, version: str) -> Any:
         stored = json.loads(raw)
         state_format = int(stored["format"])
         is_later = state_format > STATE_FORMAT
-        skeleton = None if is_later else join_types(stored["state"], stored.get("types", []))
+        skeleton = stored["state"]
+        if "types" in stored and not is_later:
+            skeleton = join_types(skeleton, stored["types"])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"the state of {version} is damaged: {error!r}") from error
     if is_later:
@@ -163,9 +168,9 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         while name in tensors:
             name += "'"
         tensors[name] = value
-        memory = memory_of(value)
-        first = name if memory is None else tensors.names.setdefault(memory, name)
-        return {"$tensor": name} if first == name else {"$tensor": name, "$tied": first}
+        leaf = {"$tensor": name}
+        tensors.leaves.append((leaf, value))
+        return leaf
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -211,9 +216,6 @@ def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int, *, n
     if not marks:
         return {key: _unflatten(item, tensors, deeper, named=named) for key, item in value.items()}
     try:
-        plain = untyped(value)
-        if plain is not value:
-            return _with_type(value, plain, tensors, depth, named=named)
         if marks == ["$tensor", "$tied"]:
             return tensors[value["$tensor"]]
         # Raises ValueError if the dict has other keys too.
@@ -224,6 +226,8 @@ def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int, *, n
             return tuple(_unflatten(item, tensors, deeper, named=named) for item in content)
         if mark == "$dict":
             return {key: _unflatten(item, tensors, deeper, named=named) for key, item in content}
+        if mark in ("$ordered", "$named"):
+            return _with_type(value, untyped(value), tensors, depth, named=named)
         if mark == "$float":
             return float(content)
         if mark == "$bytes":
