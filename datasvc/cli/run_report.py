@@ -12,7 +12,7 @@ from datasvc.cli.terminal.values import text_value
 from datasvc.drawing import Markup, element, facts_table, folded, html_table, markup, style_sheet
 from datasvc.printable import count_text
 from datasvc.runs import RunEvent, RunHistory, Series
-from datasvc.ui.pages.run_charts import line_charts, time_chart
+from datasvc.ui.pages.run_charts import describe_left_out, line_charts, time_chart
 
 # The time of a step is the wait for data, these parts in any order, and what no part has.
 TIME_PARTS: Final = ("wait_s", "transfer_s", "forward_s", "backward_s", "all_reduce_s", "update_s")
@@ -31,13 +31,14 @@ def make_report(history: RunHistory) -> str:
     """Return the report of a run as an HTML document; all text of the log is escaped."""
     run = history.summary
     title = f"Run {run.ref}"
-    drawn = time_chart(history)
+    drawn, left_out = time_chart(history), describe_left_out(history)
     parts = [
         element("h1", title),
         element("p", describe(history)),
         _list("Problems", problems(history)),
         facts_table(facts(history), caption="What was trained"),
         *(chart["svg"] for chart in line_charts(history)),
+        *([] if left_out is None else [element("p", left_out)]),
         *([] if drawn is None else [drawn["svg"]]),
         facts_table({name: f"{1000 * value:.2f} ms" for name, value in mean_times(history).items()},
                     caption="Where the time of a step went (means)"),
@@ -166,7 +167,8 @@ def _evaluations(history: RunHistory) -> Markup:
 
 def _events(events: Sequence[RunEvent]) -> Markup:
     rows = [(time_text(event.time_s), event.event, text_value(event.facts)) for event in events[-_MAX_EVENTS:]]
-    return html_table(["time", "event", "facts"], rows, caption=f"The last {_MAX_EVENTS} events")
+    caption = f"The last {_MAX_EVENTS} of {len(events):,} events" if len(events) > _MAX_EVENTS else "All events"
+    return html_table(["time", "event", "facts"], rows, caption=caption)
 
 
 def _list(title: str, texts: Sequence[str]) -> Markup:

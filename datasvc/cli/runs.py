@@ -78,11 +78,11 @@ def report(
     Example: datasvc report digits-cnn --html digits-cnn.html --repo ./repo
     """
     from datasvc.cli.run_report import make_report
-    from datasvc.durable import write_file
+    from datasvc.cli.terminal.output_file import write_output_file
     from datasvc.repository import Repository
     from datasvc.runs import read_run, resolve_run
 
     repository = Repository.open(repo)
     history = read_run(repository, *resolve_run(repository, run))
-    write_file(html, make_report(history).encode())
+    write_output_file(html, make_report(history).encode())
     print_line(f"wrote {html}")

@@ -3,6 +3,7 @@ import re
 
 import pytest
 
+from datasvc.cli.run_report import make_report
 from datasvc.runs import RunLog, list_runs, read_run
 from tests.cli.command import run
 
@@ -91,3 +92,18 @@ def test_an_unknown_run_is_refused_with_those_that_exist(repository, log):
     done = run("runs", "show", "digits-cnn/20000101-000000-aaaaaa", "--repo", repository.url)
     assert done.returncode == 1
     assert log.ref in done.stderr
+
+
+def test_a_report_says_what_it_leaves_out(repository, tmp_path):
+    with RunLog.open(repository, "wide") as log:
+        log.report("step", step=1, **{f"curve{number:02}": 1.0 for number in range(15)})
+        for _ in range(201):
+            log.report("note")
+    history = read_run(repository, log.name, log.id)
+    html = make_report(history)
+    assert "12 of 15 curves are drawn; not curve12, curve13, curve14." in html
+    assert f"The last 200 of {len(history.events)} events" in html
+    done = run("report", "wide", "--html", tmp_path / "nowhere" / "r.html", "--repo", repository.url)
+    assert done.returncode == 1
+    assert f"the folder {tmp_path / 'nowhere'} does not exist; create it first" in done.stderr
+    assert ".tmp-" not in done.stderr

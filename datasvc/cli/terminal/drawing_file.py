@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datasvc.cli.terminal.output import print_line
+from datasvc.cli.terminal.output_file import write_output_file
 from datasvc.printable import count_text
 
 if TYPE_CHECKING:
@@ -27,14 +28,8 @@ def write_version_graph(path: Path, nodes: Sequence[VersionNode], name: str) -> 
         NotFoundError: the folder of `path` does not exist.
         ConfigError, UnavailableError: the file cannot be written.
     """
-    from datasvc import durable
     from datasvc.drawing import standalone, version_graph
-    from datasvc.errors import NotFoundError
-    from datasvc.repository.store.retries import map_exceptions
 
-    if not path.parent.is_dir():
-        raise NotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
     drawing = standalone(version_graph(nodes, limit=len(nodes), title=f"versions of {name}"))
-    with map_exceptions("write", str(path)):
-        durable.write_file(path, drawing.encode())
+    write_output_file(path, drawing.encode())
     print_line(f"wrote {count_text(len(nodes), 'version')} to {path}", err=True)

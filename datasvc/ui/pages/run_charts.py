@@ -15,6 +15,7 @@ from datasvc.runs import RunHistory, Series
 
 _MAX_POINTS: Final = 600
 _MAX_CHARTS: Final = 12
+_MAX_LISTED: Final = 20  # names of curves that are not drawn
 _MAX_MARKS: Final = 200
 # Parts of a step in the order in which they are stacked; each has the same colour in every run.
 _PARTS: Final = (
@@ -36,21 +37,39 @@ _UNITS: Final = {"_s": "s", "_bytes": "bytes"}
 
 
 def line_charts(history: RunHistory) -> list[dict[str, Any]]:
-    """Return a chart for each curve of a run, and for each metric of its evaluations.
+    """Return a chart for each curve of a run, and for each metric of its evaluations: the first 12.
 
     Returns:
         Dicts with `id`, `name`, `svg`, `table`, and `data`, what the script of the page draws.
     """
-    names = [name for name in history.series if name not in _NOT_DRAWN]
-    names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
     marks = _marks(history)
-    chosen = [(_TITLES.get(name, name), history.series[name], "c0") for name in names]
-    chosen += [
-        (f"evaluation: {name}", series, "c2") for name, series in history.evaluation.items() if name not in _NOT_DRAWN
-    ]
     return [
         _chart(f"chart-{number}", name, series, colour, marks)
-        for number, (name, series, colour) in enumerate(chosen[:_MAX_CHARTS])
+        for number, (name, series, colour) in enumerate(_curves(history)[:_MAX_CHARTS])
+    ]
+
+
+def describe_left_out(history: RunHistory) -> str | None:
+    """Return which curves `line_charts` leaves out, in words; None if it leaves out none."""
+    names = [name for name, _, _ in _curves(history)]
+    if len(names) <= _MAX_CHARTS:
+        return None
+    listed = ", ".join(names[_MAX_CHARTS : _MAX_CHARTS + _MAX_LISTED])
+    more = " and more" if len(names) > _MAX_CHARTS + _MAX_LISTED else ""
+    return (
+        f"{_MAX_CHARTS} of {len(names):,} curves are drawn; not {listed}{more}. "
+        f"`datasvc runs show {history.summary.ref} --json` has all of them."
+    )
+
+
+def _curves(history: RunHistory) -> list[tuple[str, Series, str]]:
+    """Return name, values and colour of each curve, in the order in which they are drawn."""
+    names = [name for name in history.series if name not in _NOT_DRAWN]
+    names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
+    evaluation = [(name, series) for name, series in history.evaluation.items() if name not in _NOT_DRAWN]
+    return [
+        *((_TITLES.get(name, name), history.series[name], "c0") for name in names),
+        *((f"evaluation: {name}", series, "c2") for name, series in evaluation),
     ]
 
 

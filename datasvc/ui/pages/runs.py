@@ -15,7 +15,7 @@ from datasvc.ledger.folders import find_ledgers
 from datasvc.printable import count_text
 from datasvc.runs import RunEvent, RunHistory, RunSummary, list_runs
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
-from datasvc.ui.pages.run_charts import line_charts, time_chart
+from datasvc.ui.pages.run_charts import describe_left_out, line_charts, time_chart
 from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import run_link, runs_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
@@ -98,6 +98,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
             "coverage": _number(run.latest.get("coverage")),
             "progress": _number(run.latest.get("progress")),
             "charts": line_charts(history),
+            "left_out": describe_left_out(history),
             "time_chart": time_chart(history),
             "evaluation": [event for event in history.events if event.event == "evaluation"][-_MAX_EVENTS:],
             "events": [event for event in history.events if event.event not in {"diagnosis", "ranks"}][-_MAX_EVENTS:],
