@@ -59,6 +59,7 @@ def small_multiples(
     x_label: str = "step",
     num_columns: int = 2,
     from_zero: bool | None = None,
+    same_range: bool = False,
     width: int = 320,
     height: int = 160,
 ) -> Markup:
@@ -71,11 +72,13 @@ def small_multiples(
         x_label: name of the x axes.
         num_columns: charts side by side.
         from_zero: as in `line_chart`.
+        same_range: whether all have the same range of y, so that their values can be compared.
         width: of one chart, pixels.
         height: of one chart, pixels.
     """
     every_x = [x for each in series for x in map(drawable, each.xs) if x is not None]
-    ends = (min(every_x), max(every_x)) if every_x else None
+    every_y = [y for each in series for y in map(drawable, each.ys) if y is not None] if same_range else []
+    ends = ([min(every_x), max(every_x)] if every_x else [], [min(every_y), max(every_y)] if every_y else [])
     panels = []
     for number, each in enumerate(series):
         row, column = divmod(number, num_columns)
@@ -117,7 +120,7 @@ def _lines(
     size: tuple[int, int],
     *,
     from_zero: bool | None,
-    ends: tuple[float, float] | None = None,
+    ends: tuple[Sequence[float], Sequence[float]] = ((), ()),
     with_legend: bool = True,
 ) -> list[Markup]:
     thinned = [thin_points(each.xs, each.ys, _MAX_POINTS) for each in series]
@@ -125,8 +128,8 @@ def _lines(
     names, colours = names_and_colours(series)
     is_rate = unit.startswith("bytes") or unit.endswith("/s")
     frame = ChartFrame.of(
-        [*(x for x, _ in known), *(ends or ())],
-        [y for _, y in known],
+        [*(x for x, _ in known), *ends[0]],
+        [*(y for _, y in known), *ends[1]],
         size,
         names if with_legend else (),
         from_zero=is_rate if from_zero is None else from_zero,

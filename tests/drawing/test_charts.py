@@ -119,7 +119,7 @@ def test_any_numbers_are_drawn_as_lines_and_areas(columns, at):
         lines.append(ChartSeries(f"s{number}", xs, [y for _, y in points]))
     areas = lines[:1] * 3  # their `xs` are equal
     check_finite(line_chart(lines, title="x", marks=[ChartMark(at, "mark")]))
-    check_finite(small_multiples(lines, title="x"))
+    check_finite(small_multiples(lines, title="x", same_range=at > 0))
     check_finite(stacked_areas(areas, title="x"))
     parsed(chart_table(lines, title="x"))
 
@@ -172,6 +172,20 @@ def test_bytes_and_rates_begin_at_zero():
     assert "0 bytes" in shown[0]
     assert "(images/s) 0 50" in shown[1]
     assert "100.2" in shown[2]
+
+
+def test_small_multiples_with_the_same_range_can_be_compared():
+    series = [ChartSeries("a", [0, 1], [1, 2]), ChartSeries("b", [0, 1], [1, 200])]
+
+    def heights(**options):
+        root = parsed(small_multiples(series, title="x", **options))
+        return [float(each.get("cy")) for each in root.iter() if local_name(each) == "circle"]
+
+    low, high, other_low, other_high = heights(same_range=True)
+    assert low == other_low
+    assert low - high < (other_low - other_high) / 100
+    low, high, other_low, other_high = heights()
+    assert low - high > (other_low - other_high) / 2
 
 
 def test_stacked_areas_stand_on_each_other():

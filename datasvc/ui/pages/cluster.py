@@ -13,7 +13,7 @@ from typing import Any, Final
 from aiohttp import web
 
 from datasvc.cache.peers.placement import rank_nodes
-from datasvc.drawing import ChartSeries, chart_table, line_chart
+from datasvc.drawing import ChartSeries, chart_table, line_chart, small_multiples
 from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.ui.pages.problems import node_problems
 from datasvc.ui.web.changes import stream_events
@@ -22,7 +22,7 @@ from datasvc.ui.web.node_monitor import NodeSample, NodeState, used_bytes
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
-_MAX_LINES: Final = 8  # nodes in one chart; more are shown as their sum
+_MAX_DRAWN: Final = 8  # nodes with a chart of their own
 _MAX_PLACED_SHARDS: Final = 10_000
 _MAX_ROWS: Final = 200
 _RATES: Final = (
@@ -182,15 +182,21 @@ def _hits_over_time(samples: Sequence[NodeSample]) -> list[tuple[float, float | 
 def _chart(
     lines: Sequence[tuple[str, Sequence[tuple[float, float | None]]]], title: str, unit: str, now_s: float
 ) -> dict[str, Any]:
-    left_out = len(lines) - _MAX_LINES
+    left_out = len(lines) - _MAX_DRAWN
     series = [
         ChartSeries(url, [(time_s - now_s) / 60 for time_s, _ in points], [value for _, value in points])
-        for url, points in lines[:_MAX_LINES]
+        for url, points in lines[:_MAX_DRAWN]
     ]
-    text = f"{title}, first {_MAX_LINES} of {len(lines)} nodes" if left_out > 0 else title
+    text = f"{title}, first {_MAX_DRAWN} of {len(lines)} nodes" if left_out > 0 else title
+    if len(series) > 1:
+        # One frame with many lines cannot be read.
+        drawing = small_multiples(series, title=text, unit=unit, x_label="minutes", from_zero=True, same_range=True)
+    else:
+        drawing = line_chart(series, title=text, unit=unit, x_label="minutes", from_zero=True, height=200)
     return {
-        "title": title,
-        "svg": line_chart(series, title=text, unit=unit, x_label="minutes", from_zero=True, height=200),
+        "title": text,
+        "several": len(series) > 1,
+        "svg": drawing,
         "table": chart_table(series, title=text, unit=unit, x_label="minutes", max_rows=100),
     }
 
