@@ -7,6 +7,8 @@ import pytest
 
 import datasvc
 from datasvc.ledger.file import RECORD_BYTES
+from datasvc.runs import RunLog
+from datasvc.ui.pages.audit import find_ledger_of
 from tests.cli.command import run
 from tests.loaders.echo import EchoLoader, write_numbers
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
@@ -86,3 +88,32 @@ def test_the_page_of_runs_links_to_the_audits(audited):
     html = audited.get("/runs")[2]
     assert 'href="/audit/good"' in html
     assert 'href="/audit/team%2Flost"' in html
+
+
+def test_the_page_of_a_run_links_to_the_audit_of_the_ledger_that_it_names(audited):
+    with RunLog.open(audited.settings.repository, "cnn", config={"ledger": "runs/team/lost"}) as log:
+        log.report("step", step=1, coverage=0.5)
+    html = audited.get(f"/runs/{log.ref}")[2]
+    assert 'href="/audit/team%2Flost"' in html
+    assert "This is no proof" in texts(html)
+
+
+def test_the_ledger_of_a_run_is_found_by_its_path(audited):
+    folder = audited.ledgers
+    for path, expected in {
+        "runs/good": "good",
+        "good": "good",
+        "./good": "good",
+        f"{folder}/team/lost": "team/lost",
+        "lost": "team/lost",
+        "team": None,
+        "other/good": None,
+        "/good": None,
+        "../good": None,
+        "\0": None,
+        "": None,
+    }.items():
+        assert find_ledger_of(folder, {"decoding": {"ledger": path}}) == expected, path
+    assert find_ledger_of(folder, {"ledger": 3}) is None
+    assert find_ledger_of(folder, {}) is None
+    assert find_ledger_of(None, {"ledger": "good"}) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from datasvc.ledger.audit import Audit
 from datasvc.ledger.audit_text import audit_facts, describe_conclusion, describe_counts, open_names
 from datasvc.ledger.folders import audit_folders, find_ledgers
 from datasvc.ledger.names import SampleNames
+from datasvc.models.registry.diff import tree_leaves
 from datasvc.ui.web.links import audit_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
@@ -52,6 +54,26 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "selected": epoch,
         },
     )
+
+
+def find_ledger_of(folder: Path | None, config: Mapping[str, Any]) -> str | None:
+    """Return the ledger that the configuration of a run names, as in `folder`; None if it is not there.
+
+    Args:
+        folder: folder of the ledgers; None if there is none.
+        config: configuration of the run. A relative path is that of a ledger if the ledger's path ends with it: the
+            folder in which the run was started is not known.
+    """
+    named = next((value for name, value in tree_leaves(config, "") if name.rpartition(".")[2] == "ledger"), None)
+    if folder is None or not isinstance(named, str) or not named or "\0" in named:
+        return None
+    path, whole = Path(named), folder.resolve()
+    for ledger in find_ledgers(folder):
+        parts = (whole / ledger).parts
+        # A browser removes "." from an address, so the folder itself has no page.
+        if ledger != "." and (parts == path.parts if path.is_absolute() else parts[-len(path.parts) :] == path.parts):
+            return ledger
+    return None
 
 
 def _find(site: Site, name: str) -> Path:

@@ -14,6 +14,7 @@ from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.ledger.folders import find_ledgers
 from datasvc.printable import count_text
 from datasvc.runs import RunEvent, RunHistory, RunSummary, list_runs
+from datasvc.ui.pages.audit import find_ledger_of
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
 from datasvc.ui.pages.run_charts import describe_left_out, line_charts, time_chart
 from datasvc.ui.web.changes import stream_events
@@ -96,6 +97,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
             "starved": starved_share(run.latest),
             "ranks": _rank_table(ranks),
             "coverage": _number(run.latest.get("coverage")),
+            "ledger": find_ledger_of(site.settings.ledgers, _mapping(history.header.get("config"))),
             "progress": _number(run.latest.get("progress")),
             "charts": line_charts(history),
             "left_out": describe_left_out(history),
