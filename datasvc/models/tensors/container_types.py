@@ -105,7 +105,7 @@ def make_named(module: Any, qualname: Any, fields: Any, items: Any) -> tuple[Any
 
 
 def split_types(skeleton: Any) -> tuple[Any, list[list[Any]]]:
-    """Return a skeleton without types, and its types as JSON, a list of [PATH, KIND, ...] (docs/reference/formats.md)."""
+    """Return a skeleton without types, and a list of [PATH, KIND, ...] for JSON; see docs/reference/formats.md."""
     types: list[list[Any]] = []
     return _split(skeleton, (), types), types
 

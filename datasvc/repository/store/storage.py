@@ -508,7 +508,14 @@ class Storage:
             if self.is_local:
                 shutil.rmtree(self._full(folder), onerror=_ignore_missing)
             else:
-                self._fs.rm(self._full(folder), recursive=True)
+                self._drop_listings(None)  # files that another process has added are deleted too
+                try:
+                    self._fs.rm(self._full(folder), recursive=True)
+                except FileNotFoundError:  # there is no such folder, or something in it is deleted meanwhile
+                    self._drop_listings(None)
+                    for path in self._fs.find(self._full(folder)):
+                        with suppress(FileNotFoundError):
+                            self._fs.rm_file(path)
 
     def adopt(self, path: str, finished: Path) -> None:
         """Move the local file `finished`, which the caller has synced, to `path` of the store.
