@@ -12,7 +12,7 @@ from datasvc.cli.terminal.values import text_value
 from datasvc.drawing import Markup, element, facts_table, folded, html_table, markup, style_sheet
 from datasvc.printable import count_text
 from datasvc.runs import RunEvent, RunHistory, Series
-from datasvc.ui.pages.run_charts import describe_left_out, line_charts, time_chart
+from datasvc.ui.pages.charts.run_charts import describe_left_out, line_charts, time_chart
 
 # The time of a step is the wait for data, these parts in any order, and what no part has.
 TIME_PARTS: Final = ("wait_s", "transfer_s", "forward_s", "backward_s", "all_reduce_s", "update_s")

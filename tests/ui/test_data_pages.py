@@ -4,13 +4,17 @@ import html as html_module
 import json
 import re
 import urllib.request
+from urllib.parse import parse_qs, urlsplit
 
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import datasvc
 from datasvc.repository import Repository
 from datasvc.shards.format.schema import image_schema
+from datasvc.ui.pages.charts.histogram_charts import _conditions, _join
 from tests.cli.command import run
 from tests.samples import jpeg
 from tests.shards.written_versions import TEXT_SCHEMA, write_version
@@ -94,6 +98,36 @@ def test_the_bar_of_a_class_leads_to_its_samples(ui):
     (link,) = set(re.findall(r'href="(/datasets/pets@2/samples/train\?where=label[^"]*1)"', html))
     page = ui.json(html_module.unescape(link), "samples")
     assert {sample["class"] for sample in page["samples"]} == {"class1"}
+
+
+def test_a_bar_filters_all_histograms_and_is_marked_and_a_second_click_ends_it(ui):
+    def bars(html, condition):
+        return [
+            html_module.unescape(href)
+            for href, label in re.findall(
+                r'<a href="(/datasets/pets@2\?[^"]*#distributions)" aria-label="([^"]*)"', html
+            )
+            if label.startswith(condition)
+        ]
+
+    html = ui.get("/datasets/pets@2")[2]
+    assert "bar mark fill c1" not in html
+    (select,) = bars(html, "class1:")
+    chosen = select.partition("#")[0]
+    assert parse_qs(urlsplit(chosen).query)["where"] == ["label = 1"]
+    values = ui.json(chosen)
+    counts = {name: sum(part["count"] for part in values[name]["bins"]) for name in values if "histogram" in name}
+    assert len(counts) > 2
+    assert len(set(counts.values())) == 1  # all of them count the samples of this class
+    html = ui.get(chosen)[2]
+    assert html.count("bar mark fill c1") == 1
+    (end,) = bars(html, "class1:")
+    assert end == "/datasets/pets@2?split=train#distributions"
+
+
+@given(st.lists(st.sampled_from(["a = 1", "b >= 2 and b < 3", "(c = 1) and d", "x -- y"]), max_size=4))
+def test_joined_conditions_are_taken_apart_again(conditions):
+    assert _conditions(_join(conditions)) == conditions
 
 
 def test_pages_of_samples_are_walked_by_links_alone(ui, filled):

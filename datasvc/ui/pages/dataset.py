@@ -10,15 +10,15 @@ from typing import Any
 
 from datasvc import drawing
 from datasvc.models.search.query import find_versions
-from datasvc.printable import count_text
 from datasvc.repository import Repository
 from datasvc.shards.history.version_nodes import dataset_nodes
 from datasvc.shards.query.histogram import Histogram, list_columns
 from datasvc.shards.query.shared_bytes import shared_bytes
 from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples
 from datasvc.threads import map_in_threads
+from datasvc.ui.pages.charts.histogram_charts import draw_histogram
 from datasvc.ui.web.failures import Failures
-from datasvc.ui.web.links import dataset_link, diff_link, samples_link
+from datasvc.ui.web.links import dataset_link, diff_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
 from datasvc.ui.web.unreadable import collect_unreadable
@@ -210,38 +210,6 @@ def _show_split(
         "charts": charts,
         **_classes(facts["splits"][split], query.text("class")),
     }
-
-
-def draw_histogram(counted: Histogram, ref: str, split: str) -> dict[str, Any]:
-    """Return the picture and the table of a histogram; its bars lead to the samples that they count."""
-
-    def href(where: str) -> str:
-        both = where if counted.where is None else f"({counted.where}\n) and {where}"
-        return samples_link(ref, split, where=both)
-
-    title = f"{counted.column}, {_read_text(counted)}"
-    if counted.kind == "numbers":
-        bins = [
-            drawing.HistogramBin(bar.start or 0.0, bar.stop or 0.0, bar.count, href(bar.where))
-            for bar in counted.bins
-        ]
-        unit = "bytes" if counted.is_size else ""
-        return {
-            "picture": drawing.histogram(bins, title=title, unit=unit),
-            "table": drawing.histogram_table(bins, title=title, unit=unit),
-        }
-    bars = [drawing.NamedBar(bar.label, bar.count, href(bar.where)) for bar in counted.bins]
-    return {
-        "picture": drawing.bar_chart(bars, title=title),
-        "table": drawing.bar_table(bars, title=title),
-    }
-
-
-def _read_text(counted: Histogram) -> str:
-    """Return how many samples were counted, such as "500,000 samples from 20 of 4,000 shards"."""
-    shards = count_text(counted.num_shards, "shard")
-    part = "all samples" if counted.read_shards == counted.num_shards else f"{counted.read_shards} of {shards}"
-    return part if counted.where is None else f"{part} where {counted.where}"
 
 
 def _classes(split: Mapping[str, Any], text: str | None) -> dict[str, Any]:

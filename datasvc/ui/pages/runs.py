@@ -15,8 +15,8 @@ from datasvc.ledger.folders import find_ledgers
 from datasvc.printable import count_text
 from datasvc.runs import RunEvent, RunHistory, RunSummary, list_runs
 from datasvc.ui.pages.audit import find_ledger_of
+from datasvc.ui.pages.charts.run_charts import describe_left_out, line_charts, time_chart
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
-from datasvc.ui.pages.run_charts import describe_left_out, line_charts, time_chart
 from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import run_link, runs_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
