@@ -47,7 +47,8 @@ def test_training_equals_one_process_and_itself_bit_by_bit(launcher, num_ranks, 
     torch.testing.assert_close(*runs, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("arguments", [(), pytest.param(("training",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [(), ("training",)])
 def test_hierarchical_allreduces_equal_flat_ones(launcher, arguments):
     launcher.run_program(4, "hierarchical.py", *arguments)
 
