@@ -300,7 +300,8 @@ def refusal_of(call):
 @pytest.mark.filterwarnings("ignore::datasvc.errors.UnreadableVersionWarning")
 @pytest.mark.parametrize("call", [
     "ls", "log", "history", "describe", "describe_versions", pytest.param("find", marks=pytest.mark.slow),
-    pytest.param("sql", marks=pytest.mark.slow), "diff", "lineage", "lineage of a child", "trained_on", "verify", "restore", "gc", "retain", "push", "push with parents", "newest_step"])  # fmt: skip
+    pytest.param("sql", marks=pytest.mark.slow), "diff", "lineage", "lineage of a child", "trained_on", "verify",
+    "restore", "gc", "retain", "push", "push with parents", "newest_step"])  # fmt: skip
 def test_an_entry_with_a_field_of_an_odd_type_raises_only_our_errors(plain, tmp_path, call):
     path = entry_file(plain, "cnn", 2)
     kept = path.read_bytes()
