@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from datasvc.drawing.elements import Markup, element, number_text, svg
-from datasvc.drawing.frame import ChartFrame, legend
+from datasvc.drawing.frame import ChartFrame, hover_strips, legend
 from datasvc.drawing.numbers import drawable
-from datasvc.drawing.series import ChartSeries, describe_series, names_and_colours
+from datasvc.drawing.series import ChartSeries, describe_series, describe_values, names_and_colours
 
 _MAX_POINTS: Final = 1000  # more would not be visible
 
@@ -60,6 +60,7 @@ def stacked_areas(
     return svg(
         *frame.axes(title, unit, x_label),
         *areas,
+        *hover_strips(frame, points, lambda number: describe_values(series, number, unit, x_label)),
         *legend(names, colours, [each.href for each in series], width),
         width=width,
         height=height,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from datasvc.drawing.elements import Markup, element, link, markup, number_text, svg
-from datasvc.drawing.frame import ChartFrame, legend
+from datasvc.drawing.frame import ChartFrame, hover_strips, legend
 from datasvc.drawing.numbers import drawable, format_quantity, thin_points
-from datasvc.drawing.series import ChartMark, ChartSeries, describe_series, names_and_colours
+from datasvc.drawing.series import ChartMark, ChartSeries, describe_series, describe_values, names_and_colours
 from datasvc.drawing.table import TableColumn, html_table
 
 _MAX_POINTS: Final = 1000  # of a line; more would not be visible
@@ -136,12 +136,26 @@ def _lines(
     )
     return [
         *frame.axes(title, unit, x_label),
+        *hover_strips(frame, _shared_points(series), lambda number: describe_values(series, number, unit, x_label)),
         *(_mark(mark, frame) for mark in marks if frame.xs[0] <= mark.x <= frame.xs[1]),
         *(
             _line(points, frame, colour, each.name, unit)
             for each, points, colour in zip(series, thinned, colours, strict=True)
         ),
         *(legend(names, colours, [each.href for each in series], size[0]) if with_legend else []),
+    ]
+
+
+def _shared_points(series: Sequence[ChartSeries]) -> list[tuple[int, float]]:
+    """Return number and x of the points of several lines with equal `xs`; none for other lines."""
+    if len(series) < 2 or any(list(each.xs) != list(series[0].xs) for each in series):
+        return []
+    xs = [(number, drawable(x)) for number, x in enumerate(series[0].xs)]
+    # A point that no line has may be outside of the frame.
+    return [
+        (number, x)
+        for number, x in xs
+        if x is not None and any(drawable(each.ys[number]) is not None for each in series)
     ]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 from datasvc.drawing.elements import Markup, element, link, markup, shorten
@@ -16,6 +17,7 @@ _TITLE: Final = 22
 _LEGEND_ROW: Final = 18
 _CHARACTER: Final = 7
 _MAX_LABEL: Final = 40
+_MAX_STRIPS: Final = 100
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,37 @@ class ChartFrame:
         middle = (_LEFT + self.right) / 2
         parts.append(element("text", x_label, x=middle, y=self.height - 6, text_anchor="middle", class_="quiet"))
         return parts
+
+
+def hover_strips(frame: ChartFrame, points: Sequence[tuple[int, float]], text: Callable[[int], str]) -> list[Markup]:
+    """Return invisible strips over the whole height of a plot, each with the text of its point on hover.
+
+    Args:
+        frame: frame of the chart.
+        points: number and `drawable` x of each point, ascending. At most 100, evenly spaced, have a strip.
+        text: returns the text of a point by its number.
+    """
+    stride = -(-len(points) // _MAX_STRIPS) or 1
+    shown = [(frame.x(x), number) for number, x in points[::stride]]
+    # A strip reaches half way to its neighbours.
+    edges = [
+        float(frame.left),
+        *((left + right) / 2 for (left, _), (right, _) in pairwise(shown)),
+        float(frame.right),
+    ]
+    return [
+        element(
+            "rect",
+            element("title", text(number)),
+            x=left,
+            y=frame.top,
+            width=right - left,
+            height=frame.base - frame.top,
+            fill="transparent",
+            class_="hover",
+        )
+        for (_, number), (left, right) in zip(shown, pairwise(edges), strict=False)
+    ]
 
 
 def legend(names: Sequence[str], colours: Sequence[str], hrefs: Sequence[str | None], width: int) -> list[Markup]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from datasvc.drawing.colours import colour_class
 from datasvc.drawing.numbers import format_quantity
 from datasvc.printable import count_text
+
+_MAX_DESCRIBED: Final = 12
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,13 @@ def names_and_colours(series: Sequence[ChartSeries]) -> tuple[list[str], list[st
     """Return the names and the classes of the colours."""
     colours = [each.colour or colour_class(number) for number, each in enumerate(series)]
     return [each.name for each in series], colours
+
+
+def describe_values(series: Sequence[ChartSeries], number: int, unit: str, x_label: str) -> str:
+    """Return the values of all series at one of their equal `xs` in words."""
+    lines = [f"{each.name}: {format_quantity(each.ys[number], unit)}" for each in series[:_MAX_DESCRIBED]]
+    more = [f"and {len(series) - _MAX_DESCRIBED} more"] if len(series) > _MAX_DESCRIBED else []
+    return "; ".join([f"{x_label} {format_quantity(series[0].xs[number])}", *lines, *more])
 
 
 def describe_series(series: Sequence[ChartSeries], unit: str) -> str:

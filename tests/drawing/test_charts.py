@@ -1,5 +1,6 @@
 import math
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -198,6 +199,24 @@ def test_stacked_areas_stand_on_each_other():
     upper_of_a, lower_of_b = polygons[0][:2], polygons[1][2:][::-1]
     assert upper_of_a == lower_of_b
     assert polygons[1][1] == polygons[1][2]  # None has no height
+
+
+@pytest.mark.parametrize("draw", [line_chart, stacked_areas])
+def test_a_hover_shows_all_series_at_a_point(draw):
+    xs = range(250)
+    series = [ChartSeries("read", xs, [1.0] * 250), ChartSeries("decode", xs, [*range(249), None])]
+    strips = with_class(parsed(draw(series, title="x", unit="ms")), "hover")
+    assert len(strips) == 84  # every third point
+    assert text_of(strips[1]) == "step 3; read: 1 ms; decode: 3 ms"
+    ends = [(float(each.get("x")), float(each.get("width"))) for each in strips]
+    assert (ends[0][0], sum(ends[-1])) == (72, 624)
+    assert all(x + width == pytest.approx(after, abs=0.02) for (x, width), (after, _) in pairwise(ends))
+
+
+def test_lines_with_steps_of_their_own_have_no_common_hover():
+    lines = [ChartSeries("a", [0, 1], [1, 2]), ChartSeries("b", [0, 2], [1, 2])]
+    assert not with_class(parsed(line_chart(lines, title="x")), "hover")
+    assert not with_class(parsed(line_chart(lines[:1], title="x")), "hover")
 
 
 def test_many_points_are_thinned():
