@@ -17,6 +17,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from datasvc.cli.nodes.traffic_picture import draw_traffic, show_below
+from datasvc.cli.terminal.image_protocol import choose_protocol
 from datasvc.cli.terminal.output import plain_text
 from datasvc.cli.terminal.values import text_value
 from datasvc.errors import UnavailableError
@@ -38,14 +40,19 @@ _NUM_SHOWN_RATES = 24  # readings per sparkline, so that the table fits into 80 
 _BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))  # from one eighth of a block to a full block
 
 
-def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threading.Event) -> None:
+def watch(
+    read_status: Callable[[], Status], *, interval_s: float, stop: threading.Event, console: Console | None = None
+) -> None:
     """Read and draw the status at each interval, until interrupted or `stop` is set.
 
-    If the node does not respond, the error is drawn instead, and the next interval tries again.
+    If the node does not respond, the error is drawn instead, and the next interval tries again. A terminal that draws
+    pixels has a picture of the traffic below the tables.
     """
+    console = console or Console()
+    protocol = choose_protocol(console)
     # Disable the automatic refresh of rich, because there is nothing new to draw between two readings. Ctrl-C is the
     # usual way to end the command, so it is not an error.
-    with Live(screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+    with Live(console=console, screen=True, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         previous: tuple[float, Status] | None = None  # time and status of the previous reading
         rates: deque[Mapping[str, float]] = deque(maxlen=_NUM_SHOWN_RATES)  # oldest first
         while not stop.is_set():
@@ -57,7 +64,11 @@ def watch(read_status: Callable[[], Status], *, interval_s: float, stop: threadi
             else:
                 if previous is not None and (latest := byte_rates(previous[1], status, now - previous[0])):
                     rates.append(latest)
-                live.update(draw(status, rates), refresh=True)
+                drawn = draw(status, rates)
+                live.update(drawn, refresh=True)
+                if rates:
+                    labels = {name: text for text, name in _RATE_COUNTERS}
+                    show_below(console, len(console.render_lines(drawn)), draw_traffic(rates, labels), protocol)
                 previous = now, status
             stop.wait(interval_s)
 

@@ -3,15 +3,20 @@
 import io
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
+import threading
+from copy import deepcopy
 
 import pytest
 from rich.console import Console
 
 from datasvc.cache import Cache
-from datasvc.cli.nodes.top_view import _RATE_COUNTERS, byte_rates, draw, sparkline, status_text
+from datasvc.cli.nodes.top_view import _RATE_COUNTERS, byte_rates, draw, sparkline, status_text, watch
+from datasvc.cli.nodes.traffic_picture import draw_traffic
+from datasvc.drawing.colours import colour_values
 from datasvc.node.status import describe_cache
 from datasvc.repository import Repository
 from tests.cli.command import ROOT, run
@@ -88,6 +93,41 @@ def test_the_last_rates_are_bars_beside_the_highest(cache):
 def test_a_sparkline_goes_from_zero_to_the_highest_value_and_hides_no_small_one():
     assert sparkline([0, 1e-9, 1, 2, 3, 4, 5, 6, 7, 8]) == " ▁▁▂▃▄▅▆▇█"
     assert (sparkline([0, 0]), sparkline([])) == ("  ", "")
+
+
+@pytest.mark.parametrize(
+    ("protocol", "height", "start"),
+    [("kitty", 50, "\x1b_Ga=d,q=2"), ("sixel", 50, "\x1bP"), ("kitty", 12, None), ("blocks", 50, None)],
+)
+def test_a_terminal_with_pixels_has_a_picture_of_the_traffic_below_the_tables(
+    cache, monkeypatch, protocol, height, start
+):
+    monkeypatch.setenv("DATASVC_IMAGES", protocol)
+    screen, stop, status = io.StringIO(), threading.Event(), status_of(cache)
+    readings = []
+
+    def read_status():
+        readings.append(len(readings))
+        if len(readings) == 3:
+            stop.set()
+        seen = deepcopy(status)
+        seen["cache"]["counters"] |= {"origin_bytes": 1000 * len(readings)}
+        return seen
+
+    console = Console(file=screen, force_terminal=True, width=110, height=height)
+    watch(read_status, interval_s=0.001, stop=stop, console=console)
+    places = re.findall(r"\x1b\[(\d+);1H(\x1bP|\x1b_Ga=d,q=2)", screen.getvalue())
+    # The first reading has no rate yet.
+    assert [found for _, found in places] == ([start] * 2 if start else [])
+    assert all(int(line) > len(status_text(status).splitlines()) for line, _ in places)
+
+
+def test_the_picture_has_a_line_for_each_counter():
+    rates = [{"a": 0.0, "b": 5.0}, {"a": 10.0, "b": 5.0}]
+    colours = {f"#{red:02x}{green:02x}{blue:02x}" for _, (red, green, blue) in
+               draw_traffic(rates, {"a": "A", "b": "B"}).getcolors(1000)}  # fmt: skip
+    assert {colour_values("c0")[1], colour_values("c1")[1]} <= colours
+    assert draw_traffic([{"a": 0.0}], {"a": "A"}).size == (640, 140)
 
 
 def test_without_a_terminal_it_looks_once(cache):
