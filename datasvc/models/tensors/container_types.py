@@ -46,7 +46,8 @@ def tied_tensors(skeleton: Any) -> dict[str, str]:
     tied, parts = {}, [skeleton]
     while parts:
         part = parts.pop()
-        if isinstance(part, dict) and "$tied" in part:
+        # What a damaged state has instead is an error of `unflatten`.
+        if isinstance(part, dict) and [*part] == ["$tensor", "$tied"] and {*map(type, part.values())} == {str}:
             tied[part["$tensor"]] = part["$tied"]
         elif isinstance(part, dict):
             parts.extend(part.values())
