@@ -73,7 +73,6 @@ def export_distributed(
         UnavailableError: a rank is lost.
     """
     channel, other = open_channels(group, timeout_s)
-    other.close()
     try:
         with ExitStack() as opened:
             temporary, version, error = None, None, None
@@ -114,6 +113,8 @@ def export_distributed(
             written = _exchange(channel, written, error)[0]
     finally:
         channel.close()
+        # Not earlier: a rank that has connected would cut off those that still connect.
+        other.close()
     paths = tuple(Path(folder) / name for name in written)
     return ModelExport(stored.version, "huggingface", paths, len(part.records), part.num_bytes)
 
