@@ -8,26 +8,21 @@ REPOSITORY is one that `make demo` has made (demo-run/repo). Needs Debian's chro
 from __future__ import annotations
 
 import argparse
-import asyncio
 import io
 import json
 import shutil
 import sys
-import threading
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from bench.ui_server import UiServer, running_server
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from datasvc.durable import write_file
 from datasvc.ledger.folders import find_ledgers
-from datasvc.ui.server import run_ui
-from datasvc.ui.settings import UiSettings
 
 SIZE = {"width": 1280, "height": 800}
 MAX_BYTES = 200_000
@@ -39,39 +34,11 @@ Promise.all([...document.images].filter(image => image.getBoundingClientRect().t
 """
 
 
-@contextmanager
-def running_ui(settings: UiSettings) -> Iterator[str]:
-    """Serve the pages in a thread; yield their address."""
-    loop = asyncio.new_event_loop()
-    stop, ready, address = asyncio.Event(), threading.Event(), ""
-
-    def set_address(url: str) -> None:
-        nonlocal address
-        address = url.rstrip("/")
-        ready.set()
-
-    def serve() -> None:
-        try:
-            loop.run_until_complete(run_ui(settings, set_address, stop))
-        finally:
-            ready.set()
-
-    thread = threading.Thread(target=serve, daemon=True)
-    thread.start()
-    ready.wait()
-    if not address:
-        raise SystemExit("the server has not started; its error is above")
-    yield address
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
-
-
-def find_pages(address: str, ledgers: Path | None) -> dict[str, str]:
+def find_pages(server: UiServer, ledgers: Path | None) -> dict[str, str]:
     """Return the path of each page by the name of its picture, for what the repository and the ledgers have."""
 
     def read(path: str) -> Any:
-        with urllib.request.urlopen(f"{address}/api{path}") as response:  # noqa: S310 - our own server
-            return json.load(response)
+        return json.loads(server.fetch(f"/api{path}"))
 
     home = read("/")
     pages = {"home": "/", "cluster": "/cluster", "planner": "/planner", "runs": "/runs"}
@@ -116,15 +83,18 @@ def main() -> None:
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("chromium is not installed; install Debian's package chromium")
-    settings = UiSettings(
-        repository=arguments.repository, nodes=tuple(arguments.node), ledgers=arguments.runs, port=0
-    )
+    options = [text for url in arguments.node for text in ("--node", url)]
+    options += ["--runs", str(arguments.runs)] if arguments.runs else []
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    with running_ui(settings) as address, sync_playwright() as playwright:
+    with (
+        tempfile.TemporaryDirectory(prefix="datasvc-screenshots-") as home,
+        running_server(arguments.repository, Path(home), options) as server,
+        sync_playwright() as playwright,
+    ):
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
         window = browser.new_page(viewport=SIZE)
-        for name, path in find_pages(address, arguments.runs).items():
-            content = take(window, address, path)
+        for name, path in find_pages(server, arguments.runs).items():
+            content = take(window, server.address, path)
             if len(content) > MAX_BYTES:
                 sys.exit(f"{name} has {len(content)} bytes; expected at most {MAX_BYTES}")
             write_file(arguments.folder / f"{name}.png", content)

@@ -46,6 +46,7 @@ def ui(
     Prints its address once it accepts connections.
     """
     from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
+    from datasvc.shards.ingestion.lean_memory import keep_lean
     from datasvc.ui.settings import UiSettings
 
     with explain_missing("the page"):
@@ -74,4 +75,5 @@ def ui(
             # In a thread: a browser in the terminal, or a slow start of one, must not delay the first page.
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
+    keep_lean()
     serve(settings, ready)

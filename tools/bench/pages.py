@@ -10,21 +10,16 @@ peak resident set.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from photos import write_photos
-from report import ROOT, Report, make_parser
+from report import Report, make_parser
+from ui_server import running_server
 
 import datasvc
 from datasvc.shards.versions.version_entry import describe_tables
@@ -60,53 +55,29 @@ def write_versions(folder: Path, num_shards: int, num_samples: int) -> str:
     return str(folder / "repo")
 
 
-@contextmanager
-def running_server(url: str, home: Path) -> Iterator[tuple[str, int]]:
-    """Start `datasvc ui`; give its address and the number of its process."""
-    command = [sys.executable, "-m", "datasvc.cli.main", "ui", "--repo", url, "--port", "0", "--no-browser", "--json"]
-    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        found = re.search(r"http://[^\"\s]*", process.stdout.readline())
-        assert found is not None, "the server did not start"
-        try:
-            yield found[0].rstrip("/"), process.pid
-        finally:
-            process.terminate()
-
-
-def fetch(address: str) -> bytes:
-    """Return the body of a response."""
-    with urllib.request.urlopen(address) as response:  # noqa: S310 - our own server
-        return bytes(response.read())
-
-
 def measure(url: str) -> dict[str, float]:
     """Return seconds of each page, from a new server, and the server's memory."""
     times: dict[str, float] = {}
 
-    def timed(name: str, addresses: list[str]) -> None:
+    def timed(name: str, paths: list[str]) -> None:
         started = time.perf_counter()
-        list(pool.map(fetch, addresses))
+        list(pool.map(server.fetch, paths))
         times[name] = time.perf_counter() - started
 
     with (
         tempfile.TemporaryDirectory(prefix="datasvc-bench-") as home,
         ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool,
-        running_server(url, Path(home)) as (address, process),
+        running_server(url, Path(home)) as server,
     ):
         for name, path in PAGES.items():
-            timed(f"{name}, first", [address + path])
-            timed(f"{name}, again", [address + path])
-        page = fetch(f"{address}/datasets/photos@1/samples/train").decode()
-        images = [address + path for path in re.findall(r'<img src="([^"]*)"', page)]
+            timed(f"{name}, first", [path])
+            timed(f"{name}, again", [path])
+        page = server.fetch("/datasets/photos@1/samples/train").decode()
+        images = re.findall(r'<img src="([^"]*)"', page)
         assert len(images) == 100, len(images)
         timed("100 thumbnails, first", images)
         timed("100 thumbnails, again", images)
-        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
-        peak = re.search(r"VmHWM:\s+(\d+)", status)
-        assert peak is not None
-        times["memory"] = int(peak[1]) / 1e3
+        times["memory"] = server.peak_mb()
     return times
 
 

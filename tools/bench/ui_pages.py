@@ -9,19 +9,13 @@ loopback.
 
 from __future__ import annotations
 
-import json
-import re
-import subprocess
-import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from models_find import write_versions
 from report import Report, make_parser
+from ui_server import UiServer, running_server
 
 from datasvc.models.search.index import INDEX_PATH
 from datasvc.repository import Repository
@@ -38,32 +32,11 @@ ALL_VERSIONS = {
 }
 
 
-@contextmanager
-def running_server(url: str) -> Iterator[tuple[str, int]]:
-    """Start `datasvc ui`; yield its address and its process id."""
-    command = [sys.executable, "-m", "datasvc.cli.main", "ui", "--repo", url, "--port", "0", "--json", "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield json.loads(process.stdout.readline())["url"].rstrip("/"), process.pid
-        finally:
-            process.terminate()
-
-
-def load_ms(address: str) -> float:
+def load_ms(server: UiServer, path: str) -> float:
     """Return the milliseconds until a page is complete."""
     started = time.perf_counter()
-    with urllib.request.urlopen(address) as response:  # noqa: S310 - of a server on the loopback
-        response.read()
+    server.fetch(path)
     return (time.perf_counter() - started) * 1e3
-
-
-def peak_mb(process: int) -> float:
-    """Return the largest resident memory that a process had, in MB."""
-    status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
-    peak = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert peak is not None
-    return int(peak[1]) * 1024 / 1e6
 
 
 def main() -> None:
@@ -79,11 +52,11 @@ def main() -> None:
         write_versions(Repository.create(url), range(1, arguments.versions + 1))
         for _ in range(arguments.repeats):
             Path(url, INDEX_PATH).unlink(missing_ok=True)
-            with running_server(url) as (address, process):
+            with running_server(url, Path(name)) as server:
                 for what, pages in zip(memory, (FIRST_PAGES, ALL_VERSIONS), strict=True):
                     for page, path in pages.items():
-                        times[page].append(load_ms(address + path.format(middle=arguments.versions // 2)))
-                    memory[what].append(peak_mb(process))
+                        times[page].append(load_ms(server, path.format(middle=arguments.versions // 2)))
+                    memory[what].append(server.peak_mb())
     report = Report(
         f"Pages of {arguments.versions:,} versions of a model, each the first of a new server",
         "The entries name tensors that do not exist, so the pages have no stored size.",

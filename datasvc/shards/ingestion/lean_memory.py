@@ -1,8 +1,9 @@
-"""Settings of the memory allocators for an ingest: freed memory is returned to the operating system at once.
+"""Settings of the memory allocators: freed memory is returned to the operating system at once.
 
 An ingest processes much data in batches of different sizes. Allocators would cache the memory of a batch, but it does
 not fit the next batch. The process that calls `ingest` uses `lean_arrow`, whose setting ends with the call.
-Worker processes (not those of Ray) use `keep_lean`, whose settings last until they exit.
+Worker processes (not those of Ray) use `keep_lean`, whose settings last until they exit; so does the server of
+`datasvc ui`, each page of which reads other data.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def lean_arrow() -> Iterator[None]:
 
 
 def keep_lean() -> None:
-    """Make a process that only builds shards return freed memory to the operating system at once."""
+    """Make a process that builds shards, or serves pages, return freed memory to the operating system at once."""
     # With the system's pool, glibc maps each allocation above a threshold separately, and unmaps it when it is freed.
     # By default, glibc raises the threshold after the first free. It then caches freed memory in blocks that do not
     # fit later batches, and the process needs a quarter more memory. So the threshold is fixed here.
