@@ -9,6 +9,7 @@ from datasvc.drawing.areas import stacked_areas
 from datasvc.drawing.bars import HistogramBin, NamedBar, bar_chart, bar_table, histogram, histogram_table
 from datasvc.drawing.charts import chart_table, line_chart, small_multiples
 from datasvc.drawing.colours import style_sheet
+from datasvc.drawing.column_heads import number_head, value_head
 from datasvc.drawing.elements import Markup, element, link, markup, standalone
 from datasvc.drawing.flow import FlowEdge, FlowNode, flow_graph, flow_table
 from datasvc.drawing.fragments import facts_table, figure, folded
@@ -46,10 +47,12 @@ __all__ = [
     "line_chart",
     "link",
     "markup",
+    "number_head",
     "small_multiples",
     "stacked_areas",
     "standalone",
     "style_sheet",
+    "value_head",
     "version_graph",
     "version_table",
 ]

@@ -22,6 +22,7 @@ from datasvc.drawing import (
     line_chart,
     small_multiples,
     stacked_areas,
+    value_head,
 )
 from datasvc.drawing.numbers import choose_ticks, thin_points
 from tests.drawing.hostile import local_name, parsed, text_of, texts, with_class
@@ -250,6 +251,7 @@ def test_hostile_names_in_charts_stay_text(text):
         histogram_table([HistogramBin(0, 1, 1, text)], title=text, unit=text, count_unit=text),
         bar_chart([NamedBar(text, 1, text)], title=text, unit=text, more_href=text),
         bar_table([NamedBar(text, 1, text)], title=text, name=text, unit=text),
+        value_head([NamedBar(text, 1, text)], title=text, unit=text)[0],
         heat_map([text], [text], [[1.0]], title=text, unit=text),
         heat_map_table([text], [text], [[1.0]], title=text, name=text, unit=text),
     ]
@@ -267,3 +269,16 @@ def test_empty_charts_are_drawn():
         parsed(chart)
     parsed(small_multiples([], title="x"))
     parsed(heat_map([], [], [], title="x"))
+
+
+def test_the_head_of_a_column_has_five_values_that_are_links():
+    bars = [NamedBar(f"v{number}", 10 - number, f"?{number}", is_selected=number == 1) for number in range(7)]
+    picture, num_drawn = value_head(bars, title="x")
+    root = parsed(picture)
+    links = [each for each in root.iter() if local_name(each) == "a"]
+    assert [each.get("href") for each in links] == [f"?{number}" for number in range(5)]
+    assert (num_drawn, links[4].get("aria-label")) == (5, "v4: 6 samples")
+    lengths = [float(each.get("width")) for each in with_class(root, "bar")]
+    assert lengths == pytest.approx([lengths[0] * count / 10 for count in (10, 9, 8, 7, 6)], abs=0.01)
+    assert [len(with_class(each, "c1")) for each in links] == [0, 1, 0, 0, 0]
+    assert value_head([], title="x")[1] == 0

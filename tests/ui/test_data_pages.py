@@ -25,7 +25,7 @@ PAGES = {
     "/datasets/pets@2?split=val&where=label+%3D+1": {"histogram label", "histogram width / height"},
     "/datasets/pets@1": {"version"},
     "/datasets/pets@2/samples/train": {"samples"},
-    "/datasets/pets@2/samples/train?where=label+%3E+1&order=key+desc&start=3": {"samples"},
+    "/datasets/pets@2/samples/train?where=label+%3E+1&order=key+desc&start=3&view=table": {"samples"},
     "/diff/pets@1/pets@2": {"difference"},
     "/diff/birds@1/pets@1": {"difference"},
     "/datasets/pets@prod/samples/val/7?models=1": {"sample", "models"},
@@ -224,6 +224,55 @@ def test_hostile_names_are_shown_as_text(odd, path):
     assert "\u202e" not in html
 
 
+def heads_of(html):
+    """Return the links of the histograms in the heads of a table of samples, by the text of their bar."""
+    heads = html.partition("<thead>")[2].partition("</thead>")[0]
+    found = re.findall(r'<a href="([^"]*)" aria-label="([^"]*)"', heads)
+    return {html_module.unescape(label): html_module.unescape(href) for href, label in found}
+
+
+def test_a_bar_in_the_head_of_a_column_filters_the_table_and_a_second_click_ends_it(ui):
+    path = "/datasets/pets@2/samples/train?view=table&order=key"
+    heads = heads_of(ui.get(path)[2])
+    assert heads["32 to 33: 94 samples"].endswith("?where=height+%3E%3D+32+and+height+%3C+33&order=key&view=table")
+    chosen = heads["class1: 24 samples"]
+    assert {sample["class"] for sample in ui.json(chosen, "samples")["samples"]} == {"class1"}
+    html = ui.get(chosen)[2]
+    # All heads count the samples of this class now; the bar is marked.
+    assert {label.rpartition(": ")[2] for label in heads_of(html) if label.startswith("32 to 33")} == {"24 samples"}
+    assert "class0: 0 samples" not in heads_of(html)
+    assert html.count("bar mark fill c1") == 1
+    assert heads_of(html)["class1: 24 samples"] == "/datasets/pets@2/samples/train?order=key&view=table"
+    both = heads_of(html)["32 to 33: 24 samples"]
+    assert len(ui.json(both, "samples")["samples"]) == 24
+    # Forms and links keep the view.
+    assert html.count('name="view" value="table"') == 2
+    assert "As pictures" in html
+    assert "As a table" in ui.get("/datasets/pets@2/samples/train")[2]
+
+
+def test_the_heads_of_texts_have_the_most_frequent_values(odd):
+    html = odd.get("/datasets/texts/samples/a%20b")[2]
+    assert len(heads_of(html)) == len(HOSTILE)
+    assert "The histograms count all samples" in html
+    for text, href in heads_of(html).items():
+        (sample,) = odd.json(href, "samples")["samples"]
+        assert sample["key"] == text.rpartition(": ")[0] or "\\u202e" in text
+
+
+def test_heads_read_few_shards_and_documents_have_none(tmp_path, monkeypatch):
+    repository = Repository.create(str(tmp_path / "repo"))
+    shards = [[{"key": f"{shard}/{row}", "text": f"{row % 2}"} for row in range(4)] for shard in range(6)]
+    write_version(repository, "short", {"train": shards}, TEXT_SCHEMA)
+    write_version(repository, "long", {"train": [[{"key": "a", "text": "x" * 5000}]]}, TEXT_SCHEMA)
+    monkeypatch.setattr("datasvc.ui.pages.charts.sample_columns._MAX_READ_SAMPLES", 8)
+    with running_ui(tmp_path / "repo") as server:
+        html = server.get("/datasets/short/samples/train")[2]
+        assert "The histograms count the samples of 2 of 6 shards" in texts(html)
+        assert set(heads_of(html)) == {"0: 4 samples", "1: 4 samples"}
+        assert not heads_of(server.get("/datasets/long/samples/train")[2])
+
+
 def test_a_sample_has_its_duplicate(odd):
     found = odd.json("/datasets/odd/samples/train/0", "sample")
     assert found["duplicates"]["samples"] == [{"split": "train", "number": 6, "key": HOSTILE[0]}]
@@ -282,7 +331,7 @@ BROWSER_PATHS = [
     "/diff/pets@1/pets@2",
     "/diff/birds@1/pets@2",
     "/datasets/pets@2",
-    "/datasets/pets@2/samples/train?where=label+%3C+2",
+    "/datasets/pets@2/samples/train?where=label+%3C+2&view=table",
     "/datasets/pets@2/samples/train/3",
 ]
 

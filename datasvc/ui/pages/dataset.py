@@ -12,11 +12,10 @@ from datasvc import drawing
 from datasvc.models.search.query import find_versions
 from datasvc.repository import Repository
 from datasvc.shards.history.version_nodes import dataset_nodes
-from datasvc.shards.query.histogram import Histogram, list_columns
+from datasvc.shards.query.histogram import list_columns
 from datasvc.shards.query.shared_bytes import shared_bytes
 from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples
-from datasvc.threads import map_in_threads
-from datasvc.ui.pages.charts.histogram_charts import draw_histogram
+from datasvc.ui.pages.charts.histogram_charts import count_columns, draw_histogram
 from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import dataset_link, diff_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
@@ -27,7 +26,6 @@ _MAX_VERSIONS = 50  # of the graph
 _MAX_COMPARED = 20  # versions whose shared bytes are shown
 _MAX_COMPARED_SHARDS = 200_000  # of all of them
 _MAX_HISTOGRAMS = 12
-_HISTOGRAMS_AT_ONCE = 2
 _MAX_CLASSES = 200  # in the list of classes; more are searched
 _USUAL_SPLIT = "train"
 # Models of a local repository whose entries are searched for those trained on a version; others on request.
@@ -185,15 +183,8 @@ def _show_split(
     where = query.text("where")
     columns = list_columns(dataset[split])[:_MAX_HISTOGRAMS]
 
-    def count(column: str) -> Histogram | None:
-        with failures.noted():
-            return site.splits.histogram(dataset, split, column, where)
-        return None
-
     panels, charts = {}, []
-    for column, counted in zip(columns, map_in_threads(count, columns, _HISTOGRAMS_AT_ONCE), strict=True):
-        if counted is None:
-            continue
+    for column, counted in count_columns(site, dataset, split, columns, where, failures).items():
         name = f"histogram {column}"
         options = {"--split": split, "--where": where}
         panels[name] = Panel(

@@ -8,6 +8,8 @@ from datasvc.shards.query.histogram import list_columns
 from datasvc.shards.query.sample_details import details_of
 from datasvc.shards.query.sample_page import PAGE_SAMPLES, find_key, page_of
 from datasvc.shards.query.sample_reader import NumberedSamples
+from datasvc.ui.pages.charts.sample_columns import describe_counted, list_sample_columns, sample_cell
+from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import dataset_link, sample_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
@@ -18,7 +20,10 @@ _MAX_DUPLICATE_SHARDS = 64  # that are searched before somebody asks for all of 
 
 
 def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
-    """Return a page of samples; `where`, `order`, `start` and `key` in the address select among them."""
+    """Return a page of samples; `where`, `order`, `start` and `key` in the address select among them.
+
+    Images are shown as pictures, with `view=table` as a table, as all other samples.
+    """
     dataset = site.splits.version(site.repo.repository, parts["ref"])
     ref, split = str(dataset.resolved), parts["split"]
     samples = site.splits.samples(dataset, split)
@@ -38,6 +43,17 @@ def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         # A mistyped condition: show the message above the box, so that it can be corrected.
         problems.append(Problem(str(error)))
         page = page_of(samples, start=start, count=count)
+    view = query.choice("view", ("pictures", "table")) if samples.image_columns else "table"
+    failures = Failures(site.faults, samples_link(ref, split))
+    # Not in the address of samples without images: there is no other view.
+    kept = {"view": view} if samples.image_columns and view == "table" else {}
+
+    def link(where: str | None) -> str:
+        return samples_link(ref, split, where=where, order=page.order, **kept)
+
+    columns = []
+    if view == "table":
+        columns = list_sample_columns(site, dataset, samples.split, page.where, link, failures)
     options = {
         "--split": split,
         "--where": page.where,
@@ -56,7 +72,7 @@ def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         title=f"{ref} {split}",
         section="datasets",
         crumbs=_crumbs(ref, split),
-        problems=tuple(problems),
+        problems=(*problems, *failures.problems()),
         panels={
             "samples": Panel(
                 page.to_json(),
@@ -75,7 +91,14 @@ def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "key": key or "",
             "image_columns": samples.image_columns,
             "columns": list_columns(samples.split),
-            "this": samples_link(ref, split, where=page.where, order=page.order),
+            "table_columns": columns,
+            "counted": describe_counted(columns),
+            "cell": sample_cell,
+            "kept": kept,
+            "columns_left_out": len(samples.split.table.sample_schema) - 1 > len(columns),
+            "this_all": link(None),
+            "view": view,
+            "this": link(page.where),
         },
     )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import Final, Generic, TypeVar
 
 from datasvc.repository import Repository
-from datasvc.shards.query.histogram import Histogram, histogram_of
+from datasvc.shards.query.histogram import MAX_SHARDS, Histogram, histogram_of
 from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 
@@ -59,8 +60,22 @@ class SplitCache:
         chosen = dataset[split]
         return self._samples.get((chosen.dataset, split), lambda: NumberedSamples(chosen, _MAX_BYTES_OF_SPLIT))
 
-    def histogram(self, dataset: DatasetVersion, split: str, column: str, where: str | None) -> Histogram:
-        """Return the histogram of a column; for errors, see `histogram_of`."""
+    def histogram(
+        self,
+        dataset: DatasetVersion,
+        split: str,
+        column: str,
+        where: str | None,
+        *,
+        bins: int = 30,
+        max_shards: int = MAX_SHARDS,
+    ) -> Histogram:
+        """Return the histogram of a column; for arguments and errors, see `histogram_of`."""
         chosen = dataset[split]
-        key = (chosen.dataset, split, column, where)
-        return self._histograms.get(key, lambda: histogram_of(chosen, column, where=where))
+
+        def count() -> Histogram:
+            return histogram_of(chosen, column, bins=bins, where=where, max_shards=max_shards)
+
+        # Versions whose split has the same shard table share the result.
+        counted = self._histograms.get((chosen.digest, column, where, bins, max_shards), count)
+        return replace(counted, version=chosen.dataset, split=split)

@@ -1,19 +1,82 @@
-"""Histograms of a data set's page: their bars are links that add a condition to the filter of the page."""
+"""Histograms of pages: their bars are links that add a condition to the filter of the page."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from datasvc import drawing
 from datasvc.printable import count_text
 from datasvc.shards.query.histogram import Histogram
+from datasvc.shards.versions.dataset import DatasetVersion
+from datasvc.threads import map_in_threads
+from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import dataset_link, samples_link
+from datasvc.ui.web.site import Site
 
 _JOINED: Final = re.compile(r"\((.*)\n\) and (.*)", re.DOTALL)
+_AT_ONCE: Final = 2
+
+
+class Selection:
+    """The conditions that a page's filter consists of, and links that add or remove one.
+
+    Args:
+        where: the filter; None: none.
+        address: returns the address of the page for a filter.
+    """
+
+    def __init__(self, where: str | None, address: Callable[[str | None], str]) -> None:
+        self._active = _conditions(where)
+        self._address = address
+
+    def has(self, condition: str) -> bool:
+        """Return whether the filter has a condition."""
+        return condition in self._active
+
+    def added(self, condition: str) -> str | None:
+        """Return the filter with another condition."""
+        return _join([*self._active, condition])
+
+    def link(self, condition: str) -> str:
+        """Return the address of the page with another condition; without it, if the filter has it already."""
+        rest = [each for each in self._active if each != condition]
+        return self._address(_join(rest) if self.has(condition) else self.added(condition))
+
+
+def count_columns(
+    site: Site,
+    dataset: DatasetVersion,
+    split: str,
+    columns: Sequence[str],
+    where: str | None,
+    failures: Failures,
+    **limits: int,
+) -> dict[str, Histogram]:
+    """Return the histograms of columns by name.
+
+    Those that cannot be counted, for a mistyped condition or a corrupt shard, are left out and added to `failures`.
+
+    Args:
+        site: has the histograms of other pages.
+        dataset: the version.
+        split: name of the split.
+        columns: columns or SQL expressions.
+        where: condition that the counted samples satisfy; None: all samples.
+        failures: gets the errors.
+        limits: `bins` and `max_shards`, as in `histogram_of`.
+    """
+
+    def count(column: str) -> Histogram | None:
+        with failures.noted():
+            return site.splits.histogram(dataset, split, column, where, **limits)
+        return None
+
+    counted = map_in_threads(count, columns, _AT_ONCE)
+    return {column: each for column, each in zip(columns, counted, strict=True) if each is not None}
 
 
 def draw_histogram(counted: Histogram, ref: str, split: str) -> dict[str, Any]:
@@ -22,21 +85,16 @@ def draw_histogram(counted: Histogram, ref: str, split: str) -> dict[str, Any]:
     Its bars select what all histograms of the page count; a bar that is selected is marked, and its link ends the
     selection. The rows of the table lead to the samples.
     """
-    active = _conditions(counted.where)
-
-    def selection(where: str) -> str:
-        rest = [condition for condition in active if condition != where]
-        joined = _join(rest if where in active else [*active, where])
-        return f"{dataset_link(ref, split=split, where=joined)}#distributions"
+    selection = Selection(counted.where, lambda where: f"{dataset_link(ref, split=split, where=where)}#distributions")
 
     def samples(where: str) -> str:
-        return samples_link(ref, split, where=_join([*active, where]))
+        return samples_link(ref, split, where=selection.added(where))
 
     title = f"{counted.column}, {_read_text(counted)}"
     if counted.kind == "numbers":
         bins = [drawing.HistogramBin(bar.start or 0.0, bar.stop or 0.0, bar.count) for bar in counted.bins]
         links = [
-            replace(part, href=selection(bar.where), is_selected=bar.where in active)
+            replace(part, href=selection.link(bar.where), is_selected=selection.has(bar.where))
             for part, bar in zip(bins, counted.bins, strict=True)
         ]
         rows = [replace(part, href=samples(bar.where)) for part, bar in zip(bins, counted.bins, strict=True)]
@@ -45,7 +103,10 @@ def draw_histogram(counted: Histogram, ref: str, split: str) -> dict[str, Any]:
             "picture": drawing.histogram(links, title=title, unit=unit),
             "table": drawing.histogram_table(rows, title=title, unit=unit),
         }
-    bars = [drawing.NamedBar(bar.label, bar.count, selection(bar.where), bar.where in active) for bar in counted.bins]
+    bars = [
+        drawing.NamedBar(bar.label, bar.count, selection.link(bar.where), selection.has(bar.where))
+        for bar in counted.bins
+    ]
     named = [drawing.NamedBar(bar.label, bar.count, samples(bar.where)) for bar in counted.bins]
     return {
         "picture": drawing.bar_chart(bars, title=title),

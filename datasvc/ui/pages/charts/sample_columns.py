@@ -1,0 +1,171 @@
+"""The columns of a table of samples: histograms in their heads, whose bars are links that filter the table.
+
+The heads are counted as the histograms of a data set's page are: from the shard table, or from a few shards. So they
+cost the same for any number of samples, and are counted once for all pages of a split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import pyarrow as pa
+
+from datasvc import drawing
+from datasvc.drawing import HistogramBin, Markup, NamedBar
+from datasvc.printable import count_text
+from datasvc.shards.format.schema import KEY, LABEL, is_blob
+from datasvc.shards.query.histogram import MAX_SHARDS, Histogram
+from datasvc.shards.versions.dataset import DatasetVersion, Split
+from datasvc.ui.pages.charts.histogram_charts import Selection, count_columns
+from datasvc.ui.web.failures import Failures
+from datasvc.ui.web.site import Site
+
+_MAX_COLUMNS: Final = 12
+_MAX_BARS: Final = 12  # each is a link, which the keyboard passes on its way to the rows
+_MAX_READ_SAMPLES: Final = 100_000
+_MAX_READ_BYTES: Final = 64 << 20  # of shards without blobs: these are read almost whole
+_MAX_TEXT_BYTES: Final = 1 << 10  # mean size of a sample; the values of longer texts hardly occur twice
+
+
+@dataclass(frozen=True)
+class SampleColumn:
+    """A column of a table of samples.
+
+    Attributes:
+        name: its name.
+        is_number: whether its values are numbers, aligned on the right.
+        picture: the histogram in its head; None if it has none.
+        note: what its values are, in words: their range, or the number of values that are not drawn.
+        counted: which samples the histogram counts, in words; "" if it has none.
+    """
+
+    name: str
+    is_number: bool
+    picture: Markup | None = None
+    note: str = ""
+    counted: str = ""
+
+
+def list_sample_columns(
+    site: Site,
+    dataset: DatasetVersion,
+    split: Split,
+    where: str | None,
+    link: Callable[[str | None], str],
+    failures: Failures,
+) -> list[SampleColumn]:
+    """Return the first 12 columns of a split except the key, with histograms of the samples that satisfy `where`.
+
+    Args:
+        site: counts the histograms.
+        dataset: version of the split.
+        split: the split.
+        where: condition that the samples of the table satisfy; None: all samples.
+        link: returns the address of the table for a condition; None for all samples.
+        failures: gets the errors of histograms, which are then left out.
+    """
+    fields = [field for field in split.table.sample_schema if field.name != KEY][:_MAX_COLUMNS]
+    counted = count_columns(
+        site,
+        dataset,
+        split.name,
+        [field.name for field in fields if _has_histogram(split, field)],
+        where,
+        failures,
+        bins=_MAX_BARS,
+        max_shards=_choose_num_shards(split),
+    )
+    selection = Selection(where, link)
+    columns = [
+        SampleColumn(field.name, _is_number(field.type) and not (field.name == LABEL and bool(split.classes)))
+        for field in fields
+    ]
+    return [
+        _with_head(column, counted[column.name], selection) if column.name in counted else column
+        for column in columns
+    ]
+
+
+def describe_counted(columns: Sequence[SampleColumn]) -> str:
+    """Return which samples the histograms of columns count, in words; "" if no column has one."""
+    parts = list(dict.fromkeys(column.counted for column in columns if column.counted))
+    if len(parts) < 2:
+        return "".join(parts)
+    names = (", ".join(column.name for column in columns if column.counted == part) for part in parts)
+    return "; ".join(f"{part} for {name}" for part, name in zip(parts, names, strict=True))
+
+
+def sample_cell(sample: Mapping[str, Any], column: str) -> Any:
+    """Return a value of a sample's JSON values, as a table shows it: the class in place of its label."""
+    return sample["class"] if column == LABEL and sample["class"] is not None else sample["values"].get(column)
+
+
+def _with_head(column: SampleColumn, counted: Histogram, selection: Selection) -> SampleColumn:
+    title = f"{column.name}, bytes" if counted.is_size else column.name
+    is_exact = counted.read_shards == counted.num_shards
+    part = (
+        "all samples"
+        if is_exact
+        else f"the samples of {counted.read_shards} of {count_text(counted.num_shards, 'shard')}"
+    )
+    if not counted.bins:
+        return replace(column, note="no values", counted=part)
+    if counted.kind == "numbers":
+        unit = "bytes" if counted.is_size else ""
+        low, high = (drawing.format_quantity(end, unit) for end in (counted.low, counted.high))
+        bins = [
+            HistogramBin(
+                bar.start or 0.0, bar.stop or 0.0, bar.count, selection.link(bar.where), selection.has(bar.where)
+            )
+            for bar in counted.bins
+        ]
+        picture, note = drawing.number_head(bins, title=title, unit=unit), low if low == high else f"{low} to {high}"
+    else:
+        picture, note = _draw_values(counted, title, selection)
+    return replace(column, picture=picture, note=note, counted=part)
+
+
+def _draw_values(counted: Histogram, title: str, selection: Selection) -> tuple[Markup, str]:
+    """Return the picture of the most frequent values, and how many samples have others."""
+    bars = sorted((bar for bar in counted.bins if bar.count), key=lambda bar: -bar.count)
+    shown = [NamedBar(bar.label, bar.count, selection.link(bar.where), selection.has(bar.where)) for bar in bars]
+    picture, num_drawn = drawing.value_head(shown, title=title)
+    others = counted.other + sum(bar.count for bar in bars[num_drawn:])
+    return picture, f"{others:,} with others" if others else ""
+
+
+def _has_histogram(split: Split, field: pa.Field) -> bool:
+    """Return whether a column has few enough values for a histogram. Documents and nested values do not."""
+    if pa.types.is_nested(field.type):
+        return False
+    is_text = pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
+    sample_bytes = _mean(split.table.size_bytes, int(split.table.stored_per_shard.sum()))
+    return not is_text or _has_blobs(split) or sample_bytes <= _MAX_TEXT_BYTES
+
+
+def _choose_num_shards(split: Split) -> int:
+    """Return how many shards are read for a histogram: 10, or fewer large ones."""
+    most = _MAX_READ_SAMPLES / _mean(int(split.table.stored_per_shard.sum()), split.table.num_shards)
+    if not _has_blobs(split):  # of a shard with blobs, only the small columns are read
+        most = min(most, _MAX_READ_BYTES / _mean(split.table.size_bytes, split.table.num_shards))
+    return max(1, min(MAX_SHARDS, int(most)))
+
+
+def _mean(total: int, count: int) -> float:
+    return max(total / max(count, 1), 1.0)
+
+
+def _has_blobs(split: Split) -> bool:
+    return any(is_blob(field.type) for field in split.table.sample_schema)
+
+
+def _is_number(data_type: pa.DataType) -> bool:
+    checks: Sequence[Callable[[pa.DataType], bool]] = (
+        pa.types.is_integer,
+        pa.types.is_floating,
+        pa.types.is_decimal,
+        is_blob,
+    )
+    return any(check(data_type) for check in checks)
