@@ -3,6 +3,7 @@
 import html as html_module
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -176,6 +177,29 @@ def test_many_runs_are_divided_into_pages(tmp_path, monkeypatch):
         last = server.get("/runs?page=1")[2]
         assert 'href="/runs?page=0"' in last
         assert ">older<" not in last
+
+
+def test_runs_are_sorted_by_the_heads_of_their_columns(tmp_path, monkeypatch):
+    repository = datasvc.open(str(tmp_path / "repo"), create=True).repository
+    for number, loss in enumerate((0.5, math.nan, 0.25, 2.0), start=1):
+        with RunLog.open(repository, f"r{number}", run_id=f"2025010{number}-000000-000000") as log:
+            log.report("step", step=number, loss=loss)
+
+    def names(path):
+        return re.findall(r'<th scope="row"><a href="/runs/([^/"]*)/', server.get(path)[2])
+
+    with running_ui(tmp_path / "repo") as server:
+        assert names("/runs") == ["r4", "r3", "r2", "r1"]
+        head = 'aria-sort="{}"><a href="/runs?sort={}#runs">loss</a>'
+        assert names("/runs?sort=-loss") == ["r4", "r1", "r3", "r2"]
+        assert head.format("descending", "loss") in server.get("/runs?sort=-loss")[2]
+        assert names("/runs?sort=loss") == ["r3", "r1", "r4", "r2"]
+        assert names("/runs?sort=step") == names("/?runs_sort=step") == ["r1", "r2", "r3", "r4"]
+        assert 'aria-sort="ascending"><a href="/?runs_sort=-step#runs">' in server.get("/?runs_sort=step")[2]
+        assert server.get("/runs?sort=colour")[0] == 400
+        monkeypatch.setattr(runs_page, "_MAX_SORTED", 3)
+        assert names("/runs?sort=loss") == ["r3", "r4", "r2"]
+        assert "The newest 3 runs are sorted" in server.get("/runs?sort=loss")[2]
 
 
 def summary(**changes):

@@ -9,7 +9,8 @@ from datasvc.runs import list_runs
 from datasvc.ui.pages.cluster import nodes_panel
 from datasvc.ui.pages.datasets import count_names, datasets_panel, datasets_table
 from datasvc.ui.pages.models import models_panel, models_table
-from datasvc.ui.pages.problems import disk_problems, node_problems, recent_run_problems, starved_share
+from datasvc.ui.pages.problems import disk_problems, node_problems, recent_run_problems
+from datasvc.ui.pages.run_table import runs_table
 from datasvc.ui.pages.runs import runs_panel
 from datasvc.ui.web.page import Page, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
@@ -46,6 +47,6 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
             "datasets_table": datasets_table(datasets, query, path="/", prefix="datasets_"),
             "models_table": models_table(models, query, path="/", prefix="models_"),
             "num_live": len(live),
-            "rows": [(run, starved_share(run.latest)) for run in (live or runs[:_MAX_ENDED])],
+            "runs_table": runs_table(live or runs[:_MAX_ENDED], query, path="/", prefix="runs_"),
         },
     )

@@ -17,12 +17,14 @@ from datasvc.runs import RunEvent, RunHistory, RunSummary, list_runs
 from datasvc.ui.pages.audit import find_ledger_of
 from datasvc.ui.pages.charts.run_charts import describe_left_out, line_charts, time_chart
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
+from datasvc.ui.pages.run_table import runs_table
 from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import run_link, runs_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _RUNS_PER_PAGE: Final = 100
+_MAX_SORTED: Final = 1000  # runs whose logs are read to sort them
 _MAX_EVENTS: Final = 100
 # A log has a new part each second at most: with this pause, a reader sees a point within two seconds.
 _PAUSE_S: Final = 0.5
@@ -30,11 +32,22 @@ _COLUMNS: Final = frozenset({"rank", "num_ranks", "stragglers", "host", "step"})
 
 
 def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
-    """Return a page of the runs, newest first, or of those with `name`; those that go on come first."""
-    name, number = query.text("name"), query.number("page", 0, high=1000)
-    last, folder = (number + 1) * _RUNS_PER_PAGE, site.settings.ledgers
-    runs = list_runs(site.repo.repository, name, last=last + 1)
-    shown = sorted(runs[number * _RUNS_PER_PAGE : last], key=lambda run: run.state != "running")
+    """Return a page of the runs, newest first, or of those with `name`; those that go on come first.
+
+    With `sort` in the address, all of the newest 1,000 runs are sorted by a column.
+    """
+    name, number, is_sorted = query.text("name"), query.number("page", 0, high=1000), query.text("sort") is not None
+    first = 0 if is_sorted else number * _RUNS_PER_PAGE
+    last, folder = _MAX_SORTED if is_sorted else first + _RUNS_PER_PAGE, site.settings.ledgers
+    found = list_runs(site.repo.repository, name, last=last + 1)
+    runs = found[first:last]
+    if is_sorted:
+        table = runs_table(runs, query, path=runs_link())
+    else:
+        # A page is read without the runs of later ones, so that the newest ones are shown at once.
+        in_order = sorted(runs, key=lambda run: run.state != "running")
+        table = runs_table(in_order, Query({**query, "page": ""}), path=runs_link())
+    shown = [row["run"] for row in table.rows]
     return Page(
         template="runs.html",
         title="Runs" if name is None else f"Runs: {name}",
@@ -42,17 +55,18 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # 
         crumbs=(Crumb("Runs", runs_link()), *([Crumb(name, runs_link(name=name))] if name else [])),
         problems=tuple(problem for run in shown for problem in run_problems(run)),
         panels={
-            "runs": runs_panel(site, runs[number * _RUNS_PER_PAGE : last], name, last=last, is_first=not number),
+            "runs": runs_panel(site, runs, name, last=last, is_first=not first),
         },
         view={
             "site": site,
             "name": name,
             "ledgers": find_ledgers(folder) if folder and not name and not number else [],
             "ledger_folder": folder,
-            "rows": [(run, starved_share(run.latest)) for run in shown],
+            "runs_table": table,
             "num_running": sum(run.state == "running" for run in shown),
-            "newer": runs_link(name=name, page=number - 1) if number else None,
-            "older": runs_link(name=name, page=number + 1) if len(runs) > last else None,
+            "newer": runs_link(name=name, page=number - 1) if first else None,
+            "older": runs_link(name=name, page=number + 1) if len(found) > last and not is_sorted else None,
+            "num_sorted": len(runs) if is_sorted and len(found) > last else None,
         },
     )
 

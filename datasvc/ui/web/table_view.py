@@ -71,7 +71,8 @@ def view_table(
     """Return the page of a table that the address names by `sort` and `page`.
 
     Args:
-        rows: all rows, in the order without `sort`. Rows without a value of a column come last if sorted by it.
+        rows: all rows, in the order without `sort`. Rows without a value of a column, or with NaN, come last if
+            sorted by it.
         columns: its columns. `sort=bytes` is ascending by the value `bytes`, and `sort=-bytes` descending.
         query: parameters of the address. A page after the last one is the last one.
         path: path of the page.
@@ -96,11 +97,15 @@ def _sorted(rows: Sequence[Mapping[str, Any]], sort: str) -> Sequence[Mapping[st
     key = sort.removeprefix("-")
     if not key:
         return rows
-    with_value = [row for row in rows if isinstance(row.get(key), (int, float, str))]
-    without = [row for row in rows if not isinstance(row.get(key), (int, float, str))]
+    with_value = [row for row in rows if _has_order(row.get(key))]
+    without = [row for row in rows if not _has_order(row.get(key))]
     # Logs may have any JSON value, and Python does not compare texts with numbers.
     with_value.sort(key=lambda row: (isinstance(row[key], str), row[key]), reverse=sort.startswith("-"))
     return [*with_value, *without]
+
+
+def _has_order(value: object) -> bool:
+    return isinstance(value, (int, float, str)) and value == value  # noqa: PLR0124 - NaN is not equal to itself
 
 
 def _head(column: Column, sort: str, link: Callable[[str], str]) -> ColumnHead:
