@@ -32,9 +32,9 @@ from datasvc.ui.pages import (
     models,
     runs,
     samples,
-    search,
 )
 from datasvc.ui.pages.planning import planner
+from datasvc.ui.pages.searching import search
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.access import LOGIN_PATH, STATIC_PATH, Access, add_headers
 from datasvc.ui.web.page import Load

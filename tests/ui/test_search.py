@@ -6,7 +6,7 @@ import pytest
 
 import datasvc
 from datasvc.runs import RunLog
-from datasvc.ui.pages import search
+from datasvc.ui.pages.searching import digest_search, search
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 from tests.ui.test_model import HOSTILE
 
@@ -39,6 +39,58 @@ def test_the_beginning_of_a_digest_or_of_a_commit_finds_the_versions_that_name_i
         assert ("code revision", f"{revision} of cnn@1") in found(ui, revision[:7])
 
 
+def test_the_beginning_of_the_digest_of_a_shard_finds_the_versions_that_have_it(ui, filled, monkeypatch):
+    repo = datasvc.open(str(filled))
+    table = repo.dataset("pets@1")["train"].table
+    shard = table.shard(2).digest
+    assert shard in {info.digest for info in repo.dataset("pets@2")["train"].table.shards()}
+    results = ui.json(f"/search?q={shard[:9].upper()}", "results")
+    assert [(each["kind"], each["name"]) for each in results] == [
+        ("digest (shard)", f"{shard} of pets@2/train, shard 2"),
+        ("digest (shard)", f"{shard} of pets@1/train, shard 2"),
+    ]
+    first = ui.json(results[1]["link"], "samples")["samples"][0]["number"]
+    assert first == table.samples_per_shard[:2].sum()
+    assert ("digest (sample index)", f"{table.index(0)} of pets@1/train, shard 0") in found(ui, table.index(0)[:6])
+    deletions = repo.dataset("pets@2")["train"].table.deletions
+    assert found(ui, deletions) == [("digest (deletions)", f"{deletions} of pets@2/train")]
+    monkeypatch.setattr(digest_search, "_MAX_PLACES", 1)
+    assert len(found(ui, shard)) == 1
+    assert ui.json(f"/search?q={shard}", "notes") == [f"{shard} is at 2 places, of which 1 are shown."]
+    monkeypatch.setattr(digest_search, "_MAX_DIGESTS", 0)
+    html = ui.get(f"/search?q={shard}")[2]
+    assert f"{shard} is the beginning of 1 digest, of which the first 0 are shown: type more digits." in texts(html)
+    monkeypatch.setattr(digest_search, "_MAX_ROWS", 1)
+    left_out = ui.json(f"/search?q={shard}", "not_searched")
+    assert {"kind": "split", "name": "shards of pets@1/train", "link": "/datasets/pets@1"} in left_out
+
+
+def test_the_beginning_of_the_digest_of_a_sample_finds_it_in_the_newest_versions(ui, filled, monkeypatch):
+    place = ui.json("/datasets/pets@2/samples/train/3", "sample")
+    digest, key = place["place"]["sample_digest"], place["key"]
+    results = ui.json(f"/search?q={digest[:10]}", "results")
+    assert ("digest (sample)", f"{digest} of {key} of pets@2/train") in found(ui, digest[:10])
+    assert any(each["link"] == "/datasets/pets@2/samples/train/3" for each in results)
+    payload = place["place"]["payload_digest"]
+    assert ("digest (content of a sample)", f"{payload} of {key} of pets@2/train") in found(ui, payload)
+    assert not [name for kind, name in found(ui, digest) if kind == "digest (shard)"]
+    # A deleted sample is in an older version only.
+    keys = {each.key for each in datasvc.open(str(filled)).datasets.head("pets@2", 94, split="train")}
+    rows = ui.json("/datasets/pets@1/samples/train", "samples")["samples"]
+    number = next(row["number"] for row in rows if row["key"] not in keys)
+    deleted = ui.json(f"/datasets/pets@1/samples/train/{number}", "sample")["place"]["sample_digest"]
+    assert not [name for _, name in found(ui, deleted) if name.endswith("pets@2/train")]
+    monkeypatch.setattr(digest_search, "_MAX_SAMPLES", 1)
+    left_out = [each["name"] for each in ui.json(f"/search?q={digest}", "not_searched")]
+    assert "digests of the samples of pets@2/train, which has 5 shards" in left_out
+
+
+def test_a_prefix_that_is_too_short_for_a_digest_is_told(ui):
+    (note,) = ui.json("/search?q=abcde", "notes")
+    assert note == "Digests were not searched: 5 hexadecimal digits are too few, type 6 or more."
+    assert ui.json("/search?q=abcdef", "notes") == ui.json("/search?q=abcdeg", "notes") == []
+
+
 def test_a_part_of_an_identifier_finds_a_run(tmp_path):
     repo = datasvc.open(str(tmp_path / "repo"), create=True)
     with RunLog.open(repo.repository, "digits-cnn") as log:
@@ -60,8 +112,8 @@ def test_what_was_not_searched_is_told_with_a_link_that_does(filled, monkeypatch
 def test_a_search_for_digests_says_how_many_names_it_covers(filled, monkeypatch):
     with running_ui(filled) as server:
         assert "of each data set and model" in server.json("/search?q=abcdef", "searched")[2]
-        monkeypatch.setattr(search, "_MAX_ENTRIES", 2)
-        (line,) = [line for line in server.json("/search?q=abcdef", "searched") if line.startswith("digests")]
+        monkeypatch.setattr(digest_search, "_MAX_ENTRIES", 2)
+        line = server.json("/search?q=abcdef", "searched")[2]
         assert line.startswith("digests in the newest 1 version of the first 2 of 3 data sets and models")
 
 

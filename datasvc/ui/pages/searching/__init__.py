@@ -1,0 +1,1 @@
+"""The search box: names and references, runs, keys of samples, and digests."""
