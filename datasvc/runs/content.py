@@ -49,6 +49,11 @@ class Content:
     def __bool__(self) -> bool:
         return bool(self.tables or self.events or self.num_left_out)
 
+    @property
+    def num_bins(self) -> int:
+        """Number of bins of all tables."""
+        return sum(map(len, self.tables))
+
     def thin(self, limits: ContentLimits) -> Content:
         """Return the content within `limits`; some bytes more, because each table keeps one bin.
 
@@ -80,6 +85,7 @@ def _thin_tables(tables: Sequence[StepTable], limits: ContentLimits) -> Sequence
     size_bytes = sum(len(table) * table.bin_bytes for table in tables)
     if num_bins <= limits.num_bins and size_bytes <= room_bytes:
         return tables
+    size_bytes = sum(len(table) * table.combined_bin_bytes for table in tables)
     share = min(limits.num_bins / num_bins, room_bytes / size_bytes)
     return [table.thin(max(1, int(share * len(table)))) for table in tables]
 

@@ -11,6 +11,8 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Final
 
 from datasvc.errors import ConflictError, DatasvcError
@@ -20,12 +22,20 @@ from datasvc.runs.part import MAX_PART_BYTES, Part, PartRange, encode_part
 
 PARTS_PER_MERGE: Final = 8
 PART_LIMITS: Final = ContentLimits(num_bins=64, num_events=1000, size_bytes=1 << 20)
-"""ContentLimits of a part that is not merged."""
+"""Limits of a part that is not merged; see `limits_beside`."""
 MERGED_LIMITS: Final = ContentLimits(num_bins=256, num_events=1000, size_bytes=2 << 20)
 ATTEMPT_LIMITS: Final = ContentLimits(num_bins=4096, num_events=5000, size_bytes=16 << 20)
-"""ContentLimits of the merged part of an attempt that has ended. Its size is below `MAX_PART_BYTES`."""
+"""Limits of the merged part of an attempt that has ended. Its size is below `MAX_PART_BYTES`."""
 
 _LOG = logging.getLogger(__name__)
+
+
+def limits_beside(limits: ContentLimits, num_bins: int) -> ContentLimits:
+    """Return the limits of a part beside parts of the attempt with `num_bins` bins: more bins while these are few.
+
+    So each step of a short attempt stays a point, until the attempt has as many as the limits of an attempt.
+    """
+    return replace(limits, num_bins=max(limits.num_bins, ATTEMPT_LIMITS.num_bins - num_bins))
 
 
 class PartWriter:
@@ -49,6 +59,12 @@ class PartWriter:
     def has_unwritten(self) -> bool:
         """Whether the store has refused a part, which `write_again` tries to write."""
         return self._unwritten is not None
+
+    @property
+    def num_bins(self) -> int:
+        """Number of bins of the parts of this attempt."""
+        unwritten = () if self._unwritten is None else self._unwritten[:1]
+        return sum(part.content.num_bins for part in chain(*self._levels, unwritten))
 
     def write(self, head: Mapping[str, Any], content: Content) -> None:
         """Write the next part. If that fails, `write_again` tries again; for errors, see `Storage.create`."""
@@ -81,7 +97,8 @@ class PartWriter:
         # The newest part is not merged before the next one exists: readers of the head read it, and it is small.
         while len(self._levels[level]) > PARTS_PER_MERGE:
             *parts, newest = self._levels[level]
-            merged = self._replace(parts, MERGED_LIMITS)
+            num_bins_beside = self.num_bins - sum(part.content.num_bins for part in parts)
+            merged = self._replace(parts, limits_beside(MERGED_LIMITS, num_bins_beside))
             if merged is None:
                 return  # merge more parts the next time
             self._levels[level] = [newest]

@@ -59,8 +59,19 @@ class StepTable:
     @property
     def bin_bytes(self) -> int:
         """Bytes that a bin takes as JSON, or some more."""
+        # Two columns of eight bytes, and for each name a value of four bytes, as base64.
+        return self.combined_bin_bytes if self.is_combined else 22 + 6 * len(self.names)
+
+    @property
+    def combined_bin_bytes(self) -> int:
+        """Bytes that a bin of several steps takes as JSON, or some more."""
         # Four columns of eight bytes, and for each name three values of four bytes, as base64.
         return 43 + 16 * len(self.names)
+
+    @property
+    def is_combined(self) -> bool:
+        """Whether any bin has several steps."""
+        return bool((self.counts != 1).any())
 
     @classmethod
     def from_rows(cls, names: tuple[str, ...], rows: Sequence[tuple[int, float, tuple[float, ...]]]) -> Self:
@@ -105,7 +116,7 @@ class StepTable:
             "times": _pack(self.times, _FLOAT64),
             "mean": _pack(self.mean, _FLOAT32),
         }
-        if (self.counts != 1).any():
+        if self.is_combined:
             table |= {
                 "first": _pack(self.first, _INT64),
                 "counts": _pack(self.counts, _INT64),

@@ -226,6 +226,36 @@ def test_the_number_of_files_grows_with_the_logarithm_of_the_parts(repository):
     assert read(repository, log).series["loss"].counts.sum() == 600
 
 
+@pytest.mark.parametrize("steps_per_part", [1, 100, 4096])
+def test_each_step_is_a_point_until_an_attempt_has_4096(repository, steps_per_part):
+    num_steps = min(4096, 200 * steps_per_part)
+    log = open_log(repository)
+    for step in range(1, num_steps + 1):
+        log.report("step", step=step, loss=step, **{f"n{number}": step for number in range(20)})
+        if step % steps_per_part == 0:
+            assert log.flush()
+    assert log.flush()
+    for _ in range(2):
+        series = read(repository, log).series["loss"]
+        assert series.steps.tolist() == series.values.tolist() == [*range(1, num_steps + 1)]
+        log.close()
+
+
+def test_a_long_attempt_combines_old_steps_and_has_no_more_points_than_its_bound(repository):
+    log = open_log(repository)
+    for step in range(1, 20_001):
+        log.report("step", step=step, loss=step)
+        if step % 250 == 0:
+            assert log.flush()
+    running = read(repository, log).series["loss"]
+    assert running.counts.sum() == 20_000
+    assert 2048 < len(running) <= 2 * 4096
+    log.close()
+    ended = read(repository, log).series["loss"]
+    assert ended.counts.sum() == 20_000
+    assert 2048 < len(ended) <= 4096
+
+
 def test_frequent_events_are_thinned_and_rare_ones_stay(repository):
     log = open_log(repository)
     for step in range(20_000):
