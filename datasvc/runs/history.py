@@ -200,7 +200,7 @@ def summarize(name: str, run_id: str, head: Mapping[str, Any] | None, num_attemp
     began_s = started_s(run_id)
     head = {**_NEW_RUN, "time": began_s, "heartbeat_s": 20.0, **(head or {})}
     state: RunState = head["state"] if head["state"] in _STATES else "running"
-    if state == "running" and now_s - head["time"] > MISSED_HEARTBEATS * head["heartbeat_s"]:
+    if state == "running" and is_silent(head, now_s):
         state = "not responding"
     world_size, data = head.get("world_size"), head.get("data")
     return RunSummary(
@@ -218,6 +218,11 @@ def summarize(name: str, run_id: str, head: Mapping[str, Any] | None, num_attemp
         num_lost=head["lost"],
         **_warnings(head),
     )
+
+
+def is_silent(head: Mapping[str, Any], now_s: float) -> bool:
+    """Return whether the writer of a part with this head has missed its heartbeats."""
+    return bool(now_s - head["time"] > MISSED_HEARTBEATS * head["heartbeat_s"])
 
 
 def _warnings(head: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,24 +1,23 @@
 """Writes the parts of one attempt, and replaces several small ones by merged ones, so that their number stays small.
 
-Each attempt has one writer: it has created the header of the attempt, so nobody else has its number. Parts are merged
-in levels, as in a log-structured merge tree: eight parts of a level become one of the next level. So a log of N parts
-has about 8 * log8(N) files.
+Each attempt has one writer: it has created the header of the attempt, so nobody else has its number. If it is silent
+for long, the next attempt ends it, see `ended_attempts`. Parts are merged in levels, as in a log-structured merge
+tree: eight parts of a level become one of the next level. So a log of N parts has about 8 * log8(N) files.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Final
 
-from datasvc.errors import ConflictError, DatasvcError
+from datasvc.errors import DatasvcError
 from datasvc.repository import Storage
-from datasvc.runs.content import Content, ContentLimits, merge
-from datasvc.runs.part import MAX_PART_BYTES, Part, PartRange, encode_part
+from datasvc.runs.content import Content, ContentLimits
+from datasvc.runs.part import Part, PartRange, encode_part
+from datasvc.runs.part_files import create_part, delete_parts, merge_parts
 
 PARTS_PER_MERGE: Final = 8
 PART_LIMITS: Final = ContentLimits(num_bins=64, num_events=1000, size_bytes=1 << 20)
@@ -67,7 +66,11 @@ class PartWriter:
         return sum(part.content.num_bins for part in chain(*self._levels, unwritten))
 
     def write(self, head: Mapping[str, Any], content: Content) -> None:
-        """Write the next part. If that fails, `write_again` tries again; for errors, see `Storage.create`."""
+        """Write the next part. If that fails, `write_again` tries again; for errors, see `create_part`.
+
+        Raises:
+            ConflictError: another process has ended the attempt; continue in a new one, with `take_unwritten`.
+        """
         assert self._unwritten is None
         number = self._num_parts + 1
         part = Part(PartRange(self.attempt, number, number), head, content)
@@ -75,16 +78,22 @@ class PartWriter:
         self.write_again()
 
     def write_again(self) -> None:
-        """Write the part that the store has refused, if there is one; for errors, see `Storage.create`."""
+        """Write the part that the store has refused, if there is one; for errors, see `write`."""
         if self._unwritten is None:
             return
         part, raw = self._unwritten
         # The same bytes as before: an earlier try may have stored them, although it raised an error.
-        self._create(part.range, raw)
+        create_part(self._storage, self._folder, part.range, raw)
         self._unwritten = None
         self._num_parts += 1
         self._levels[0].append(part)
         self._merge_full_levels()
+
+    def take_unwritten(self) -> Content:
+        """Return the content of the part that the store has refused, and do not write it."""
+        assert self._unwritten is not None
+        part, self._unwritten = self._unwritten[0], None
+        return part.content
 
     def finish(self) -> None:
         """Merge all parts but the newest one, whose head has the outcome of the run: lists read only that."""
@@ -109,31 +118,11 @@ class PartWriter:
 
     def _replace(self, parts: Sequence[Part], limits: ContentLimits) -> Part | None:
         """Replace consecutive parts by a merged one; return that, or None if it cannot be stored."""
-        merged_range = PartRange(self.attempt, parts[0].range.first, parts[-1].range.last)
-        content = merge(part.content for part in parts).thin(limits)
-        merged = Part(merged_range, parts[-1].head, content)
-        raw = encode_part(merged)
-        if len(raw) > MAX_PART_BYTES:
-            return None  # readers would refuse it, so the parts stay
         try:
-            self._create(merged_range, raw)
+            merged = merge_parts(self._storage, self._folder, parts, limits)
         except DatasvcError as error:
             _LOG.debug("%s: merging parts failed: %s", self._folder, error)
             return None
-        for part in parts:
-            # A part that is left is ignored by readers: the merged one has its events.
-            with suppress(DatasvcError):
-                self._storage.delete_if_older(self._path(part.range), math.inf)
+        if merged is not None:
+            delete_parts(self._storage, self._folder, [part.range for part in parts])
         return merged
-
-    def _create(self, part: PartRange, raw: bytes) -> None:
-        """Create a part; do nothing if it exists with these bytes. Raises ConflictError: it has other bytes."""
-        path = self._path(part)
-        try:
-            self._storage.create(path, raw)
-        except ConflictError:
-            if self._storage.read(path) != raw:
-                raise
-
-    def _path(self, part: PartRange) -> str:
-        return f"{self._folder}/{part.file_name}"

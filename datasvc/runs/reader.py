@@ -10,10 +10,9 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Final
 
-from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import Log
@@ -21,11 +20,11 @@ from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.store.storage import Storage
 from datasvc.runs.curves import Since, combine
 from datasvc.runs.history import RunHistory, RunSummary, summarize
-from datasvc.runs.part import MAX_PART_BYTES, Part, PartRange, choose_parts, decode_part
+from datasvc.runs.part import Part, PartRange, choose_parts
+from datasvc.runs.part_files import READS_AT_ONCE, read_parts
 from datasvc.runs.run_ids import RUNS, check_run_id, is_run_id, parse_run, run_folder
 from datasvc.threads import map_in_threads
 
-_READS_AT_ONCE: Final = 16
 _LISTINGS: Final = 8  # how often a reader lists a folder again while its parts are merged
 _HEADER: Final = re.compile(r"(\d{8,18})\.json")
 _CURSOR: Final = re.compile(r"(\d{1,18}):(\d{1,18}):(\d{1,15}\.\d{3})")
@@ -55,7 +54,7 @@ def list_runs(
     def read(run: tuple[str, str]) -> RunSummary | None:
         return _read_summary(storage, run[1], run[0], now)
 
-    found = list(map(read, runs)) if storage.is_local else map_in_threads(read, runs, _READS_AT_ONCE)
+    found = list(map(read, runs)) if storage.is_local else map_in_threads(read, runs, READS_AT_ONCE)
     return [summary for summary in found if summary is not None]
 
 
@@ -123,7 +122,7 @@ def follow_run(
         ranges = choose_parts(files)
         # The newest part is always read, for the state of the run.
         wanted = [part for part in ranges if (part.attempt, part.last) > (since.attempt, since.part)] or ranges[-1:]
-        parts, problems = _read_parts(storage, folder, wanted)
+        parts, problems = read_parts(storage, folder, wanted)
         if parts is not None:
             break
     else:
@@ -154,7 +153,7 @@ def _read_summary(storage: Storage, name: str, run_id: str, now_s: float) -> Run
         ranges = choose_parts(files)
         if not files:
             return None
-        parts, problems = _read_parts(storage, folder, ranges[-1:])
+        parts, problems = read_parts(storage, folder, ranges[-1:])
         if parts is not None:
             return _summarize(name, run_id, ranges, parts, problems, len(_attempts(files)), now_s)
     return None
@@ -174,20 +173,6 @@ def _summarize(
     if ranges and (not parts or parts[-1].range != ranges[-1]):
         return replace(summary, state="not responding", message=problems[-1])
     return summary
-
-
-def _read_parts(storage: Storage, folder: str, ranges: Sequence[PartRange]) -> tuple[list[Part] | None, list[str]]:
-    """Return the parts that can be read, and the problems of others; None if one was merged meanwhile."""
-    parts, problems = [], []
-    for part in ranges:
-        try:
-            decode = partial(decode_part, part=part)
-            parts.append(storage.read_checked(f"{folder}/{part.file_name}", decode, max_bytes=MAX_PART_BYTES))
-        except NotFoundError:
-            return None, []
-        except (CorruptDataError, ConfigError) as error:
-            problems.append(str(error))
-    return parts, problems
 
 
 def _attempts(files: Sequence[str]) -> list[int]:

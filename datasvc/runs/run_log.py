@@ -14,12 +14,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, Final, Literal, Self, get_args
 
-from datasvc.errors import ConfigError, DatasvcError
+from datasvc.errors import ConfigError, ConflictError, DatasvcError
 from datasvc.printable import count_text
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import Log
 from datasvc.repository.logs.references import check_name
 from datasvc.runs.collector import Collector
+from datasvc.runs.ended_attempts import start_merging
 from datasvc.runs.facts import choose_facts, to_text
 from datasvc.runs.header import make_header
 from datasvc.runs.part_writer import PART_LIMITS, PartWriter, limits_beside
@@ -84,6 +85,8 @@ class RunLog:
         )
         self._flushes: deque[threading.Event] = deque()
         self._wake = threading.Event()
+        self._merging: threading.Thread | None = None
+        self._is_closed = threading.Event()
         self._end: tuple[Outcome, str] | None = None
         self._give_up = False
         self._pid = os.getpid()
@@ -220,6 +223,7 @@ class RunLog:
         if self._end is not None or os.getpid() != self._pid:
             return
         self._end = outcome, to_text(message)
+        self._is_closed.set()
         self._wake.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -279,13 +283,36 @@ class RunLog:
 
     def _write(self, end: tuple[Outcome, str] | None) -> None:
         """Write the next part. Raises the errors of `Storage.create`."""
+        try:
+            parts = self._write_part(end)
+        except ConflictError:
+            if self._parts is None or not self._parts.has_unwritten:
+                raise
+            _LOG.warning(
+                "%s: another process has ended attempt %d, which had not written for long; the run log continues as "
+                "a new attempt",
+                self.ref,
+                self._parts.attempt,
+            )
+            self._collector.put_back(self._parts.take_unwritten())
+            self._parts = None
+            parts = self._write_part(end)
+        if end is not None:
+            parts.finish()
+        elif parts.attempt > 1 and self._merging is None:
+            # After the first part: lists then show the run, whatever the merging takes.
+            self._merging = start_merging(
+                self._storage, self._log.path, parts.attempt, self._heartbeat_s, self._is_closed
+            )
+
+    def _write_part(self, end: tuple[Outcome, str] | None) -> PartWriter:
+        """Write the next part of the attempt, which begins with its first part; return the writer of its parts."""
         if self._parts is None:
             entry = self._log.append(lambda head: {**self._header, "attempt": head + 1})
             self._parts = PartWriter(self._storage, self._log.path, entry.number)
         self._parts.write_again()
         self._parts.write(self._make_head(end), self._collector.take())
-        if end is not None:
-            self._parts.finish()
+        return self._parts
 
     def _make_head(self, end: tuple[Outcome, str] | None) -> dict[str, Any]:
         """Return what lists of runs show, see docs/reference/formats.md."""

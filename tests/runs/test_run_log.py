@@ -464,7 +464,7 @@ def test_a_log_of_large_events_stays_readable_after_its_end(repository):
 
 
 def test_parts_stay_if_the_merged_one_would_be_too_large_for_readers(repository, monkeypatch):
-    monkeypatch.setattr("datasvc.runs.part_writer.MAX_PART_BYTES", 1000)
+    monkeypatch.setattr("datasvc.runs.part_files.MAX_PART_BYTES", 1000)
     log = open_log(repository)
     for step in range(20):
         log.report("note", step=step)
