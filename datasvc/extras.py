@@ -52,6 +52,8 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "tensorboard": ("tensorboard>=2.16",),
     "wandb": ("wandb>=0.17",),
     "mlflow": ("mlflow>=2.14",),
+    "lightning": ("lightning>=2.5",),
+    "transformers": ("transformers>=5", "accelerate>=1.1"),
     "text": ("tokenizers>=0.21",),
     "sign": ("cryptography>=43",),
     "onnx": ("onnx>=1.18", "onnxscript>=0.5"),
@@ -60,7 +62,10 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "pandas": ("pandas>=2.2",),
     "plot": ("matplotlib>=3.9",),
     "demo": ("scikit-learn>=1.6",),
-    "all": ("datasvc[train,gpu,s3,gcs,azure,hub,text,ray,ui,sign,onnx,pandas,plot,tensorboard,wandb,mlflow]",),
+    "all": (
+        "datasvc[train,gpu,s3,gcs,azure,hub,text,ray,ui,sign,onnx,pandas,plot,tensorboard,wandb,mlflow]",
+        "datasvc[lightning,transformers]",
+    ),
     "docs": ("zensical>=0.0.73", "mkdocstrings-python>=2"),
 }
 PURPOSES: Final[Mapping[str, str]] = {
@@ -77,6 +82,8 @@ PURPOSES: Final[Mapping[str, str]] = {
     "tensorboard": "curves of trainings in TensorBoard",
     "wandb": "curves of trainings in Weights & Biases",
     "mlflow": "curves of trainings in MLflow",
+    "lightning": "`datasvc.integrations.lightning`",
+    "transformers": "`datasvc.integrations.transformers` and `.accelerate`",
     "text": "text to token blocks with a `tokenizer.json`",
     "sign": "signatures of model versions",
     "onnx": "`models export --format onnx`",
@@ -102,6 +109,8 @@ _EXTRA_OF_MODULE: Final = {
     "cloudpickle": "train",
     "jinja2": "ui",
     "yaml": "yaml",
+    "lightning": "lightning",
+    **dict.fromkeys(("transformers", "accelerate"), "transformers"),
 }
 
 

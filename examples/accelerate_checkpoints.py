@@ -2,22 +2,22 @@
 
     accelerate launch examples/accelerate_checkpoints.py --repo REPO --data digits@1
 
-They take the place of `accelerator.save_state` and `load_state`; nothing takes that of `skip_first_batches`, because
-the loader knows its place.
+`AcceleratorVersions` takes the place of `accelerator.save_state` and `load_state`. `skip_first_batches` is not
+needed: the loader continues at its position.
 """
 
 import argparse
+import logging
 import sys
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import set_seed
 from torch import nn
 
 import datasvc
+from datasvc.integrations.accelerate import AcceleratorVersions
 from datasvc.loaders import DataRanks, ImageLoader
-from datasvc.models import ConsumptionTracker
-from datasvc.trainer.recipes.random_state import capture, reinstate
 
 
 def build_net(num_classes: int, size: int) -> nn.Module:
@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--every", default="10min", help='a time, "10min", or a number of steps')
     args = parser.parse_args()
 
+    logging.basicConfig(stream=sys.stdout, format="%(message)s")
+    logging.getLogger("datasvc.integrations").setLevel(logging.INFO)  # a line for each save
     accelerator = Accelerator()
     set_seed(0)
     repo = datasvc.open(args.repo)
@@ -56,34 +58,11 @@ def main() -> None:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.99)
     net, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)  # not the loader, which knows its rank
-    bare = accelerator.unwrap_model(net)
     every = int(args.every) if args.every.isdecimal() else args.every
-
-    # Opened once the ranks have met: they save together, and end together after SIGTERM or Ctrl-C.
-    with loader, repo.models.manager(args.name, every=every, grace="30s") as versions:
-        (newest,) = broadcast_object_list([versions.newest_step()])
-        if newest is not None:
-            state = versions.restore().state
-            bare.load_state_dict(state["net"])
-            optimizer.load_state_dict(state["optimizer"])
-            schedule.load_state_dict(state["schedule"])
-            loader.load_state_dict(state["loader"])
-            if len(state["rank_state"]) == accelerator.num_processes:
-                reinstate(state["rank_state"][accelerator.process_index])
-        step = newest or 0
-        reading = ConsumptionTracker(loader, step=step)
-
-        def save(loss: torch.Tensor) -> None:
-            state = {
-                "net": bare.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "schedule": schedule.state_dict(),
-                "loader": loader.state_dict(),
-            }
-            about = {"step": step, "data": [reading.use()], "metrics": {"loss": loss.item()}}
-            versions.save(state, rank_state=capture(), **about)
-            accelerator.print(f"step {step}: newest version {versions.version}", flush=True)
-
+    objects = {"net": net, "optimizer": optimizer, "schedule": schedule}
+    options = {"every": every, "grace": "30s", "config": vars(args)}
+    with loader, AcceleratorVersions(accelerator, repo, args.name, objects, loader=loader, **options) as versions:
+        step = versions.restore()
         while loader.epoch < args.epochs and versions.stop_signal is None:
             for images, labels in loader:
                 loss = nn.functional.cross_entropy(net(images), labels.to(accelerator.device))
@@ -93,8 +72,7 @@ def main() -> None:
                 optimizer.zero_grad()
                 step += 1
                 is_last = loader.epoch == args.epochs - 1 and not loader.steps_left
-                if versions.should_save(step) or is_last:
-                    save(loss)
+                versions.step(step, metrics={"loss": loss}, is_last=is_last)
                 if versions.stop_signal is not None:
                     break
     if versions.stop_signal is not None:

@@ -1,0 +1,196 @@
+"""Lightning: a data module over loaders of datasvc, and a callback whose checkpoints are versions of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from datasvc.api import DataRepository
+from datasvc.errors import ConfigError
+from datasvc.extras import explain_missing
+from datasvc.integrations.run_checkpoints import LOADER, RANK_STATE, RunCheckpoints, is_reference
+from datasvc.loaders import DataRanks
+
+with explain_missing("datasvc.integrations.lightning"):
+    import lightning
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+
+# The path that `VersionCallback` gives to `Trainer.save_checkpoint`; no file is written to it.
+_VERSION_PATH: Final = "datasvc-version"
+_SHARDED: Final = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+
+
+class SplitsModule(lightning.LightningDataModule):
+    """A data module over the splits of a data-set version, with any loader of datasvc.
+
+    Every checkpoint of Lightning, also a file, has the position of the training loader, so that a resumed `fit`
+    continues after the last batch that it trained on. Give the trainer `use_distributed_sampler=False`.
+
+    Args:
+        dataset: version of a data set, as `repo.dataset("digits@1")` returns it, or splits by name.
+        make_loader: makes a loader: `make_loader(split, training=True, ranks=DataRanks(0, 1))`, such as
+            `functools.partial(ImageLoader, batch_size=64)`.
+        train: split to train on.
+        val: split to validate on; None: none.
+        test: split to test on; None: none.
+    """
+
+    def __init__(
+        self,
+        dataset: Mapping[str, Any],
+        make_loader: Callable[..., Any],
+        *,
+        train: str = "train",
+        val: str | None = None,
+        test: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._dataset, self._make_loader = dataset, make_loader
+        self._names = {"train": train, "val": val, "test": test}
+        self._loaders: dict[str, Any] = {}  # by purpose
+        self._state: dict[str, Any] | None = None
+
+    def train_dataloader(self) -> Any:
+        """Return the loader of the training split, at the position of a checkpoint or in the trainer's epoch."""
+        loader = self._open("train")
+        epoch = 0 if self.trainer is None else self.trainer.current_epoch
+        state, self._state = self._state, None
+        if state is not None or epoch:
+            loader.load_state_dict(state or loader.state_dict() | {"epoch": epoch})
+        return loader
+
+    def val_dataloader(self) -> Any:
+        """Return the loader of the validation split, in the order of the shard table; [] without one."""
+        return self._open("val")
+
+    def test_dataloader(self) -> Any:
+        """Return the loader of the test split, in the order of the shard table; [] without one."""
+        return self._open("test")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the training loader."""
+        return {LOADER: self._loaders["train"].state_dict()} if "train" in self._loaders else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the position of a checkpoint."""
+        self._state = state_dict.get(LOADER)
+
+    def teardown(self, stage: str) -> None:  # noqa: ARG002 - the signature is Lightning's
+        """Release what the loaders hold. They keep their positions."""
+        for loader in self._loaders.values():
+            loader.close()
+
+    def _open(self, purpose: str) -> Any:
+        name = self._names[purpose]
+        if name is None:
+            return []
+        trainer = self.trainer
+        ranks = DataRanks() if trainer is None else DataRanks(trainer.global_rank, trainer.world_size)
+        if purpose in self._loaders:
+            self._loaders[purpose].close()
+        self._loaders[purpose] = self._make_loader(self._dataset[name], training=purpose == "train", ranks=ranks)
+        return self._loaders[purpose]
+
+
+class VersionCallback(lightning.Callback):
+    """Saves what a checkpoint of Lightning has, and the random states of every rank, while the training goes on.
+
+    `trainer.fit(..., ckpt_path="net@3")` restores a version, every byte verified. Files that Lightning writes itself
+    stay files. A signal ends the fit after the step, with a last commit, if `grace` is set.
+
+    Args:
+        repo: repository of the versions.
+        name: name of the model.
+        **options: see `RunCheckpoints`.
+
+    Attributes:
+        checkpoints: the versions of the run: `version`, `newest()`, `stop_signal`.
+    """
+
+    def __init__(self, repo: DataRepository, name: str, **options: Any) -> None:
+        self.checkpoints = RunCheckpoints(repo, name, **options)
+        self._resumed: dict[str, Any] = {}  # position of the loader and random states, until the training starts
+        self._captured: dict[str, Any] = {}  # what Lightning collects for the checkpoint in progress
+        self._step = -1
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - the signature is Lightning's
+        """Have the trainer read references of versions as checkpoints. Raises ConfigError: it shards the model."""
+        strategy = trainer.strategy
+        if isinstance(strategy, _SHARDED):
+            raise ConfigError(
+                f"{type(strategy).__name__} shards the model, and VersionCallback saves models that every rank has "
+                "as a whole; save with datasvc.models.dcp, or use the strategy 'ddp'"
+            )
+        if not isinstance(strategy.checkpoint_io, VersionIO):
+            strategy.checkpoint_io = VersionIO(strategy.checkpoint_io, self.checkpoints)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Keep the position of the loader and the random states until the training starts."""
+        self._resumed = {name: checkpoint[name] for name in (LOADER, RANK_STATE) if name in checkpoint}
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Take the checkpoint that Lightning collects on this rank."""
+        self._captured = checkpoint
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Open the model. By now the ranks have met, and Lightning has taken the signals that `grace` takes over."""
+        loader, self._step = trainer.train_dataloader, trainer.global_step
+        # Lightning itself drops the position of a loader at the end of an epoch.
+        self.checkpoints.load_position(loader, self._resumed)
+        parent = trainer.ckpt_path if is_reference(trainer.ckpt_path) else None
+        self.checkpoints.begin(loader, step=self._step, parent=parent)
+        self.checkpoints.reinstate(self._resumed.get(RANK_STATE), trainer.global_rank, trainer.world_size)
+        self._resumed = {}
+
+    def on_train_batch_end(self, trainer: Any, *args: Any, **more: Any) -> None:  # noqa: ARG002
+        """Save if it is time; end the training after a signal."""
+        if trainer.global_step == self._step:
+            return  # the batch only added to the gradients of a step
+        self._step = trainer.global_step
+        if self.checkpoints.is_due(self._step):
+            self._save(trainer)
+        trainer.should_stop = trainer.should_stop or self.checkpoints.stop_signal is not None
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Save the last state, and wait until everything is committed."""
+        self._save(trainer)
+        self.checkpoints.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
+        """Wait for the saves in progress."""
+        self.checkpoints.close(exception)
+
+    def _save(self, trainer: Any) -> None:
+        # Lightning passes a checkpoint to `CheckpointIO` on rank 0 only, and to callbacks on every rank; after the
+        # call it is complete, because other callbacks and the module add to the same dict.
+        trainer.save_checkpoint(_VERSION_PATH, weights_only=False)
+        captured, self._captured = self._captured, {}
+        self.checkpoints.save(captured, step=trainer.global_step, metrics=trainer.callback_metrics)
+
+
+class VersionIO(CheckpointIO):
+    """Reads versions as checkpoints, as `checkpoints` does, and passes files to `files`."""
+
+    def __init__(self, files: CheckpointIO, checkpoints: RunCheckpoints) -> None:
+        self._files, self._checkpoints = files, checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Write a file; nothing for a checkpoint that `VersionCallback` saves."""
+        if path != _VERSION_PATH:
+            self._files.save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: Any, *options: Any, **more: Any) -> dict[str, Any]:
+        """Return the state of a version, or of a file."""
+        if is_reference(path):
+            return self._checkpoints.read(str(path))
+        state: dict[str, Any] = self._files.load_checkpoint(path, *options, **more)
+        return state
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file."""
+        self._files.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        """End the `CheckpointIO` of the files."""
+        self._files.teardown()
