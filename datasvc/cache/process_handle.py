@@ -79,6 +79,7 @@ class CacheFolder:
     def close_locks(self) -> None:
         """Close the inherited descriptors in a forked child: they would keep the locks after the parent's exit."""
         self.locks.close_after_fork()
+        self.catalogue.close_after_fork()
         self.files.abandon()
         self._open_lock.close()
         self._lease.abandon()

@@ -15,7 +15,6 @@ from typing import Literal
 from datasvc.cache.catalogue.catalogue import InvalidateOutcome
 from datasvc.cache.catalogue.file_links import FileLink
 from datasvc.cache.catalogue.records import RESERVED
-from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.cache.process_handle import CacheFolder
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest
@@ -45,8 +44,7 @@ def scrub_folder(folder: CacheFolder, progress: Progress = NO_PROGRESS) -> Scrub
     num_checked, checked_bytes = 0, 0
     corrupt, held = [], []
     # Reserved objects are verified at the end of their fetch.
-    objects = folder.catalogue.read(CatalogueTables.objects)
-    records = {digest: record for digest, record in objects.items() if record.state != RESERVED}
+    records = {digest: record for digest, record in folder.catalogue.objects().items() if record.state != RESERVED}
     progress.begin(sum(record.size_bytes for record in records.values()))
     for digest, record in records.items():
         finding = _check(folder, digest)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datasvc.cache.catalogue.lease import RunningJob
 from datasvc.cache.catalogue.pins import read_pins
 from datasvc.cache.catalogue.records import RESERVED, footprint
+from datasvc.cache.catalogue.tables import parse_objects
 from datasvc.cache.process_handle import CacheFolder
 
 
@@ -75,17 +76,17 @@ class CacheStatus:
 def read_status(folder: CacheFolder) -> CacheStatus:
     """Return the status of a cache; jobs of ended processes are not included."""
     # Read in one transaction, so that the numbers belong to the same moment. Holds, pins and jobs are read later.
-    account, configuration, pinned, records, counters = folder.catalogue.read(
+    account, configuration, pinned, rows, counters = folder.catalogue.read(
         lambda tables: (
             tables.account(),
             tables.configuration,
             tables.pinned(),
-            tables.objects(),
+            tables.object_rows(),
             tables.counters(),
         )
     )
     resident_bytes, reserved_bytes, held_bytes, pinned_bytes, num_resident = 0, 0, 0, 0, 0
-    for digest, record in records.items():
+    for digest, record in parse_objects(rows).items():
         if record.state == RESERVED:
             reserved_bytes += record.used_bytes
             continue

@@ -154,7 +154,7 @@ def check(folder, repository, infos):
     with Cache(folder) as cache:
         account, records = (
             cache._opened.catalogue.read(CatalogueTables.account),
-            cache._opened.catalogue.read(CatalogueTables.objects),
+            cache._opened.catalogue.objects(),
         )
         used = {}
         for record in records.values():
@@ -172,7 +172,7 @@ def check(folder, repository, infos):
             read(cache, repository, info)
             assert disk_bytes(folder) <= 5 * BLOCK
         # Now that all room was needed, nothing is left of what was under way.
-        records = cache._opened.catalogue.read(CatalogueTables.objects)
+        records = cache._opened.catalogue.objects()
         assert {record.state for record in records.values()} == {1}
         assert disk_bytes(folder) == sum(record.used_bytes for record in records.values()) == cache.budget_bytes
         assert {path.name for path in (folder / "objects").rglob("*/*")} == set(records)

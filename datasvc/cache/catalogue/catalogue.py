@@ -12,13 +12,15 @@ So a reservation whose lock is free belongs to a process that has ended.
 A process that uses an object has a *hold* on it: a shared lock outside the catalogue (`object_locks`). An eviction
 takes the exclusive lock of its victim (the object to evict), and keeps it until the transaction is committed.
 
+LMDB runs without its own locks, which do not work across containers: a read transaction needs the shared lock of
+`transaction_lock`, a write transaction the exclusive one.
+
 LMDB runs without fsync. A crash of a process loses nothing; after a crash of the machine the catalogue is rebuilt
 from the files, and each file is verified before it is used (`recovery`).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Final, Literal, NamedTuple, TypeVar
@@ -33,7 +35,8 @@ from datasvc.cache.catalogue.private import PRIVATE_FILE
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, ObjectRecord, footprint
 from datasvc.cache.catalogue.space import NO_JOB, SPARE_NEEDED, SPARE_NOTHING, SpaceAllocator
-from datasvc.cache.catalogue.tables import CatalogueTables, Tables, describe_failure
+from datasvc.cache.catalogue.tables import CatalogueTables, Tables, describe_failure, parse_objects
+from datasvc.cache.catalogue.transaction_lock import TransactionLock
 from datasvc.errors import CacheFullError, UnavailableError
 from datasvc.order import NextUse
 from datasvc.repository import Digest, ObjectInfo
@@ -67,44 +70,58 @@ class Catalogue:
 
     Raises:
         lmdb.Error: the database cannot be opened, or is damaged.
+        UnavailableError: the database cannot be locked, or an earlier version has it open.
     """
 
     def __init__(self, files: Files, locks: ObjectLocks) -> None:
         self._files = files
         self._locks = locks
-        # Without fsync: `recovery` rebuilds the catalogue after a crash of the machine.
-        self.env = lmdb.open(
-            str(files.catalogue),
-            max_dbs=8,  # not less than the number of tables in `Tables`
-            map_size=_MAP_BYTES,
-            sync=False,
-            metasync=False,
-            max_readers=1024,
-            mode=PRIVATE_FILE,
-        )
-        # Remove ended readers: one that was killed inside a transaction keeps old pages in use, and the file grows.
-        self.env.reader_check()
-        self._tables = Tables(self.env)
-        self._write_lock = threading.Lock()
+        with ExitStack() as opened:
+            self._lock = TransactionLock(files.catalogue / "lock.mdb")
+            opened.callback(self._lock.close)
+            # Opening reads the database, and writes its first pages and its tables if they are missing.
+            with self._lock.exclusive():
+                # Without fsync: `recovery` rebuilds the catalogue after a crash of the machine.
+                self.env = lmdb.open(
+                    str(files.catalogue),
+                    max_dbs=8,  # not less than the number of tables in `Tables`
+                    map_size=_MAP_BYTES,
+                    sync=False,
+                    metasync=False,
+                    lock=False,
+                    mode=PRIVATE_FILE,
+                )
+                self._tables = Tables(self.env)
+            opened.pop_all()
 
     def close(self) -> None:
         """Close the database."""
+        self._lock.close()
         self.env.close()
+
+    def close_after_fork(self) -> None:
+        """Close the inherited lock file in a forked child."""
+        self._lock.close_after_fork()
 
     def check(self) -> str:
         """Read the first and last row of every table; return the id of the boot in which the catalogue was built.
 
         Raises lmdb.Error or ValueError if a row is damaged: `recovery` then rebuilds the catalogue.
         """
-        with self.env.begin() as txn:
+        with self._lock.shared(), self.env.begin() as txn:
             tables = CatalogueTables(self._tables, txn)
             tables.check()
             return tables.boot
 
     def read(self, get: Callable[[CatalogueTables], T]) -> T:
         """Call `get` with the tables of one read transaction; return its result, which must not be an open cursor."""
-        with self._map_errors(), self.env.begin() as txn:
+        with self._map_errors(), self._lock.shared(), self.env.begin() as txn:
             return get(CatalogueTables(self._tables, txn))
+
+    def objects(self) -> dict[Digest, ObjectRecord]:
+        """Return every record."""
+        # Parsed after the transaction, which excludes writers: parsing takes ten times as long as reading.
+        return parse_objects(self.read(CatalogueTables.object_rows))
 
     def configure(self, change: Callable[[Configuration], Configuration]) -> None:
         """Change budget and quotas for all processes of the node, and evict unused objects above the new limits.
@@ -158,7 +175,7 @@ class Catalogue:
         """
         # `read` is not used: its context managers would slow down every cache hit.
         try:
-            with self.env.begin() as txn:
+            with self._lock.shared(), self.env.begin() as txn:
                 state = CatalogueTables(self._tables, txn).state(info.digest)
         except lmdb.Error as error:
             raise describe_failure(self._files.catalogue, error) from error
@@ -453,12 +470,17 @@ class Catalogue:
     @contextmanager
     def _writing(self) -> Iterator[tuple[CatalogueTables, SpaceAllocator]]:
         """Yield the tables and the space allocator of one write transaction; unlock the victims after the commit."""
-        # The contexts close in reverse order: commit, unlock the victims, release `_write_lock`. The victims' locks
-        # exclude other processes only, because the threads of a process share the descriptors. `_write_lock` excludes
-        # the threads, so it is released last.
-        with self._write_lock, ExitStack() as ending, self._map_errors(), self.env.begin(write=True) as txn:
+        # The contexts close in reverse order: commit, unlock the victims, release `_lock`. The victims' locks exclude
+        # other processes only, because the threads of a process share the descriptors. `_lock` excludes the threads
+        # too, so it is released last.
+        with (
+            self._map_errors(),
+            self._lock.exclusive(),
+            ExitStack() as ending,
+            self.env.begin(write=True) as txn,
+        ):
             tables = CatalogueTables(self._tables, txn)
-            space = SpaceAllocator(tables, self._files, self._locks, self.env.reader_check)
+            space = SpaceAllocator(tables, self._files, self._locks)
             ending.callback(space.unlock_all)
             yield tables, space
 

@@ -28,7 +28,11 @@ from datasvc.repository import Digest
 # The kernel searches the locks of a file linearly. Several files keep each list of locks short.
 _NUM_FILES: Final = 64
 _FLOCK: Final = struct.Struct("@hhqqi4x")  # fcntl.h: type, whence, start, len, pid
-_GETLK, _SETLK, _SETLKW = 36, 37, 38  # fcntl.h: F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW
+_GETLK: Final = 36  # fcntl.h: F_OFD_GETLK
+SETLK: Final = 37
+"""F_OFD_SETLK of fcntl.h: lock or unlock bytes, without waiting."""
+SETLKW: Final = 38
+"""F_OFD_SETLKW of fcntl.h: lock bytes, and wait for other open files."""
 _TOO_MANY_FILES: Final = (errno.EMFILE, errno.ENFILE)
 # Errors of file systems without locks, and (EINVAL) of kernels without F_OFD_SETLK.
 _NOT_SUPPORTED: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -58,7 +62,7 @@ class ObjectLocks:
         try:
             make_private(folder)
             # A test: if these locks are supported, unlocking a byte that is not locked does nothing; else it fails.
-            fcntl.fcntl(self._descriptor(self._exclusive_files, 0), _SETLK, _flock(fcntl.F_UNLCK, 0))
+            fcntl.fcntl(self._descriptor(self._exclusive_files, 0), SETLK, byte_range(fcntl.F_UNLCK, 0))
             # All files are created now, because the disk may have no inodes left later.
             names = {f"{number:02x}" for number in range(_NUM_FILES)}
             for name in names.difference(os.listdir(folder)):
@@ -101,7 +105,7 @@ class ObjectLocks:
         Call it only inside a write transaction of the catalogue: one thread of the machine at a time has one.
         """
         try:
-            self._set(self._exclusive_files, _SETLK, fcntl.F_WRLCK, digest)
+            self._set(self._exclusive_files, SETLK, fcntl.F_WRLCK, digest)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
@@ -110,13 +114,13 @@ class ObjectLocks:
 
     def unlock(self, digest: Digest) -> None:
         """Release an exclusive lock."""
-        self._set(self._exclusive_files, _SETLK, fcntl.F_UNLCK, digest)
+        self._set(self._exclusive_files, SETLK, fcntl.F_UNLCK, digest)
 
     def is_held(self, digest: Digest) -> bool:
         """Return whether any process has a hold on an object."""
         # Not a descriptor of `_hold_files`: the locks that were taken through it would not be reported.
         descriptor, offset = self._locate(self._exclusive_files, digest)
-        answer = fcntl.fcntl(descriptor, _GETLK, _flock(fcntl.F_WRLCK, offset))
+        answer = fcntl.fcntl(descriptor, _GETLK, byte_range(fcntl.F_WRLCK, offset))
         return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
@@ -136,7 +140,7 @@ class ObjectLocks:
 
     def _hold(self, digest: Digest) -> None:
         try:
-            self._set(self._hold_files, _SETLKW, fcntl.F_RDLCK, digest)
+            self._set(self._hold_files, SETLKW, fcntl.F_RDLCK, digest)
         except OSError as error:
             advice = _MORE_FILES if error.errno in _TOO_MANY_FILES else ""
             raise UnavailableError(
@@ -147,7 +151,7 @@ class ObjectLocks:
         self._counts[digest] -= 1
         if not self._counts[digest]:
             del self._counts[digest]
-            self._set(self._hold_files, _SETLK, fcntl.F_UNLCK, digest)
+            self._set(self._hold_files, SETLK, fcntl.F_UNLCK, digest)
 
     def _release_abandoned(self) -> None:
         # Never wait for `_lock`: a finalizer may run while its own thread has it. The thread that has it repeats this
@@ -161,7 +165,7 @@ class ObjectLocks:
 
     def _set(self, descriptors: dict[int, int], call: int, kind: int, digest: Digest) -> None:
         descriptor, offset = self._locate(descriptors, digest)
-        fcntl.fcntl(descriptor, call, _flock(kind, offset))
+        fcntl.fcntl(descriptor, call, byte_range(kind, offset))
 
     def _locate(self, descriptors: dict[int, int], digest: Digest) -> tuple[int, int]:
         number = int(digest[:2], 16) % _NUM_FILES
@@ -180,9 +184,9 @@ class ObjectLocks:
         return descriptor
 
 
-def _flock(kind: int, offset: int) -> bytes:
-    """Return the argument of fcntl for a lock of one byte."""
-    return _FLOCK.pack(kind, os.SEEK_SET, offset, 1, 0)
+def byte_range(kind: int, offset: int, length: int = 1) -> bytes:
+    """Return the argument of fcntl for a lock of `length` bytes; `kind` is F_RDLCK, F_WRLCK or F_UNLCK."""
+    return _FLOCK.pack(kind, os.SEEK_SET, offset, length, 0)
 
 
 def _advice(error: OSError) -> str:
@@ -198,9 +202,9 @@ def locked_byte(path: Path, offset: int) -> Iterator[None]:
     """Lock one byte of a file exclusively, among threads and processes, inside the block. Raises OSError."""
     descriptor = open_lock_file(path)
     try:
-        fcntl.fcntl(descriptor, _SETLKW, _flock(fcntl.F_WRLCK, offset))
+        fcntl.fcntl(descriptor, SETLKW, byte_range(fcntl.F_WRLCK, offset))
         yield
     finally:
         # Unlocked explicitly: closing does not release the lock while a forked child has a copy of the descriptor.
-        fcntl.fcntl(descriptor, _SETLK, _flock(fcntl.F_UNLCK, offset))
+        fcntl.fcntl(descriptor, SETLK, byte_range(fcntl.F_UNLCK, offset))
         os.close(descriptor)

@@ -107,7 +107,11 @@ def _open(files: Files, locks: ObjectLocks, open_lock: OpenLock, configuration: 
             return _rebuild(files, locks, configuration)
     try:
         catalogue = Catalogue(files, locks)
-        boot = catalogue.check()
+        try:
+            boot = catalogue.check()
+        except BaseException:
+            catalogue.close()
+            raise
     except (
         lmdb.CorruptedError,
         lmdb.InvalidError,

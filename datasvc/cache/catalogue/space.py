@@ -6,7 +6,7 @@ object in use is evicted, and removes its file and its record together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -41,16 +41,12 @@ class SpaceAllocator:
         tables: the tables, in this transaction.
         files: files of the cache.
         locks: locks of this process on the objects of the cache.
-        forget_readers: releases the database pages of reader processes that have ended.
     """
 
-    def __init__(
-        self, tables: CatalogueTables, files: Files, locks: ObjectLocks, forget_readers: Callable[[], object]
-    ) -> None:
+    def __init__(self, tables: CatalogueTables, files: Files, locks: ObjectLocks) -> None:
         self._tables = tables
         self._files = files
         self._locks = locks
-        self._forget_readers = forget_readers
         self._locked: list[Digest] = []  # locked exclusively in this transaction
         self._is_running: dict[str, bool] = {}  # by lease: whether its process runs
 
@@ -145,7 +141,6 @@ class SpaceAllocator:
     def sweep(self) -> None:
         """Remove quarantined files, and the reservations and jobs of ended processes. Call it before any eviction."""
         self._tables.quarantined_bytes = self._empty_quarantine()
-        self._forget_readers()
         for digest in self._tables.reserved():
             record = self._tables.get(digest)
             assert record is not None

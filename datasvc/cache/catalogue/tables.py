@@ -15,9 +15,8 @@ The id of a job ends with a zero byte in keys, so that no id is a prefix of anot
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -127,10 +126,9 @@ class CatalogueTables:
         else:
             self._txn.delete(eviction_key(record.job_id, record.next_use, digest), db=self._tables.order)
 
-    def objects(self) -> dict[Digest, ObjectRecord]:
-        """Return every record."""
-        rows = self._txn.cursor(db=self._tables.objects)
-        return {Digest(bytes(key).hex()): ObjectRecord.decode(bytes(value)) for key, value in rows}
+    def object_rows(self) -> list[tuple[bytes, bytes]]:
+        """Return every record as it is stored, for `parse_objects`."""
+        return list(self._txn.cursor(db=self._tables.objects))
 
     def reserved(self) -> list[Digest]:
         """Return the objects that are being fetched."""
@@ -328,6 +326,11 @@ class CatalogueTables:
         self._txn.put(name, b"%d" % value, db=self._tables.meta)
 
 
+def parse_objects(rows: Iterable[tuple[bytes, bytes]]) -> dict[Digest, ObjectRecord]:
+    """Return the records of `CatalogueTables.object_rows`."""
+    return {Digest(key.hex()): ObjectRecord.decode(value) for key, value in rows}
+
+
 def _parse_job(job_id: str, value: bytes) -> JobRow:
     sequence, clock = _JOB.unpack_from(value)
     return JobRow(sequence, job_id, None if clock == _ENDED else clock, value[_JOB.size :].decode())
@@ -349,14 +352,6 @@ def describe_failure(path: Path, error: lmdb.Error) -> UnavailableError:
         return UnusableCatalogueError(
             f"the cache catalogue {path} cannot be used by this process any more, because its disk failed during a "
             f"write ({error}): check the disk (`dmesg`), and start this process again; no cached object is lost"
-        )
-    if isinstance(error, lmdb.LockError):
-        # LMDB has a lock per process id, and another process has the lock of this id, see mdb_reader_pid in mdb.c
-        # of https://github.com/LMDB/lmdb.
-        return UnavailableError(
-            f"the cache catalogue {path} is in use by a process of the same process id as this one ({os.getpid()}): "
-            "the two run in containers with separate process ids. Share the process ids of the node (Kubernetes: "
-            "hostPID: true; Docker: --pid=host), or let one `datasvc serve` per node open the cache"
         )
     return UnavailableError(
         f"the cache catalogue {path} failed: {error}. If it is damaged, end the jobs that use it and remove that "

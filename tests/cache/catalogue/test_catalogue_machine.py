@@ -129,7 +129,7 @@ class CatalogueMachine(RuleBasedStateMachine):
 
     def observe(self, tenant, before_used):
         """Take over what a call evicted, having checked that it might."""
-        actual = {BY_DIGEST[digest] for digest in self.catalogue.read(CatalogueTables.objects)}
+        actual = {BY_DIGEST[digest] for digest in self.catalogue.objects()}
         gone = set(self.known) - actual
         evictable = self.evictable()
         evicted = {number for number in gone if self.known[number].state == RESIDENT}
@@ -378,7 +378,7 @@ class CatalogueMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_catalogue_says_what_the_model_says(self):
-        records = self.catalogue.read(CatalogueTables.objects)
+        records = self.catalogue.objects()
         assert {BY_DIGEST[digest] for digest in records} == set(self.known)
         for digest, record in records.items():
             known = self.known[BY_DIGEST[digest]]

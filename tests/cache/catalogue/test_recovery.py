@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -14,7 +13,7 @@ from datasvc.cache.catalogue import recovery
 from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.records import UNVERIFIED
 from datasvc.cache.catalogue.tables import CatalogueTables
-from datasvc.errors import ConfigError, CorruptDataError, UnavailableError
+from datasvc.errors import ConfigError, CorruptDataError
 from tests.cache.processes import (
     ROOT,
     die_while_fetching,
@@ -22,7 +21,6 @@ from tests.cache.processes import (
     hold_in_a_process,
     kill,
     object_path,
-    start_python,
 )
 
 
@@ -119,9 +117,7 @@ def test_after_a_crash_of_the_machine_objects_are_verified_before_use(filled, or
     path.write_bytes(b"\1" * 4096)  # what a power cut may leave
     monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
     with Cache(filled) as cache:
-        assert {record.state for record in cache._opened.catalogue.read(CatalogueTables.objects).values()} == {
-            UNVERIFIED
-        }
+        assert {record.state for record in cache._opened.catalogue.objects().values()} == {UNVERIFIED}
         assert cache.acquire(infos[0], repository).outcome == "origin"
         assert path.read_bytes() == b"\0" * 4096
         assert cache.status().num_corrupt == 1
@@ -139,7 +135,7 @@ def test_a_catalogue_of_another_boot_is_not_even_opened(filled, monkeypatch):
 
     monkeypatch.setattr(lmdb, "open", opening)
     Cache(filled).close()
-    assert opened == [[]]
+    assert opened == [["lock.mdb"]]
 
 
 def test_a_reboot_while_the_catalogue_was_made_again_makes_it_again(filled, monkeypatch):
@@ -204,21 +200,6 @@ def test_a_folder_of_the_first_format_is_taken_over(tmp_path, origin):
         assert cache.acquire(infos[0], repository).outcome == "resident"
 
 
-def test_killed_readers_do_not_make_the_catalogue_grow_for_ever(cache, origin):
-    code = "import os, signal, sys; from datasvc.cache import Cache\n"
-    code += "cache = Cache(sys.argv[1]); txn = cache._opened.catalogue.env.begin(); txn.get(b'x')\n"
-    code += "os.kill(os.getpid(), signal.SIGKILL)"
-    done = subprocess.run([sys.executable, "-c", code, str(cache.folder)], cwd=ROOT, check=False)
-    assert done.returncode == -signal.SIGKILL
-    env = cache._opened.catalogue.env
-    assert len({line.split()[0] for line in env.readers().splitlines()[1:]} - {str(os.getpid())}) == 1
-    repository, infos = origin
-    for info in infos:  # full: the sweep looks for dead readers too
-        cache.acquire(info, repository)
-        cache.release(info.digest)
-    assert {line.split()[0] for line in env.readers().splitlines()[1:]} <= {str(os.getpid())}
-
-
 def test_opening_frees_what_it_had_opened_when_it_fails(filled):
     (filled / "cache.json").write_bytes(b"{}")
     before = len(os.listdir("/proc/self/fd"))
@@ -277,24 +258,3 @@ def test_what_does_not_fit_after_a_restart_goes_from_those_above_their_guarantee
     monkeypatch.setattr(recovery, "boot_id", lambda: "another boot")
     with Cache(folder) as cache:
         assert cache._opened.catalogue.read(CatalogueTables.account).used_bytes == {"team": 2 * 4096, "default": 4096}
-
-
-# Has the lock that LMDB takes for its process id, as one of another PID namespace may.
-SAME_PROCESS_ID = """
-import fcntl, sys
-file = open(sys.argv[1], "r+b")
-fcntl.lockf(file, fcntl.LOCK_EX, 1, int(sys.argv[2]))
-print("locked", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_a_process_of_the_same_id_in_another_container_is_explained(cache):
-    folder = cache.folder
-    cache.close()
-    process = start_python(SAME_PROCESS_ID, folder / "catalogue" / "lock.mdb", os.getpid())
-    assert process.stdout.readline() == "locked\n"
-    with pytest.raises(UnavailableError, match=r"same process id.*hostPID"):
-        Cache(folder)
-    kill(process)
-    Cache(folder).close()
