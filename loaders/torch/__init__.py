@@ -10,9 +10,12 @@ with explain_missing("datasvc.loaders.torch"):
     from datasvc.loaders.torch.dataset import Dataset
     from datasvc.loaders.torch.iterable import IterableDataset
     from datasvc.loaders.torch.loader import ResumableDataLoader
+    from datasvc.loaders.torch.recording import record_data_loaders
     from datasvc.loaders.torch.sampler import OrderBatchSampler
     from datasvc.loaders.torch.served import ServedIndex
     from datasvc.loaders.torch.states import order_state
+
+record_data_loaders()
 
 __all__ = [
     "Dataset",

@@ -35,6 +35,7 @@ class RankOrder:
         ranks: data rank of this process.
         tail: treatment of the last samples if they do not fill a global batch.
         is_derived: whether lanes and block were derived, not given by the user; then those of a state replace them.
+        is_training: whether a model is trained on these samples.
 
     Raises:
         ConfigError: there are fewer samples than ranks, or an epoch has no step.
@@ -49,8 +50,10 @@ class RankOrder:
         ranks: DataRanks,
         tail: Tail,
         is_derived: bool = False,
+        is_training: bool = True,
     ) -> None:
         self.split = split
+        self.is_training = is_training
         self._is_derived = is_derived
         self.config = config
         self.batch_size = batch_size

@@ -36,6 +36,8 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         shuffle: "global", None (order of the shard table), or "windowed", see `Loader`; "auto" means "global".
         tail: treatment of the last samples if they do not fill a global batch: "drop", "short" or "pad". With "pad",
             samples have a `mask`, which is False for padding. With "short", some ranks may get one batch fewer.
+        training: whether a model is trained on these samples. If so, the versions that a `CheckpointManager` saves
+            record those that torch's `DataLoader` has handed over. None: if the order shuffles.
 
     Raises:
         ConfigError: an argument is out of range; a batch is larger than the epoch with `tail="drop"`.
@@ -51,6 +53,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         order: OrderConfig | None = None,
         ranks: DataRanks | DeviceMesh | None = None,
         tail: Tail = "drop",
+        training: bool | None = None,
     ) -> None:
         check_sizes(batch_size=batch_size)
         self.batch_size = batch_size
@@ -62,14 +65,16 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
             # None stands for no cache: the budget of a cache does not limit the order of a sampler.
             return derive_windowed(split, None, data_ranks, batches, seed=checked_seed)
 
+        # `training=True` makes "auto" the global shuffle.
+        config = choose_order(order, seed=seed, shuffle=shuffle, training=True, derive=derive)
         self.order = RankOrder(
             split,
-            # `training=True` makes "auto" the global shuffle.
-            choose_order(order, seed=seed, shuffle=shuffle, training=True, derive=derive),
+            config,
             batch_size=batch_size,
             ranks=data_ranks,
             tail=batches.tail,
             is_derived=order is None and shuffle == "windowed",
+            is_training=config.shuffle is not None if training is None else training,
         )
         self._epoch, self._position = 0, 0
 

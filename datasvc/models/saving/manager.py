@@ -27,6 +27,7 @@ from datasvc.models.saving.flat_state import FlatState, flatten_state
 from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.queue import OVERLAPS, SaveQueue
 from datasvc.models.saving.rank_channel import describe_error, open_channels, raise_on_all_ranks
+from datasvc.models.saving.recorded_data import RecordedData
 from datasvc.models.saving.save_policy import SaveCost, SaveScheduler, parse_duration, parse_policy
 from datasvc.models.saving.save_task import SaveHandle, SaveTask
 from datasvc.models.saving.shared_plan import HeldTensor, SharedPlan, outline, plan_shared
@@ -145,6 +146,7 @@ class CheckpointManager:
         self._copying: deque[SaveHandle] = deque()
         # Digests of what the ranks held when the plan of their sharded or different tensors was made, and the plan.
         self._planned: tuple[list[Any], SharedPlan] | None = None
+        self._recorded_data = RecordedData()
         self._next_check = 0  # step at which the ranks next exchange messages in `should_save`
         self.stop_signal: int | None = None
 
@@ -211,7 +213,7 @@ class CheckpointManager:
         *,
         step: int,
         rank_state: Mapping[str, Any] | None = None,
-        data: Sequence[DataUse] = (),
+        data: Sequence[DataUse] | None = None,
         config: Mapping[str, Any] | None = None,
         metrics: Mapping[str, float] | None = None,
         parent: str | None = None,
@@ -229,7 +231,8 @@ class CheckpointManager:
             state: state that all ranks share, a tree as for `models.save`.
             step: number of optimizer steps that produced this state.
             rank_state: state of this rank alone, such as its random state; restored as `state["rank_state"][rank]`.
-            data: data consumed so far.
+            data: data consumed so far. None: what the loaders of `datasvc.loaders.torch` have handed over since this
+                manager was made or restored a version.
             config: effective configuration of the run, JSON values.
             metrics: metric values by name.
             parent: version that this one continues; default: the newest that this manager committed or restored.
@@ -264,7 +267,14 @@ class CheckpointManager:
                 parent = None if parent is None else exact_version(self._repository, parent)
                 metadata = copy.deepcopy(
                     VersionMetadata(
-                        step, data, config, metrics, parent, message=message, execution=execution, run=run
+                        step,
+                        self._recorded_data.uses() if data is None else data,
+                        config,
+                        metrics,
+                        parent,
+                        message=message,
+                        execution=execution,
+                        run=run,
                     )
                 )
                 flat_state = flatten_state(state, rank_state, self._main_channel.rank)
@@ -365,6 +375,7 @@ class CheckpointManager:
         raise_on_all_ranks(self._main_channel.exchange(describe_error(error)), error)
         assert checkpoint is not None
         self._writer.newest = checkpoint.version
+        self._recorded_data = RecordedData(read_step(checkpoint.entry, checkpoint.version))
         return checkpoint
 
     def newest_step(self) -> int | None:
