@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from decimal import Decimal
@@ -36,3 +37,15 @@ def json_value(value: Any) -> Any:
         return str(value)  # JSON has no NaN and no infinity
     is_json = value is None or isinstance(value, (bool, int, float, str))
     return value if is_json else str(value)
+
+
+def text_value(value: Any) -> str:
+    """Return a sample's value as one line of text.
+
+    Control characters are escaped, because a terminal would execute escape sequences in the text.
+    """
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return f"{len(value)} bytes"
+    plain = json_value(value)
+    # JSON and not Python's notation: people who do not write Python read it, and programs parse it.
+    return escape_controls(plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False))

@@ -25,9 +25,9 @@ def ls(
 
     Example: datasvc runs ls digits-cnn --repo ./repo
     """
-    from datasvc.cli.run_report import time_text
     from datasvc.repository import Repository
     from datasvc.runs import list_runs
+    from datasvc.runs.report.description import time_text
 
     runs = list_runs(Repository.open(repo), name, last=last)
     if as_json:
@@ -47,9 +47,9 @@ def show(run: RunArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
 
     Example: datasvc runs show digits-cnn --repo ./repo
     """
-    from datasvc.cli.run_report import facts, mean_times, problems
     from datasvc.repository import Repository
     from datasvc.runs import read_run, resolve_run
+    from datasvc.runs.report.description import facts, mean_times, warnings
 
     repository = Repository.open(repo)
     history = read_run(repository, *resolve_run(repository, run))
@@ -57,7 +57,7 @@ def show(run: RunArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
         print_json(history.to_dict())
         return
     print_facts({"run": history.summary.ref, **facts(history), "versions": ", ".join(history.versions)})
-    for problem in problems(history):
+    for problem in (*warnings(history), *history.problems):
         print_line(f"problem: {problem}")
     means = {name: f"{1000 * value:.2f} ms" for name, value in mean_times(history).items()}
     last = {
@@ -77,12 +77,11 @@ def report(
 
     Example: datasvc report digits-cnn --html digits-cnn.html --repo ./repo
     """
-    from datasvc.cli.run_report import make_report
     from datasvc.cli.terminal.output_file import write_output_file
     from datasvc.repository import Repository
     from datasvc.runs import read_run, resolve_run
 
     repository = Repository.open(repo)
     history = read_run(repository, *resolve_run(repository, run))
-    write_output_file(html, make_report(history).encode())
+    write_output_file(html, history.to_html().encode())
     print_line(f"wrote {html}")

@@ -176,6 +176,12 @@ class RunHistory:
 
         return plot_curve(self, name, ax)
 
+    def to_html(self) -> str:
+        """Return the report of the run as one HTML document, which loads nothing; all text of the log is escaped."""
+        from datasvc.runs.report.document import make_report
+
+        return make_report(self)
+
     def _repr_html_(self) -> str:
         from datasvc.runs.display import history_html
 

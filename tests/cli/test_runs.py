@@ -3,7 +3,6 @@ import re
 
 import pytest
 
-from datasvc.cli.run_report import make_report
 from datasvc.runs import RunLog, list_runs, read_run
 from tests.cli.command import run
 
@@ -100,7 +99,7 @@ def test_a_report_says_what_it_leaves_out(repository, tmp_path):
         for _ in range(201):
             log.report("note")
     history = read_run(repository, log.name, log.id)
-    html = make_report(history)
+    html = history.to_html()
     assert "12 of 15 curves are drawn; not curve12, curve13, curve14." in html
     assert f"The last 200 of {len(history.events)} events" in html
     done = run("report", "wide", "--html", tmp_path / "nowhere" / "r.html", "--repo", repository.url)

@@ -15,8 +15,8 @@ from datasvc.cli.terminal.output import (
     print_line,
     print_table,
 )
-from datasvc.cli.terminal.values import short_text_value, text_value
-from datasvc.printable import count_text
+from datasvc.cli.terminal.values import short_text_value
+from datasvc.printable import count_text, text_value
 
 if TYPE_CHECKING:
     from datasvc.shards.query.sample_page import SamplePage

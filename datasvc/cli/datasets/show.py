@@ -20,9 +20,9 @@ from datasvc.cli.terminal.output import (
     print_table,
 )
 from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
-from datasvc.cli.terminal.values import short_text_value, text_value
+from datasvc.cli.terminal.values import short_text_value
 from datasvc.errors import BadSampleError, CorruptDataError
-from datasvc.printable import count_text, json_value
+from datasvc.printable import count_text, json_value, text_value
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -18,9 +18,8 @@ from datasvc.cli.terminal.output import (
     print_json,
     print_line,
 )
-from datasvc.cli.terminal.values import text_value
 from datasvc.errors import ConfigError
-from datasvc.printable import count_text
+from datasvc.printable import count_text, text_value
 from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
 

@@ -9,7 +9,7 @@ import typer
 
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.cli.terminal.query_result import CsvOption, check_one_format, print_csv
-from datasvc.cli.terminal.values import text_value
+from datasvc.printable import text_value
 
 
 def compare(

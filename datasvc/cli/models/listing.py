@@ -14,7 +14,7 @@ from datasvc.cli.models.arguments import NameArgument, RefArgument
 from datasvc.cli.terminal.drawing_file import LastOption, SvgOption, write_version_graph
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_line, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
-from datasvc.cli.terminal.values import text_value
+from datasvc.printable import text_value
 
 if TYPE_CHECKING:
     from datasvc.models import ModelVersion

@@ -20,9 +20,8 @@ from rich.text import Text
 from datasvc.cli.nodes.traffic_picture import draw_traffic, show_below
 from datasvc.cli.terminal.image_protocol import choose_protocol
 from datasvc.cli.terminal.output import plain_text
-from datasvc.cli.terminal.values import text_value
 from datasvc.errors import UnavailableError
-from datasvc.printable import count_text
+from datasvc.printable import count_text, text_value
 from datasvc.sizes import format_size
 
 Status = Mapping[str, Any]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from datasvc.cli.terminal.values import text_value
+from datasvc.printable import text_value
 
 # rich is imported on first use: most output is plain lines, and `show` imports little.
 if TYPE_CHECKING:

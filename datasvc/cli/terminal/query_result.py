@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.terminal.output import print_json, print_table
-from datasvc.cli.terminal.values import text_value
 from datasvc.errors import ConfigError
-from datasvc.printable import json_value
+from datasvc.printable import json_value, text_value
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TextIO
 
-from datasvc.cli.terminal.values import text_value
 from datasvc.errors import CorruptDataError, UnreadableVersionWarning
+from datasvc.printable import text_value
 
 _left_out: ContextVar[dict[str, UnreadableVersionWarning] | None] = ContextVar("unreadable versions", default=None)
 

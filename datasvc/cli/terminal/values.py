@@ -1,4 +1,4 @@
-"""Conversion of sample values to printable text. Blobs are represented by their sizes."""
+"""Short texts of sample values. Blobs are represented by their sizes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,6 @@ from typing import Any, Final
 from datasvc.printable import escape_controls, json_value
 
 _SHOWN_ITEMS: Final = 8
-
-
-def text_value(value: Any) -> str:
-    """Return a sample's value as one line of text.
-
-    Control characters are escaped, because a terminal would execute escape sequences in the text.
-    """
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return f"{len(value)} bytes"
-    plain = json_value(value)
-    # JSON and not Python's notation: people who do not write Python read it, and programs parse it.
-    return escape_controls(plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False))
 
 
 def short_text_value(value: Any) -> str:

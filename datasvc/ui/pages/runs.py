@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -12,10 +11,10 @@ from aiohttp import web
 
 from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.ledger.folders import find_ledgers
-from datasvc.printable import count_text
-from datasvc.runs import RunEvent, RunHistory, RunSummary, list_runs
+from datasvc.runs import RunHistory, RunSummary, list_runs
+from datasvc.runs.report.charts import describe_left_out, line_charts, time_chart
+from datasvc.runs.report.description import as_mapping, as_number, newest_event, newest_fact, rank_times, warnings
 from datasvc.ui.pages.audit import find_ledger_of
-from datasvc.ui.pages.charts.run_charts import describe_left_out, line_charts, time_chart
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
 from datasvc.ui.pages.run_table import runs_table
 from datasvc.ui.web.changes import stream_events
@@ -28,7 +27,6 @@ _MAX_SORTED: Final = 1000  # runs whose logs are read to sort them
 _MAX_EVENTS: Final = 100
 # A log has a new part each second at most: with this pause, a reader sees a point within two seconds.
 _PAUSE_S: Final = 0.5
-_COLUMNS: Final = frozenset({"rank", "num_ranks", "stragglers", "host", "step"})
 
 
 def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
@@ -86,14 +84,12 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     """Return one run."""
     history = site.runs.read(site.repo.repository, parts["name"], parts["id"])
     run = history.summary
-    diagnosis = _newest(history.events, "diagnosis")
-    ranks = _newest(history.events, "ranks")
     return Page(
         template="run.html",
         title=run.ref,
         section="runs",
         crumbs=(Crumb("Runs", runs_link()), Crumb(run.name, runs_link(name=run.name)), Crumb(run.ref, _link(run))),
-        problems=(*_problems(history, diagnosis, ranks), *map(Problem, history.problems)),
+        problems=tuple(_problems(history)),
         panels={
             "run": Panel(
                 history.to_dict(),
@@ -106,13 +102,13 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
             "run": run,
             "history": history,
             "header": history.header,
-            "config": _mapping(history.header.get("config")),
-            "diagnosis": diagnosis,
+            "config": as_mapping(history.header.get("config")),
+            "diagnosis": newest_event(history, "diagnosis"),
             "starved": starved_share(run.latest),
-            "ranks": _rank_table(ranks),
-            "coverage": _number(run.latest.get("coverage")),
-            "ledger": find_ledger_of(site.settings.ledgers, _mapping(history.header.get("config"))),
-            "progress": _number(run.latest.get("progress")),
+            "ranks": rank_times(history),
+            "coverage": as_number(run.latest.get("coverage")),
+            "ledger": find_ledger_of(site.settings.ledgers, as_mapping(history.header.get("config"))),
+            "progress": as_number(run.latest.get("progress")),
             "charts": line_charts(history),
             "left_out": describe_left_out(history),
             "time_chart": time_chart(history),
@@ -151,64 +147,13 @@ def _link(run: RunSummary) -> str:
     return run_link(run.name, run.id)
 
 
-def _newest(events: Sequence[RunEvent], name: str) -> RunEvent | None:
-    return next((event for event in reversed(events) if event.event == name), None)
-
-
-def _problems(history: RunHistory, diagnosis: RunEvent | None, ranks: RunEvent | None) -> list[Problem]:
-    """Return the problems of a run: those of its summary, its diagnosis and its stragglers."""
+def _problems(history: RunHistory) -> list[Problem]:
+    """Return the problems of a run: those of its summary, of its events, and of its log."""
     run = history.summary
-    verdict = "" if diagnosis is None else str(diagnosis.facts.get("verdict", ""))
     # Not links: they would lead to this page. The events of all attempts say more than the summary's warnings.
     problems = [replace(problem, link=None) for problem in run_problems(run) if problem.severity == "error"]
-    share = starved_share(run.latest)
-    if verdict.startswith("starved"):
-        problems.append(Problem(verdict, severity="warning"))
-    elif not verdict and run.state == "running" and share is not None and share >= STARVED_SHARE:
-        text = f"it waits {share:.0%} of the time for data; the program has not reported a diagnosis yet"
-        problems.append(Problem(text, severity="warning"))
-    stragglers = [] if ranks is None else _list(ranks.facts.get("stragglers"))
-    warnings = []
-    if stragglers:
-        listed = ", ".join(map(str, stragglers[:8])) + (" and more" if len(stragglers) > 8 else "")
-        warnings.append(f"the other ranks wait for rank {listed}; the table of ranks has its host")
-    counts = Counter(event.event for event in history.events)
-    if counts["stall"]:
-        warnings.append(f"{count_text(counts['stall'], 'step')} waited a second or longer for data")
-    if counts["failed"]:
-        warnings.append(f"{count_text(counts['failed'], 'checkpoint')} failed; the events have the errors")
-    return [*problems, *(Problem(text, severity="warning") for text in warnings)]
-
-
-def _rank_table(event: RunEvent | None) -> dict[str, Any] | None:
-    """Return the newest comparison of the ranks as names of times and rows; None if there is none."""
-    if event is None:
-        return None
-    facts = event.facts
-    ranks = _list(facts.get("rank"))
-    names = [name for name, values in facts.items() if name not in _COLUMNS and len(_list(values)) == len(ranks)]
-    names.sort(key=lambda name: name != "own_s")
-    hosts = _list(facts.get("host")) or [None] * len(ranks)
-    stragglers = set(map(str, _list(facts.get("stragglers"))))
-    columns = [_list(facts[name]) for name in names]
-    rows = [
-        (rank, host, str(rank) in stragglers, [_number(column[row]) for column in columns])
-        for row, (rank, host) in enumerate(zip(ranks, hosts, strict=False))
-    ]
-    rows.sort(key=lambda row: not row[2])
-    num_ranks = facts.get("num_ranks")
-    num_ranks = num_ranks if isinstance(num_ranks, int) else len(ranks)
-    return {"names": names, "rows": rows, "step": facts.get("step"), "num_ranks": num_ranks}
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _number(value: object) -> float | None:
-    """Return a number of a log, in which any program may have written anything."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    texts, share = warnings(history), starved_share(run.latest)
+    has_verdict = bool(newest_fact(history, "diagnosis", "verdict"))
+    if not has_verdict and run.state == "running" and share is not None and share >= STARVED_SHARE:
+        texts = [f"it waits {share:.0%} of the time for data; the program has not reported a diagnosis yet", *texts]
+    return [*problems, *(Problem(text, severity="warning") for text in texts), *map(Problem, history.problems)]

@@ -11,26 +11,25 @@ import numpy as np
 from datasvc.drawing import ChartMark, ChartSeries, chart_table, line_chart, stacked_areas
 from datasvc.drawing.numbers import thin_points
 from datasvc.printable import escape_controls
-from datasvc.runs import RunHistory, Series
+from datasvc.runs.history import RunHistory, Series
+from datasvc.runs.report.description import STEP_PARTS
 
 _MAX_POINTS: Final = 600
 _MAX_CHARTS: Final = 12
 _MAX_LISTED: Final = 20  # names of curves that are not drawn
 _MAX_MARKS: Final = 200
-# Parts of a step in the order in which they are stacked; each has the same colour in every run.
-_PARTS: Final = (
-    ("wait_s", "waiting for data", "c1"),
-    ("transfer_s", "transfer", "c4"),
-    ("forward_s", "forward", "c0"),
-    ("backward_s", "backward", "c2"),
-    ("all_reduce_s", "all-reduce", "c3"),
-    ("update_s", "update", "c5"),
-)
+# Each part of a step has the same colour in every run.
+_COLOURS: Final = {
+    "wait_s": "c1",
+    "transfer_s": "c4",
+    "forward_s": "c0",
+    "backward_s": "c2",
+    "all_reduce_s": "c3",
+    "update_s": "c5",
+}
 _OTHER: Final = ("other", "grey")
 # Shown as numbers elsewhere on the page.
-_NOT_DRAWN: Final = frozenset(
-    {"epoch", "progress", "coverage", "samples", "step_s", *(name for name, _, _ in _PARTS)}
-)
+_NOT_DRAWN: Final = frozenset({"epoch", "progress", "coverage", "samples", "step_s", *STEP_PARTS})
 _FIRST: Final = ("loss", "rate")
 _TITLES: Final = {"rate": "learning rate"}
 _UNITS: Final = {"_s": "s", "_bytes": "bytes"}
@@ -82,7 +81,7 @@ def time_chart(history: RunHistory) -> dict[str, Any] | None:
     steps = whole.steps[kept]
     rest = np.nan_to_num(whole.values[kept], posinf=0, neginf=0)
     areas = []
-    for name, title, colour in _PARTS:
+    for name, title in STEP_PARTS.items():
         part = history.series.get(name)
         if part is None or not len(part):
             continue
@@ -90,7 +89,7 @@ def time_chart(history: RunHistory) -> dict[str, Any] | None:
         times_s = np.nan_to_num(part.values[np.searchsorted(part.steps[:-1], steps)], posinf=0, neginf=0)
         times_s = np.minimum(times_s, rest)
         rest = rest - times_s
-        areas.append(ChartSeries(title, steps.tolist(), (1000 * times_s).tolist(), colour))
+        areas.append(ChartSeries(title, steps.tolist(), (1000 * times_s).tolist(), _COLOURS[name]))
     areas.append(ChartSeries(_OTHER[0], steps.tolist(), (1000 * rest).tolist(), _OTHER[1]))
     title = "Time of a step"
     return {

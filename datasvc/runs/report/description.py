@@ -1,0 +1,169 @@
+"""A run in words: its facts, what needs attention, and where the time of its steps goes. Pure.
+
+Any program may have written the log: every value of it is checked, and is text until it is shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import numpy as np
+
+from datasvc.printable import count_text, text_value
+from datasvc.runs.facts import RunEvent
+from datasvc.runs.history import RunHistory
+
+STEP_PARTS: Final[Mapping[str, str]] = {
+    "wait_s": "waiting for data",
+    "transfer_s": "transfer",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "all_reduce_s": "all-reduce",
+    "update_s": "update",
+}
+"""Curves with the parts of a step's time, in the order in which they are shown, with their titles."""
+_RANKS_LISTED: Final = 8
+_NOT_TIMES: Final = frozenset({"rank", "num_ranks", "stragglers", "host", "step"})  # facts of a `ranks` event
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """The newest comparison of the ranks of a run, stragglers first.
+
+    Attributes:
+        names: names of the times; `own_s`, the time that no other rank explains, comes first.
+        rows: rank, host, whether it is a straggler, and its mean times in seconds; None for what is not a number.
+        step: the step of the comparison.
+        num_ranks: number of ranks; `rows` may have fewer.
+    """
+
+    names: list[str]
+    rows: list[tuple[Any, Any, bool, list[float | None]]]
+    step: Any
+    num_ranks: int
+
+
+def describe(history: RunHistory) -> str:
+    """Return one sentence about a run: its outcome, how far it came, and what it has saved."""
+    run = history.summary
+    step = "before its first step" if run.step is None else f"at step {run.step:,}"
+    message = f": {run.message}" if run.message else ""
+    data = f" on {' + '.join(run.data)}" if run.data else ""
+    saved = count_text(len(history.versions), "model version")
+    return f"The run trained{data}, is {run.state} {step}{message}, and has saved {saved}."
+
+
+def warnings(history: RunHistory) -> list[str]:
+    """Return what slows a run down or has failed: a starved run's bottleneck, stragglers, stalls, checkpoints."""
+    found = []
+    verdict = newest_fact(history, "diagnosis", "verdict")
+    if isinstance(verdict, str) and verdict.startswith("starved"):
+        found.append(verdict)
+    stragglers = as_list(newest_fact(history, "ranks", "stragglers"))
+    if stragglers:
+        more = " and more" if len(stragglers) > _RANKS_LISTED else ""
+        listed = ", ".join(map(text_value, stragglers[:_RANKS_LISTED]))
+        found.append(f"the other ranks wait for rank {listed}{more}; the table of ranks has its host")
+    counts = Counter(event.event for event in history.events)
+    if counts["stall"]:
+        found.append(f"{count_text(counts['stall'], 'step')} waited a second or longer for data")
+    if counts["failed"]:
+        found.append(f"{count_text(counts['failed'], 'checkpoint')} failed; the events have the errors")
+    return found
+
+
+def facts(history: RunHistory) -> dict[str, str | float]:
+    """Return the main facts of a run by name, without those that are not known."""
+    run, header = history.summary, history.header
+    code, layout = as_mapping(header.get("code")), as_mapping(header.get("layout"))
+    revision, dirty = code.get("revision"), " with local changes" if code.get("dirty") else ""
+    progress = as_number(run.latest.get("progress"))
+    known: dict[str, str | float | None] = {
+        "state": run.state,
+        "message": run.message or None,
+        "step": run.step,
+        "progress": None if progress is None else f"{progress:.1%}",
+        "started": time_text(run.started_s),
+        "last written": time_text(run.last_s),
+        "attempts": run.num_attempts,
+        "data": ", ".join(run.data) or None,
+        "parent": _text(header.get("parent")),
+        "ranks": run.world_size,
+        "layout": ", ".join(f"{axis} {size}" for axis, size in layout.items() if size != 1) or None,
+        "host": _text(header.get("host")),
+        "code": None if revision is None else f"{revision}{dirty}",
+        "datasvc": _text(header.get("package")),
+        "diagnosis": _text(newest_fact(history, "diagnosis", "verdict")),
+    }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def mean_times(history: RunHistory) -> dict[str, float]:
+    """Return the mean seconds of a step and of its measured parts, over all of the run."""
+    measured = {name: history.series[name] for name in ("step_s", *STEP_PARTS) if name in history.series}
+    return {name: float(np.average(series.values, weights=series.counts)) for name, series in measured.items()}
+
+
+def rank_times(history: RunHistory) -> RankTimes | None:
+    """Return the newest comparison of the ranks; None if there is none."""
+    event = newest_event(history, "ranks")
+    if event is None:
+        return None
+    ranks = as_list(event.facts.get("rank"))
+    times = {
+        name: as_list(values)
+        for name, values in sorted(event.facts.items(), key=lambda fact: fact[0] != "own_s")
+        if name not in _NOT_TIMES and len(as_list(values)) == len(ranks)
+    }
+    hosts = as_list(event.facts.get("host")) or [None] * len(ranks)
+    stragglers = set(map(str, as_list(event.facts.get("stragglers"))))
+    rows = [
+        (rank, host, str(rank) in stragglers, [as_number(values[row]) for values in times.values()])
+        for row, (rank, host) in enumerate(zip(ranks, hosts, strict=False))
+    ]
+    num_ranks = event.facts.get("num_ranks")
+    return RankTimes(
+        names=[*times],
+        rows=sorted(rows, key=lambda row: not row[2]),
+        step=event.facts.get("step"),
+        num_ranks=num_ranks if isinstance(num_ranks, int) else len(ranks),
+    )
+
+
+def newest_event(history: RunHistory, name: str) -> RunEvent | None:
+    """Return the newest event of a name; None if there is none."""
+    return next((event for event in reversed(history.events) if event.event == name), None)
+
+
+def newest_fact(history: RunHistory, event: str, fact: str) -> Any:
+    """Return a fact of the newest event of a name; None if there is none."""
+    found = newest_event(history, event)
+    return None if found is None else found.facts.get(fact)
+
+
+def time_text(time_s: float) -> str:
+    """Return a time in UTC as ISO 8601, to the second."""
+    return datetime.fromtimestamp(time_s, UTC).isoformat(timespec="seconds")
+
+
+def as_list(value: object) -> list[Any]:
+    """Return a value of a log if it is a list; else an empty list."""
+    return value if isinstance(value, list) else []
+
+
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """Return a value of a log if it is a mapping; else an empty mapping."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def as_number(value: object) -> float | None:
+    """Return a value of a log if it is a number; else None."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else text_value(value)
