@@ -1,10 +1,10 @@
-"""Runs a function for many values in threads. Also registers hooks for the exit of the program."""
+"""Runs a function for many values in threads, or for a limited time. Also registers hooks for the exit."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from itertools import starmap
 from typing import Final, TypeVar, TypeVarTuple
@@ -77,6 +77,24 @@ def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], 
     """Call `work` with each of `values`, as `run_in_threads` does; return the results in the same order."""
     # `zip` of one sequence wraps each value in a tuple of one: the arguments of a call.
     return run_in_threads(work, list(zip(values, strict=True)), threads)
+
+
+def call_within(timeout_s: float, call: Callable[[], _Result]) -> _Result:
+    """Return the result of `call`, which runs in a thread. Raises TimeoutError if that takes longer than `timeout_s`.
+
+    The thread is not ended then; what `call` returns or raises later is dropped.
+    """
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - the top of a thread; the caller gets it
+            future.set_exception(error)
+
+    # A daemon, and no pool: the program would wait at its end for the threads of a pool.
+    threading.Thread(target=copy_context().run, args=(run,), name="datasvc-call", daemon=True).start()
+    return future.result(timeout_s)
 
 
 def run_before_threads_end(hook: Callable[[], object]) -> None:

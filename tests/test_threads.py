@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from datasvc.errors import CorruptDataError
 from datasvc.repository.objects.objects import digest_of
 from datasvc.sizes import group_by_size
-from datasvc.threads import map_in_threads, run_in_threads
+from datasvc.threads import call_within, map_in_threads, run_in_threads
 
 CONTENT = bytes(1 << 20)
 
@@ -102,3 +102,15 @@ def test_calls_run_in_the_context_of_the_caller():
     name = ContextVar("name", default="")
     name.set("caller")
     assert map_in_threads(lambda _: name.get(), range(3), 2) == ["caller"] * 3
+
+
+def test_a_call_within_a_time_gives_its_result_or_its_error_in_the_context_of_the_caller():
+    variable = ContextVar("variable")
+    variable.set(1)
+    assert call_within(600, variable.get) == 1
+    with pytest.raises(CorruptDataError, match="of the call"):
+        call_within(600, lambda: (_ for _ in ()).throw(CorruptDataError("of the call")))
+    end = threading.Event()
+    with pytest.raises(TimeoutError):
+        call_within(0.001, end.wait)
+    end.set()

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from datasvc.api.operation import Operation
+from datasvc.errors import UnavailableError
 from datasvc.repository import Repository
 from datasvc.repository.store.redaction import redact_url
 from datasvc.runs import RunHistory, RunLog, follow_run, list_runs, read_run, resolve_run
+from datasvc.threads import call_within
 
 
 class Runs:
@@ -53,9 +55,31 @@ class Runs:
         """
         return read_run(self.repository, *resolve_run(self.repository, ref))
 
-    def follow(self, ref: str, after: str) -> RunHistory:
-        """Return what the log of a run has after the `cursor` of an earlier result; see `follow_run` and `read`."""
-        return follow_run(self.repository, *resolve_run(self.repository, ref), after)
+    def follow(self, ref: str, after: str, *, timeout_s: float | None = None) -> RunHistory:
+        """Return what the log of a run has after the `cursor` of an earlier result; see `follow_run` and `read`.
+
+        Args:
+            ref: the run, see `read`.
+            after: cursor; "" returns all.
+            timeout_s: seconds to wait for the store; None: as long as its client does.
+
+        Raises:
+            ConfigError, NotFoundError: see `resolve_run` and `follow_run`.
+            UnavailableError: the store does not respond, or not within `timeout_s`.
+        """
+
+        def follow() -> RunHistory:
+            return follow_run(self.repository, *resolve_run(self.repository, ref), after)
+
+        if timeout_s is None:
+            return follow()
+        try:
+            return call_within(timeout_s, follow)
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"{self.repository.storage.location('runs')} has not answered for {timeout_s:g} s; try again with "
+                "the same cursor, or a longer timeout_s"
+            ) from error
 
     def __repr__(self) -> str:
         return f"datasvc.open({redact_url(self.repository.url)!r}).runs"

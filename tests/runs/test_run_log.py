@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from datasvc.errors import ConfigError, NotFoundError
+import datasvc
+from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import Repository
 from datasvc.repository.objects.objects import digest_of
 from datasvc.runs import RunLog, follow_run, list_runs, read_run, resolve_run
@@ -652,3 +653,18 @@ def test_long_names_with_the_same_start_are_two_curves(repository):
     history = read(repository, log)
     assert [series.values.tolist() for series in history.series.values()] == [[1.0], [2.0]]
     assert all(len(name) == 128 for name in history.series)
+
+
+def test_following_a_run_on_a_store_that_does_not_answer_says_so_and_goes_on_later(tmp_path, monkeypatch):
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    with repo.runs.start("cnn") as log:
+        log.report("step", step=1, loss=1.0)
+    storage, answers = repo.repository.storage, threading.Event()
+    list_folder = storage.list
+    monkeypatch.setattr(storage, "list", lambda folder: answers.wait() and list_folder(folder))
+    with pytest.raises(UnavailableError, match=r"/repo/runs has not answered for 0\.001 s; .* same cursor"):
+        repo.runs.follow("cnn", "", timeout_s=0.001)
+    answers.set()
+    assert repo.runs.follow("cnn", "", timeout_s=600).series["loss"].steps.tolist() == [1]
+    with pytest.raises(NotFoundError, match="it has cnn"):
+        repo.runs.follow("other", "", timeout_s=600)
