@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import NotFoundError
 from datasvc.printable import count_text
-from datasvc.progress import NO_PROGRESS, Progress, byte_progress
+from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,15 +61,14 @@ def push(
     transfer_and_print(
         "pushing",
         refs,
-        lambda progress: transfer_datasets(
+        partial(
+            transfer_datasets,
             source,
             target,
             refs,
             name=name,
             with_parents=with_parents,
             with_tags=with_tags,
-            dry_run=dry_run,
-            progress=progress,
         ),
         dry_run=dry_run,
         as_json=as_json,
@@ -96,15 +96,14 @@ def pull(
     transfer_and_print(
         "pulling",
         refs,
-        lambda progress: transfer_datasets(
+        partial(
+            transfer_datasets,
             source,
             target,
             refs,
             name=name,
             with_parents=with_parents,
             with_tags=with_tags,
-            dry_run=dry_run,
-            progress=progress,
         ),
         dry_run=dry_run,
         as_json=as_json,
@@ -128,19 +127,19 @@ def open_target(url: str, *, create: bool, dry_run: bool) -> Repository:
 def transfer_and_print(
     title: str,
     refs: Sequence[str],
-    transfer: Callable[[Progress], TransferReport],
+    transfer: Callable[..., TransferReport],
     *,
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Run a transfer with a progress bar, and print its report."""
+    """Run a transfer with a progress bar, and print its report. `transfer` gets what it lacks: progress, dry run."""
     from datasvc.sizes import format_size
 
     if dry_run:
-        result = transfer(NO_PROGRESS)
+        result = transfer(dry_run=True)
     else:
         with byte_progress(f"{title} {', '.join(refs)}") as progress:
-            result = transfer(progress)
+            result = transfer(progress=progress)
     if as_json:
         versions = [
             {"source": str(copy.source), "target": str(copy.target), "kind": copy.source.kind, "new": copy.is_new}

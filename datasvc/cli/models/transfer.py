@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -62,7 +63,8 @@ def push(
     transfer_and_print(
         "pushing",
         refs,
-        lambda progress: transfer(
+        partial(
+            transfer,
             source,
             target,
             refs,
@@ -72,8 +74,6 @@ def push(
             data_names=parse_name_map(rename_data or ()),
             trusted_keys=trusted or None,
             with_tags=with_tags,
-            dry_run=dry_run,
-            progress=progress,
         ),
         dry_run=dry_run,
         as_json=as_json,
@@ -105,7 +105,8 @@ def pull(
     transfer_and_print(
         "pulling",
         refs,
-        lambda progress: transfer(
+        partial(
+            transfer,
             source,
             target,
             refs,
@@ -115,8 +116,6 @@ def pull(
             data_names=parse_name_map(rename_data or ()),
             trusted_keys=trusted or None,
             with_tags=with_tags,
-            dry_run=dry_run,
-            progress=progress,
         ),
         dry_run=dry_run,
         as_json=as_json,
