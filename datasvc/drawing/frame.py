@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from datasvc.drawing.elements import Markup, element, link, markup, shorten
+from datasvc.drawing.elements import Markup, element, link, shorten
 from datasvc.drawing.numbers import choose_ticks, format_quantity
 
 _LEFT: Final = 72
@@ -102,6 +102,8 @@ class ChartFrame:
 def hover_strips(frame: ChartFrame, points: Sequence[tuple[int, float]], text: Callable[[int], str]) -> list[Markup]:
     """Return invisible strips over the whole height of a plot, each with the text of its point on hover.
 
+    A script of a page finds them by the class "hover", the x of their points in `data-x`, and its pixel in `data-at`.
+
     Args:
         frame: frame of the chart.
         points: number and `drawable` x of each point, ascending. At most 100, evenly spaced, have a strip.
@@ -119,6 +121,8 @@ def hover_strips(frame: ChartFrame, points: Sequence[tuple[int, float]], text: C
         element(
             "rect",
             element("title", text(number)),
+            data_x=x,
+            data_at=at,
             x=left,
             y=frame.top,
             width=right - left,
@@ -126,31 +130,29 @@ def hover_strips(frame: ChartFrame, points: Sequence[tuple[int, float]], text: C
             fill="transparent",
             class_="hover",
         )
-        for (_, number), (left, right) in zip(shown, pairwise(edges), strict=False)
+        for (number, x), (at, _), (left, right) in zip(points[::stride], shown, pairwise(edges), strict=False)
     ]
 
 
 def legend(names: Sequence[str], colours: Sequence[str], hrefs: Sequence[str | None], width: int) -> list[Markup]:
-    """Return the legend below the title: a swatch and a name for each series, links where there is an address."""
+    """Return the legend below the title: a swatch and a name for each series, links where there is an address.
+
+    The class of each entry is "key", by which the script of a page finds it.
+    """
+    places = _legend_places(names, width)
+    xs, tops = [x for _, x in places], [_TITLE + row * _LEGEND_ROW + 4 for row, _ in places]
     return [
         link(
-            markup(
-                [
-                    element(
-                        "rect",
-                        x=x,
-                        y=_TITLE + row * _LEGEND_ROW + 4,
-                        width=10,
-                        height=10,
-                        class_=f"mark fill {colour}",
-                    ),
-                    element("text", shorten(name, _MAX_LABEL), x=x + 14, y=_TITLE + row * _LEGEND_ROW + 13),
-                ]
+            element(
+                "g",
+                element("rect", x=x, y=top, width=10, height=10, class_=f"mark fill {colour}"),
+                element("text", shorten(name, _MAX_LABEL), x=x + 14, y=top + 9),
+                class_="key",
             ),
             href,
             title=name,
         )
-        for name, colour, href, (row, x) in zip(names, colours, hrefs, _legend_places(names, width), strict=True)
+        for name, colour, href, x, top in zip(names, colours, hrefs, xs, tops, strict=True)
     ]
 
 

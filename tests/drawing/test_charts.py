@@ -211,6 +211,11 @@ def test_a_hover_shows_all_series_at_a_point(draw):
     assert text_of(strips[1]) == "step 3; read: 1 ms; decode: 3 ms"
     ends = [(float(each.get("x")), float(each.get("width"))) for each in strips]
     assert (ends[0][0], sum(ends[-1])) == (72, 624)
+    assert (strips[1].get("data-x"), float(strips[1].get("data-at"))) == (
+        "3",
+        pytest.approx(72 + 3 / 249 * 552, abs=0.01),
+    )
+    assert [text_of(key) for key in with_class(parsed(draw(series, title="x")), "key")] == ["read", "decode"]
     assert all(x + width == pytest.approx(after, abs=0.02) for (x, width), (after, _) in pairwise(ends))
 
 

@@ -250,9 +250,12 @@ def test_a_new_point_appears_while_the_run_goes_on(tmp_path, page):
         page.get_by_text("live", exact=True).wait_for()
         page.get_by_text("The run goes on").wait_for()
         page.locator("#chart-0[data-points='3'] canvas").wait_for()
+        page.get_by_role("button", name="show forward").click()
         report_steps(log, [4])
         page.locator("#step").get_by_text("4", exact=True).wait_for()
         page.locator("#chart-0[data-points='4']").wait_for()
+        # What the reader has hidden stays so.
+        page.locator("#time-chart:has([data-x='4']) [aria-label='show forward'][aria-pressed=false]").wait_for()
         log.close()
         page.get_by_text("The run is finished").wait_for()
         page.get_by_text("ended", exact=True).wait_for()
@@ -281,6 +284,42 @@ def test_a_chart_names_the_mark_at_the_cursor_and_begins_at_zero_for_rates(logge
     assert label.startswith("stall at step")
 
 
+def test_the_legend_of_stacked_areas_hides_parts_and_the_cursor_is_that_of_the_curves(logged, page):
+    server, _, done, _ = logged
+    page.goto(f"{server.url}/runs/cnn/{done.id}")
+    chart, forward = page.locator("#time-chart"), page.get_by_role("button", name="show forward")
+    page.locator("#chart-0 canvas").wait_for()
+    (waiting, other) = (chart.locator(".area").nth(number) for number in (0, 3))
+    upper = other.get_attribute("points").split()[0]
+    forward.focus()
+    page.keyboard.press("Enter")
+    assert forward.get_attribute("aria-pressed") == "false"
+    assert not chart.locator(".area").nth(1).is_visible()
+    # What stands on it comes down, by the height of the part: 20 of 100 ms.
+    x, y = map(float, upper.split(","))
+    moved_x, moved_y = map(float, other.get_attribute("points").split()[0].split(","))
+    base = float(waiting.get_attribute("points").split()[-1].split(",")[1])
+    assert (moved_x, moved_y - y) == (x, pytest.approx((base - y) / 5, abs=0.05))
+    chart.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    text = page.locator("#time .mark-text")
+    assert text.text_content() == "step 2; waiting for data: 40 ms; backward: 30 ms; other: 10 ms"
+    assert float(chart.locator(".cursor").get_attribute("x1")) == pytest.approx(72 + 1 / 39 * 712, abs=0.02)
+    # The curves have the cursor at the same step: each value of their legends is that of step 2.
+    legend = page.locator("#chart-0 .u-legend")
+    assert [row.strip() for row in legend.locator(".u-value").all_text_contents()] == ["2", "0.5"]
+    page.keyboard.press("Escape")
+    assert text.text_content() == ""
+    forward.click()
+    assert other.get_attribute("points").split()[0] == upper
+    over = page.locator("#chart-0 .u-over")
+    over.hover(position={"x": over.bounding_box()["width"] * 19 / 39, "y": 20})
+    text.filter(has_text="step 20; waiting for data: 40 ms; forward").wait_for()
+    page.mouse.move(0, 0)
+    page.locator("#time .mark-text:empty").wait_for(state="attached")
+
+
 def test_a_page_without_scripts_has_the_curves_and_their_numbers(logged, browser):
     server, _, done, _ = logged
     context = browser.new_context(java_script_enabled=False)
@@ -288,6 +327,8 @@ def test_a_page_without_scripts_has_the_curves_and_their_numbers(logged, browser
     window.goto(f"{server.url}/runs/cnn/{done.id}")
     assert window.locator("#chart-0 svg").is_visible()
     assert window.get_by_text("Numbers of the curves").is_visible()
+    assert window.locator("#time-chart .area").count() == 4
+    assert not window.locator("#time-chart [role=button]").count()
     context.close()
 
 

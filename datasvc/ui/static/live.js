@@ -17,6 +17,7 @@
     // A form that is being filled in is not replaced under the reader's hands.
     if (typed) return;
     old.replaceChildren(...document.importNode(fresh, true).childNodes);
+    old.dispatchEvent(new CustomEvent("datasvc:replaced", { bubbles: true }));
     [...old.querySelectorAll("details")].forEach((details, number) => { details.open = Boolean(open[number]); });
     if (name) {
       const next = [...old.querySelectorAll("a, [id]")].find((each) => each.id === name || each.getAttribute("href") === name);

@@ -51,6 +51,26 @@
     });
   }
 
+  // The drawings of the server follow the cursor of the charts, and the charts that of the drawings.
+  const plots = [];
+  let isFollowing = false;
+
+  function shareCursor(x) {
+    if (!isFollowing) document.dispatchEvent(new CustomEvent("datasvc:cursor", { detail: { x, from: "series" } }));
+  }
+
+  document.addEventListener("datasvc:cursor", (event) => {
+    const { x, from } = event.detail;
+    if (from === "series") return;
+    isFollowing = true;
+    for (const plot of plots) {
+      const left = x === null ? -10 : plot.valToPos(x, "x");
+      const isInside = left >= 0 && left <= plot.over.clientWidth;
+      plot.setCursor(isInside ? { left, top: plot.over.clientHeight / 2 } : { left: -10, top: -10 });
+    }
+    isFollowing = false;
+  });
+
   function draw(element) {
     let chart = JSON.parse(element.dataset.series);
     if (!chart.x.length) return;
@@ -70,12 +90,17 @@
       ],
       hooks: {
         draw: [(plot) => drawMarks(plot, chart.marks)],
-        setCursor: [(plot) => { markText.textContent = (markAt(plot, chart.marks) || [, ""])[1]; }],
+        setCursor: [(plot) => {
+          markText.textContent = (markAt(plot, chart.marks) || [, ""])[1];
+          // Only from the chart under the pointer, which has an event: the others may have no point at its step.
+          if (plot.cursor.event) shareCursor(plot.cursor.idx == null ? null : chart.x[plot.cursor.idx]);
+        }],
       },
     };
     element.replaceChildren();
     const plot = new uPlot(options, [chart.x, chart.y], element);
     element.append(markText);
+    plots.push(plot);
     openOnClick(plot, () => (markAt(plot, chart.marks) || [])[3] || (chart.links || [])[plot.cursor.idx]);
     element.addEventListener("datasvc:series", (event) => {
       const { min, max } = plot.scales.x;
