@@ -87,7 +87,7 @@ class Collector:
         self._content = merge([content, self._content])
 
     def take(self) -> Content:
-        """Return what `compact` has left, and begin anew."""
+        """Return what `compact` has left, and start with nothing."""
         content, self._content = self._content, Content()
         self._floor_s = round(self._newest_s + 0.001, 3)
         return content

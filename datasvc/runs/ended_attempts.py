@@ -90,7 +90,7 @@ def merge_ended_attempts(
 
 def _merge_attempt(storage: Storage, folder: str, attempt: int, now_s: float) -> bool:
     """Merge the parts of an attempt if it has ended or can be ended; return False if its writer still reports."""
-    # Listed anew: what was listed before other attempts were merged may be minutes old.
+    # Listed again: what was listed before other attempts were merged may be minutes old.
     files = _list_parts(storage, folder, attempt)
     chosen = _choose(files)
     parts, problems = read_parts(storage, folder, chosen, threads=1)

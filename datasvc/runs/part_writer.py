@@ -1,6 +1,6 @@
 """Writes the parts of one attempt, and replaces several small ones by merged ones, so that their number stays small.
 
-Each attempt has one writer: it has created the header of the attempt, so nobody else has its number. If it is silent
+Each attempt has one writer: it has created the header of the attempt, so its number is unique. If it is silent
 for long, the next attempt ends it, see `ended_attempts`. Parts are merged in levels, as in a log-structured merge
 tree: eight parts of a level become one of the next level. So a log of N parts has about 8 * log8(N) files.
 """

@@ -1,4 +1,4 @@
-"""Thumbnails of images for the pages, encoded anew and cached on the local disk.
+"""Thumbnails of images for the pages, re-encoded and cached on the local disk.
 
 A page never gets the bytes of a sample: every image is decoded here and encoded again, or replaced by a drawn
 placeholder that says why it cannot be shown. The cache is bounded. Several processes may use its folder at once:

@@ -29,7 +29,7 @@ class Run(Learner):
         loader: loader of the training split; its position is that of the run.
         val_loader: loader of the validation split; None if the data set has no validation split.
         statistics_loader: second loader of the training split, for the statistics of batch normalisation; None if
-            they are not computed anew. It is separate so that it does not move the position of the run.
+            they are not recomputed. It is separate so that it does not move the position of the run.
         schedule: schedule of the learning rate.
         stop: early stopping.
         events: sink of this rank's events.
@@ -45,7 +45,7 @@ class Run(Learner):
         saves: saves not reported yet, each with the epoch of its state.
         metrics: metrics of the newest evaluation; empty if training has continued since.
         average_statistics: statistics of batch normalisation with which that evaluation ran the averaged weights;
-            empty unless they are computed anew.
+            empty unless they are recomputed.
         parent: version that the first checkpoint of this process continues; None: the version that it restores.
         has_saved: whether this process has begun a checkpoint of the run.
     """

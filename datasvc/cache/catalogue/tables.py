@@ -348,7 +348,7 @@ class UnusableCatalogueError(UnavailableError):
 def describe_failure(path: Path, error: lmdb.Error) -> UnavailableError:
     """Return the error to raise for a failure of the database at `path`."""
     if isinstance(error, lmdb.PanicError):
-        # After a failed write of its meta page, LMDB refuses every transaction until the process opens it anew.
+        # After a failed write of its meta page, LMDB refuses every transaction until the process opens it again.
         return UnusableCatalogueError(
             f"the cache catalogue {path} cannot be used by this process any more, because its disk failed during a "
             f"write ({error}): check the disk (`dmesg`), and start this process again; no cached object is lost"

@@ -1,4 +1,4 @@
-"""Small copies of images for display. What is shown is always encoded anew, never the bytes of a sample."""
+"""Small copies of images for display. What is shown is always re-encoded, never the bytes of a sample."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob, is_image
 from datasvc.shards.versions.dataset import Split
 
-# An open shard takes the memory of its sample index and of the blobs that were read; then it is opened anew.
+# An open shard takes the memory of its sample index and of the blobs that were read; then it is opened again.
 _MAX_OPEN_SHARDS: Final = 8
 _MAX_BLOB_BYTES: Final = 8 << 20
 

@@ -16,7 +16,7 @@ from datasvc.ui.web.site import Site
 
 # The search for the models that were trained on a sample reads all their versions; of more, only on request.
 _MAX_MODELS = 20
-_MAX_DUPLICATE_SHARDS = 64  # that are searched before somebody asks for all of them
+_MAX_DUPLICATE_SHARDS = 64  # that are searched before a reader asks for all of them
 
 
 def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:

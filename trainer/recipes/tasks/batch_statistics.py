@@ -1,6 +1,6 @@
 """Prepares the statistics of batch normalisation for evaluations and saves, because they differ between ranks.
 
-Either the moving averages of the training are averaged over the ranks, or the statistics are computed anew over some
+Either the moving averages of the training are averaged over the ranks, or the statistics are recomputed over some
 batches (Akiba et al. 2017). Invariant: training does not read the statistics, so nothing here changes the training.
 """
 

@@ -37,7 +37,7 @@ class EvaluationSettings(SettingGroup):
 
     @property
     def recomputes_statistics(self) -> bool:
-        """Whether the statistics of batch normalisation are computed anew before each evaluation."""
+        """Whether the statistics of batch normalisation are recomputed before each evaluation."""
         return self.statistics == "recompute"
 
     def check(self) -> None:
