@@ -80,8 +80,8 @@ PURPOSES: Final[Mapping[str, str]] = {
     "hub": "sources on the Hugging Face Hub",
     "yaml": "configuration files in YAML",
     "tensorboard": "curves of trainings in TensorBoard",
-    "wandb": "curves of trainings in Weights & Biases",
-    "mlflow": "curves of trainings in MLflow",
+    "wandb": "curves of trainings in Weights & Biases, `datasvc.integrations.wandb`",
+    "mlflow": "curves of trainings in MLflow, `datasvc.integrations.mlflow`",
     "lightning": "`datasvc.integrations.lightning`",
     "transformers": "`datasvc.integrations.transformers` and `.accelerate`",
     "text": "text to token blocks with a `tokenizer.json`",
@@ -109,7 +109,7 @@ _EXTRA_OF_MODULE: Final = {
     "cloudpickle": "train",
     "jinja2": "ui",
     "yaml": "yaml",
-    "lightning": "lightning",
+    **{name: name for name in ("lightning", "mlflow", "wandb")},
     **dict.fromkeys(("transformers", "accelerate"), "transformers"),
 }
 

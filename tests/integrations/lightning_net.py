@@ -8,7 +8,7 @@ import torch
 from datasvc.integrations.lightning import SplitsModule, VersionCallback
 from datasvc.loaders import ImageLoader
 
-__all__ = ["QUIET", "Net", "VersionCallback", "lightning", "splits", "trainer"]
+__all__ = ["QUIET", "ImageLoader", "Net", "VersionCallback", "lightning", "splits", "trainer"]
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 

@@ -62,6 +62,17 @@ def test_versions_are_saved_with_any_loader_and_continued(tmp_path, several, her
     assert found.entry["parent"] == "net@1"
 
 
+def test_a_loader_of_datasvc_without_the_data_module_continues_at_the_end_of_an_epoch_too(digits, tmp_path, here):
+    repo, nets = datasvc.open(str(tmp_path / "repo"), create=True), [here.Net(), here.Net()]
+    for net, steps in zip(nets, (5, 7), strict=True):
+        versions = here.VersionCallback(repo, "net")
+        with here.ImageLoader(digits["train"], training=True, batch_size=256, size=8) as loader:
+            run = here.trainer(steps, callbacks=[versions], enable_checkpointing=False, limit_val_batches=0)
+            run.fit(net, loader, ckpt_path=versions.checkpoints.newest())
+        assert versions.checkpoints.version == repo.models.versions("net")[-1]
+    assert nets[1].served == [(1, 0), (1, 256)]
+
+
 def test_files_stay_files_beside_versions(digits, tmp_path, here):
     repo = datasvc.open(str(tmp_path / "repo"), create=True)
     versions = here.VersionCallback(repo, "net", every=3)

@@ -8,7 +8,13 @@ from datasvc.errors import MissingPackageError
 
 @pytest.mark.parametrize(
     ("module", "extra"),
-    [("lightning", "lightning"), ("transformers", "transformers"), ("accelerate", "transformers")],
+    [
+        ("lightning", "lightning"),
+        ("transformers", "transformers"),
+        ("accelerate", "transformers"),
+        ("mlflow", "mlflow"),
+        ("wandb", "wandb"),
+    ],
 )
 def test_an_integration_without_its_package_names_the_extra(module, extra, monkeypatch):
     name = f"datasvc.integrations.{module}"

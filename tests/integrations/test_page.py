@@ -1,6 +1,7 @@
 """The programs of the page integrations.md run as they stand, where their packages are installed."""
 
 import re
+import sys
 from importlib.util import find_spec
 from shutil import copytree
 
@@ -16,7 +17,7 @@ PROGRAMS = {
 
 
 def test_the_page_has_a_program_of_each_framework():
-    assert list(PROGRAMS) == ["Lightning", "Transformers", "Accelerate"]
+    assert list(PROGRAMS) == ["Lightning", "Transformers", "Accelerate", "MLflow", "Weights & Biases"]
 
 
 @pytest.mark.slow
@@ -24,9 +25,15 @@ def test_the_page_has_a_program_of_each_framework():
 def test_a_program_runs(heading, digits, tmp_path, monkeypatch):
     (program,) = PROGRAMS[heading]
     needed = re.findall(r"^(?:import|from) (\w+)", program, re.MULTILINE)
+    if heading == "MLflow":
+        needed.append("sqlalchemy")  # which keeps runs in a file
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
         pytest.skip(f"{missing} not installed")
     copytree(digits.repository.url.removeprefix("file://"), tmp_path / "repo")
     monkeypatch.chdir(tmp_path)
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, value)
     exec(compile(program, heading, "exec"), {"__name__": "__main__"})
+    if heading == "MLflow":
+        sys.modules["mlflow"].set_tracking_uri(None)

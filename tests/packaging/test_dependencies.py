@@ -20,15 +20,13 @@ PACKAGES = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
-# Not imported by name: drivers that fsspec finds, trackers by the name of the user, and tools that are programs.
+# Not imported by name: drivers that fsspec finds, a tracker by the name of the user, and tools that are programs.
 BY_NAME = {
     "s3fs",
     "gcsfs",
     "adlfs",
     "huggingface_hub",
     "tensorboard",
-    "wandb",
-    "mlflow",
     "zensical",
     "mkdocstrings-python",
 }
