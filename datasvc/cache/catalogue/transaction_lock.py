@@ -22,11 +22,16 @@ from datasvc.cache.catalogue.private import open_lock_file
 from datasvc.errors import UnavailableError
 
 # mdb.c of https://github.com/LMDB/lmdb: a process that reads with LMDB's locks has an exclusive lock on the byte at
-# the offset of its process id. Ids are smaller than this; the lock of transactions is the byte behind them.
+# the offset of its process id. Ids are smaller than this; the lock of transactions is the two bytes behind them.
 _MAX_PROCESS_ID: Final = 1 << 31
-_SHARED, _EXCLUSIVE, _UNLOCK = (
-    byte_range(kind, _MAX_PROCESS_ID) for kind in (fcntl.F_RDLCK, fcntl.F_WRLCK, fcntl.F_UNLCK)
-)
+# A writer that waits for readers has the gate, so no reader begins after it. With one byte, many readers that
+# overlap could delay a writer for minutes: the kernel grants a shared lock while another process has one.
+_GATE, _TRANSACTION = _MAX_PROCESS_ID, _MAX_PROCESS_ID + 1
+_READ: Final = byte_range(fcntl.F_RDLCK, _GATE, 2)
+_PASS_GATE: Final = byte_range(fcntl.F_UNLCK, _GATE)
+_CLOSE_GATE: Final = byte_range(fcntl.F_WRLCK, _GATE)
+_WRITE: Final = byte_range(fcntl.F_WRLCK, _TRANSACTION)
+_UNLOCK: Final = byte_range(fcntl.F_UNLCK, _GATE, 2)
 
 
 class TransactionLock:
@@ -59,12 +64,12 @@ class TransactionLock:
             ) from error
 
     def shared(self) -> AbstractContextManager[None]:
-        """Exclude writers inside the block; wait for the one that has begun. Raises OSError."""
-        return self._locked(_SHARED)
+        """Exclude writers inside the block; wait for those that have begun or wait themselves. Raises OSError."""
+        return self._locked(_READ, _PASS_GATE)
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Exclude readers and other writers inside the block; wait for those that have begun. Raises OSError."""
-        return self._locked(_EXCLUSIVE)
+        return self._locked(_CLOSE_GATE, _WRITE)
 
     def close(self) -> None:
         """Close the file, after the transaction that a thread of this process has begun."""
@@ -79,13 +84,14 @@ class TransactionLock:
             self._descriptor = -1
 
     @contextmanager
-    def _locked(self, request: bytes) -> Iterator[None]:
+    def _locked(self, first: bytes, second: bytes) -> Iterator[None]:
         with self._threads:
             if self._descriptor < 0:
                 raise UnavailableError(f"the cache {self._folder} was closed while a thread used it")
             # Inside `try`: a signal may raise an exception right after the lock is taken.
             try:
-                fcntl.fcntl(self._descriptor, SETLKW, request)
+                fcntl.fcntl(self._descriptor, SETLKW, first)
+                fcntl.fcntl(self._descriptor, SETLKW, second)
                 yield
             finally:
                 fcntl.fcntl(self._descriptor, SETLK, _UNLOCK)

@@ -1,12 +1,18 @@
 """The catalogue in containers whose processes have equal ids, and beside earlier versions, which use LMDB's locks."""
 
+import fcntl
 import os
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from datasvc.cache import Cache
+from datasvc.cache.catalogue import transaction_lock
+from datasvc.cache.catalogue.object_locks import SETLK
+from datasvc.cache.catalogue.transaction_lock import TransactionLock
 from datasvc.errors import UnavailableError
 from tests.cache.crash_steps import check
 from tests.cache.processes import ROOT, in_a_fork, kill, start_python
@@ -78,6 +84,40 @@ def test_no_earlier_version_opens_the_catalogue_beside_this_one(cache):
         Cache(cache.folder)
     kill(process)
     Cache(cache.folder).close()
+
+
+def test_no_reader_begins_while_a_writer_waits(tmp_path):
+    (tmp_path / "catalogue").mkdir()
+    reader, writer, probe = (TransactionLock(tmp_path / "catalogue" / "lock.mdb") for _ in range(3))
+    written = threading.Event()
+
+    def write():
+        with writer.exclusive():
+            written.set()
+
+    with reader.shared():
+        assert can_read(probe)
+        thread = threading.Thread(target=write)
+        thread.start()
+        deadline = time.monotonic() + 60
+        while can_read(probe):  # until the writer waits
+            assert time.monotonic() < deadline, "readers pass a writer that waits"
+        assert not written.is_set()
+    thread.join()
+    assert written.is_set()
+    assert can_read(probe)
+    for lock in (reader, writer, probe):
+        lock.close()
+
+
+def can_read(lock):
+    """Return whether a reader could begin without waiting; it ends at once."""
+    try:
+        fcntl.fcntl(lock._descriptor, SETLK, transaction_lock._READ)
+    except BlockingIOError:
+        return False
+    fcntl.fcntl(lock._descriptor, SETLK, transaction_lock._UNLOCK)
+    return True
 
 
 def test_a_forked_child_does_not_keep_the_lock_of_a_parent(cache):
