@@ -17,7 +17,7 @@ from datasvc.runs import RunLog, RunSummary, list_runs, read_run
 from datasvc.testing import small_dataset
 from datasvc.ui.pages import runs as runs_page
 from datasvc.ui.pages.problems import recent_run_problems, run_problems
-from datasvc.ui.web import run_cache
+from datasvc.ui.web import run_cache, table_view
 from tests.cli.command import ROOT
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 
@@ -197,6 +197,8 @@ def test_runs_are_sorted_by_the_heads_of_their_columns(tmp_path, monkeypatch):
         assert names("/runs?sort=step") == names("/?runs_sort=step") == ["r1", "r2", "r3", "r4"]
         assert 'aria-sort="ascending"><a href="/?runs_sort=-step#runs">' in server.get("/?runs_sort=step")[2]
         assert server.get("/runs?sort=colour")[0] == 400
+        monkeypatch.setattr(table_view, "_ROWS_PER_PAGE", 3)
+        assert names("/runs?sort=loss&page=1") == ["r2"]
         monkeypatch.setattr(runs_page, "_MAX_SORTED", 3)
         assert names("/runs?sort=loss") == ["r3", "r4", "r2"]
         assert "The newest 3 runs are sorted" in server.get("/runs?sort=loss")[2]

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError
@@ -23,6 +23,7 @@ def view(rows, **query):
 
 
 @given(st.lists(values, max_size=8))
+@example([math.nan, 1.0])
 def test_any_values_are_sorted_and_rows_without_a_value_come_last(sizes):
     rows = [{"name": "a", "size": size} for size in sizes]
     for sort in ("size", "-size"):

@@ -39,12 +39,9 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # 
     last, folder = _MAX_SORTED if is_sorted else first + _RUNS_PER_PAGE, site.settings.ledgers
     found = list_runs(site.repo.repository, name, last=last + 1)
     runs = found[first:last]
-    if is_sorted:
-        table = runs_table(runs, query, path=runs_link())
-    else:
-        # A page is read without the runs of later ones, so that the newest ones are shown at once.
-        in_order = sorted(runs, key=lambda run: run.state != "running")
-        table = runs_table(in_order, Query({**query, "page": ""}), path=runs_link())
+    # A page of runs in order is read without those of later pages, so that the newest ones are shown at once.
+    in_order = sorted(runs, key=lambda run: run.state != "running")
+    table = runs_table(in_order, query if is_sorted else Query({**query, "page": ""}), path=runs_link())
     shown = [row["run"] for row in table.rows]
     return Page(
         template="runs.html",
