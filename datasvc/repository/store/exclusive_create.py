@@ -8,12 +8,16 @@ accepted only if it inherits its `pipe_file` from a class whose source code is k
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+
+from datasvc.errors import ConfigError, NotFoundError, UnavailableError, UnknownOutcomeError
+from datasvc.repository.store.redaction import redact_text
 
 WRITABLE_STORES: Final = (
     "a local folder, S3 or a compatible store (s3://), Google Cloud Storage (gs://), Azure Blob Storage "
@@ -52,3 +56,25 @@ def create(file_system: fsspec.AbstractFileSystem, path: str, content: bytes) ->
     lock: AbstractContextManager[object] = _memory_lock if isinstance(inner, MemoryFileSystem) else nullcontext()
     with lock:
         file_system.pipe_file(path, content, mode="create")
+
+
+def read_back(read: Callable[[], bytes], location: str, failure: Exception | None) -> bytes | None:
+    """Return the content of a file after a create that may have failed with `failure`; None if there is no file.
+
+    Args:
+        read: function that reads the file, with the errors of `map_exceptions`.
+        location: URL or path of the file for messages.
+        failure: error of the create; None if it has reported success.
+
+    Raises:
+        UnknownOutcomeError: the file cannot be read.
+    """
+    try:
+        return read()
+    except NotFoundError:
+        return None
+    except (UnavailableError, ConfigError) as error:
+        raise UnknownOutcomeError(
+            f"creating {location} failed with {redact_text(repr(failure))}, and so did the read that shows whether "
+            f"it exists: {error}; read the log before you try again"
+        ) from error

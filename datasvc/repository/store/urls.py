@@ -1,0 +1,68 @@
+"""URLs of stores: the file system that reads one, and the form of a URL that other processes get."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import fsspec
+from fsspec.config import apply_config
+
+from datasvc.errors import ConfigError, UnavailableError
+from datasvc.extras import how_to_install_driver
+from datasvc.repository.store.redaction import redact_text, redact_url, safe_cause
+
+
+def resolve_url(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, str]:
+    """Return the file system of `url` and the path on it. A URL without a scheme is a local path.
+
+    Args:
+        url: local path or any fsspec URL.
+        **options: options of the driver.
+
+    Raises:
+        ConfigError: the scheme is unknown, or its driver is not installed.
+        UnavailableError: a driver that connects immediately gets no response.
+    """
+    try:
+        file_system, root = fsspec.core.url_to_fs(os.path.expanduser(url), **options)
+    except OSError as error:
+        raise UnavailableError(f"cannot reach {redact_url(url)!r}: {redact_text(str(error))}") from safe_cause(error)
+    except ImportError as error:
+        raise ConfigError(f"cannot use {redact_url(url)!r} ({error}): {how_to_install_driver(url)}") from error
+    except ValueError as error:
+        raise ConfigError(f"cannot use {redact_url(url)!r}: {redact_text(str(error))}") from safe_cause(error)
+    return file_system, root.rstrip("/") or "/"
+
+
+def open_without_listings(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """Return the file system of `url`, which caches no listings if its driver has the option; see `resolve_url`.
+
+    A cached listing lacks the entries that other processes have committed since, and drivers answer for single files
+    from it. That `RemoteFiles` drops listings is not enough: until the request that follows, another thread may cache
+    a listing that it requested before the commit.
+    """
+    try:
+        return resolve_url(url, use_listings_cache=False)
+    except TypeError:  # a driver of somebody else, without that option
+        return resolve_url(url)
+
+
+def url_to_pickle(file_system: fsspec.AbstractFileSystem, url: str) -> str:
+    """Return the URL. Its user and password are left out if fsspec's configuration contains the same ones.
+
+    Otherwise they must be in the pickle: a worker process could not open the store without them.
+    """
+    url_without_password = redact_url(url)
+    # Do not compare the options of several drivers in a chain, as in "zip://a::s3://b".
+    if url_without_password == url or "::" in url:
+        return url
+    driver = type(file_system)
+    # Compare the options that fsspec would use, without opening a store. FSSPEC_* variables and fsspec's
+    # configuration files may set the user and password too.
+    options, configured_options = (
+        apply_config(driver, driver._get_kwargs_from_urls(each))  # noqa: SLF001 - a driver's documented interface
+        for each in (url, url_without_password)
+    )
+    same_path = driver._strip_protocol(url) == driver._strip_protocol(url_without_password)  # noqa: SLF001
+    return url_without_password if same_path and options == configured_options else url
