@@ -14,6 +14,7 @@ import pytest
 import datasvc
 from tests.said import say
 from tests.samples import write_folder
+from tools.build_release import ROOT
 
 # Above what was measured; any of torch, DALI and nvImageCodec would exceed it.
 MAX_BYTES = 450e6
@@ -130,6 +131,20 @@ def test_what_needs_an_extra_says_which(environment, words, reason, extra):
     assert reason in done.stderr
     assert done.stderr.count("pip install '.[") == done.stderr.count(f"pip install '.[{extra}]'") == 1
     assert "Traceback" not in done.stderr
+
+
+def test_what_the_image_removes_is_not_needed(environment):
+    dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text().replace("\\\n", "")
+    (removal,) = re.findall(r"uninstall --yes --quiet setuptools pip\s+&& (.*)", dockerfile)
+    removal = removal.replace("/opt/datasvc", str(environment.folder / "venv"))
+    subprocess.run(
+        ["sh", "-e", "-c", f"{removal}; ! ls $site/pyarrow/include"], check=True, stderr=subprocess.DEVNULL
+    )
+    (environment.folder / "table.csv").write_text("key,x\na,1\nb,2\n")
+    environment.said("ingest", "table.csv", "table")
+    environment.said("export", "table", "files", "--format", "parquet")
+    environment.said("ingest", "files", "again")
+    assert environment.said("sql", "again", "select sum(x) from train") == "3\n"
 
 
 def test_the_pages_need_one_extra(environment, wheel):
