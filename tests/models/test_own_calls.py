@@ -47,6 +47,7 @@ def own_calls(act, url, folder):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="comprehensions are no calls there")
 def test_a_save_and_a_restore_run_through_few_functions(repository, tmp_path):
     assert 100 < own_calls("save", repository.url, tmp_path) <= 319

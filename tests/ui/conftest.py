@@ -21,6 +21,7 @@ from datasvc.models import ConsumptionTracker
 from datasvc.testing import small_dataset
 from datasvc.ui.server import run_ui
 from datasvc.ui.settings import UiSettings
+from tests import servers
 
 CHROMIUM = shutil.which("chromium")
 ARGUMENTS = [
@@ -157,8 +158,8 @@ def ui(filled, tmp_path_factory):
 @pytest.fixture(scope="module")
 def browser():
     """Chromium of this machine; tests are skipped without it."""
-    if CHROMIUM is None:
-        pytest.skip("needs a browser: Debian's chromium")
+    if CHROMIUM is None or servers.are_replaced():
+        pytest.skip(servers.REPLACED if CHROMIUM else "needs a browser: Debian's chromium")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

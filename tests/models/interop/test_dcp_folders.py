@@ -136,7 +136,10 @@ def test_few_bytes_that_make_many_objects_with_large_states_are_refused_at_the_l
 
 @pytest.mark.parametrize(
     "copies",
-    [b"ccollections\nOrderedDict\nq\2](" + b"h\2h\1\x85R" * 10_000, b"]q\2(" + b"h\0h\3\x81" * 1000],
+    [
+        pytest.param(b"ccollections\nOrderedDict\nq\2](" + b"h\2h\1\x85R" * 10_000, marks=pytest.mark.slow),
+        b"]q\2(" + b"h\0h\3\x81" * 1000,
+    ],
 )
 def test_metadata_that_multiply_what_they_hold_are_refused(repository, tmp_path, copies):
     pairs = b"]q\1(" + b"K\1K\2\x86" * 1000 + b"e"
