@@ -52,7 +52,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "tensorboard": ("tensorboard>=2.16",),
     "wandb": ("wandb>=0.17",),
     "mlflow": ("mlflow>=2.14",),
-    "lightning": ("lightning>=2.5",),
+    "lightning": ("lightning>=2.6",),
     "transformers": ("transformers>=5", "accelerate>=1.1"),
     "text": ("tokenizers>=0.21",),
     "sign": ("cryptography>=43",),

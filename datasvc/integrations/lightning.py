@@ -8,7 +8,7 @@ from typing import Any, Final
 from datasvc.api import DataRepository
 from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
-from datasvc.integrations.run_checkpoints import LOADER, RANK_STATE, RunCheckpoints, is_reference
+from datasvc.integrations.run_checkpoints import RANK_STATE, RunCheckpoints, is_reference
 from datasvc.loaders import DataRanks
 
 with explain_missing("datasvc.integrations.lightning"):
@@ -24,7 +24,7 @@ _SHARDED: Final = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
 class SplitsModule(lightning.LightningDataModule):
     """A data module over the splits of a data-set version, with any loader of datasvc.
 
-    Every checkpoint of Lightning, also a file, has the position of the training loader, so that a resumed `fit`
+    Lightning stores the state of the training loader in every checkpoint, also in files, so that a resumed `fit`
     continues after the last batch that it trained on. Give the trainer `use_distributed_sampler=False`.
 
     Args:
@@ -49,15 +49,12 @@ class SplitsModule(lightning.LightningDataModule):
         self._dataset, self._make_loader = dataset, make_loader
         self._names = {"train": train, "val": val, "test": test}
         self._loaders: dict[str, Any] = {}  # by purpose
-        self._state: dict[str, Any] | None = None
 
     def train_dataloader(self) -> Any:
-        """Return the loader of the training split, at the position of a checkpoint or in the trainer's epoch."""
+        """Return the loader of the training split, in the trainer's epoch; Lightning loads a checkpoint's state."""
         loader = self._open("train")
-        epoch = 0 if self.trainer is None else self.trainer.current_epoch
-        state, self._state = self._state, None
-        if state is not None or epoch:
-            loader.load_state_dict(state or loader.state_dict() | {"epoch": epoch})
+        if self.trainer is not None and self.trainer.current_epoch:
+            loader.load_state_dict(loader.state_dict() | {"epoch": self.trainer.current_epoch})
         return loader
 
     def val_dataloader(self) -> Any:
@@ -67,14 +64,6 @@ class SplitsModule(lightning.LightningDataModule):
     def test_dataloader(self) -> Any:
         """Return the loader of the test split, in the order of the shard table; [] without one."""
         return self._open("test")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position of the training loader."""
-        return {LOADER: self._loaders["train"].state_dict()} if "train" in self._loaders else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the position of a checkpoint."""
-        self._state = state_dict.get(LOADER)
 
     def teardown(self, stage: str) -> None:  # noqa: ARG002 - the signature is Lightning's
         """Release what the loaders hold. They keep their positions."""
@@ -110,7 +99,7 @@ class VersionCallback(lightning.Callback):
 
     def __init__(self, repo: DataRepository, name: str, **options: Any) -> None:
         self.checkpoints = RunCheckpoints(repo, name, **options)
-        self._resumed: dict[str, Any] = {}  # position of the loader and random states, until the training starts
+        self._random: Any = None  # random states of a version, until the training starts
         self._captured: dict[str, Any] = {}  # what Lightning collects for the checkpoint in progress
         self._step = -1
 
@@ -126,8 +115,8 @@ class VersionCallback(lightning.Callback):
             strategy.checkpoint_io = VersionIO(strategy.checkpoint_io, self.checkpoints)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Keep the position of the loader and the random states until the training starts."""
-        self._resumed = {name: checkpoint[name] for name in (LOADER, RANK_STATE) if name in checkpoint}
+        """Keep the random states until the training starts."""
+        self._random = checkpoint.get(RANK_STATE)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Take the checkpoint that Lightning collects on this rank."""
@@ -136,12 +125,10 @@ class VersionCallback(lightning.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Open the model. By now the ranks have met, and Lightning has taken the signals that `grace` takes over."""
         loader, self._step = trainer.train_dataloader, trainer.global_step
-        # Lightning itself drops the position of a loader at the end of an epoch.
-        self.checkpoints.load_position(loader, self._resumed)
         parent = trainer.ckpt_path if is_reference(trainer.ckpt_path) else None
         self.checkpoints.begin(loader, step=self._step, parent=parent)
-        self.checkpoints.reinstate(self._resumed.get(RANK_STATE), trainer.global_rank, trainer.world_size)
-        self._resumed = {}
+        self.checkpoints.reinstate(self._random, trainer.global_rank, trainer.world_size)
+        self._random = None
 
     def on_train_batch_end(self, trainer: Any, *args: Any, **more: Any) -> None:  # noqa: ARG002
         """Save if it is time; end the training after a signal."""

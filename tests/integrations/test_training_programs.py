@@ -93,7 +93,7 @@ def test_a_training_that_is_killed_and_told_to_end_goes_on_to_the_same_bits(fram
     # Killed in the middle of an epoch: at the third save the first is committed, there is room for two that are not.
     assert run(framework, url, framework, 5, line="step 15:", number=signal.SIGKILL) == -signal.SIGKILL
     assert datasvc.open(url).models.restore(framework).entry["step"] in {5, 10, 15}
-    # Told to end, it commits the step after: the last of an epoch, where Lightning leaves a loader at its last batch.
+    # Told to end, it commits the step after: the last of an epoch, where a loader is after its last batch.
     last = 2 * STEPS_OF_EPOCH
     stopped = run(framework, url, framework, last - 1, line=f"step {last - 1}:", number=signal.SIGTERM)
     assert stopped == 128 + signal.SIGTERM
