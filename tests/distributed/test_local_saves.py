@@ -18,10 +18,12 @@ def test_a_node_that_is_killed_and_lost_loses_nothing_and_two_lose_what_the_repo
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True)
     sys.stderr.write(done.stderr)
     trained, one_lost, two_lost = map(json.loads, done.stdout.splitlines())
-    assert trained == [[5, "LostRankError"], None, [5, "LostRankError"]], "rank 1 was killed"
+    lost = [5, "LostRankError"]
+    assert trained == [lost, None, lost, lost], "rank 1 was killed"
     on_nodes = "m, step 5, on the nodes"
+    assert "is read again from other nodes" in done.stderr
     # The new node has got the version that was restored.
     kept = [[step for step in found[2] if step >= 4] for found in one_lost]
-    assert [found[:2] for found in one_lost] == [[on_nodes, "m@1"]] * 3
-    assert kept == [[4, 5], [5], [4, 5]]
-    assert [found[0] for found in two_lost] == ["m@1"] * 3
+    assert [found[:2] for found in one_lost] == [[on_nodes, "m@1"]] * 4
+    assert kept == [[4, 5], [5], [4, 5], [4, 5]]
+    assert [found[0] for found in two_lost] == ["m@1"] * 4

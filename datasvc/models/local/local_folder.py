@@ -23,6 +23,7 @@ from datasvc.errors import ConfigError
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.repository import Digest, Repository, Resolved
+from datasvc.repository.objects.objects import Objects, digest_of_file
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.sizes import parse_size
 
@@ -149,6 +150,14 @@ class LocalFolder:
         records = read_table(repository.objects, refs.tensors)
         chunks = [link.info for record in records for chunk in record.chunks for link in chunk.chain]
         return dict.fromkeys(refs.all, None) | {info.digest: info.size_bytes for info in chunks}
+
+    def remove_damaged(self, version: LocalVersion) -> None:
+        """Remove the objects of a version whose bytes have changed, so that they are copied from other nodes."""
+        for digest in self.objects(version):
+            path = self._folder / version.folder_name / Objects.path(digest)
+            with map_exceptions("read", str(path)):
+                if digest_of_file(path) != digest:
+                    path.unlink()
 
     def publish(self, version: LocalVersion) -> None:
         """Give the folder of an incoming version its final name, so that the version survives any kill."""

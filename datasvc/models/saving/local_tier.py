@@ -132,50 +132,24 @@ class LocalTier:
                 logger.warning("%s is not complete on these nodes: a node that had a part of it is missing", version)
         return None
 
-    def _fetch(self, version: LocalVersion) -> Repository:
-        """Return the folder of a complete version, after all its objects were copied to this node.
-
-        Raises:
-            DatasvcError: a rank cannot read or write an object.
-        """
-        objects, needed = self._survey(version)
-        assert needed is not None
-        lacks_folder = self._is_leader and not objects[self._node]
-
-        def begin() -> Any:
-            if lacks_folder:
-                self._folder.repository(version, is_incoming=True)
-            return self._entry(version)
-
-        # Nodes without the folder take the entry from the first node that has one.
-        entry = next(answer for answer in self._agree(begin) if answer is not None)
-        copies = plan_copies(objects, copies=len(self._leaders), everywhere=needed)
-        self._transfer(version, copies, is_incoming_at=[not on_node for on_node in objects])
-        self._agree(lambda: self._publish(version, entry) if lacks_folder else None)
-        return self._folder.repository(version)
-
     def restore(self, version: LocalVersion, restore: Callable[[Repository], Checkpoint]) -> Checkpoint | None:
         """Return the checkpoint of a version that `find` returned; None on all ranks if one rank cannot restore it.
 
         Raises:
             LostRankError: a rank is lost.
         """
-        error: Exception | None = None
-        checkpoint = None
         try:
-            repository = self._fetch(version)
+            try:
+                checkpoint = self._restore(version, restore)
+            except CorruptDataError as error:
+                # A restore verifies all bytes. Remove those that are damaged: other nodes may have a good copy.
+                logger.warning("%s is read again from other nodes: %s", version, error)
+                self._agree(lambda: self._folder.remove_damaged(version) if self._is_leader else None)
+                checkpoint = self._restore(version, restore)
         except LostRankError:
             raise
-        except DatasvcError as failure:  # the same on all ranks
-            logger.error("cannot restore %s: %s", version, failure)  # noqa: TRY400 - the message has the reason
-            return None
-        try:
-            checkpoint = replace(restore(repository), version=version)
-        except Exception as failure:  # noqa: BLE001 - sent to all ranks
-            error = failure
-        errors = [answer for answer in self._channel.exchange(describe_error(error)) if answer is not None]
-        if errors:
-            logger.error("cannot restore %s: %s", version, errors[0]["message"])
+        except DatasvcError as error:  # the same on all ranks
+            logger.error("cannot restore %s: %s", version, error)  # noqa: TRY400 - the message has the reason
             return None
         self._lineage = [version]
         return checkpoint
@@ -195,6 +169,44 @@ class LocalTier:
         self.finish()
         self._channel.close()
         self._buffer.release()
+
+    def _restore(self, version: LocalVersion, restore: Callable[[Repository], Checkpoint]) -> Checkpoint:
+        """Return the checkpoint of a version; if a rank fails, its error is raised on all."""
+        repository = self._fetch(version)
+        error: Exception | None = None
+        checkpoint = None
+        try:
+            checkpoint = replace(restore(repository), version=version)
+        except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
+            error = failure
+        raise_on_all_ranks(self._channel.exchange(describe_error(error)), error)
+        assert checkpoint is not None
+        return checkpoint
+
+    def _fetch(self, version: LocalVersion) -> Repository:
+        """Return the folder of a complete version, after all its objects were copied to this node.
+
+        Raises:
+            NotFoundError: an object is on no node.
+            DatasvcError: a rank cannot read or write an object.
+        """
+        objects, needed = self._survey(version)
+        missing = needed and missing_objects(needed, objects)
+        if needed is None or missing:
+            raise NotFoundError(f"no node has an intact copy of {missing or 'the tensor table'}")
+        lacks_folder = self._is_leader and not objects[self._node]
+
+        def begin() -> Any:
+            if lacks_folder:
+                self._folder.repository(version, is_incoming=True)
+            return self._entry(version)
+
+        # Nodes without the folder take the entry from the first node that has one.
+        entry = next(answer for answer in self._agree(begin) if answer is not None)
+        copies = plan_copies(objects, copies=len(self._leaders), everywhere=needed)
+        self._transfer(version, copies, is_incoming_at=[not on_node for on_node in objects])
+        self._agree(lambda: self._publish(version, entry) if lacks_folder else None)
+        return self._folder.repository(version)
 
     @property
     def _is_leader(self) -> bool:

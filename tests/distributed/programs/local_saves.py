@@ -1,4 +1,4 @@
-"""Three nodes of one rank that save on their own disks; one is killed and lost, then two. Prints what ranks found.
+"""Four ranks on three nodes that save on their disks; one node is killed and lost, then two. Prints what they found.
 
 python local_saves.py FOLDER
 """
@@ -19,7 +19,7 @@ import datasvc
 from datasvc.errors import DatasvcError
 from datasvc.models.local.local_folder import LocalFolder
 
-RANKS = 3
+RANKS, NODES = 4, 3  # the last two ranks are on one node
 LAST_STEP = 5  # the newest that all nodes have
 
 
@@ -31,9 +31,13 @@ def own_state(rank, step):
     return {"own": torch.full((2_000,), 10.0 * step + rank), "rank": rank}
 
 
+def node_of(rank):
+    return min(rank, NODES - 1)
+
+
 def manager_of(folder, rank):
     repo = datasvc.open(f"{folder}/repo")
-    return repo.models.manager("m", every=3, local=f"{folder}/node{rank}", every_local=1, timeout_s=20.0)
+    return repo.models.manager("m", every=3, local=f"{folder}/node{node_of(rank)}", every_local=1, timeout_s=20.0)
 
 
 def train(folder, rank):
@@ -60,7 +64,7 @@ def restore(folder, rank):
         expected = own_state(other, step)
         assert found["rank"] == other
         assert torch.equal(found["own"], expected["own"])
-    steps = [version.step for version in LocalFolder(f"{folder}/node{rank}", "m").versions()]
+    steps = [version.step for version in LocalFolder(f"{folder}/node{node_of(rank)}", "m").versions()]
     return [str(checkpoint.version), checkpoint.entry.get("parent"), steps]
 
 
@@ -89,16 +93,30 @@ def run_ranks(folder, name, action):
     sys.stdout.flush()
 
 
+def damage_one_of_two_copies(folder):
+    """Change an object of the newest version on node 0, of which node 2 has a copy."""
+    on_nodes = [
+        {path.name: path for path in Path(f"{folder}/node{node}/m").glob(f"*{LAST_STEP}-*/objects/*/*")}
+        for node in (0, 2)
+    ]
+    path = next(
+        path for name, path in sorted(on_nodes[0].items()) if name in on_nodes[1] and path.stat().st_size > 5_000
+    )
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 def main():
     folder = sys.argv[1]
     datasvc.open(f"{folder}/repo", create=True)
     run_ranks(folder, "train", train)
     shutil.rmtree(f"{folder}/node1")
     shutil.copytree(f"{folder}/node2", f"{folder}/before")
+    damage_one_of_two_copies(folder)
     os.rename(f"{folder}/repo/objects", f"{folder}/away")  # whatever is restored now comes from the other nodes
     run_ranks(folder, "one_lost", restore)
     os.rename(f"{folder}/away", f"{folder}/repo/objects")
-    for node in range(RANKS):
+    for node in range(NODES):
         shutil.rmtree(f"{folder}/node{node}")
     os.rename(f"{folder}/before", f"{folder}/node2")
     run_ranks(folder, "two_lost", restore)
