@@ -17,9 +17,9 @@ _BAR: Final = 36  # length of the longest bar
 _CHARACTERS: Final = 14  # of a label
 
 
-def number_head(bins: Sequence[HistogramBin], *, title: str, unit: str = "") -> Markup:
+def number_head(bins: Sequence[HistogramBin], *, title: str) -> Markup:
     """Return a histogram of numbers without axes; for arguments, see `histogram`."""
-    return histogram(bins, title=title, unit=unit, width=_WIDTH, height=_HEIGHT, is_small=True)
+    return histogram(bins, title=title, width=_WIDTH, height=_HEIGHT, is_small=True)
 
 
 def value_head(bars: Sequence[NamedBar], *, title: str, unit: str = "samples") -> tuple[Markup, int]:

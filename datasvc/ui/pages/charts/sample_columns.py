@@ -103,7 +103,6 @@ def sample_cell(sample: Mapping[str, Any], column: str) -> Any:
 
 
 def _with_head(column: SampleColumn, counted: Histogram, selection: Selection) -> SampleColumn:
-    title = f"{column.name}, bytes" if counted.is_size else column.name
     is_exact = counted.read_shards == counted.num_shards
     part = (
         "all samples"
@@ -113,33 +112,32 @@ def _with_head(column: SampleColumn, counted: Histogram, selection: Selection) -
     if not counted.bins:
         return replace(column, note="no values", counted=part)
     if counted.kind == "numbers":
-        unit = "bytes" if counted.is_size else ""
-        low, high = (drawing.format_quantity(end, unit) for end in (counted.low, counted.high))
+        low, high = (drawing.format_quantity(end) for end in (counted.low, counted.high))
         bins = [
             HistogramBin(
                 bar.start or 0.0, bar.stop or 0.0, bar.count, selection.link(bar.where), selection.has(bar.where)
             )
             for bar in counted.bins
         ]
-        picture, note = drawing.number_head(bins, title=title, unit=unit), low if low == high else f"{low} to {high}"
+        picture, note = drawing.number_head(bins, title=column.name), low if low == high else f"{low} to {high}"
     else:
-        picture, note = _draw_values(counted, title, selection)
+        picture, note = _draw_values(counted, selection)
     return replace(column, picture=picture, note=note, counted=part)
 
 
-def _draw_values(counted: Histogram, title: str, selection: Selection) -> tuple[Markup, str]:
+def _draw_values(counted: Histogram, selection: Selection) -> tuple[Markup, str]:
     """Return the picture of the most frequent values, and how many samples have others."""
     bars = sorted((bar for bar in counted.bins if bar.count), key=lambda bar: -bar.count)
     shown = [NamedBar(bar.label, bar.count, selection.link(bar.where), selection.has(bar.where)) for bar in bars]
-    picture, num_drawn = drawing.value_head(shown, title=title)
+    picture, num_drawn = drawing.value_head(shown, title=counted.column)
     others = counted.other + sum(bar.count for bar in bars[num_drawn:])
     return picture, f"{others:,} with others" if others else ""
 
 
 def _has_histogram(split: Split, field: pa.Field) -> bool:
-    """Return whether a column has few enough values for a histogram. Documents and nested values do not."""
-    if pa.types.is_nested(field.type):
-        return False
+    """Return whether a column has a histogram: not blobs, documents and nested values."""
+    if pa.types.is_nested(field.type) or is_blob(field.type):
+        return False  # the sizes of blobs take the most memory to count; the page of the data set has them
     is_text = pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
     sample_bytes = _mean(split.table.size_bytes, int(split.table.stored_per_shard.sum()))
     return not is_text or _has_blobs(split) or sample_bytes <= _MAX_TEXT_BYTES
