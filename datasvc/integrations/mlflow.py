@@ -133,10 +133,8 @@ class SplitSource(DatasetSource):
 
     def load(self) -> Any:
         """Return the split."""
-        import datasvc
-
         dataset, _, split = self.name.rpartition("/")
-        return datasvc.open(self.repository).dataset(dataset)[split]
+        return DataRepository.open(self.repository).dataset(dataset)[split]
 
     @staticmethod
     def _can_resolve(raw_source: Any) -> bool:  # noqa: ARG004 - MLflow's signature
