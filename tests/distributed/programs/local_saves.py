@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import datasvc
 from datasvc.errors import DatasvcError
@@ -25,6 +27,12 @@ LAST_STEP = 5  # the newest that all nodes have
 
 def state(step):
     return {"shared": torch.arange(6_000.0) + step, "step": step}
+
+
+def divided(step):
+    """Return a tensor of which each rank has a part."""
+    mesh = init_device_mesh("cpu", (RANKS,))
+    return distribute_tensor(torch.arange(8_000.0).view(8, 1000) * step, mesh, [Shard(0)])
 
 
 def own_state(rank, step):
@@ -47,7 +55,9 @@ def train(folder, rank):
             if (rank, step) == (1, LAST_STEP):
                 LocalFolder.publish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
             assert manager.should_save(step)
-            handle = manager.save(state(step), rank_state=own_state(rank, step), step=step)
+            handle = manager.save(
+                {**state(step), "divided": divided(step)}, rank_state=own_state(rank, step), step=step
+            )
             try:
                 handle.result()
             except DatasvcError as error:
@@ -58,8 +68,12 @@ def train(folder, rank):
 def restore(folder, rank):
     with manager_of(folder, rank) as manager:
         checkpoint = manager.restore()
+        into = {"divided": divided(0)}
+        assert manager.restore(into=into).version == checkpoint.version
     step = checkpoint.state["step"]
     assert torch.equal(checkpoint.state["shared"], state(step)["shared"])
+    assert torch.equal(checkpoint.state["divided"], torch.arange(8_000.0).view(8, 1000) * step)
+    assert torch.equal(into["divided"].to_local(), divided(step).to_local())
     for other, found in enumerate(checkpoint.state["rank_state"]):
         expected = own_state(other, step)
         assert found["rank"] == other
