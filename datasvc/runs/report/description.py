@@ -31,7 +31,7 @@ _NOT_TIMES: Final = frozenset({"rank", "num_ranks", "stragglers", "host", "step"
 
 
 @dataclass(frozen=True)
-class RankTimes:
+class RankComparison:
     """The newest comparison of the ranks of a run, stragglers first.
 
     Attributes:
@@ -108,7 +108,7 @@ def mean_times(history: RunHistory) -> dict[str, float]:
     return {name: float(np.average(series.values, weights=series.counts)) for name, series in measured.items()}
 
 
-def rank_times(history: RunHistory) -> RankTimes | None:
+def rank_times(history: RunHistory) -> RankComparison | None:
     """Return the newest comparison of the ranks; None if there is none."""
     event = newest_event(history, "ranks")
     if event is None:
@@ -126,7 +126,7 @@ def rank_times(history: RunHistory) -> RankTimes | None:
         for row, (rank, host) in enumerate(zip(ranks, hosts, strict=False))
     ]
     num_ranks = event.facts.get("num_ranks")
-    return RankTimes(
+    return RankComparison(
         names=[*times],
         rows=sorted(rows, key=lambda row: not row[2]),
         step=event.facts.get("step"),

@@ -37,7 +37,7 @@ Match = dict[str, str]
 
 
 @dataclass
-class Coverage:
+class SearchCoverage:
     """What a search covers.
 
     Attributes:
@@ -51,7 +51,7 @@ class Coverage:
     notes: list[str] = field(default_factory=list)
 
 
-def find_digests(site: Site, prefix: str, coverage: Coverage) -> Iterator[Match]:
+def find_digests(site: Site, prefix: str, coverage: SearchCoverage) -> Iterator[Match]:
     """Yield what has a digest, or a revision of the code, that begins with `prefix`, newest versions first."""
     versions: list[DatasetVersion] = []
     found = [
@@ -80,7 +80,9 @@ _Found = tuple[str, str, str, str]
 """Digest, kind, where it is, and the address of that."""
 
 
-def _find_in_entries(site: Site, prefix: str, versions: list[DatasetVersion], coverage: Coverage) -> Iterator[_Found]:
+def _find_in_entries(
+    site: Site, prefix: str, versions: list[DatasetVersion], coverage: SearchCoverage
+) -> Iterator[_Found]:
     """Yield what the entries of versions name, and add the data-set versions that are not removed to `versions`."""
     repository = site.repo.repository
     kinds: tuple[Kind, ...] = ("datasets", "models")
@@ -127,7 +129,9 @@ def _digests(entry: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from ((what, value) for what, value in found if isinstance(value, str))
 
 
-def _find_shards(site: Site, prefix: str, versions: list[DatasetVersion], coverage: Coverage) -> Iterator[_Found]:
+def _find_shards(
+    site: Site, prefix: str, versions: list[DatasetVersion], coverage: SearchCoverage
+) -> Iterator[_Found]:
     """Yield the shards, sample indexes and deletions that the shard tables of versions list."""
     by_table: dict[str, list[Split]] = {}
     num_rows = 0
@@ -173,7 +177,7 @@ def _find_shards(site: Site, prefix: str, versions: list[DatasetVersion], covera
     )
 
 
-def _find_samples(site: Site, prefix: str, coverage: Coverage) -> Iterator[_Found]:
+def _find_samples(site: Site, prefix: str, coverage: SearchCoverage) -> Iterator[_Found]:
     """Yield the samples of the newest version of each data set; large splits are left out."""
     if len(prefix) > MAX_SAMPLE_DIGITS:
         coverage.searched.append(f"no digests of samples: they have {MAX_SAMPLE_DIGITS} digits")
@@ -204,11 +208,11 @@ def _find_samples(site: Site, prefix: str, coverage: Coverage) -> Iterator[_Foun
     coverage.searched.append(f"digests of samples in {count_text(num_splits, 'split')} of the newest versions")
 
 
-def _leave_out(coverage: Coverage, what: str, version: str) -> None:
+def _leave_out(coverage: SearchCoverage, what: str, version: str) -> None:
     coverage.left_out.append({"kind": "split", "name": what, "link": dataset_link(version)})
 
 
-def _note_error(site: Site, coverage: Coverage, split: Split, error: DatasvcError) -> None:
+def _note_error(site: Site, coverage: SearchCoverage, split: Split, error: DatasvcError) -> None:
     _leave_out(coverage, f"digests of {split.dataset}/{split.name}: {error}", split.dataset)
     if isinstance(error, CorruptDataError | NotFoundError):
         site.faults.note(error, dataset_link(split.dataset))

@@ -12,7 +12,7 @@ from datasvc.printable import count_text
 from datasvc.runs.reader import list_run_ids
 from datasvc.shards.query.digest_prefix import MIN_DIGITS, is_digest_prefix
 from datasvc.shards.query.sample_page import search_key
-from datasvc.ui.pages.searching.digest_search import Coverage, Match, find_digests
+from datasvc.ui.pages.searching.digest_search import Match, SearchCoverage, find_digests
 from datasvc.ui.web.links import dataset_link, model_link, run_link, sample_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
@@ -27,7 +27,7 @@ _SHORT_DIGEST: Final = re.compile(r"[0-9a-f]{1,5}")
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return what the text in the search box matches."""
     text = (query.text("q") or "").strip()
-    coverage = Coverage()
+    coverage = SearchCoverage()
     results = list(islice(_find(site, text, coverage), _MAX_RESULTS)) if text else []
     return Page(
         template="search.html",
@@ -44,7 +44,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     )
 
 
-def _find(site: Site, text: str, coverage: Coverage) -> Iterator[Match]:
+def _find(site: Site, text: str, coverage: SearchCoverage) -> Iterator[Match]:
     """Yield the matches, the most probable ones first; describe in `coverage` what was searched and what was not."""
     yield from _find_names(site, text)
     coverage.searched.append("names and references of data sets and models")
@@ -81,7 +81,7 @@ def _find_runs(site: Site, text: str) -> Iterator[Match]:
             yield {"kind": "run", "name": f"{name}/{run_id}", "link": run_link(name, run_id)}
 
 
-def _find_samples(site: Site, text: str, coverage: Coverage) -> Iterator[Match]:
+def _find_samples(site: Site, text: str, coverage: SearchCoverage) -> Iterator[Match]:
     """Yield the samples with the key `text` in the newest version of each data set; large splits are left out."""
     left_out = coverage.left_out
     num_shards = num_splits = 0
