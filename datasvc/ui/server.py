@@ -35,11 +35,12 @@ from datasvc.ui.pages import (
 )
 from datasvc.ui.pages.planning import planner
 from datasvc.ui.pages.searching import search
+from datasvc.ui.registry.routes import add_registry
 from datasvc.ui.settings import UiSettings
-from datasvc.ui.web.access import LOGIN_PATH, STATIC_PATH, Access, add_headers
+from datasvc.ui.web.access import API, LOGIN_PATH, STATIC_PATH, Access, add_headers
 from datasvc.ui.web.page import Load
 from datasvc.ui.web.rendering import make_environment
-from datasvc.ui.web.routes import API, PageRoutes
+from datasvc.ui.web.routes import PageRoutes
 from datasvc.ui.web.site import Site
 from datasvc.ui.web.unreadable import catch_unreadable
 
@@ -80,6 +81,7 @@ def make_app(site: Site) -> web.Application:
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(partial(_follow_nodes, site))
     routes.add_to(app)
+    add_registry(app, site, routes)
     app.router.add_get(f"{API}/cluster/events", partial(cluster.stream_changes, site))
     app.router.add_get(f"{API}/runs/{{name}}/{{id}}/events", partial(runs.stream_changes, site))
     app.router.add_post(LOGIN_PATH, access.login)

@@ -15,6 +15,8 @@ from datasvc.node.http.auth import is_authorized, is_own_host
 
 LOGIN_PATH: Final = "/login"
 STATIC_PATH: Final = "/static/"
+API: Final = "/api"  # before the path of a page: its JSON twin
+REGISTRY: Final = "/v1"  # before the paths of the registry
 _HEADERS: Final = {
     # Scripts, styles and images come from this server only; no inline script or style runs, whatever a template has.
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; form-action 'self'; "
@@ -24,6 +26,11 @@ _HEADERS: Final = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
+
+
+def is_for_programs(path: str) -> bool:
+    """Return whether the responses of a path are JSON, also those of errors."""
+    return path.startswith((f"{API}/", f"{REGISTRY}/"))
 
 
 async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
@@ -59,7 +66,7 @@ class Access:
                     "use the address that `datasvc ui` prints, or a token"
                 )
             if not self._is_open(request.path) and not self._is_allowed(request):
-                if request.path.startswith("/api/"):
+                if is_for_programs(request.path):
                     raise web.HTTPUnauthorized(
                         text="the page requires a token: Authorization: Bearer TOKEN",
                         headers={"WWW-Authenticate": "Bearer"},

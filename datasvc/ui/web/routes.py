@@ -1,4 +1,4 @@
-"""The routes of pages: HTML, the JSON twin below `/api`, and errors as pages."""
+"""The routes of pages: HTML, the JSON twin below `/api`, and errors as pages or JSON."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -17,13 +18,13 @@ from jinja2 import Environment
 from datasvc.errors import CorruptDataError, DatasvcError, UnavailableError
 from datasvc.node.http.error_responses import status_of
 from datasvc.sql_sandbox import QueryLimits, limited
+from datasvc.ui.web.access import API, REGISTRY, is_for_programs
 from datasvc.ui.web.kept_pages import KeptPages
 from datasvc.ui.web.page import Load, Page, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.rendering import render, render_problems
 from datasvc.ui.web.site import Site
 from datasvc.ui.web.unreadable import collect_unreadable
 
-API: Final = "/api"
 _YEAR_S: Final = 365 * 86400
 _PATIENCE_S: Final = 5.0  # before a kept page is shown
 _QUERY_TIME_S: Final = 10.0
@@ -55,10 +56,12 @@ class PageRoutes:
     def add_to(self, app: web.Application) -> None:
         """Add the routes of all pages and of their JSON twins."""
         for path, load in self._pages.items():
-            app.router.add_get(path, self._handler(load, self._respond_html))
-            app.router.add_get(f"{API}{path}", self._handler(load, self._respond_json))
+            app.router.add_get(path, self.handler(partial(self._respond_html, load)))
+            app.router.add_get(f"{API}{path}", self.handler(partial(self._respond_json, load)))
 
-    def _handler(self, load: Load, respond: Callable[[Load, web.Request], web.Response]) -> Handler:
+    def handler(self, respond: Callable[[web.Request], web.Response]) -> Handler:
+        """Return the handler that calls `respond` in a thread, with limits for the queries of the request."""
+
         async def handle(request: web.Request) -> web.StreamResponse:
             limits = QueryLimits(
                 time_s=_QUERY_TIME_S, memory_bytes=_QUERY_MEMORY_BYTES, spilled_bytes=_QUERY_SPILLED_BYTES
@@ -67,7 +70,7 @@ class PageRoutes:
             def work() -> web.Response:
                 try:
                     with limited(limits):
-                        return respond(load, request)
+                        return respond(request)
                 except StopIteration as error:
                     # A future cannot have this error: the request would wait for ever.
                     raise RuntimeError("a page raised StopIteration") from error
@@ -79,7 +82,7 @@ class PageRoutes:
             task = asyncio.create_task(asyncio.to_thread(work))
             try:
                 await asyncio.wait([task], timeout=_PATIENCE_S)
-                if not task.done() and not request.path.startswith(f"{API}/"):
+                if not task.done() and not is_for_programs(request.path):
                     reason = f"The store has not given this page within {_PATIENCE_S:g} s"
                     if (kept := self._kept_response(request, reason, "load it again later")) is not None:
                         # The page that is read meanwhile is kept for the next request.
@@ -155,7 +158,7 @@ class PageRoutes:
 
     @web.middleware
     async def respond_to_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Convert errors to a page, or below `/api` to `{"error": message}`."""
+        """Convert errors to a page, below `/api` to `{"error": message}`, below `/v1` to the JSON of RFC 9457."""
         try:
             return await handler(request)
         except DatasvcError as error:
@@ -178,6 +181,9 @@ class PageRoutes:
     def _error_response(self, request: web.Request, status: int, message: str) -> web.Response:
         if request.path.startswith(f"{API}/"):
             return web.json_response({"error": message}, status=status)
+        if request.path.startswith(f"{REGISTRY}/"):
+            problem = {"title": HTTPStatus(status).phrase, "status": status, "detail": message}
+            return web.json_response(problem, status=status, content_type="application/problem+json")
         # htmx replaces the element that it names; a message in place of it is better than no change.
         target = request.headers.get("HX-Target", "")
         page = Page(

@@ -1,0 +1,1 @@
+"""The registry over HTTP: read-only routes below `/v1` with stable paths and fields, and their OpenAPI document."""

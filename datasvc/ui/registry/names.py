@@ -1,0 +1,138 @@
+"""Names of data sets and models, their tags, and lists of their versions: what changes with each commit."""
+
+from __future__ import annotations
+
+from datasvc.errors import ConfigError, NotFoundError
+from datasvc.models.registry.registry import describe_versions
+from datasvc.repository import Kind, Repository, Resolved
+from datasvc.repository.logs.references import check_name, is_name
+from datasvc.repository.repository import KIND_NAMES, NameState, keep_valid
+from datasvc.shards.versions.dataset import check_splits
+from datasvc.ui.registry.records import (
+    DatasetRow,
+    DatasetVersionsPage,
+    ModelRow,
+    ModelVersionsPage,
+    NamesPage,
+    RegisteredName,
+    RegisteredTag,
+    TagHistory,
+    TagList,
+    TagMove,
+)
+from datasvc.ui.registry.route import MAX_VERSION, cut_page, read_limit
+from datasvc.ui.web.page import Parts, Query
+from datasvc.ui.web.site import Site
+from datasvc.ui.web.unreadable import collect_unreadable
+
+
+def list_names(kind: Kind, site: Site, _: Parts, query: Query) -> NamesPage:
+    """Return a page of the names of data sets or models."""
+    repository = site.repo.repository
+    with collect_unreadable() as unreadable:
+        # Names of the page alone are read; a folder without a version, of a write that never ended, is left out.
+        names, following = cut_page([name for name in repository.storage.list(kind) if is_name(name)], query)
+        states = {name: repository.state(kind, name) for name in names}
+        items = tuple(_describe_name(name, state) for name, state in states.items() if state.versions)
+    return NamesPage(items, following, tuple(unreadable.messages()))
+
+
+def read_name(kind: Kind, site: Site, parts: Parts, _: Query) -> RegisteredName:
+    """Return one data set or model."""
+    return _describe_name(parts["name"], _read_state(site.repo.repository, kind, parts))
+
+
+def list_tags(kind: Kind, site: Site, parts: Parts, _: Query) -> TagList:
+    """Return the tags of a data set or model."""
+    with collect_unreadable() as unreadable:
+        tags = _read_state(site.repo.repository, kind, parts).tags
+    items = tuple(_describe_tag(tag, Resolved(kind, parts["name"], version)) for tag, version in tags.items())
+    return TagList(items, tuple(unreadable.messages()))
+
+
+def read_tag(kind: Kind, site: Site, parts: Parts, _: Query) -> RegisteredTag:
+    """Return the version that a tag points at. Raise NotFoundError if there is no such tag."""
+    tag = parts["tag"]
+    if tag.isdecimal():
+        raise ConfigError(f"{tag[:80]!r} is not a tag; the version with this number is at /versions/{tag[:80]}")
+    name = check_name(parts["name"], KIND_NAMES[kind])
+    return _describe_tag(tag, site.repo.repository.resolve(kind, f"{name}@{tag}"))
+
+
+def read_tag_history(kind: Kind, site: Site, parts: Parts, _: Query) -> TagHistory:
+    """Return all moves of a tag. Raise NotFoundError if it never existed."""
+    moves = site.repo.repository.tag_history(kind, parts["name"], parts["tag"])
+    if not moves:
+        raise NotFoundError(
+            f"{parts['name']} never had a tag {parts['tag']!r}; /{kind}/{parts['name']}/tags lists them"
+        )
+    return TagHistory(tuple(TagMove(move.content["version"], move.content.get("created")) for move in moves))
+
+
+def list_model_versions(site: Site, parts: Parts, query: Query) -> ModelVersionsPage:
+    """Return a page of the versions of a model, newest first."""
+    repository, name = site.repo.repository, parts["name"]
+    with collect_unreadable() as unreadable:
+        numbers, following = _page_of_numbers(_read_state(repository, "models", parts), query)
+        found = describe_versions(repository, [Resolved("models", name, number) for number in numbers])
+    rows = (
+        ModelRow(
+            version=version.version,
+            ref=str(version),
+            created=version.entry["created"],
+            message=version.entry["message"],
+            step=version.entry["step"],
+            metrics=version.entry["metrics"],
+            tags=version.tags,
+            removed=version.removed,
+        )
+        for version in found
+    )
+    return ModelVersionsPage(tuple(rows), following, tuple(unreadable.messages()))
+
+
+def list_dataset_versions(site: Site, parts: Parts, query: Query) -> DatasetVersionsPage:
+    """Return a page of the versions of a data set, newest first."""
+    repository, name = site.repo.repository, parts["name"]
+    with collect_unreadable() as unreadable:
+        state = _read_state(repository, "datasets", parts)
+        numbers, following = _page_of_numbers(state, query)
+        entries = keep_valid("datasets", name, repository.readable_entries("datasets", name, numbers), check_splits)
+    rows = (
+        DatasetRow(
+            version=entry.number,
+            ref=f"{name}@{entry.number}",
+            created=entry.content.get("created"),
+            message=str(entry.content.get("message", "")),
+            samples=sum(split["samples"] for split in entry.content["splits"].values()),
+            bytes=sum(split["bytes"] for split in entry.content["splits"].values()),
+            tags=tuple(tag for tag, number in state.tags.items() if number == entry.number),
+            removed=entry.number in state.removed,
+        )
+        for entry in entries
+    )
+    return DatasetVersionsPage(tuple(rows), following, tuple(unreadable.messages()))
+
+
+def _read_state(repository: Repository, kind: Kind, parts: Parts) -> NameState:
+    """Return the state of a name. Raise ConfigError if it is not a name, NotFoundError if it does not exist."""
+    return repository.resolve_with_state(kind, check_name(parts["name"], KIND_NAMES[kind]), removed=True)[1]
+
+
+def _describe_name(name: str, state: NameState) -> RegisteredName:
+    living = state.living
+    newest = living[-1] if living else None
+    return RegisteredName(name, newest, len(state.versions), tuple(sorted(state.removed)), state.tags)
+
+
+def _describe_tag(tag: str, version: Resolved) -> RegisteredTag:
+    return RegisteredTag(version.name, tag, version.version, str(version))
+
+
+def _page_of_numbers(state: NameState, query: Query) -> tuple[list[int], int | None]:
+    """Return the versions of a page, newest first, and the value of `after` for the next one."""
+    # The number of the last version, not its position: a version that is committed meanwhile moves no page.
+    after = query.number("after", MAX_VERSION + 1)
+    older = [number for number in reversed(state.versions) if number < after]
+    limit = read_limit(query)
+    return older[:limit], older[limit - 1] if len(older) > limit else None
