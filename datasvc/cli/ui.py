@@ -34,6 +34,13 @@ def ui(
     node_token_file: Annotated[
         Path | None, typer.Option(help="File with the token of the nodes; by default DATASVC_TOKEN.")
     ] = None,
+    prices: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.toml",
+            help="Prices of requests and of bytes, as for `datasvc cache plan`, for the Planner.",
+        ),
+    ] = None,
     open_browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open the page in the browser of this machine.")
     ] = True,
@@ -60,6 +67,7 @@ def ui(
         host=host,
         port=port,
         token=load_token(token_file, None),
+        prices=prices,
     )
 
     def ready(address: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from datasvc.cache.forecast.cost import Prices
 from datasvc.cache.peers.membership import parse_node
 from datasvc.errors import ConfigError
 from datasvc.node.http.auth import check_exposure
@@ -25,9 +26,11 @@ class UiSettings:
         port: port to listen on; 0: any free one.
         token: token that a user of the page needs; None: no token is required, so `host` must be a loopback address.
         thumbnails: folder of the cache of thumbnails; None: a folder below the user's cache folder.
+        prices: TOML file with the prices of traffic for the Planner, see `Prices.read`; None: it shows no cost.
 
     Raises:
-        ConfigError: a setting is out of range, or other machines could read the page without a token.
+        ConfigError: a setting is out of range, the prices cannot be read, or other machines could read the page
+            without a token.
     """
 
     repository: str
@@ -38,6 +41,7 @@ class UiSettings:
     port: int = DEFAULT_PORT
     token: str | None = field(default=None, repr=False)
     thumbnails: Path | None = None
+    prices: Path | None = None
 
     def __post_init__(self) -> None:
         # Each shard is assigned to a node by the text of its URL.
@@ -45,3 +49,5 @@ class UiSettings:
         check_exposure(self.host, self.token, how="--token-file")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is out of range; expected 0 to 65535")
+        if self.prices is not None:
+            Prices.read(self.prices)  # a mistake in the file is an error at the start, not one of the page

@@ -1,16 +1,20 @@
 """The page Planner: equal to `datasvc cache plan --json` and to the prediction of steps."""
 
+import html as html_module
 import json
 import shlex
 
 import pytest
 
 import datasvc
+from datasvc.cache.forecast.cost import format_money
+from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
 from datasvc.trainer.recipes.profiling.predict.predict import predict
 from datasvc.ui.pages.planning.planner_form import PlannerForm
 from datasvc.ui.pages.planning.step_prediction import predict_steps
+from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.page import Query
 from tests.cli.command import run
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
@@ -41,6 +45,41 @@ def test_the_forecast_is_that_of_the_command_on_the_page(ui, query):
     printed = json.loads(run("cache", "plan", *shlex.split(command)).stdout)
     assert page == printed
     assert printed["first_epoch"]["used_bytes"] > 0
+
+
+PRICES = """currency = "<b>EUR</b>"
+origin = {requests_per_million = 1500000.0, egress_per_gb = 250000}
+peers = {egress_per_gb = 125000}
+"""
+
+
+def test_with_prices_the_page_shows_the_cost_as_the_command_does(filled, tmp_path):
+    prices = tmp_path / "prices.toml"
+    prices.write_text(PRICES)
+    with running_ui(filled, prices=prices) as server:
+        for query, rows in (("", 2), ("&epochs=90", 3)):
+            address = f"/planner?data=pets@1&budget=150&batch=8&nodes=2{query}"
+            html = server.get(address)[2]
+            command = html_module.unescape(html.partition('data-copy="datasvc cache plan')[2].partition('"')[0])
+            planned = server.json(address, "plan")
+            assert planned == json.loads(run("cache", "plan", *shlex.split(command)).stdout)
+            cost = planned["cost"]
+            table = html.partition('<section aria-label="Cost">')[2].partition("</section>")[0]
+            assert table.count("<tr>") == 1 + rows
+            for epoch in filter(None, (cost["first_epoch"], cost["later_epochs"], cost["run"])):
+                assert f'<td class="number">{format_money(epoch["total"])}</td>' in table
+            assert "total, &lt;b&gt;EUR&lt;/b&gt;" in table
+        assert "90 epochs" in table
+        assert server.get("/planner?data=pets@1&epochs=-1")[0] == 400
+    prices.write_text(PRICES.replace("egress", "egres"))
+    with pytest.raises(ConfigError, match="unknown key 'egres_per_gb'"):
+        UiSettings(repository=str(filled), prices=prices)
+
+
+def test_without_prices_the_page_has_no_cost(ui):
+    address = "/planner?data=pets@1&budget=150&batch=8&epochs=3"
+    assert "cost" not in ui.json(address, "plan")
+    assert 'aria-label="Cost"' not in ui.get(address)[2]
 
 
 def test_a_budget_below_the_window_says_what_fits(ui):

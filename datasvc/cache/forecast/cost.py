@@ -151,6 +151,12 @@ def forecast_cost(
     return CostForecast(prices.currency, first, later, epochs, run)
 
 
+def format_money(amount: float) -> str:
+    """Return an amount as text, such as "1,234.50", without its currency."""
+    # Of the little that a small data set costs, two decimals would show nothing.
+    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"
+
+
 def count_requests(bytes_per_shard: Integers) -> int:
     """Return the number of ranged requests that read every shard once, if no two are fetched at the same time.
 

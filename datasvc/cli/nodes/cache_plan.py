@@ -159,16 +159,14 @@ def _epoch_facts(epoch: EpochForecast, data_bytes: int, images_per_second: float
 
 
 def _cost_facts(cost: CostForecast) -> dict[str, str]:
+    from datasvc.cache.forecast.cost import format_money
+
     epochs = {"cost of the first epoch": cost.first_epoch, "cost of each later epoch": cost.later_epochs}
     if cost.epochs is not None and cost.run is not None:
         epochs[f"cost of {count_text(cost.epochs, 'epoch')}"] = cost.run
     return {
-        name: f"{_money(epoch.total)} {cost.currency}: at most {count_text(epoch.num_requests, 'request')} "
-        f"{_money(epoch.requests)}, bytes from the origin {_money(epoch.egress)}, between nodes {_money(epoch.peers)}"
+        name: f"{format_money(epoch.total)} {cost.currency}: at most {count_text(epoch.num_requests, 'request')} "
+        f"{format_money(epoch.requests)}, bytes from the origin {format_money(epoch.egress)}, "
+        f"between nodes {format_money(epoch.peers)}"
         for name, epoch in epochs.items()
     }
-
-
-def _money(amount: float) -> str:
-    # Of the little that a small data set costs, two decimals would show nothing.
-    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.3g}"

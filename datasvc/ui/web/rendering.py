@@ -10,6 +10,7 @@ from functools import partial
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from datasvc.cache.forecast.cost import format_money
 from datasvc.models.registry.diff import tree_leaves
 from datasvc.printable import count_text, escape_controls
 from datasvc.sizes import format_size
@@ -46,6 +47,7 @@ def make_environment() -> Environment:
         "leaves": partial(tree_leaves, path=""),
         "lines": lines,
         "metric": metric,
+        "money": format_money,
         "number": number,
         "size": size,
     }

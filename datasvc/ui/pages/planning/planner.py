@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final
 
+from datasvc.cache.forecast.cost import CostForecast, EpochCost, Prices
 from datasvc.cache.forecast.forecast import Forecast
 from datasvc.cache.forecast.plan_options import PlanOptions, RunPlan, plan_run
 from datasvc.drawing import ChartMark, ChartSeries, Markup, chart_table, line_chart
@@ -97,11 +98,16 @@ def _add_plan(
     if form.split and form.split != split:
         problems.append(Problem(f"{version} has no split {form.split!r}; {split!r} is planned", severity="warning"))
     planned = PlannedSplit(version, split, splits[split].table)
-    table = planned.table
+    table, prices = planned.table, site.settings.prices
     rate = form.images_per_second or (steps.images_per_second(form.nodes) / form.nodes if steps else None)
-    options = form.plan_options(data_bytes=table.size_bytes, images_per_second=rate)
+    options = replace(
+        form.plan_options(data_bytes=table.size_bytes, images_per_second=rate),
+        prices=None if prices is None else Prices.read(prices),
+        epochs=form.epochs or None if prices is not None else None,
+    )
     view |= {"version": version, "split": split, "splits": list(splits), "options": options}
-    command = site.command("cache", "plan", version, "--json", *_flags(options), options=_options(options, split))
+    values = {**_options(options, split), "--prices": None if prices is None else str(prices)}
+    command = site.command("cache", "plan", version, "--json", *_flags(options), options=values)
     try:
         plan = plan_run(table.samples_per_shard, table.bytes_per_shard, options)
     except CacheFullError as error:
@@ -109,7 +115,7 @@ def _add_plan(
         problems.append(Problem(str(error)))
     else:
         panels["plan"] = Panel(plan.to_dict(), command)
-        view |= {"plan": plan, "order": _order_text(plan.workload.order)}
+        view |= {"plan": plan, "order": _order_text(plan.workload.order), "costs": _cost_rows(plan.cost)}
     view["charts"] = [*_plan_charts(planned, options, form, steps), *view["charts"]]
 
 
@@ -117,6 +123,16 @@ def _order_text(order: OrderConfig) -> str:
     if order.shuffle != "windowed" or order.block is None:
         return order.shuffle or "that of the shard table"
     return f"windowed, {count_text(order.lanes, 'lane')}, blocks of {count_text(order.block, 'sample')}"
+
+
+def _cost_rows(cost: CostForecast | None) -> list[tuple[str, EpochCost]]:
+    """Return the rows of the table of costs: the first epoch, each later one, and the run if its epochs are given."""
+    if cost is None:
+        return []
+    rows = [("first epoch", cost.first_epoch), ("each later epoch", cost.later_epochs)]
+    if cost.epochs is not None and cost.run is not None:
+        rows.append((count_text(cost.epochs, "epoch"), cost.run))
+    return rows
 
 
 def _options(options: PlanOptions, split: str) -> dict[str, str | None]:
@@ -133,6 +149,7 @@ def _options(options: PlanOptions, split: str) -> dict[str, str | None]:
         "--ranks-per-node": str(options.ranks_per_node),
         "--images-per-second": None if rates.samples_per_second is None else repr(rates.samples_per_second),
         "--origin-rate": None if rates.origin is None else str(int(rates.origin)),
+        "--epochs": None if options.epochs is None else str(options.epochs),
         "--peer-rate": None if rates.peers is None else str(int(rates.peers)),
     }
 

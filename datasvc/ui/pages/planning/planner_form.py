@@ -14,6 +14,7 @@ from datasvc.ui.web.page import Query
 MAX_NODES: Final = 64
 _GBIT_BYTES: Final = 1e9 / 8
 _MAX_COSTS_CHARS: Final = 6000
+_MAX_EPOCHS: Final = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class PlannerForm:
         origin: bandwidth of the origin for all nodes together in Gbit/s; 0: unknown.
         batch: samples of a rank's batch.
         peers: whether nodes read from each other.
+        epochs: epochs of the run, for its cost; 0: unknown.
         images_per_second: samples that a node trains per second; 0: from the prediction, or unknown.
         forward_ms: forward pass of a step; 0, with `backward_ms`: steps are not predicted.
         backward_ms: backward pass.
@@ -56,6 +58,7 @@ class PlannerForm:
     origin: int = 0
     batch: int = 256
     peers: bool = True
+    epochs: int = 0
     images_per_second: float = 0.0
     forward_ms: float = 0.0
     backward_ms: float = 0.0
@@ -75,6 +78,7 @@ class PlannerForm:
         for name, (_, low, high, _) in SLIDERS.items():
             values[name] = query.number(name, getattr(cls, name), low=low, high=high)
         values["batch"] = query.number("batch", cls.batch, low=1, high=1 << 20)
+        values["epochs"] = query.number("epochs", cls.epochs, high=_MAX_EPOCHS)
         values["buckets"] = query.number("buckets", cls.buckets, low=1, high=1000)
         for name in NUMBERS:
             values[name] = _positive(query, name, getattr(cls, name))
