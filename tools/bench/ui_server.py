@@ -40,19 +40,7 @@ class UiServer:
 @contextmanager
 def running_server(url: str, home: Path, options: Sequence[str] = ()) -> Iterator[UiServer]:
     """Serve the pages of a repository. `home`: folder of its cache; `options`: more of `datasvc ui`."""
-    command = [
-        sys.executable,
-        "-m",
-        "datasvc",
-        "ui",
-        "--repo",
-        url,
-        "--port",
-        "0",
-        "--no-browser",
-        "--json",
-        *options,
-    ]
+    command = [sys.executable, "-m", "datasvc", "ui", "--repo", url, "--port", "0", "--no-browser", "--json"]
     environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(_ROOT)}
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None

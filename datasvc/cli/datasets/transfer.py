@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import secrets
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import NotFoundError
 from datasvc.printable import count_text
-from datasvc.progress import byte_progress
+from datasvc.progress import NO_PROGRESS, Progress, byte_progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from datasvc.models.transfer import TransferReport
     from datasvc.repository import Repository
@@ -124,22 +124,30 @@ def open_target(url: str, *, create: bool, dry_run: bool) -> Repository:
         return Repository.create(f"memory://datasvc-dry-run-{secrets.token_hex(8)}")
 
 
+class Transfer(Protocol):
+    """A transfer that has all arguments but these two, such as a `functools.partial`."""
+
+    def __call__(self, *, dry_run: bool, progress: Progress) -> TransferReport:
+        """Copy, or only count what would be copied."""
+        ...
+
+
 def transfer_and_print(
     title: str,
     refs: Sequence[str],
-    transfer: Callable[..., TransferReport],
+    transfer: Transfer,
     *,
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Run a transfer with a progress bar, and print its report. `transfer` gets what it lacks: progress, dry run."""
+    """Run a transfer with a progress bar, and print its report."""
     from datasvc.sizes import format_size
 
     if dry_run:
-        result = transfer(dry_run=True)
+        result = transfer(dry_run=True, progress=NO_PROGRESS)
     else:
         with byte_progress(f"{title} {', '.join(refs)}") as progress:
-            result = transfer(progress=progress)
+            result = transfer(dry_run=False, progress=progress)
     if as_json:
         versions = [
             {"source": str(copy.source), "target": str(copy.target), "kind": copy.source.kind, "new": copy.is_new}
