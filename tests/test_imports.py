@@ -132,7 +132,7 @@ ROOMS = {
     "datasvc.models": [
         "tensors",
         "versions",
-        "restoring search local",
+        "restoring search",
         "saving",
         "interop dcp",
         "registry",

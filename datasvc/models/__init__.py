@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from datasvc.models.local.local_folder import LocalSaves, LocalVersion
     from datasvc.models.provenance.find_consumers import find_consumers
     from datasvc.models.provenance.lineage import Lineage, read_lineage
     from datasvc.models.provenance.sample_uses import ConsumerReport, SampleUse, VersionUses
@@ -36,8 +35,6 @@ __all__ = [
     "DataUse",
     "Execution",
     "Lineage",
-    "LocalSaves",
-    "LocalVersion",
     "ModelVersion",
     "ModelVersions",
     "ReadLoader",
@@ -75,8 +72,6 @@ _MODULES = {
     "model_log": "registry.registry",
     "RetentionPolicy": "registry.retention",
     "load_into": "restoring.load_into_module",
-    "LocalSaves": "local.local_folder",
-    "LocalVersion": "local.local_folder",
     "Checkpoint": "restoring.restore",
     "restore": "restoring.restore",
     "CheckpointManager": "saving.manager",

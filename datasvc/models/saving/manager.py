@@ -22,10 +22,8 @@ from typing import Any, Final, Self, TypeVar, overload
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.models.local.local_folder import LocalSaves, LocalVersion
 from datasvc.models.restoring.restore import Checkpoint, restore
 from datasvc.models.saving.flat_state import FlatState, flatten_state
-from datasvc.models.saving.local_tier import LocalTier
 from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.queue import OVERLAPS, SaveQueue
 from datasvc.models.saving.rank_channel import describe_error, open_channels, raise_on_all_ranks
@@ -86,10 +84,6 @@ class CheckpointManager:
         peers: other nodes to fetch from; only if `cache` is a folder.
         fallback: other repositories, or their URLs, that may have copies of objects; tried in this order.
         trusted_keys: files of public keys; a restored version must be signed by one of them. See `restore.restore`.
-        local: folder on a disk of each node, or `LocalSaves`, for versions that only the nodes have: each save writes
-            one there too, and `restore` without a reference takes the newest one if no version of the repository has
-            more steps. A failed save there is logged and not raised.
-        every_local: number of steps between two saves to the nodes, for `should_save`; only with `local`.
 
     Attributes:
         name: name of the model.
@@ -118,8 +112,6 @@ class CheckpointManager:
         peers: Peers | None = None,
         fallback: Sequence[Repository | str] | Repository | str = (),
         trusted_keys: Sequence[str | Path] | None = None,
-        local: LocalSaves | str | Path | None = None,
-        every_local: int | None = None,
     ) -> None:
         self.name = check_name(name, "model")
         settings = (("codec", codec, CODECS), ("failures", failures, FAILURES), ("overlap", overlap, OVERLAPS))
@@ -131,9 +123,6 @@ class CheckpointManager:
         self._restore = partial(
             restore, repository, cache=cache, peers=peers, fallback=fallback, trusted_keys=trusted_keys
         )
-        self._restore_local = partial(restore, ref=f"{name}@1", trusted_keys=trusted_keys)
-        if every_local is not None and local is None:
-            raise ConfigError("every_local needs the folder of each node; give local='/nvme/ckpt' too")
         self._policy = parse_policy(every, max_stall)
         self._is_closed = False
         self._scheduler = SaveScheduler(self._policy)
@@ -142,10 +131,6 @@ class CheckpointManager:
         self._main_channel, self._save_channel = open_channels(group, timeout_s)
         try:
             check_same_store(self._main_channel, repository.storage)
-            self._local: LocalTier | None = None
-            if local is not None:
-                saves = local if isinstance(local, LocalSaves) else LocalSaves(local)
-                self._local = LocalTier(saves, name, every=every_local, group=group, timeout_s=timeout_s)
         except BaseException:
             self._main_channel.close()
             self._save_channel.close()
@@ -162,7 +147,6 @@ class CheckpointManager:
         # Digests of what the ranks held when the plan of their sharded or different tensors was made, and the plan.
         self._planned: tuple[list[Any], SharedPlan] | None = None
         self._recorded_data = RecordedData()
-        self._local_only_step: int | None = None  # step after which `should_save` found only a save to the nodes due
         self._next_check = 0  # step at which the ranks next exchange messages in `should_save`
         self.stop_signal: int | None = None
 
@@ -201,13 +185,6 @@ class CheckpointManager:
             ConfigError: the ranks are at different steps.
             UnavailableError: a rank is lost.
         """
-        is_local_due = self._local is not None and self._local.is_due(step)
-        is_due = self._is_due(step)
-        self._local_only_step = step if is_local_due and not is_due else None
-        return is_due or is_local_due
-
-    def _is_due(self, step: int) -> bool:
-        """Return whether a save to the repository is due, see `should_save`."""
         self._count_device_copies()
         is_saving = self._queue.is_busy
         self._scheduler.end_step(is_saving=is_saving)
@@ -265,8 +242,7 @@ class CheckpointManager:
             wait: whether to return only after the commit.
 
         Returns:
-            A handle; its `result()` waits for the version. If `should_save` found only a save to the nodes due after
-            this step, it is a `LocalVersion`.
+            A handle; its `result()` waits for the version.
 
         Raises:
             ConfigError: a value cannot be stored (the message names it), the ranks have different tensors, or the
@@ -278,15 +254,13 @@ class CheckpointManager:
         """
         if self._is_closed:
             raise ConfigError(f"the manager of model {self.name!r} is closed; open it again to save")
-        is_local_only = self._local is not None and step == self._local_only_step
         began_s = time.perf_counter()
         error: Exception | None = None
         metadata, flat_state = None, None
         reported: list[int] = []  # numbers of the earlier saves whose errors this call reports
         try:
             step = check_step(step)
-            if not is_local_only:
-                self._queue.check(step)
+            self._queue.check(step)
             reported, error = self._take_failure()
             if error is None:
                 # Resolve a tag now: it may point at another version by the time this save is committed.
@@ -308,15 +282,6 @@ class CheckpointManager:
             error = failure
         flat_state = self._agree(step, flat_state, reported, error)
         assert metadata is not None
-        if self._local is not None:
-            # The parent is what is in the repository now, not when the save thread comes to this save.
-            newest = metadata.parent or (None if self.version is None else str(self.version))
-            local_handle = self._local.submit(replace(metadata, parent=newest), flat_state, began_s)
-            if is_local_only:
-                self._scheduler.record_local_stall(time.perf_counter() - began_s)
-                if wait:
-                    local_handle.result()
-                return local_handle
         self._count_device_copies()
         try:
             handle = self._submit(metadata, flat_state, began_s)
@@ -368,9 +333,6 @@ class CheckpointManager:
     ) -> Any:
         """Return a verified checkpoint, the same on every rank. Its version becomes the parent of the next save.
 
-        With `local`, and without `ref`, the checkpoint may be a `LocalVersion`, which only the nodes have. Then its
-        parent, the version of the repository that it continues, becomes the parent of the next save.
-
         Every rank calls this. It waits for running saves first: their parent is still the version from before the
         restore. For errors see `models.restore`.
 
@@ -386,29 +348,19 @@ class CheckpointManager:
         """
         self._queue.finish()
         error: Exception | None = None
-        version, checkpoint, is_newer = None, None, False
-        on_nodes = self._local.find() if self._local is not None and ref is None else None
+        version, checkpoint = None, None
         try:
             if self._main_channel.rank == 0:
                 # Rank 0 resolves the reference for all ranks, because a tag may be moved between two look-ups.
                 name = parse_reference(ref or self.name, "model").name
                 if default is _NO_DEFAULT or self._repository.newest("models", name) is not None:
                     version = str(self._repository.resolve("models", ref or self.name))
-                is_newer = on_nodes is not None and on_nodes.step < (self.newest_step() or 0)
         except Exception as failure:
-            if self._main_channel.size == 1 and on_nodes is None:
+            if self._main_channel.size == 1:
                 raise  # with its original type and traceback
             error = failure
-        answers = self._main_channel.exchange([describe_error(error), version, is_newer])
-        if on_nodes is not None and not answers[0][2]:  # also if the repository does not answer
-            checkpoint = self._restore_from_nodes(
-                on_nodes, only=only, exclude=exclude, rename=rename, into=into, progress=progress
-            )
-            if checkpoint is not None:
-                return checkpoint
+        answers = self._main_channel.exchange([describe_error(error), version])
         raise_on_all_ranks([answer[0] for answer in answers], error)
-        if self._local is not None:
-            self._local.forget()
         resolved = answers[0][1]
         if resolved is None:
             return default
@@ -426,19 +378,6 @@ class CheckpointManager:
         self._recorded_data = RecordedData(read_step(checkpoint.entry, checkpoint.version))
         return checkpoint
 
-    def _restore_from_nodes(self, version: LocalVersion, **options: Any) -> Checkpoint | None:
-        """Return the checkpoint of a version on the nodes; None on all ranks if a rank cannot restore it."""
-        assert self._local is not None
-        checkpoint = self._local.restore(version, partial(self._restore_local, **options))
-        if checkpoint is not None:
-            # The next version of the repository continues the one that this one continues, and has consumed all that
-            # was consumed since: a version that only the nodes have is no part of the history.
-            parent = parse_reference(checkpoint.entry["parent"] or self.name, "model")
-            self._writer.newest = Resolved("models", parent.name, parent.version) if parent.version else None
-            uses = map(DataUse.from_dict, checkpoint.entry["data"])
-            self._recorded_data = RecordedData(version.step, earlier=tuple(uses))
-        return checkpoint
-
     def newest_step(self) -> int | None:
         """Return the step of the newest version in the repository, None if the model has no version.
 
@@ -451,13 +390,7 @@ class CheckpointManager:
         return None if newest is None else read_step(self._repository.entry(newest).content, newest)
 
     def wait(self) -> None:
-        """Wait for all saves. The failure of a save to the nodes is logged.
-
-        Raises:
-            DatasvcError: a save failed and its error was not reported yet.
-        """
-        if self._local is not None:
-            self._local.finish()
+        """Wait for all saves. Raises DatasvcError: a save failed and its error was not reported yet."""
         self._queue.wait()
 
     def close(self) -> None:
@@ -474,8 +407,6 @@ class CheckpointManager:
         try:
             self._queue.wait(None if preemption is None or preemption.received is None else preemption.remaining_s)
         finally:
-            if self._local is not None:
-                self._local.close()
             # A save that continues still needs the channels and the buffers.
             if not self._queue.is_busy:
                 self._release()

@@ -53,14 +53,6 @@ class RankChannel:
         """Return the element-wise maximum, int64[n], over the ranks. Raises UnavailableError: a rank is lost."""
         return numbers
 
-    def send(self, content: bytes, target: int) -> None:
-        """Send bytes to rank `target`, which calls `receive`. Raises UnavailableError: a rank is lost."""
-        raise NotImplementedError("a single rank has no other rank to send to")
-
-    def receive(self, size_bytes: int, source: int) -> bytes:
-        """Return the bytes that rank `source` sends. Raises UnavailableError: a rank is lost."""
-        raise NotImplementedError("a single rank has no other rank to receive from")
-
     def close(self) -> None:
         """Close the connections to the other ranks."""
 
@@ -115,22 +107,6 @@ class GroupChannel(RankChannel):
         self._run_collective(lambda group: dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group))
         return largest
 
-    def send(self, content: bytes, target: int) -> None:
-        """Send bytes to rank `target`, which calls `receive`."""
-        import torch.distributed as dist
-
-        sent = _padded(content, len(content))
-        self._run_collective(lambda group: dist.send(sent, group=group, group_dst=target))
-
-    def receive(self, size_bytes: int, source: int) -> bytes:
-        """Return the bytes that rank `source` sends, whose number both know."""
-        import torch
-        import torch.distributed as dist
-
-        received = torch.empty(max(size_bytes, 1), dtype=torch.uint8)
-        self._run_collective(lambda group: dist.recv(received, group=group, group_src=source))
-        return received.numpy().tobytes()[:size_bytes]
-
     def close(self) -> None:
         """Close the connections to the other ranks. Later messages raise UnavailableError."""
         import torch.distributed as dist
@@ -169,15 +145,14 @@ class GroupChannel(RankChannel):
             ) from error
 
 
-def open_channels(group: Any, timeout_s: float, number: int = 2) -> list[RankChannel]:
-    """Return channels between the ranks of `group`, such as for the calling thread and for the save thread.
+def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChannel]:
+    """Return two channels between the ranks of `group`: for the calling thread and for the save thread.
 
     Every rank of the group must call this, in the same order relative to other calls that make groups.
 
     Args:
         group: torch.distributed group; None: the default group, or a single rank if there is none.
         timeout_s: seconds without an answer after which a rank counts as lost.
-        number: number of channels.
 
     Raises:
         UnavailableError: the ranks could not connect.
@@ -185,17 +160,17 @@ def open_channels(group: Any, timeout_s: float, number: int = 2) -> list[RankCha
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return [RankChannel() for _ in range(number)]
+        return RankChannel(), RankChannel()
     group_settings: dict[str, Any] = {}
     if group:
         # With local synchronization, ranks outside of the group need not take part.
         group_settings = {"ranks": dist.get_process_group_ranks(group), "use_local_synchronization": True}
     timeout = dt.timedelta(seconds=timeout_s)
     try:
-        groups = [dist.new_group(backend="gloo", timeout=timeout, **group_settings) for _ in range(number)]
+        main, background = (dist.new_group(backend="gloo", timeout=timeout, **group_settings) for _ in range(2))
     except RuntimeError as error:
         raise LostRankError(f"the ranks could not connect for saving: {error}") from error
-    return [GroupChannel(opened, timeout_s) for opened in groups]
+    return GroupChannel(main, timeout_s), GroupChannel(background, timeout_s)
 
 
 def describe_error(error: BaseException | None) -> Mapping[str, str] | None:

@@ -1,1 +1,0 @@
-"""Keeps versions on the disks of the nodes, beside those of the repository: the folder of a node, and the copies."""
