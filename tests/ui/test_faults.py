@@ -52,7 +52,7 @@ def test_a_shard_that_cannot_be_read_hides_neither_other_matches_nor_the_page(re
         found = [each["kind"] for each in server.json(f"/search?{urlencode({'q': key})}", "results")]
         assert "sample" in found
         (left_out,) = server.json("/search?q=no-such-key", "not_searched")
-        assert left_out["name"].startswith("birds@1/train: ")
+        assert left_out["name"].startswith("keys of birds@1/train: ")
         assert server.json("/search?q=no-such-key", "searched")[-1].startswith(
             "keys of samples, compared exactly, in 2"
         )
