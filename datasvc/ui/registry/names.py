@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.registry.registry import describe_versions
+from datasvc.models.search.index import map_models
 from datasvc.repository import Kind, Repository, Resolved
 from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.repository import KIND_NAMES, NameState, keep_valid
@@ -32,8 +35,8 @@ def list_names(kind: Kind, site: Site, _: Parts, query: Query) -> NamesPage:
     with collect_unreadable() as unreadable:
         # Names of the page alone are read; a folder without a version, of a write that never ended, is left out.
         names, following = cut_page([name for name in repository.storage.list(kind) if is_name(name)], query)
-        states = {name: repository.state(kind, name) for name in names}
-        items = tuple(_describe_name(name, state) for name, state in states.items() if state.versions)
+        states = zip(names, map_models(repository, partial(repository.state, kind), names), strict=True)
+        items = tuple(_describe_name(name, state) for name, state in states if state.versions)
     return NamesPage(items, following, tuple(unreadable.messages()))
 
 
