@@ -18,7 +18,7 @@ from tests.pages import find_page
 
 ROOT = Path(__file__).parents[2]
 UNIT = (ROOT / "deploy/systemd/datasvc.service").read_text()
-MANIFESTS = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/datasvc.yaml").read_text()))
+MANIFESTS = list(yaml.safe_load_all((ROOT / "deploy/kubernetes/base/datasvc.yaml").read_text()))
 PAGE = find_page("cluster.md")
 GUIDE = PAGE.read_text()
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -102,7 +102,7 @@ def test_the_token_of_the_manifests_is_readable_and_not_for_everybody(tmp_path):
 
 
 def test_prometheus_scrapes_the_pods_with_their_token(run):
-    monitor = yaml.safe_load((ROOT / "deploy/kubernetes/podmonitor.yaml").read_text())
+    monitor = yaml.safe_load((ROOT / "deploy/kubernetes/monitoring/podmonitor.yaml").read_text())
     pods = of_kind("DaemonSet")
     assert monitor["metadata"]["namespace"] == pods["metadata"]["namespace"]
     template = pods["spec"]["template"]
@@ -112,7 +112,7 @@ def test_prometheus_scrapes_the_pods_with_their_token(run):
     assert endpoint["port"] in {port["name"] for port in template["spec"]["containers"][0]["ports"]}
     secret = endpoint["authorization"]["credentials"]
     command = f"create secret generic {secret['name']} --from-literal={secret['key']}="
-    assert command in (ROOT / "deploy/kubernetes/datasvc.yaml").read_text()
+    assert command in (ROOT / "deploy/kubernetes/base/datasvc.yaml").read_text()
     node = run(token=TOKEN)
     assert node.get(endpoint["path"], Authorization=f"{endpoint['authorization']['type']} {TOKEN}").status == 200
 

@@ -63,7 +63,7 @@ def test_the_pods_of_the_tutorial_start_the_training_program_with_options_that_i
     variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
     settings = parse_options(program, environ=variables).config()
     assert (settings.repo, settings.cache) == ("s3://bucket/repo", "/host/datasvc")
-    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/datasvc.yaml").read_text())
+    documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/base/datasvc.yaml").read_text())
     served = next(each for each in documents if each["kind"] == "DaemonSet")["spec"]["template"]["spec"]
     assert pod["volumes"] == [volume for volume in served["volumes"] if volume["name"] == "disk"]
     assert container["volumeMounts"][0] in served["containers"][0]["volumeMounts"]
