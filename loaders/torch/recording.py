@@ -44,7 +44,12 @@ class RecordedBatches(Iterator[Any]):
             record_batch(self._handed, handed)
         return batch
 
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type] # torch's iterator has a length
+
     def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # a copy has no attributes at first
+            raise AttributeError(name)
         return getattr(self._batches, name)  # such as what a framework uses of torch's iterator
 
 

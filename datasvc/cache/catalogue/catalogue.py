@@ -173,12 +173,7 @@ class Catalogue:
 
         A cache hit costs this read transaction and the look-up of the file; it writes nothing to the catalogue.
         """
-        # `read` is not used: its context managers would slow down every cache hit.
-        try:
-            with self._lock.shared(), self.env.begin() as txn:
-                state = CatalogueTables(self._tables, txn).state(info.digest)
-        except lmdb.Error as error:
-            raise describe_failure(self._files.catalogue, error) from error
+        state = self.read(lambda tables: tables.state(info.digest))
         return state == RESIDENT and self._files.is_there(info.digest, info.size_bytes)
 
     def reserve(

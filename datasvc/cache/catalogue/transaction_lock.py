@@ -48,6 +48,7 @@ class TransactionLock:
     def __init__(self, path: Path) -> None:
         # The threads of a process share the descriptor, and its locks do not exclude each other.
         self._threads = threading.Lock()
+        self._owner: int | None = None  # the thread that is inside
         self._folder = path.parent.parent
         self._descriptor = open_lock_file(path)
         try:
@@ -72,7 +73,11 @@ class TransactionLock:
         return self._locked(_CLOSE_GATE, _WRITE)
 
     def close(self) -> None:
-        """Close the file, after the transaction that a thread of this process has begun."""
+        """Close the file, after the transaction that another thread of this process has begun."""
+        # The thread that is inside itself closes it when an interrupt has ended its transaction halfway.
+        if self._owner == threading.get_ident():
+            self.close_after_fork()
+            return
         with self._threads:
             self.close_after_fork()
 
@@ -85,13 +90,21 @@ class TransactionLock:
 
     @contextmanager
     def _locked(self, first: bytes, second: bytes) -> Iterator[None]:
+        if self._owner == threading.get_ident():
+            raise UnavailableError(
+                f"a transaction of the cache {self._folder} has not ended in this thread: a signal handler used the "
+                "cache, or an interrupt ended the transaction halfway; do not use the cache in handlers of signals"
+            )
         with self._threads:
             if self._descriptor < 0:
                 raise UnavailableError(f"the cache {self._folder} was closed while a thread used it")
             # Inside `try`: a signal may raise an exception right after the lock is taken.
             try:
+                self._owner = threading.get_ident()
                 fcntl.fcntl(self._descriptor, SETLKW, first)
                 fcntl.fcntl(self._descriptor, SETLKW, second)
                 yield
             finally:
-                fcntl.fcntl(self._descriptor, SETLK, _UNLOCK)
+                self._owner = None
+                if self._descriptor >= 0:
+                    fcntl.fcntl(self._descriptor, SETLK, _UNLOCK)

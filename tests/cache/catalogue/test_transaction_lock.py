@@ -110,6 +110,20 @@ def test_no_reader_begins_while_a_writer_waits(tmp_path):
         lock.close()
 
 
+def test_a_transaction_inside_of_another_is_refused_and_a_close_inside_ends_it(tmp_path):
+    (tmp_path / "catalogue").mkdir()
+    lock, other = (TransactionLock(tmp_path / "catalogue" / "lock.mdb") for _ in range(2))
+    with lock.exclusive():
+        with pytest.raises(UnavailableError, match="has not ended in this thread"), lock.shared():
+            pass
+        assert not can_read(other)
+        lock.close()
+        assert can_read(other)
+    with pytest.raises(UnavailableError, match="was closed"), lock.shared():
+        pass
+    other.close()
+
+
 def can_read(lock):
     """Return whether a reader could begin without waiting; it ends at once."""
     try:
