@@ -54,6 +54,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "mlflow": ("mlflow>=2.14",),
     "lightning": ("lightning>=2.6",),
     "transformers": ("transformers>=5", "accelerate>=1.1"),
+    "torchdata": ("torchdata>=0.11",),
     "text": ("tokenizers>=0.21",),
     "sign": ("cryptography>=43",),
     "onnx": ("onnx>=1.18", "onnxscript>=0.5"),
@@ -64,7 +65,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "demo": ("scikit-learn>=1.6",),
     "all": (
         "datasvc[train,gpu,s3,gcs,azure,hub,text,ray,ui,sign,onnx,pandas,plot,tensorboard,wandb,mlflow]",
-        "datasvc[lightning,transformers]",
+        "datasvc[lightning,transformers,torchdata]",
     ),
     "docs": ("zensical>=0.0.73", "mkdocstrings-python>=2"),
 }
@@ -84,6 +85,7 @@ PURPOSES: Final[Mapping[str, str]] = {
     "mlflow": "curves of trainings in MLflow, `datasvc.integrations.mlflow`",
     "lightning": "`datasvc.integrations.lightning`",
     "transformers": "`datasvc.integrations.transformers` and `.accelerate`",
+    "torchdata": "`datasvc.integrations.torchdata`",
     "text": "text to token blocks with a `tokenizer.json`",
     "sign": "signatures of model versions",
     "onnx": "`models export --format onnx`",
@@ -109,7 +111,7 @@ _EXTRA_OF_MODULE: Final = {
     "cloudpickle": "train",
     "jinja2": "ui",
     "yaml": "yaml",
-    **{name: name for name in ("lightning", "mlflow", "wandb")},
+    **{name: name for name in ("lightning", "mlflow", "torchdata", "wandb")},
     **dict.fromkeys(("transformers", "accelerate"), "transformers"),
 }
 

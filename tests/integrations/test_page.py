@@ -17,7 +17,7 @@ PROGRAMS = {
 
 
 def test_the_page_has_a_program_of_each_framework():
-    assert list(PROGRAMS) == ["Lightning", "Transformers", "Accelerate", "MLflow", "Weights & Biases"]
+    assert list(PROGRAMS) == ["Lightning", "Transformers", "Accelerate", "torchdata", "MLflow", "Weights & Biases"]
 
 
 @pytest.mark.slow
