@@ -37,3 +37,5 @@ def test_a_program_runs(heading, digits, tmp_path, monkeypatch):
     exec(compile(program, heading, "exec"), {"__name__": "__main__"})
     if heading == "MLflow":
         sys.modules["mlflow"].set_tracking_uri(None)
+    if "wandb" in needed:
+        sys.modules["wandb"].teardown()  # it keeps the settings of the first run of a process

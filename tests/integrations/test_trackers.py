@@ -154,7 +154,9 @@ def wandb(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    wandb.teardown()  # it keeps the settings of the first run of a process
     yield wandb
     wandb.teardown()
 
