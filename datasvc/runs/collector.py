@@ -82,10 +82,6 @@ class Collector:
         self._content = merge([self._content, Content(tables, self._events, self._num_cut)]).thin(limits)
         self._rows, self._events, self._num_cut = {}, [], 0
 
-    def put_back(self, content: Content) -> None:
-        """Put back what `take` has returned, before what was added since."""
-        self._content = merge([content, self._content])
-
     def take(self) -> Content:
         """Return what `compact` has left, and start with nothing."""
         content, self._content = self._content, Content()

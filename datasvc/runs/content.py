@@ -54,6 +54,11 @@ class Content:
         """Number of bins of all tables."""
         return sum(map(len, self.tables))
 
+    @property
+    def num_events(self) -> int:
+        """Number of events, those of steps included, that were reported for this content."""
+        return sum(int(table.counts.sum()) for table in self.tables) + len(self.events) + self.num_left_out
+
     def thin(self, limits: ContentLimits) -> Content:
         """Return the content within `limits`; some bytes more, because each table keeps one bin.
 

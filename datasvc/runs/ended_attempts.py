@@ -4,7 +4,8 @@ The next attempt of the run does this, in a thread. A silent writer may be alive
 differ. Therefore the attempt is ended first, by a *closing part* with the next number. A part is created only if it
 does not exist, so either the writer has this number or the closing part has it. In the first case the attempt goes
 on, and is left alone. In the second one the writer can write no other part of the attempt: it finds the conflict, and
-continues in a new attempt (`RunLog`). So the parts before the closing part are complete.
+writes nothing more (`RunLog`). So the parts before the closing part are complete; what the writer reports after it is
+lost, because the next attempt has replaced it.
 """
 
 from __future__ import annotations

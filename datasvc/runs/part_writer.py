@@ -55,11 +55,6 @@ class PartWriter:
         self._unwritten: tuple[Part, bytes] | None = None
 
     @property
-    def has_unwritten(self) -> bool:
-        """Whether the store has refused a part, which `write_again` tries to write."""
-        return self._unwritten is not None
-
-    @property
     def num_bins(self) -> int:
         """Number of bins of the parts of this attempt."""
         unwritten = () if self._unwritten is None else self._unwritten[:1]
@@ -69,7 +64,7 @@ class PartWriter:
         """Write the next part. If that fails, `write_again` tries again; for errors, see `create_part`.
 
         Raises:
-            ConflictError: another process has ended the attempt; continue in a new one, with `take_unwritten`.
+            ConflictError: another process has continued the run, and has ended this attempt.
         """
         assert self._unwritten is None
         number = self._num_parts + 1

@@ -49,7 +49,8 @@ class RunLog:
 
     One process of a run writes: in a job of several ranks, rank 0. `report` takes a few microseconds. A thread writes
     what was reported every `flush_s` seconds. If the store fails, the training goes on: the thread tries again, and
-    what it cannot keep in its limited memory is lost, counted, and logged as a warning.
+    what it cannot keep in its limited memory is lost, counted, and logged as a warning. The same happens to what is
+    reported after another process has continued the run, because this one had not written for long.
 
     Attributes:
         name: name of the run, usually that of the model that it trains.
@@ -259,6 +260,9 @@ class RunLog:
     def _try_to_write(self, end: tuple[Outcome, str] | None, *, is_urgent: bool) -> bool:
         """Write a part if one is due; return False if the store has failed."""
         if self._give_up:
+            for _ in range(len(self._queue)):
+                self._queue.popleft()
+                self._num_failed += 1
             return False
         now = time.monotonic()
         try:
@@ -268,7 +272,10 @@ class RunLog:
                 return not self._is_failing
             self._write(end)
         except (DatasvcError, OSError) as error:
-            self._note_failure(error)
+            if isinstance(error, ConflictError) and self._parts is not None:
+                self._stop(self._parts)
+            else:
+                self._note_failure(error)
             return False
         except Exception:  # noqa: BLE001 - the top of a thread
             # A defect of ours. The thread lives on, or `flush` and `close` would wait in vain.
@@ -283,20 +290,7 @@ class RunLog:
 
     def _write(self, end: tuple[Outcome, str] | None) -> None:
         """Write the next part. Raises the errors of `Storage.create`."""
-        try:
-            parts = self._write_part(end)
-        except ConflictError:
-            if self._parts is None or not self._parts.has_unwritten:
-                raise
-            _LOG.warning(
-                "%s: another process has ended attempt %d, which had not written for long; the run log continues as "
-                "a new attempt",
-                self.ref,
-                self._parts.attempt,
-            )
-            self._collector.put_back(self._parts.take_unwritten())
-            self._parts = None
-            parts = self._write_part(end)
+        parts = self._write_part(end)
         if end is not None:
             parts.finish()
         elif parts.attempt > 1 and self._merging is None:
@@ -334,6 +328,19 @@ class RunLog:
             **self._collector.warnings,
             "lost": self.num_lost,
         }
+
+    def _stop(self, parts: PartWriter) -> None:
+        """Write nothing more: another process has continued the run, and has ended this attempt."""
+        _LOG.warning(
+            "%s: another process has continued the run, and has ended attempt %d, which had not written for long; "
+            "nothing more of this process is written to the run log; the training continues",
+            self.ref,
+            parts.attempt,
+        )
+        # Not continued as a further attempt: as the newest one, it would hide what the other process writes.
+        self._give_up = self._is_failing = True
+        self._num_failed += parts.take_unwritten().num_events + self._collector.take().num_events
+        self._parts = None
 
     def _note_failure(self, error: Exception) -> None:
         if not self._is_failing:

@@ -1,4 +1,4 @@
-"""Attempts whose writers were killed are merged by the next one, and no event is lost whoever is at work."""
+"""Attempts whose writers were killed are merged by the next one, and no event is lost that they have written."""
 
 import threading
 from collections import Counter
@@ -9,7 +9,7 @@ import pytest
 from datasvc.errors import UnavailableError
 from datasvc.repository import Repository
 from datasvc.repository.store.storage import Storage
-from datasvc.runs import RunLog, read_run
+from datasvc.runs import RunLog, follow_run, read_run
 from datasvc.runs.ended_attempts import merge_ended_attempts
 from datasvc.runs.part import PartRange, decode_part
 from datasvc.testing import FaultyStore
@@ -140,23 +140,57 @@ def test_a_reader_finds_every_event_before_each_change_of_a_merge(repository):
 
 @pytest.mark.parametrize("num_written", [1, 9, 20])
 @pytest.mark.parametrize("change", [1, 2, 3, 6])
-def test_a_writer_that_was_only_suspended_goes_on_and_loses_nothing(repository, change, num_written):
+def test_a_writer_that_was_only_suspended_goes_on_or_finds_that_its_attempt_is_ended(repository, change, num_written):
     log = killed_log(repository, 12)
+    is_ended = change > 1  # else the writer creates the number of the closing part before the merge does
+    last_step = 12 + num_written + 3
 
-    def resume(number):
-        if number == change:
-            write(log, range(13, 13 + num_written))
+    def report(steps):
+        for step in steps:
+            log.report("step", step=step, loss=step)
+            log.report("note", step=step)
+            assert log.flush() is not is_ended
 
-    merge(repository, log, before=resume)
-    write(log, range(13 + num_written, 16 + num_written))
-    assert seen(repository, log) == ([*range(1, 16 + num_written)],) * 2
+    merge(repository, log, before=lambda number: number == change and report(range(13, 13 + num_written)))
+    report(range(13 + num_written, last_step + 1))
     log.close()
-    assert seen(repository, log) == ([*range(1, 16 + num_written)],) * 2
-    history = read_run(repository, log.name, log.id)
-    # The writer has created the number of the closing part, or it has found that the attempt is ended.
-    assert history.summary.num_attempts == (1 if change == 1 else 2)
-    assert history.summary.state == "finished"
-    assert log.num_lost == 0
+    assert seen(repository, log) == ([*range(1, 13 if is_ended else last_step + 1)],) * 2
+    summary = read_run(repository, log.name, log.id).summary
+    assert (summary.state, summary.num_attempts) == ("interrupted" if is_ended else "finished", 1)
+    assert log.num_lost == (2 * (last_step - 12) if is_ended else 0)
+
+
+def test_a_writer_that_was_suspended_does_not_hide_the_attempt_that_replaced_it(repository, monkeypatch, caplog):
+    monkeypatch.setattr("datasvc.runs.ended_attempts.is_silent", lambda _head, _now_s: True)
+    old = killed_log(repository, 10)
+    new = open_log(repository, run_id=old.id)
+    write(new, range(5, 25))
+    new.report("checkpoint", version="cnn@2")
+    assert new.flush()
+    new._merging.join()
+    before = read_run(repository, old.name, old.id)
+
+    old.report("step", step=11, loss=0)
+    old.report("checkpoint", version="cnn@1")
+    assert not old.flush()
+    old.report("note", text="late")
+    old.close("failed", "NCCL timeout")
+
+    def facts(history):
+        summary = history.summary
+        return summary.state, summary.step, summary.versions, summary.num_attempts, summary.num_lost
+
+    after = read_run(repository, old.name, old.id)
+    assert facts(after) == facts(before) == ("running", 24, ["cnn@2"], 2, 0)
+    assert after.series["loss"].steps.tolist() == [*range(1, 25)]
+    assert old.num_lost == 3
+    assert caplog.text.count("another process has continued the run") == 1
+
+    write(new, [25])
+    new.close()
+    after = follow_run(repository, old.name, old.id, before.cursor)
+    assert after.summary.state == "finished"
+    assert after.series["loss"].steps.tolist() == [25]
 
 
 def test_the_store_may_fail_at_each_operation_of_a_merge():
