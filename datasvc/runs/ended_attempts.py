@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from itertools import pairwise
 
-from datasvc.errors import DatasvcError
+from datasvc.errors import DatasvcError, UnavailableError
 from datasvc.repository import Storage
 from datasvc.runs.content import Content
 from datasvc.runs.history import MISSED_HEARTBEATS, is_silent
@@ -37,8 +37,13 @@ def start_merging(
         try:
             # After a quick restart, the writer that was killed counts as alive until it has missed its heartbeats.
             for wait_s in (0.0, (MISSED_HEARTBEATS + 1) * heartbeat_s):
-                if stop.wait(wait_s) or not merge_ended_attempts(storage, folder, attempt, stop=stop):
+                if stop.wait(wait_s):
                     return
+                try:
+                    if not merge_ended_attempts(storage, folder, attempt, stop=stop):
+                        return
+                except UnavailableError as error:
+                    _LOG.debug("%s: ended attempts are not merged yet: %s", folder, error)
         except Exception as error:  # noqa: BLE001 - the top of a thread; the parts stay, and can be read
             _LOG.debug("%s: merging the parts of ended attempts failed: %r", folder, error)
 
@@ -69,7 +74,7 @@ def merge_ended_attempts(
         stop: when this is set, no further attempt is merged.
 
     Returns:
-        Whether some attempts were left, because their writers still report.
+        Whether some attempts were left, because their writers still report, or another process changed them.
 
     Raises:
         UnavailableError: the store does not respond.
@@ -84,8 +89,11 @@ def merge_ended_attempts(
             now = time.time() if now_s is None else now_s
             try:
                 num_left += not _merge_attempt(storage, folder, number, now)
+            except UnavailableError:
+                raise
             except DatasvcError as error:  # such as a conflict: the writer, or another process, was faster
                 _LOG.debug("%s: attempt %d is not merged: %s", folder, number, error)
+                num_left += 1
     return num_left > 0
 
 
@@ -106,7 +114,7 @@ def _merge_attempt(storage: Storage, folder: str, attempt: int, now_s: float) ->
         # If the writer has created this number before, and has merged and deleted it, the attempt goes on behind it.
         files = _list_parts(storage, folder, attempt)
         if _choose(files) != [*chosen, end.range]:
-            return True
+            return False
         older = parts
     if not older:
         return True

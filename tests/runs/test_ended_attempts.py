@@ -10,7 +10,7 @@ from datasvc.errors import UnavailableError
 from datasvc.repository import Repository
 from datasvc.repository.store.storage import Storage
 from datasvc.runs import RunLog, follow_run, read_run
-from datasvc.runs.ended_attempts import merge_ended_attempts
+from datasvc.runs.ended_attempts import merge_ended_attempts, start_merging
 from datasvc.runs.part import PartRange, decode_part
 from datasvc.testing import FaultyStore
 
@@ -151,7 +151,10 @@ def test_a_writer_that_was_only_suspended_goes_on_or_finds_that_its_attempt_is_e
             log.report("note", step=step)
             assert log.flush() is not is_ended
 
-    merge(repository, log, before=lambda number: number == change and report(range(13, 13 + num_written)))
+    _, is_left = merge(
+        repository, log, before=lambda number: number == change and report(range(13, 13 + num_written))
+    )
+    assert is_left is not is_ended
     report(range(13 + num_written, last_step + 1))
     log.close()
     assert seen(repository, log) == ([*range(1, 13 if is_ended else last_step + 1)],) * 2
@@ -204,7 +207,9 @@ def test_the_store_may_fail_at_each_operation_of_a_merge():
                 try:
                     merge(repository, log)
                 except UnavailableError:
-                    assert operation == "list"
+                    assert operation != "delete"
+                else:
+                    assert operation not in {"list", "read"}
                 store.heal()
                 assert seen(repository, log) == before
                 merge(repository, log)
@@ -262,6 +267,34 @@ def test_opening_a_run_merges_its_killed_attempts(repository, monkeypatch):
     counts = Counter(part.attempt for part in parts_of(repository, log))
     assert counts == {1: 2, 2: 2, 3: 2, 4: 4}
     assert seen(repository, log)[1] == [*range(1, 6), *(n for k in range(2, 5) for n in range(5 * k, 5 * k + 4))]
+
+
+def test_the_thread_that_merges_is_started_once_and_ends_when_the_log_is_closed(repository, monkeypatch):
+    monkeypatch.setattr("datasvc.runs.ended_attempts.is_silent", lambda _head, _now_s: False)
+    first = killed_log(repository, 5)
+    log = open_log(repository, run_id=first.id, heartbeat_s=NEVER)
+    write(log, [6])
+    thread = log._merging
+    write(log, [7])
+    assert log._merging is thread
+    assert thread.is_alive()  # it waits for the time at which the first writer is silent
+    log.close()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_merging_goes_on_after_a_store_that_did_not_respond(repository, monkeypatch):
+    calls = []
+
+    def merge_attempts(*_arguments, stop):
+        calls.append(stop)
+        if len(calls) == 1:
+            raise UnavailableError("the store does not respond")
+        return False
+
+    monkeypatch.setattr("datasvc.runs.ended_attempts.merge_ended_attempts", merge_attempts)
+    start_merging(repository.storage, "runs/cnn/1", 2, 1e-9, threading.Event()).join()
+    assert len(calls) == 2
 
 
 def test_parts_of_a_remote_store_are_read_at_once_and_in_order():
