@@ -1,5 +1,6 @@
 """The pages of a data set, its samples and one sample: their values are those of the command line."""
 
+import datetime as dt
 import html as html_module
 import json
 import re
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import datasvc
 from datasvc.repository import Repository
-from datasvc.shards.format.schema import image_schema
+from datasvc.shards.format.schema import image_schema, shard_schema
 from datasvc.ui.pages.charts.histogram_charts import _conditions, _join
 from tests.cli.command import run
 from tests.samples import jpeg
@@ -271,6 +272,21 @@ def test_heads_read_few_shards_and_documents_have_none(tmp_path, monkeypatch):
         assert "The histograms count the samples of 2 of 6 shards" in texts(html)
         assert set(heads_of(html)) == {"0: 4 samples", "1: 4 samples"}
         assert not heads_of(server.get("/datasets/long/samples/train")[2])
+
+
+def test_columns_without_a_histogram_do_not_fail_the_pages(tmp_path):
+    repository = Repository.create(str(tmp_path / "repo"))
+    values = {"order": pa.int64(), "took": pa.duration("s"), "bytes": pa.binary()}
+    schema = shard_schema([pa.field("key", pa.string(), nullable=False), *map(pa.field, values, values.values())])
+    sample = {"key": "a", "order": 7, "took": dt.timedelta(seconds=2), "bytes": b"\xff"}
+    write_version(repository, "odd", {"train": [[sample]]}, schema)
+    with running_ui(tmp_path / "repo") as server:
+        status, _, html = server.get("/datasets/odd/samples/train")
+        assert status == 200
+        assert list(heads_of(html)) == ["7 to 8: 1 samples"]
+        assert len(server.json(heads_of(html)["7 to 8: 1 samples"], "samples")["samples"]) == 1
+        for path in ("/datasets/odd/samples/train", "/datasets/odd"):
+            assert not server.json(path)["problems"]
 
 
 def test_a_sample_has_its_duplicate(odd):

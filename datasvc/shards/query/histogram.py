@@ -31,6 +31,8 @@ MAX_SHARDS: Final = 10  # that a histogram reads
 MAX_BINS: Final = 1000
 _STEPS: Final = (1, 2, 5)  # bins have one of these widths, times a power of ten
 _MAX_EXACT: Final = 1 << 53  # a float has every whole number up to it
+# Any other name may be a keyword of SQL, or one of a function such as `user`: it is quoted.
+_UNQUOTED: Final = frozenset({LABEL, WIDTH, HEIGHT})
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ def histogram(
         max_shards: number of shards to read at most, evenly spaced; None: all.
 
     Raises:
-        ConfigError: `bins` or `max_shards` is out of range, or DuckDB rejects the SQL; the message has its reason.
+        ConfigError: `bins` or `max_shards` is out of range, DuckDB rejects the SQL, or the values are of a type that
+            cannot be counted; the message has the reason.
         NotFoundError, CorruptDataError, UnavailableError: the version or a shard cannot be read.
     """
     chosen = default_split(open_dataset(repository, ref), split)
@@ -152,10 +155,22 @@ def histogram_of(
 def list_columns(split: Split) -> list[str]:
     """Return the columns and expressions that describe a split: classes, sizes of blobs and images, values."""
     schema = split.table.sample_schema
-    names = [field.name for field in schema if field.name != KEY and not pa.types.is_nested(field.type)]
+    names = [field.name for field in schema if field.name != KEY and is_countable(field.type)]
     measured = measured_columns(schema)
     aspect = [f"{WIDTH} / {HEIGHT}"] if measured and set(measured) <= set(names) else []
     return sorted([*names, *aspect], key=lambda name: (name != LABEL, name != IMAGE))
+
+
+def is_countable(data_type: pa.DataType) -> bool:
+    """Return whether a column of this type has a histogram: numbers, Booleans, texts, dates and times, blobs."""
+    types = pa.types
+    if types.is_dictionary(data_type):
+        return is_countable(data_type.value_type)
+    checks = (
+        *(types.is_null, types.is_boolean, types.is_integer, types.is_floating, types.is_decimal),
+        *(types.is_string, types.is_large_string, types.is_date, types.is_time, types.is_timestamp, is_blob),
+    )
+    return any(check(data_type) for check in checks)
 
 
 def size_expression(column: str) -> str:
@@ -164,11 +179,11 @@ def size_expression(column: str) -> str:
 
 
 def quoted(text: str, columns: Collection[str]) -> str:
-    """Return a column or an expression as an operand: `width`, `"my column"`, `(width / height)`."""
+    """Return a column or an expression as an operand: `width`, `"order"`, `(width / height)`."""
     if text not in columns:
         # A comment would hide the bracket, so the bracket gets a line of its own.
         return f"({text}\n)" if "--" in text else f"({text})"
-    return text if text.isidentifier() and text.isascii() else '"' + text.replace('"', '""') + '"'
+    return text if text in _UNQUOTED else '"' + text.replace('"', '""') + '"'
 
 
 def plan_edges(low: float, high: float, bins: int, *, is_whole: bool) -> list[float]:
@@ -274,7 +289,14 @@ def _of_numbers(values: pa.Array, expression: str, bins: int, facts: Mapping[str
 
 def _of_values(values: pa.Array, expression: str, bins: int, facts: Mapping[str, Any]) -> Histogram:
     """Return the most frequent values; of equally frequent ones, the first in alphabetical order."""
-    texts = values.cast(pa.string())
+    try:
+        texts = values.cast(pa.string())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        column = facts["column"]
+        raise ConfigError(
+            f"{column!r} has values of type {values.type}, which cannot be written as text ({error}); expected "
+            "numbers, Booleans, texts, dates or times: convert it, for instance with hex() or epoch()"
+        ) from error
     counted = [(item["values"], item["counts"]) for item in pc.value_counts(texts.drop_null()).to_pylist()]
     shown = sorted(counted, key=lambda item: (-item[1], item[0]))[:bins]
     is_text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)

@@ -110,6 +110,39 @@ def test_columns_for_a_page_have_classes_first_and_no_keys_or_lists(pets, digits
     assert list_columns(digits["train"]) == ["label", "image", "width", "height", "width / height"]
 
 
+ODD_SCHEMA = shard_schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        *(pa.field(name, pa.int64()) for name in ("order", "group", "end", "user")),
+        pa.field("took", pa.duration("s")),
+        pa.field("bytes", pa.binary()),
+    ]
+)
+
+
+@pytest.fixture
+def odd(repository):
+    values = {"group": 1, "end": 2, "took": dt.timedelta(seconds=2), "bytes": b"\xff"}
+    stored = [{"key": f"k{number}", "order": number, "user": number, **values} for number in range(4)]
+    write_version(repository, "odd", {"train": [stored]}, ODD_SCHEMA)
+    return repository
+
+
+@pytest.mark.parametrize("column", ["order", "group", "end", "user"])
+def test_a_column_may_have_the_name_of_a_keyword(odd, column):
+    counted = histogram(odd, "odd", column)
+    assert counted.kind == "numbers"
+    for bar in counted.bins:
+        assert len(read_page(odd, "odd", where=bar.where).samples) == bar.count
+
+
+@pytest.mark.parametrize("column", ["took", "bytes"])
+def test_values_that_are_not_countable_are_refused_and_not_listed(odd, column):
+    with pytest.raises(ConfigError, match=rf"'{column}' has values of type .*expected numbers, Booleans"):
+        histogram(odd, "odd", column)
+    assert list_columns(open_dataset(odd, "odd")["train"]) == ["order", "group", "end", "user"]
+
+
 def test_a_wrong_expression_says_what_the_columns_are(pets):
     with pytest.raises(ConfigError, match=r"'scor'.*the columns are key, blob, score"):
         histogram(pets, "pets", "scor")

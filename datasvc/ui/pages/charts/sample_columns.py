@@ -16,7 +16,7 @@ from datasvc import drawing
 from datasvc.drawing import HistogramBin, Markup, NamedBar
 from datasvc.printable import count_text
 from datasvc.shards.format.schema import KEY, LABEL, is_blob
-from datasvc.shards.query.histogram import MAX_SHARDS, Histogram
+from datasvc.shards.query.histogram import MAX_SHARDS, Histogram, is_countable
 from datasvc.shards.versions.dataset import DatasetVersion, Split
 from datasvc.ui.pages.charts.histogram_charts import Selection, count_columns
 from datasvc.ui.web.failures import Failures
@@ -135,8 +135,8 @@ def _draw_values(counted: Histogram, selection: Selection) -> tuple[Markup, str]
 
 
 def _has_histogram(split: Split, field: pa.Field) -> bool:
-    """Return whether a column has a histogram: not blobs, documents and nested values."""
-    if pa.types.is_nested(field.type) or is_blob(field.type):
+    """Return whether a column has a histogram: not blobs, documents, and values that are not counted."""
+    if is_blob(field.type) or not is_countable(field.type):
         return False  # the sizes of blobs take the most memory to count; the page of the data set has them
     is_text = pa.types.is_string(field.type) or pa.types.is_large_string(field.type)
     sample_bytes = _mean(split.table.size_bytes, int(split.table.stored_per_shard.sum()))
