@@ -1,13 +1,18 @@
 """What the search box finds."""
 
+from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
 import datasvc
+from datasvc.repository import Repository
 from datasvc.runs import RunLog
+from datasvc.shards import open_dataset
 from datasvc.ui.pages.searching import digest_search, search
+from tests.shards.written_versions import TEXT_SCHEMA, write_version
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
+from tests.ui.test_faults import damage
 from tests.ui.test_model import HOSTILE
 
 
@@ -83,6 +88,43 @@ def test_the_beginning_of_the_digest_of_a_sample_finds_it_in_the_newest_versions
     monkeypatch.setattr(digest_search, "_MAX_SAMPLES", 1)
     left_out = [each["name"] for each in ui.json(f"/search?q={digest}", "not_searched")]
     assert "digests of the samples of pets@2/train, which has 5 shards" in left_out
+
+
+def left_out_of(server, text):
+    return [each["name"] for each in server.json(f"/search?q={text}", "not_searched")]
+
+
+def test_data_sets_after_the_last_one_searched_are_told(ui, monkeypatch):
+    assert left_out_of(ui, "abcdef") == []
+    monkeypatch.setattr(digest_search, "_MAX_DATASETS", 1)
+    assert left_out_of(ui, "abcdef") == ["digests of the samples of 1 more"]
+
+
+def test_splits_without_sample_indexes_do_not_count_as_searched(tmp_path):
+    repository = Repository.create(str(tmp_path / "repo"))
+    shards = [[{"key": "a", "text": "x"}], [{"key": "b", "text": "y"}]]
+    write_version(repository, "old", {"train": shards}, TEXT_SCHEMA, indexed=False)
+    with running_ui(tmp_path / "repo") as server:
+        assert left_out_of(server, "abcdef") == [
+            "digests of the samples of old@1/train: 2 of 2 shards without a sample index"
+        ]
+        searched = server.json("/search?q=abcdef", "searched")
+        assert "digests of samples in 0 splits of the newest versions" in searched
+
+
+@pytest.mark.parametrize("fault", [damage, Path.unlink])
+def test_a_damaged_shard_table_hides_no_other_matches(tmp_path, fault):
+    repository = Repository.create(str(tmp_path / "repo"))
+    for name in ("bad", "good"):
+        write_version(repository, name, {"train": [[{"key": "a", "text": name}]]}, TEXT_SCHEMA)
+    fault(Path(repository.objects.location(open_dataset(repository, "bad")["train"].digest)))
+    with running_ui(tmp_path / "repo") as server:
+        assert found(server, "a") == [("data set", "bad"), ("sample", "a of good@1/train")]
+        digest = server.json("/datasets/good/samples/train/0", "sample")["place"]["sample_digest"]
+        assert ("digest (sample)", f"{digest} of a of good@1/train") in found(server, digest)
+        left_out = left_out_of(server, digest)
+        assert [name for name in left_out if name.startswith("digests of bad@1/train: ")]
+        assert [name for name in left_out if name.startswith("keys of bad@1/train: ")]
 
 
 def test_a_prefix_that_is_too_short_for_a_digest_is_told(ui):

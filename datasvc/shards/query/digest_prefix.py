@@ -21,7 +21,7 @@ from datasvc.threads import map_in_threads
 MIN_DIGITS: Final = 6
 """Fewer digits would match many digests by chance."""
 MAX_SAMPLE_DIGITS: Final = 2 * DIGEST_BYTES
-_PREFIX: Final = re.compile("[0-9a-f]{6,64}")
+_PREFIX: Final = re.compile(f"[0-9a-f]{{{MIN_DIGITS},64}}")
 _READS_AT_ONCE: Final = 8
 
 

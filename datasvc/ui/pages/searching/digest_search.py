@@ -183,28 +183,38 @@ def _find_samples(site: Site, prefix: str, coverage: SearchCoverage) -> Iterator
         coverage.searched.append(f"no digests of samples: they have {MAX_SAMPLE_DIGITS} digits")
         return
     num_shards = num_samples = num_splits = 0
-    for name in site.repo.datasets.names()[:_MAX_DATASETS]:
+    names = site.repo.datasets.names()
+    for name in names[:_MAX_DATASETS]:
         try:
             dataset = site.splits.version(site.repo.repository, name)
         except DatasvcError:
             continue  # removed, or named by the search for keys
         for split in dataset.values():
-            stored = int(split.table.stored_per_shard.sum())
-            if num_shards + split.table.num_shards > _MAX_SHARDS or num_samples + stored > _MAX_SAMPLES:
-                what = f"{split.dataset}/{split.name}, which has {count_text(split.table.num_shards, 'shard')}"
-                _leave_out(coverage, f"digests of the samples of {what}", split.dataset)
-                continue
-            num_shards, num_samples = num_shards + split.table.num_shards, num_samples + stored
+            of_split = f"digests of the samples of {split.dataset}/{split.name}"
             try:
+                table = split.table
+                stored = int(table.stored_per_shard.sum())
+                if num_shards + table.num_shards > _MAX_SHARDS or num_samples + stored > _MAX_SAMPLES:
+                    shards = count_text(table.num_shards, "shard")
+                    _leave_out(coverage, f"{of_split}, which has {shards}", split.dataset)
+                    continue
+                num_shards, num_samples = num_shards + table.num_shards, num_samples + stored
                 matches = find_samples(site.splits.samples(dataset, split.name), prefix)
             except DatasvcError as error:
                 _note_error(site, coverage, split, error)
                 continue
-            num_splits += 1
+            indexed = sum(table.index(shard) is not None for shard in range(table.num_shards))
+            if indexed < table.num_shards:
+                shards = f"{table.num_shards - indexed} of {count_text(table.num_shards, 'shard')}"
+                _leave_out(coverage, f"{of_split}: {shards} without a sample index", split.dataset)
+            num_splits += indexed > 0
             for match in matches:
                 kind = "digest (sample)" if match.kind == "sample" else "digest (content of a sample)"
                 place = f"{match.key} of {split.dataset}/{split.name}"
                 yield match.digest, kind, place, sample_link(split.dataset, split.name, match.number)
+    if len(names) > _MAX_DATASETS:
+        what = f"digests of the samples of {len(names) - _MAX_DATASETS} more"
+        coverage.left_out.append({"kind": "data set", "name": what, "link": "/datasets"})
     coverage.searched.append(f"digests of samples in {count_text(num_splits, 'split')} of the newest versions")
 
 

@@ -21,7 +21,7 @@ _MAX_RESULTS: Final = 200
 # Keys are compared one shard after the other, so that an answer takes less than a second.
 _MAX_SHARDS: Final = 64
 _MAX_DATASETS: Final = 32
-_SHORT_DIGEST: Final = re.compile(r"[0-9a-f]{1,5}")
+_SHORT_DIGEST: Final = re.compile(f"[0-9a-f]{{1,{MIN_DIGITS - 1}}}")
 
 
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
@@ -96,24 +96,24 @@ def _find_samples(site: Site, text: str, coverage: SearchCoverage) -> Iterator[M
             continue
         ref = str(dataset.resolved)
         for split, value in dataset.items():
-            shards = value.table.num_shards
-            if num_shards + shards > _MAX_SHARDS:
-                what = f"keys of {ref}/{split}, which has {count_text(shards, 'shard')}"
-                left_out.append({"kind": "split", "name": what, "link": samples_link(ref, split, key=text)})
-                continue
-            num_shards += shards
+            link = samples_link(ref, split, key=text)
             try:
+                shards = value.table.num_shards
+                if num_shards + shards > _MAX_SHARDS:
+                    what = f"keys of {ref}/{split}, which has {count_text(shards, 'shard')}"
+                    left_out.append({"kind": "split", "name": what, "link": link})
+                    continue
+                num_shards += shards
                 number = search_key(site.splits.samples(dataset, split), text)
             except DatasvcError as error:
-                link = samples_link(ref, split, key=text)
                 left_out.append({"kind": "split", "name": f"keys of {ref}/{split}: {error}", "link": link})
                 if isinstance(error, CorruptDataError | NotFoundError):
                     site.faults.note(error, dataset_link(ref))
                 continue
             num_splits += 1
             if number is not None:
-                link = sample_link(ref, split, number)
-                yield {"kind": "sample", "name": f"{text} of {ref}/{split}", "link": link}
+                found = sample_link(ref, split, number)
+                yield {"kind": "sample", "name": f"{text} of {ref}/{split}", "link": found}
     coverage.searched.append(
         f"keys of samples, compared exactly, in {count_text(num_splits, 'split')} of the newest versions"
     )
