@@ -124,7 +124,7 @@ def open_target(url: str, *, create: bool, dry_run: bool) -> Repository:
         return Repository.create(f"memory://datasvc-dry-run-{secrets.token_hex(8)}")
 
 
-class Transfer(Protocol):
+class PreparedTransfer(Protocol):
     """A transfer that has all arguments but these two, such as a `functools.partial`."""
 
     def __call__(self, *, dry_run: bool, progress: Progress) -> TransferReport:
@@ -135,7 +135,7 @@ class Transfer(Protocol):
 def transfer_and_print(
     title: str,
     refs: Sequence[str],
-    transfer: Transfer,
+    transfer: PreparedTransfer,
     *,
     dry_run: bool,
     as_json: bool,
