@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from threading import TIMEOUT_MAX
 from typing import Any
 
 from datasvc.api.operation import Operation
-from datasvc.errors import UnavailableError
+from datasvc.errors import ConfigError, UnavailableError
 from datasvc.repository import Repository
 from datasvc.repository.store.redaction import redact_url
 from datasvc.runs import RunHistory, RunLog, follow_run, list_runs, read_run, resolve_run
@@ -61,10 +62,12 @@ class Runs:
         Args:
             ref: the run, see `read`.
             after: cursor; "" returns all.
-            timeout_s: seconds to wait for the store; None: as long as its client does.
+            timeout_s: seconds to wait for the store, more than 0; None: as long as its client does. A store that does
+                not answer in this time leaves a thread behind. It ends when the client gives up, or with the program.
 
         Raises:
-            ConfigError, NotFoundError: see `resolve_run` and `follow_run`.
+            ConfigError: `timeout_s` is not valid; or see `resolve_run` and `follow_run`.
+            NotFoundError: see `resolve_run` and `follow_run`.
             UnavailableError: the store does not respond, or not within `timeout_s`.
         """
 
@@ -73,6 +76,11 @@ class Runs:
 
         if timeout_s is None:
             return follow()
+        if not 0 < timeout_s <= TIMEOUT_MAX:
+            raise ConfigError(
+                f"timeout_s is {timeout_s}; expected seconds above 0, at most {TIMEOUT_MAX:,.0f}, or None to wait as "
+                "long as the client of the store does"
+            )
         try:
             return call_within(timeout_s, follow)
         except TimeoutError as error:

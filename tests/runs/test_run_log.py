@@ -592,6 +592,13 @@ def test_an_event_after_the_end_is_lost_and_flush_does_not_wait(repository):
     assert log.flush(timeout_s=1e6)
 
 
+@pytest.mark.parametrize("timeout_s", [-1, 0, float("nan"), float("inf"), 1e300])
+def test_a_time_to_wait_that_is_none_is_refused_by_follow(tmp_path, timeout_s):
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    with pytest.raises(ConfigError, match=r"timeout_s is .*; expected seconds above 0"):
+        repo.runs.follow("cnn", "", timeout_s=timeout_s)
+
+
 def newest_part(repository, log):
     *_, name = [name for name in files_of(repository, log) if name.endswith(".jsonl")]
     return Path(repository.storage.location(f"runs/{log.ref}"), name)
