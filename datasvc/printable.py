@@ -24,7 +24,7 @@ def count_text(count: int, one: str, many: str | None = None) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """Return a sample's value as a JSON value; bytes become `{"bytes": length}`."""
+    """Return a value, such as a sample's or a fact of a run, as a JSON value; bytes become `{"bytes": length}`."""
     if isinstance(value, (bytes, bytearray, memoryview)):
         return {"bytes": len(value)}
     if isinstance(value, Mapping):
@@ -40,7 +40,7 @@ def json_value(value: Any) -> Any:
 
 
 def text_value(value: Any) -> str:
-    """Return a sample's value as one line of text.
+    """Return a value, such as a sample's or a fact of a run, as one line of text.
 
     Control characters are escaped, because a terminal would execute escape sequences in the text.
     """

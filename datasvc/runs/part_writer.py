@@ -21,7 +21,7 @@ from datasvc.runs.part_files import create_part, delete_parts, merge_parts
 
 PARTS_PER_MERGE: Final = 8
 PART_LIMITS: Final = ContentLimits(num_bins=64, num_events=1000, size_bytes=1 << 20)
-"""Limits of a part that is not merged; see `limits_beside`."""
+"""Limits of a part that is not merged; see `with_unused_bins`."""
 MERGED_LIMITS: Final = ContentLimits(num_bins=256, num_events=1000, size_bytes=2 << 20)
 ATTEMPT_LIMITS: Final = ContentLimits(num_bins=4096, num_events=5000, size_bytes=16 << 20)
 """Limits of the merged part of an attempt that has ended. Its size is below `MAX_PART_BYTES`."""
@@ -29,8 +29,8 @@ ATTEMPT_LIMITS: Final = ContentLimits(num_bins=4096, num_events=5000, size_bytes
 _LOG = logging.getLogger(__name__)
 
 
-def limits_beside(limits: ContentLimits, num_bins: int) -> ContentLimits:
-    """Return the limits of a part beside parts of the attempt with `num_bins` bins: more bins while these are few.
+def with_unused_bins(limits: ContentLimits, num_bins: int) -> ContentLimits:
+    """Return limits with the bins that are unused in an attempt whose other parts have `num_bins`, if these are more.
 
     So each step of a short attempt stays a point, until the attempt has as many as the limits of an attempt.
     """
@@ -101,8 +101,8 @@ class PartWriter:
         # The newest part is not merged before the next one exists: readers of the head read it, and it is small.
         while len(self._levels[level]) > PARTS_PER_MERGE:
             *parts, newest = self._levels[level]
-            num_bins_beside = self.num_bins - sum(part.content.num_bins for part in parts)
-            merged = self._replace(parts, limits_beside(MERGED_LIMITS, num_bins_beside))
+            num_other_bins = self.num_bins - sum(part.content.num_bins for part in parts)
+            merged = self._replace(parts, with_unused_bins(MERGED_LIMITS, num_other_bins))
             if merged is None:
                 return  # merge more parts the next time
             self._levels[level] = [newest]

@@ -23,7 +23,7 @@ from datasvc.runs.collector import Collector
 from datasvc.runs.ended_attempts import start_merging
 from datasvc.runs.facts import choose_facts, to_text
 from datasvc.runs.header import make_header
-from datasvc.runs.part_writer import PART_LIMITS, PartWriter, limits_beside
+from datasvc.runs.part_writer import PART_LIMITS, PartWriter, with_unused_bins
 from datasvc.runs.run_ids import check_run_id, new_run_id, run_folder
 from datasvc.threads import run_before_threads_end
 
@@ -255,7 +255,7 @@ class RunLog:
                 self._num_failed += 1
                 _LOG.debug("%s: an event is lost", self.ref, exc_info=True)
         limits = _LIMITS_WHILE_FAILING if self._is_failing else PART_LIMITS
-        self._collector.compact(limits_beside(limits, 0 if self._parts is None else self._parts.num_bins))
+        self._collector.compact(with_unused_bins(limits, 0 if self._parts is None else self._parts.num_bins))
 
     def _try_to_write(self, end: tuple[Outcome, str] | None, *, is_urgent: bool) -> bool:
         """Write a part if one is due; return False if the store has failed."""
