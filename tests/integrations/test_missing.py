@@ -11,7 +11,7 @@ from datasvc.errors import MissingPackageError
     [
         ("lightning", "lightning"),
         ("transformers", "transformers"),
-        ("accelerate", "transformers"),
+        ("accelerate", "accelerate"),
         ("torchdata", "torchdata"),
         ("mlflow", "mlflow"),
         ("wandb", "wandb"),

@@ -2,8 +2,10 @@
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -14,13 +16,14 @@ from tests.test_imports import FILES, ROOT, imports
 PACKAGES = {
     "PIL": "pillow",
     "google_crc32c": "google-crc32c",
+    "mlflow": "mlflow-skinny",
     "nvidia.dali": "nvidia-dali-cuda130",
     "nvidia": "nvidia-nvimgcodec-cu13",
     "prometheus_client": "prometheus-client",
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
-# Not imported by name: drivers that fsspec finds, a tracker by the name of the user, and tools that are programs.
+# Not imported by name: drivers that fsspec finds, what MLflow keeps runs in a file with, and tools that are programs.
 BY_NAME = {
     "s3fs",
     "gcsfs",
@@ -29,6 +32,8 @@ BY_NAME = {
     "tensorboard",
     "zensical",
     "mkdocstrings-python",
+    "alembic",
+    "sqlalchemy",
 }
 # For another CUDA, with the same modules; the images of the demo, which tools/ import; what `onnx` exports with.
 ELSEWHERE = {"nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12", "scikit-learn", "onnx", "onnxscript"}
@@ -108,3 +113,16 @@ def test_every_requirement_has_a_lower_limit(group):
         declared["dependencies"] if group == "core" else [each for packages in extras.values() for each in packages]
     )
     assert [each for each in listed if ">=" not in each and not each.startswith("datasvc[")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extras", [[*sorted({*EXTRAS} - {"gpu-cu12"}), "dev"], ["gpu-cu12"]], ids=["all", "cuda12"])
+def test_the_extras_can_be_installed_with_the_constraints(extras, index):
+    """All of them together, and so each; both CUDAs are never together."""
+    uv = Path(sys.executable).with_name("uv")
+    if not uv.exists():
+        pytest.skip("uv is not installed")
+    words = [uv, "pip", "compile", "--quiet", "--python", sys.executable, "--constraint", ROOT / "constraints.txt"]
+    words += [f"--extra={extra}" for extra in extras]
+    done = subprocess.run([*words, ROOT / "pyproject.toml"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
