@@ -26,12 +26,14 @@ from datasvc.loaders.core.mixture import splits_of
 from datasvc.models import Checkpoint, CheckpointManager, Execution
 from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.versions.execution import Parallelism
+from datasvc.models.versions.tracker_runs import TRACKERS, config_of_run, runs_in_config
 from datasvc.progress import NO_PROGRESS, byte_progress
 from datasvc.repository import Resolved
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.layouts.layout import AXES, Layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
+from datasvc.trainer.recipes.reporting.recorder import RUN_LOG
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics, compute_average_statistics
@@ -99,15 +101,19 @@ def commit(run: Run, *, due: bool = False) -> None:
         "ema": average,
         "early_stop": run.stop.state_dict(),
         "loader": run.loader.state_dict(),
-        "log_ids": run.log_ids,  # the repository gets those of rank 0
+        "log_ids": {RUN_LOG: run.log_ids[RUN_LOG]} if RUN_LOG in run.log_ids else {},  # that of rank 0 is stored
     }
+    config = run.config.to_dict()
+    for tracker in TRACKERS:
+        if tracker in run.log_ids:
+            config |= config_of_run(tracker, run.log_ids[tracker])
     try:
         handle = run.checkpoints.save(
             state,
             rank_state=rank_state,
             step=run.step,
             data=[run.reading.use()],
-            config=run.config.to_dict(),
+            config=config,
             metrics=run.metrics,
             execution=describe_execution(run.layout, zero=run.config.zero),
             parent=None if run.has_saved else run.parent,
@@ -289,7 +295,9 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
         run.stop.load_state_dict(state["early_stop"])
     # A run that continues a checkpoint of another name gets new runs in the experiment trackers.
     if checkpoint.version.name == run.config.name:
-        run.log_ids = dict(state.get("log_ids") or {})
+        # Earlier releases kept the ids of the trackers here too, by targets such as "wandb:PROJECT".
+        ids = {target.partition(":")[0]: run_id for target, run_id in (state.get("log_ids") or {}).items()}
+        run.log_ids = ids | runs_in_config(checkpoint.entry.get("config"))
     run.step = int(state["step"])
     run.metrics = {name: float(value) for name, value in checkpoint.entry["metrics"].items()}
     if has_same_ranks:

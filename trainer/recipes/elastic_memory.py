@@ -44,7 +44,7 @@ class Snapshot:
         early_stop: best metric, and evaluations since.
         loader: position of the job, from which the learning rate's schedule follows too.
         reading: samples consumed so far; see `ConsumptionTracker`.
-        log_ids: ids of the trackers' runs by target.
+        log_ids: ids of the run log and of the trackers' runs, see `Run`.
     """
 
     data_versions: list[str]

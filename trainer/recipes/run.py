@@ -35,7 +35,7 @@ class Run(Learner):
         events: sink of this rank's events.
         recorder: what this rank measures for the log of the run.
         logs: experiment trackers by target, on rank 0.
-        log_ids: ids of the trackers' runs by target, and that of the run log by `RUN_LOG`; equal on all ranks.
+        log_ids: ids of the runs of `TRACKERS`, and that of the run log by `RUN_LOG`; equal on all ranks.
         cache: cache of the node, as opened for this run; None without one.
         nodes: servers that this rank started for its node.
         checkpoints: manager that saves the run.

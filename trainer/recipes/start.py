@@ -399,11 +399,11 @@ def open_run_log(
 
 
 def open_run_logs(run: Run) -> dict[str, str]:
-    """Open the experiment trackers of a run, for rank 0; return the ids of the trackers' runs by target."""
+    """Open the experiment trackers of a run, for rank 0; return the ids of the trackers' runs by kind."""
     config = run.config
     settings = config.to_dict()
     run.logs = open_logs(config.log_to, name=config.name, config=settings, step=run.step, run_ids=run.log_ids)
-    return {target: log.run_id for target, log in run.logs.items() if log.run_id is not None}
+    return {target.partition(":")[0]: log.run_id for target, log in run.logs.items() if log.run_id is not None}
 
 
 def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:

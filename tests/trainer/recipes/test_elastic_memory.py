@@ -217,14 +217,14 @@ def test_every_rank_has_the_ids_of_the_trackers_runs(repository, tmp_path, monke
 
     # As on a rank other than 0, to which rank 0 sends what it has opened.
     def answer_of_rank_0(function, *, name):
-        return {"wandb:p": "run-7"} if name == "logs" else call_on_first_rank(function, name=name)
+        return {"wandb": "run-7"} if name == "logs" else call_on_first_rank(function, name=name)
 
     monkeypatch.setattr("datasvc.trainer.recipes.start.call_on_first_rank", answer_of_rank_0)
     monkeypatch.setattr("datasvc.trainer.recipes.start.open_logs", None)
     config = TrainConfig(repo=repository.url, data="pets", name="tracked", log_to=("wandb:p",), **SETTINGS)
     started = start(config, LoggedEvents(choose_events(sys.stdout)))
     with contextlib.closing(started), started.checkpoints:
-        assert take_snapshot(started).log_ids["wandb:p"] == "run-7"
+        assert take_snapshot(started).log_ids["wandb"] == "run-7"
         assert take_snapshot(started).log_ids[RUN_LOG] == started.recorder.log.id
         assert not started.logs
     hvd.shutdown()

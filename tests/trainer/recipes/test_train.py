@@ -486,6 +486,9 @@ def test_a_run_that_starts_again_continues_its_run_of_each_tracker_and_a_branch_
         ("p", "tracked", 3, "p-1"),
         ("p", "tracked-branch", 4, None),
     ]
+    configs = [describe_model(repository, f"tracked@{number}").entry["config"] for number in range(1, 5)]
+    assert [config.get("wandb_run") for config in configs] == ["p-1"] * 4
+    assert [config.get("mlflow_run") for config in configs] == [None, "e-3", "e-3", "e-3"]
 
 
 def test_a_run_and_its_versions_name_each_other_and_a_restart_continues_the_run(repository):

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 
 from datasvc.errors import ConfigError
 from datasvc.extras import how_to_install
+from datasvc.models.versions.tracker_runs import TRACKERS
 
 
 class MetricLog(Protocol):
@@ -110,7 +111,9 @@ class MlflowLog:
     ) -> None:
         self._mlflow = _import_extra("mlflow")
         try:
-            self._mlflow.set_experiment(experiment)
+            found = self._mlflow.set_experiment(experiment)
+            if run_id is not None and self._mlflow.get_run(run_id).info.experiment_id != found.experiment_id:
+                run_id = None  # the run is in another experiment: this one gets a run of its own
             if run_id is None:
                 run = self._mlflow.start_run(run_name=name)
                 self._mlflow.log_params(dict(config))
@@ -137,12 +140,21 @@ _KINDS: Final[Mapping[str, Callable[[str, str, Mapping[str, Any], int, str | Non
 }
 
 
-def check_log(target: str) -> tuple[str, str]:
-    """Split a target such as "tensorboard:FOLDER" into the tracker's kind and its place.
+def check_logs(targets: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Split targets such as "tensorboard:FOLDER" into the trackers' kinds and their places, by target.
 
     Raises:
-        ConfigError: the target has another form.
+        ConfigError: a target has another form, or a tracker of one active run in a process is named twice.
     """
+    checked = {target: _split_target(target) for target in targets}
+    kinds = [kind for kind, _ in checked.values()]
+    for kind in TRACKERS:
+        if kinds.count(kind) > 1:
+            raise ConfigError(f"log_to names {kind} {kinds.count(kind)} times; a run has one run of {kind}: give one")
+    return checked
+
+
+def _split_target(target: str) -> tuple[str, str]:
     kind, _, place = target.partition(":")
     if kind not in _KINDS or not place:
         raise ConfigError(f"log_to is {target!r}; expected one of {', '.join(f'{name}:PLACE' for name in _KINDS)}")
@@ -159,15 +171,14 @@ def open_logs(
         name: name of the model.
         config: configuration of the run.
         step: first step of this run.
-        run_ids: ids of the trackers' runs to continue, by target; a target without an id gets a new run.
+        run_ids: ids of the trackers' runs to continue, by kind, such as "wandb"; others get a new run.
 
     Raises:
         ConfigError: a tracker's package is not installed, or the tracker cannot start or continue a run.
     """
-    checked = {target: check_log(target) for target in targets}
     return {
-        target: _KINDS[kind](place, name, config, step, run_ids.get(target))
-        for target, (kind, place) in checked.items()
+        target: _KINDS[kind](place, name, config, step, run_ids.get(kind))
+        for target, (kind, place) in check_logs(targets).items()
     }
 
 

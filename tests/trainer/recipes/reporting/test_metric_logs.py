@@ -17,7 +17,8 @@ class Recorder(types.ModuleType):
         super().__init__(name)
         self.calls = []
         self.id = "run-7"
-        self.info = types.SimpleNamespace(run_id="run-7")
+        self.info = types.SimpleNamespace(run_id="run-7", experiment_id="1")
+        self.experiment_id = "1"
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -31,7 +32,7 @@ class Recorder(types.ModuleType):
 
 
 def write(target, run_id=None, step=6):
-    run_ids = {} if run_id is None else {target: run_id}
+    run_ids = {} if run_id is None else {target.partition(":")[0]: run_id}
     (log,) = open_logs([target], name="m", config=CONFIG, step=step - 1, run_ids=run_ids).values()
     log.log(step, {"loss": 0.5})
     log.close()
@@ -76,8 +77,8 @@ def test_mlflow_gets_configuration_values_and_the_end(monkeypatch):
     assert mlflow.calls[3] == ("log_metrics", ({"loss": 0.5},), {"step": 6})
     mlflow.calls.clear()
     write("mlflow:experiment", "run-7")
-    assert mlflow.calls[1] == ("start_run", (), {"run_id": "run-7"})
-    assert [name for name, _, _ in mlflow.calls] == ["set_experiment", "start_run", "log_metrics", "end_run"]
+    assert mlflow.calls[2] == ("start_run", (), {"run_id": "run-7"})
+    assert [name for name, _, _ in mlflow.calls][1:] == ["get_run", "start_run", "log_metrics", "end_run"]
 
 
 def wandb_records(folder):
@@ -135,6 +136,7 @@ def test_the_real_mlflow_keeps_what_was_written(mlflow):
     assert write("mlflow:experiment", run.info.run_id, step=7) == run.info.run_id
     (same,) = client.search_runs([run.info.experiment_id])
     assert [point.step for point in client.get_metric_history(same.info.run_id, "loss")] == [6, 7]
+    assert write("mlflow:another", run.info.run_id) != run.info.run_id
     client.delete_run(run.info.run_id)
     with pytest.raises(ConfigError, match=f"cannot continue run {run.info.run_id} of 'experiment'"):
         write("mlflow:experiment", run.info.run_id)
@@ -159,5 +161,5 @@ def test_what_the_real_weights_and_biases_refuses_is_an_error_of_ours(monkeypatc
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow"])
 def test_a_tracker_that_is_not_installed_says_how_to_install_it(kind, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, kind, None)
-    with pytest.raises(ConfigError, match=rf"pip install '{kind}>="):
+    with pytest.raises(ConfigError, match=rf"pip install '{kind}(-skinny)?>="):
         write(f"{kind}:{tmp_path}")

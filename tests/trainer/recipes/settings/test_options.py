@@ -99,6 +99,7 @@ def test_every_setting_is_an_option_with_a_help(program):
         {"peers": "ranks"},
         {"log_to": ("tensorboard",)},
         {"log_to": ("paper:here",)},
+        {"log_to": ("wandb:p", "wandb:q")},
         {"micro_batch": 0},
         {"rate_scaling": "cubic"},
         {"global_batch": 0},

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.reporting.metric_logs import check_log
+from datasvc.trainer.recipes.reporting.metric_logs import check_logs
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup
 
 
@@ -32,8 +32,7 @@ class ReportSettings(SettingGroup):
 
     def check(self) -> None:
         """Check the trackers, and that the folder of the trace exists."""
-        for target in self.log_to:
-            check_log(target)
+        check_logs(self.log_to)
         # Check the folder now: the trace is written at the end of an epoch, which may be hours away.
         if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
             raise ConfigError(f"profile is {self.profile!r}, and its folder does not exist; create the folder first")
