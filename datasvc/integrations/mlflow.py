@@ -10,7 +10,16 @@ from typing import Any, Final, Self
 from datasvc.api import DataRepository
 from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
-from datasvc.integrations.tracked_version import describe_reference, find_run, read_splits
+from datasvc.integrations.tracked_version import (
+    COMMIT,
+    REPOSITORY,
+    VERSION,
+    describe_reference,
+    find_run,
+    find_version,
+    read_splits,
+)
+from datasvc.models.versions.tracker_runs import config_of_run, runs_in_config
 
 with explain_missing("datasvc.integrations.mlflow"):
     import mlflow
@@ -18,8 +27,7 @@ with explain_missing("datasvc.integrations.mlflow"):
     from mlflow.data.dataset_source import DatasetSource
     from mlflow.exceptions import MlflowException
 
-_RUN: Final = "mlflow_run"
-_VERSION: Final = "datasvc.version"
+_TRACKER: Final = "mlflow"
 _MAX_DIGEST: Final = 36  # characters that MLflow stores
 
 
@@ -36,13 +44,13 @@ def start_run(repo: DataRepository, name: str, **options: Any) -> Any:
     Returns:
         The active run, a context manager.
     """
-    run_id = find_run(repo, name, _RUN)
+    run_id = find_run(repo, name, _TRACKER)
     return mlflow.start_run(**options) if run_id is None else mlflow.start_run(run_id=run_id)
 
 
 def run_config(run: Any) -> dict[str, str]:
     """Return the configuration by which the versions of a model name their run."""
-    return {_RUN: run.info.run_id}
+    return config_of_run(_TRACKER, run.info.run_id)
 
 
 def log_inputs(repo: DataRepository, ref: str) -> None:
@@ -53,11 +61,9 @@ def log_inputs(repo: DataRepository, ref: str) -> None:
     """
     version, entry, tags = describe_reference(repo, ref)
     for split in read_splits(entry):
-        source = SplitSource(tags["datasvc.repository"], split.name)
+        source = SplitSource(tags[REPOSITORY], split.name)
         reached = {"datasvc.epoch": str(split.epoch), "datasvc.position": str(split.position)}
-        mlflow.log_input(
-            SplitDataset(source, split.digest), context=split.context, tags=reached | {_VERSION: version}
-        )
+        mlflow.log_input(SplitDataset(source, split.digest), context=split.context, tags=reached | {VERSION: version})
 
 
 def register(repo: DataRepository, ref: str, *, name: str | None = None, alias: str | None = None) -> Any:
@@ -82,28 +88,38 @@ def register(repo: DataRepository, ref: str, *, name: str | None = None, alias: 
     except MlflowException as error:
         if error.error_code != "RESOURCE_ALREADY_EXISTS":
             raise
-    registered = [
-        found for found in client.search_model_versions(f"name='{name}'") if tags.items() <= found.tags.items()
-    ]
-    run_id = (entry.get("config") or {}).get(_RUN)
-    found = (
-        registered[0]
-        if registered
-        else client.create_model_version(name, source=f"datasvc:{version}", run_id=run_id, tags=tags)
-    )
+    found = _registered(client, name, tags)
+    if found is None:
+        run_id = runs_in_config(entry.get("config")).get(_TRACKER)
+        created = client.create_model_version(name, source=f"datasvc:{version}", run_id=run_id, tags=tags)
+        # Another process may have registered the version at the same time. All of them keep the first.
+        found = _registered(client, name, tags) or created
+        if found.version != created.version:
+            client.delete_model_version(name, created.version)
     if alias is not None:
         client.set_registered_model_alias(name, alias, found.version)
     return found
 
 
-def resolve(uri: str) -> str:
+def _registered(client: Any, name: str, tags: dict[str, str]) -> Any:
+    """Return the first of MLflow's versions that name a version of the repository; None: none does."""
+    found = [
+        version
+        for version in client.search_model_versions(f"name='{name}'")
+        if version.tags.get(COMMIT) == tags[COMMIT] and version.tags.get(VERSION) == tags[VERSION]
+    ]
+    return min(found, key=lambda version: int(version.version), default=None)
+
+
+def resolve(repo: DataRepository, uri: str) -> str:
     """Return the model version, such as "net@3", of a registered model, for `repo.models.restore`.
 
     Args:
+        repo: repository of the version, or one that has a copy of it by push or pull.
         uri: "models:/NAME/VERSION" or "models:/NAME@ALIAS", with the numbers and aliases of MLflow.
 
     Raises:
-        ConfigError: `uri` has another form, or the registered version is none of datasvc.
+        ConfigError: `uri` has another form, the registered version is none of datasvc, or `repo` does not have it.
         MlflowException: MLflow has no such version.
     """
     scheme, _, path = uri.partition(":/")
@@ -116,9 +132,7 @@ def resolve(uri: str) -> str:
         found = client.get_model_version(model, number)
     else:
         raise ConfigError(f"{uri!r} is no registered model; expected models:/NAME/VERSION or models:/NAME@ALIAS")
-    if _VERSION not in found.tags:
-        raise ConfigError(f"{uri} was not registered by datasvc: it has no tag {_VERSION!r}; load it with mlflow")
-    return str(found.tags[_VERSION])
+    return find_version(repo, found.tags, uri)
 
 
 class SplitSource(DatasetSource):

@@ -1,15 +1,21 @@
-"""What an experiment tracker has to know of a model version: its tracker run, and the splits that it read."""
+"""What an experiment tracker has to know of a model version: which it is, its run, and the splits that it read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from datasvc.api import DataRepository
+from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models import DataUse
 from datasvc.models.versions.data_use import cursor_of
+from datasvc.models.versions.tracker_runs import runs_in_config
 from datasvc.repository.store.redaction import redact_url
+
+REPOSITORY: Final = "datasvc.repository"
+VERSION: Final = "datasvc.version"
+COMMIT: Final = "datasvc.commit"
 
 
 @dataclass(frozen=True)
@@ -31,12 +37,12 @@ class ReadSplit:
     position: int
 
 
-def find_run(repo: DataRepository, name: str, field: str) -> str | None:
+def find_run(repo: DataRepository, name: str, tracker: str) -> str | None:
     """Return the id of the tracker's run that the newest version of a model has in its configuration; None: none."""
     newest = repo.repository.newest("models", name)
-    config = {} if newest is None else repo.repository.entry(newest).content.get("config") or {}
-    run_id = config.get(field)
-    return None if run_id is None else str(run_id)
+    return (
+        None if newest is None else runs_in_config(repo.repository.entry(newest).content.get("config")).get(tracker)
+    )
 
 
 def describe_reference(repo: DataRepository, ref: str) -> tuple[str, Mapping[str, Any], dict[str, str]]:
@@ -46,9 +52,43 @@ def describe_reference(repo: DataRepository, ref: str) -> tuple[str, Mapping[str
     """
     resolved = repo.repository.resolve("models", ref)
     entry = repo.repository.entry(resolved).content
-    tags = {"datasvc.repository": redact_url(repo.repository.url), "datasvc.version": str(resolved)}
+    tags = {REPOSITORY: redact_url(repo.repository.url), VERSION: str(resolved), COMMIT: str(entry["commit"])}
     names = [split.name for split in read_splits(entry)]
     return str(resolved), entry, tags | ({"datasvc.data": ", ".join(names)} if names else {})
+
+
+def find_version(repo: DataRepository, tags: Mapping[str, Any], owner: str) -> str:
+    """Return the model version that tags of `describe_reference` name, such as "net@3"; also a copy by push or pull.
+
+    Numbers are those of one repository, and its URL may change. So the version is identified by the id of its commit.
+
+    Args:
+        repo: repository to look in.
+        tags: tags or metadata that a tracker has.
+        owner: what has the tags, for messages.
+
+    Raises:
+        ConfigError: `owner` has no such tags, or this repository does not have the version.
+    """
+    if VERSION not in tags or COMMIT not in tags:
+        raise ConfigError(
+            f"{owner} is no model version of datasvc: it has no {VERSION!r} and {COMMIT!r}; give one that "
+            "datasvc.integrations has registered or logged"
+        )
+    name, commit = str(tags[VERSION]).partition("@")[0], tags[COMMIT]
+    try:
+        candidates = [repo.repository.resolve("models", str(tags[VERSION]))]
+    except NotFoundError:
+        candidates = []
+    candidates += repo.models.versions(name) if repo.repository.newest("models", name) is not None else []
+    for version in candidates:
+        entry = repo.repository.entry(version).content
+        if commit in {entry["commit"], (entry.get("origin") or {}).get("commit")}:
+            return str(version)
+    raise ConfigError(
+        f"{owner} is {tags[VERSION]} of {tags.get(REPOSITORY)}, commit {commit}; no version of {name!r} in "
+        f"{redact_url(repo.repository.url)} has this commit: open that repository, or pull the version from it"
+    )
 
 
 def read_splits(entry: Mapping[str, Any]) -> list[ReadSplit]:

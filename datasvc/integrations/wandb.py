@@ -12,15 +12,14 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from datasvc.api import DataRepository
-from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
-from datasvc.integrations.tracked_version import describe_reference, find_run, read_splits
+from datasvc.integrations.tracked_version import REPOSITORY, describe_reference, find_run, find_version, read_splits
+from datasvc.models.versions.tracker_runs import config_of_run
 
 with explain_missing("datasvc.integrations.wandb"):
     import wandb
 
-_RUN: Final = "wandb_run"
-_VERSION: Final = "datasvc.version"
+_TRACKER: Final = "wandb"
 _INPUTS: Final = "datasvc.inputs"
 
 
@@ -37,7 +36,7 @@ def start_run(repo: DataRepository, name: str, **options: Any) -> Any:
     Returns:
         The run, a context manager.
     """
-    run_id = find_run(repo, name, _RUN)
+    run_id = find_run(repo, name, _TRACKER)
     # Allow other values: a program that starts again may have other settings, such as more epochs.
     continued = {} if run_id is None else {"id": run_id, "resume": "allow", "allow_val_change": True}
     return wandb.init(**options | continued)
@@ -45,7 +44,7 @@ def start_run(repo: DataRepository, name: str, **options: Any) -> Any:
 
 def run_config(run: Any) -> dict[str, str]:
     """Return the configuration by which the versions of a model name their run."""
-    return {_RUN: run.id}
+    return config_of_run(_TRACKER, run.id)
 
 
 def log_inputs(run: Any, repo: DataRepository, ref: str) -> None:
@@ -60,7 +59,7 @@ def log_inputs(run: Any, repo: DataRepository, ref: str) -> None:
     if run.offline:
         return  # W&B links used artifacts only online
     for split in splits:
-        content = {"repository": tags["datasvc.repository"], "split": split.name, "digest": split.digest}
+        content = {"repository": tags[REPOSITORY], "split": split.name, "digest": split.digest}
         name = split.name.replace("@", "-v").replace("/", "-")
         run.use_artifact(_artifact(name, "dataset", content))
 
@@ -85,18 +84,17 @@ def log_version(
     return run.log_artifact(artifact, aliases=["latest", *aliases])
 
 
-def resolve(artifact: Any) -> str:
+def resolve(repo: DataRepository, artifact: Any) -> str:
     """Return the model version, such as "net@3", of an artifact of `log_version`, for `repo.models.restore`.
 
+    Args:
+        repo: repository of the version, or one that has a copy of it by push or pull.
+        artifact: artifact of a run, or of `wandb.Api().artifact(NAME)`.
+
     Raises:
-        ConfigError: the artifact is none of `log_version`.
+        ConfigError: the artifact is none of `log_version`, or `repo` does not have the version.
     """
-    if _VERSION not in artifact.metadata:
-        raise ConfigError(
-            f"artifact {artifact.name!r} is no model version of datasvc: its metadata has no {_VERSION!r}; give one "
-            "that log_version has logged"
-        )
-    return str(artifact.metadata[_VERSION])
+    return find_version(repo, artifact.metadata, f"artifact {artifact.name!r}")
 
 
 def _artifact(name: str, kind: str, content: Mapping[str, str]) -> Any:

@@ -6,6 +6,7 @@ import signal
 import struct
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
 from types import SimpleNamespace
@@ -18,6 +19,8 @@ from datasvc.errors import ConfigError
 from datasvc.loaders import ImageLoader
 from datasvc.models import ConsumptionTracker
 from datasvc.testing import small_dataset
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.train import train as train_by_program
 from tests.integrations.tracked_training import NUM_STEPS, train
 
 pytestmark = pytest.mark.slow
@@ -121,13 +124,64 @@ def test_mlflow_has_the_data_of_a_version_and_a_registered_model_that_names_it(m
     assert registered.run_id == started.info.run_id
     assert registered.tags["datasvc.data"] == "pets@1/train"
     for uri in ("models:/net@champion", f"models:/net/{registered.version}"):
-        assert repo.models.restore(resolve(uri)).entry["step"] == 1
+        assert repo.models.restore(resolve(repo, uri)).entry["step"] == 1
     mlflow.MlflowClient().create_registered_model("other")
     mlflow.MlflowClient().create_model_version("other", source="s3://bucket/model")
-    with pytest.raises(ConfigError, match="models:/other/1 was not registered by datasvc"):
-        resolve("models:/other/1")
+    with pytest.raises(ConfigError, match="models:/other/1 is no model version of datasvc"):
+        resolve(repo, "models:/other/1")
     with pytest.raises(ConfigError, match="expected models:/NAME/VERSION"):
-        resolve("net@prod")
+        resolve(repo, "net@prod")
+
+
+def test_a_registered_version_is_found_by_its_commit_and_not_by_its_number(mlflow, repo, tmp_path):
+    from datasvc.integrations.mlflow import register, resolve
+
+    save_trained(repo)
+    register(repo, "net@1", name="moved", alias="a")
+    other = datasvc.open(str(tmp_path / "other"), create=True)
+    with pytest.raises(ConfigError, match=r"is net@1 of .*repo, commit \w+; no version of 'net' in .*other has this"):
+        resolve(other, "models:/moved@a")
+    other.models.save("net", {"weight": torch.zeros(2)}, step=1)
+    with pytest.raises(ConfigError, match="pull the version from it"):
+        resolve(other, "models:/moved@a")
+    other.models.pull(repo.repository.url, ["net@1"])
+    assert resolve(other, "models:/moved@a") == "net@2"
+
+
+def test_two_processes_that_register_at_once_give_one_version(mlflow, repo, monkeypatch):
+    from datasvc.integrations.mlflow import register
+
+    save_trained(repo)
+    create, first = mlflow.MlflowClient.create_model_version, []
+
+    def create_after_another(*arguments, **options):
+        monkeypatch.setattr(mlflow.MlflowClient, "create_model_version", create)
+        first.append(register(repo, "net@1", name="raced"))  # what another process does after the search of this one
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "create_model_version", create_after_another)
+    assert register(repo, "net@1", name="raced", alias="a").version == first[0].version
+    client = mlflow.MlflowClient()
+    (only,) = client.search_model_versions("name='raced'")
+    assert only.version == first[0].version == client.get_model_version_by_alias("raced", "a").version
+
+
+@pytest.mark.parametrize("tracker", ["mlflow", "wandb"])
+def test_a_run_of_the_training_program_is_that_of_the_model(tracker, request, repo, tmp_path, monkeypatch):
+    """`register` finds it, and a program with `start_run` continues it."""
+    package = request.getfixturevalue(tracker)
+    place = {"mlflow": "digits", "wandb": "p"}[tracker]
+    sizes = {"size": 16, "batch_size": 8, "max_steps": 1}
+    train_by_program(
+        TrainConfig(repo=repo.repository.url, data="pets", name="net", log_to=(f"{tracker}:{place}",), **sizes)
+    )
+    run_id = repo.models.restore("net").entry["config"][f"{tracker}_run"]
+    module = import_module(f"datasvc.integrations.{tracker}")
+    with module.start_run(repo, "net", **({} if tracker == "mlflow" else {"project": place})) as continued:
+        assert module.run_config(continued) == {f"{tracker}_run": run_id}
+    if tracker == "mlflow":
+        assert module.register(repo, "net", name="trained").run_id == run_id
+        package.set_experiment(experiment_id="0")  # the training program has set another one
 
 
 def wandb_records(path):
@@ -182,7 +236,7 @@ def test_wandb_has_the_data_of_a_version_and_an_artifact_that_names_it(wandb, re
         log_inputs(started, repo, "net@1")
         (read,) = started.config["datasvc.inputs"]
         artifact = log_version(started, repo, "net@1", aliases=["prod"])
-        assert resolve(artifact) == "net@1"
+        assert resolve(repo, artifact) == "net@1"
     assert (read["name"], read["position"]) == ("pets@1/train", 8)
     assert read["digest"] == repo.dataset("pets@1")["train"].digest
     wandb.teardown()
@@ -190,7 +244,11 @@ def test_wandb_has_the_data_of_a_version_and_an_artifact_that_names_it(wandb, re
     (logged,) = [record.artifact for record in wandb_records(path) if record.HasField("artifact")]
     assert (logged.name, logged.type, sorted(logged.aliases)) == ("net", "model", ["latest", "prod"])
     with pytest.raises(ConfigError, match="'other' is no model version of datasvc"):
-        resolve(wandb.Artifact("other", "model"))
+        resolve(repo, wandb.Artifact("other", "model"))
+    other = datasvc.open(str(tmp_path / "other"), create=True)
+    other.models.save("net", {"weight": torch.zeros(2)}, step=1)
+    with pytest.raises(ConfigError, match="artifact 'net' is net@1 of"):
+        resolve(other, artifact)
 
 
 def test_online_a_run_of_wandb_uses_the_splits_as_artifacts(wandb, repo):
