@@ -137,7 +137,8 @@ class VersionCallback(lightning.Callback):
         self._step = trainer.global_step
         if self.checkpoints.is_due(self._step):
             self._save(trainer)
-        trainer.should_stop = trainer.should_stop or self.checkpoints.stop_signal is not None
+        if self.checkpoints.stop_signal is not None:
+            self._stop(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Save the last state, and wait until everything is committed."""
@@ -147,6 +148,15 @@ class VersionCallback(lightning.Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:  # noqa: ARG002
         """Wait for the saves in progress."""
         self.checkpoints.close(exception)
+
+    def _stop(self, trainer: Any) -> None:
+        """End the fit after this step, because a signal ends the program."""
+        trainer.should_stop = True
+        # Lightning would go on to the minimum, and validate before it ends: both may take longer than `grace`. At the
+        # end of an epoch it validates as ever, because schedules may use the result.
+        trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0
+        if not trainer.is_last_batch:
+            trainer.limit_val_batches = 0
 
     def _save(self, trainer: Any) -> None:
         # Lightning passes a checkpoint to `CheckpointIO` on rank 0 only, and to callbacks on every rank; after the

@@ -1,5 +1,6 @@
 """Lightning with our loaders and versions, in this process; killed runs are in test_training_programs."""
 
+import signal
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -87,6 +88,33 @@ def test_files_stay_files_beside_versions(digits, tmp_path, here):
     )
     again.fit(rest, here.splits(digits), ckpt_path=path)
     assert rest.served == [(0, 3 * 256), (0, 4 * 256)]
+
+
+@pytest.mark.parametrize(("at", "validations"), [(2, 0), (5, 1)], ids=["middle", "end of an epoch"])
+def test_a_signal_ends_the_fit_after_the_step_before_the_minimum_and_without_a_validation(
+    digits, tmp_path, here, at, validations
+):
+    """What Lightning would do first may take longer than the grace period."""
+    repo, net = datasvc.open(str(tmp_path / "repo"), create=True), here.Net()
+    versions = here.VersionCallback(repo, "net", grace="100s")
+
+    class Interrupt(here.lightning.Callback):
+        num_validations = 0
+
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step == at - 1:
+                signal.raise_signal(signal.SIGTERM)
+
+        def on_validation_start(self, trainer, *_):
+            self.num_validations += not trainer.sanity_checking
+
+    interrupt = Interrupt()
+    run = here.trainer(20, min_epochs=3, min_steps=12, callbacks=[interrupt, versions], enable_checkpointing=False)
+    run.fit(net, here.splits(digits, val="val"))
+    assert len(net.served) == at
+    assert interrupt.num_validations == validations
+    assert versions.checkpoints.stop_signal == signal.SIGTERM
+    assert repo.models.restore("net").entry["step"] == at
 
 
 def test_a_strategy_that_shards_the_model_is_refused(tmp_path, here):
