@@ -5,31 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, Final
-
-import numpy as np
+from typing import Any
 
 from datasvc.api import DataRepository
 from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
-from datasvc.integrations.run_checkpoints import LOADER, RANK_STATE, RunCheckpoints
+from datasvc.integrations.run_checkpoints import LOADER, RunCheckpoints
+from datasvc.integrations.trainer_folder import TRAINER_STATE, write_folder
 from datasvc.loaders import DataRanks
 from datasvc.loaders.torch import Dataset, OrderBatchSampler
 
 with explain_missing("datasvc.integrations.transformers"):
     import torch
     import transformers
-    from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-    from transformers.utils import WEIGHTS_NAME
-
-# The parts of a version, and the file of a checkpoint folder that `Trainer` reads each of them from.
-_FILES: Final = {
-    "model": WEIGHTS_NAME,
-    "optimizer": OPTIMIZER_NAME,
-    "lr_scheduler": SCHEDULER_NAME,
-    "scaler": SCALER_NAME,
-}
-_TRAINER_STATE: Final = "trainer_state"
 
 
 class OrderedTrainer(transformers.Trainer):
@@ -92,8 +80,11 @@ class VersionsOfTrainer(transformers.TrainerCallback):
 
         Args:
             args: training arguments of the run.
-            folder: folder on a disk of the node; files in it are replaced.
+            folder: folder on a disk of the node; files of an earlier `fetch` in it are removed.
             ref: a version or tag of any model; None: the newest version of this model.
+
+        Raises:
+            ConfigError: the folder has other files, of which `Trainer` would read some in place of the version's.
         """
         found = self.checkpoints.open().restore(ref, default=None)
         if found is None:
@@ -101,14 +92,7 @@ class VersionsOfTrainer(transformers.TrainerCallback):
         state, path = found.state, Path(folder)
         with args.main_process_first(local=True, desc="write the checkpoint folder"):
             if args.local_process_index == 0:
-                path.mkdir(parents=True, exist_ok=True)
-                for part, file in _FILES.items():
-                    if part in state:
-                        torch.save(state[part], path / file)
-                (path / TRAINER_STATE_NAME).write_text(state[_TRAINER_STATE], encoding="utf-8")
-                for rank, random_state in enumerate(state[RANK_STATE]):
-                    torch.save(_for_trainer(random_state), path / f"rng_state_{rank}.pth")
-                torch.save(_for_trainer(state[RANK_STATE][0]), path / "rng_state.pth")  # of a job of one rank
+                write_folder(path, state)
         self._fetched = str(found.version), state.get(LOADER)
         return str(path)
 
@@ -154,7 +138,7 @@ class VersionsOfTrainer(transformers.TrainerCallback):
         scaler = getattr(parts["optimizer"], "scaler", None)
         if scaler is not None:
             content["scaler"] = scaler.state_dict()
-        content[_TRAINER_STATE] = json.dumps(dataclasses.asdict(state))
+        content[TRAINER_STATE] = json.dumps(dataclasses.asdict(state))
         losses = [logs["loss"] for logs in state.log_history[-1:] if "loss" in logs]
         self.checkpoints.save(content, step=state.global_step, metrics={"loss": losses[0]} if losses else None)
 
@@ -186,10 +170,3 @@ class _StepPosition:
         epoch, step = divmod(self._state.global_step, -(-num_batches // self._accumulation))
         order = self._batches.order
         return order.state_at(epoch, min(step * self._accumulation, num_batches) * order.global_batch)
-
-
-def _for_trainer(state: Any) -> dict[str, Any]:
-    """Return random states of datasvc as `Trainer` reads them from a file."""
-    kind, keys, *rest = state["numpy"]
-    found = {"python": state["python"], "numpy": (kind, np.asarray(keys, np.uint32), *rest), "cpu": state["torch"]}
-    return found | ({"cuda": state["cuda"]} if "cuda" in state else {})

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,6 +106,28 @@ def test_a_resumed_run_with_another_batch_size_is_refused(train):
     train("net", stop=2)
     with pytest.raises(ConfigError, match=r"net@1 was saved at .* give the data, the seed, the batch size"):
         train("net", batch=1)
+
+
+def test_a_folder_gets_the_files_of_one_version_and_keeps_no_other(repo, tmp_path):
+    import transformers
+
+    from datasvc.integrations.transformers import VersionsOfTrainer
+
+    net, args = Net(), transformers.TrainingArguments(output_dir=str(tmp_path / "output"), report_to="none")
+    state = {"model": net.state_dict(), "trainer_state": "{}", "scaler": {"scale": 2.0}}
+    versions = VersionsOfTrainer(repo, "net")
+    versions.checkpoints.begin(None, step=0)
+    for step, content in enumerate((state, state | {"scaler": None}), 1):
+        versions.checkpoints.save({name: part for name, part in content.items() if part is not None}, step=step)
+    versions.checkpoints.close()
+    for ref, has_scaler in (("net@1", True), ("net@2", False)):
+        folder = Path(versions.fetch(args, tmp_path / "fetched", ref))
+        assert (folder / "scaler.pt").exists() == has_scaler
+    (folder / "model.safetensors").touch()  # `Trainer` would read it in place of the version's weights
+    with pytest.raises(ConfigError, match=r"has files that fetch did not write: model[.]safetensors; give another"):
+        versions.fetch(args, folder)
+    assert (folder / "model.safetensors").exists()
+    versions.checkpoints.close()
 
 
 def test_other_data_sets_are_read_as_by_trainer(tmp_path):
