@@ -13,21 +13,23 @@ of data ranks.
 import argparse
 import copy
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
+from torchtitan.components.ft import init_ft_manager
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config_manager import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.llama3 import Transformer, llama3_configs, parallelize_llama
 
 import datasvc
-from datasvc.loaders import DataRanks, TokenBatch, TokenLoader
-from datasvc.models import ConsumptionTracker
-from datasvc.models.dcp import DcpReader, DcpWriter
+from datasvc.integrations.torchtitan import TitanLoader, TitanVersions
+from datasvc.loaders import DataRanks, TokenLoader
 
 
 def main() -> None:
@@ -74,42 +76,60 @@ def main() -> None:
         ranks=data_ranks,
         seed=1,
     )
-    model = build_model(args, loader.block_tokens, mesh, ranks, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-
-    step, parent = 0, None
-    if datasvc.open(args.repo).models.versions(args.name):
-        reader = DcpReader(args.repo, name=args.name)
-        weights, moments = get_state_dict(model, optimizer)
-        # The state of the loader is a position in the access order. It does not depend on the number of data ranks.
-        state = {"model": weights, "optimizer": moments, "loader": loader.state_dict(), "step": 0}
-        dcp.load(state, storage_reader=reader)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        loader.load_state_dict(state["loader"])
-        step, parent = state["step"], str(reader.version)
-    reading = ConsumptionTracker(loader, step=step)
-
+    config = JobConfig()
+    config.checkpoint.enable_checkpoint, config.checkpoint.interval = True, args.steps
+    config.lr_scheduler.warmup_steps = 0
+    model = build_model(args, config, loader.block_tokens, mesh, ranks, device)
+    optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": args.lr})
+    progress = Progress()
+    versions = TitanVersions(
+        datasvc.open(args.repo),
+        args.name,
+        dataloader=TitanLoader(loader),
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=build_lr_schedulers(optimizers, config),
+        states={"train_state": progress},
+        job_config=config,
+        ft_manager=init_ft_manager(config),
+    )
+    versions.load()
     with loader:
-        while step < args.steps:
-            for batch in loader:
-                loss = train_step(model, optimizer, batch, device)
-                if dist.get_rank() == 0:
-                    print(f"step {step}: loss {loss:.6f}", flush=True)
-                step += 1
-                if step == args.steps:
-                    break
-        weights, moments = get_state_dict(model, optimizer)
-        saved = dcp.save(
-            {"model": weights, "optimizer": moments, "loader": loader.state_dict(), "step": step},
-            storage_writer=DcpWriter(args.repo, name=args.name, step=step, parent=parent, data=[reading.use()]),
-        )
+        batches = iter(versions.states["dataloader"])
+        while progress.step < args.steps:
+            inputs, labels = next(batches)
+            loss = train_step(model, optimizers, inputs["input"].to(device), labels.to(device))
+            if dist.get_rank() == 0:
+                print(f"step {progress.step}: loss {loss:.6f}", flush=True)
+            progress.step += 1
+        versions.save(progress.step, force=True)
+    versions.close()
     if dist.get_rank() == 0:
-        print(f"saved {saved.storage_meta.reference}")
+        print(f"saved {versions.version}")
     dist.destroy_process_group()
 
 
+class Progress(Stateful):
+    """The number of steps so far, which torchtitan's `Trainer` keeps itself."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the number."""
+        self.step = state_dict["step"]
+
+
 def build_model(
-    args: argparse.Namespace, block: int, mesh: DeviceMesh, ranks: ParallelDims, device: torch.device
+    args: argparse.Namespace,
+    config: JobConfig,
+    block: int,
+    mesh: DeviceMesh,
+    ranks: ParallelDims,
+    device: torch.device,
 ) -> torch.nn.Module:
     """Return torchtitan's model, equal on all ranks before it is sharded."""
     model_args = copy.copy(llama3_configs[args.flavor])
@@ -117,17 +137,15 @@ def build_model(
     torch.manual_seed(0)
     model = Transformer(model_args)
     model.init_weights()
-    config = JobConfig()
     config.activation_checkpoint.mode = "none"
     config.training.mixed_precision_param = "float32"
     return parallelize_llama(model.to(device), mesh, ranks, config)
 
 
 def train_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: TokenBatch[torch.Tensor], device: torch.device
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, labels: torch.Tensor
 ) -> float:
     """Take one optimizer step, and return the mean loss per token of all ranks before it."""
-    tokens, labels = batch.tokens.to(device), batch.labels.to(device)
     logits = model(tokens)
     # Each block has equally many labels, so the mean of the ranks' means is that of all blocks. FSDP averages the
     # gradients in the same way.

@@ -1,0 +1,184 @@
+"""Keras 3 on JAX or torch: batches of a loader for `fit`, and a callback whose checkpoints are model versions."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from datasvc.api import DataRepository
+from datasvc.errors import ConfigError
+from datasvc.extras import explain_missing
+from datasvc.integrations.run_checkpoints import RANK_STATE, RunCheckpoints
+
+with explain_missing("datasvc.integrations.keras"):
+    import keras
+
+_PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables")
+
+
+class LoaderBatches(keras.utils.PyDataset):
+    """The batches of a loader of datasvc for `model.fit`, `evaluate` and `predict`, in the access order.
+
+    An epoch of Keras is one of the loader. Keras's own shuffle has no effect. Keras may read ahead: the state has the
+    position after the batches that were trained, as `KerasVersions` counts them, and each epoch begins there.
+
+    Args:
+        loader: loader of datasvc with `numpy()`, on the CPU.
+        transform: makes `(inputs, targets)`, with weights as a third one if there are any, from a batch of NumPy
+            arrays; by default `(inputs, labels)`. Images are `[batch, channel, height, width]`.
+    """
+
+    def __init__(self, loader: Any, *, transform: Callable[[Any], Any] = tuple) -> None:
+        super().__init__(workers=1)
+        self.loader, self._transform = loader, transform
+        self._trained = loader.state_dict()
+        self._handed: deque[Mapping[str, Any]] = deque()  # state after each batch that is handed over and not trained
+        self._batches: Iterator[Any] = iter(())
+        self._is_within_epoch = False
+        self.split, self.batch_size, self.tail, self.ranks = (
+            loader.split,
+            loader.batch_size,
+            loader.tail,
+            loader.ranks,
+        )
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches of an epoch; within a resumed one, of the rest."""
+        # Keras asks before the epochs for their length, and within one for the batches to read.
+        return len(self.loader) - self._num_skipped if self._is_within_epoch else len(self.loader)
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __getitem__(self, index: int) -> Any:
+        batch = next(self._batches)
+        self._handed.append(self.loader.state_dict())
+        return self._transform(batch)
+
+    def on_epoch_begin(self) -> None:
+        """Begin at the position after the batches that were trained; at its end, with the next epoch."""
+        self._handed.clear()
+        self.loader.load_state_dict(self._trained)
+        steps_left = self.loader.steps_left
+        self._num_skipped = len(self.loader) - steps_left if steps_left else 0
+        self._batches, self._is_within_epoch = self.loader.numpy(), True
+
+    def on_epoch_end(self) -> None:
+        """End the epoch."""
+        self._is_within_epoch = False
+
+    def count_trained(self, num_batches: int) -> None:
+        """Count the next `num_batches` batches that were handed over as trained."""
+        for _ in range(num_batches):
+            self._trained = self._handed.popleft()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loader after the batches that were trained."""
+        return dict(self._trained)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of `state_dict` or of a loader."""
+        self.loader.load_state_dict(state)
+        self._trained = self.loader.state_dict()
+
+
+class KerasVersions(keras.callbacks.Callback):
+    """Saves the variables of a model and of its optimizer, and random states, while the training goes on.
+
+        batches = LoaderBatches(loader)
+        with KerasVersions(repo, "net", batches, every="10min", grace="30s") as versions:
+            model.fit(batches, epochs=10, initial_epoch=versions.restore(), callbacks=[versions], verbose=0)
+
+    The model is built and compiled as for the version: its variables are found by their paths. In the first, resumed
+    epoch Keras warns that the input ran out of data, because this epoch is shorter than the others.
+
+    Args:
+        repo: repository of the versions.
+        name: name of the model.
+        batches: batches that `fit` gets.
+        **options: see `RunCheckpoints`.
+
+    Attributes:
+        checkpoints: the versions of the run: `version`, `newest()`, `stop_signal`.
+    """
+
+    def __init__(self, repo: DataRepository, name: str, batches: LoaderBatches, **options: Any) -> None:
+        super().__init__()
+        self.checkpoints = RunCheckpoints(repo, name, **options)
+        self._batches = batches
+        self._found: Any = None  # version to continue, until the training starts
+        self._step = self._counted = 0  # steps of the weights, and of this epoch of Keras
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.checkpoints.close(error)
+
+    def restore(self, ref: str | None = None) -> int:
+        """Return the `initial_epoch` for `fit`, whose model then gets the state of a version; 0 without a version.
+
+        Args:
+            ref: a version or tag of any model; None: the newest version of this model.
+        """
+        self._found = self.checkpoints.open().restore(ref, default=None)
+        if self._found is not None:
+            self._batches.load_state_dict(self._found.state["loader"])
+        return int(self._batches.loader.epoch)
+
+    def on_train_begin(self, logs: Any = None) -> None:  # noqa: ARG002 - the signature is Keras's
+        """Give the model the state of the version. By now its optimizer has its variables."""
+        if self._found is not None:
+            state, self._step = self._found.state, self._found.entry["step"]
+            model = self.model
+            for part in _PARTS:
+                saved, own = _flatten(state[part]), _flatten(model.get_state_tree()[part])
+                if saved.keys() != own.keys():
+                    different = ", ".join(sorted(saved.keys() ^ own.keys())[:6])
+                    raise ConfigError(
+                        f"{self._found.version} was saved by a model with other variables, see {different}; build "
+                        "and compile the same model, with the same names of its layers"
+                    )
+            model.set_state_tree({part: state[part] for part in _PARTS})
+            self.checkpoints.reinstate(state.get(RANK_STATE), 0, 1)
+            self._found = None
+        self.checkpoints.begin(self._batches, step=self._step)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Count the steps of the epoch."""
+        self._counted = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Save if it is time; end the training after a signal."""
+        # With `steps_per_execution`, Keras calls this after several steps.
+        self._batches.count_trained(batch + 1 - self._counted)
+        self._step, self._counted = self._step + batch + 1 - self._counted, batch + 1
+        if self.checkpoints.is_due(self._step):
+            self._save(logs)
+        if self.checkpoints.stop_signal is not None:
+            self.model.stop_training = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Save the last state, and wait until everything is committed."""
+        self._save(logs)
+        self.checkpoints.close()
+
+    def _save(self, logs: Any) -> None:
+        # A property of Keras's callback: it puts the state of a running epoch of JAX into the model.
+        tree = self.model.get_state_tree(value_format="numpy_array")
+        metrics = {name: float(value) for name, value in (logs or {}).items()}
+        self.checkpoints.save({part: tree[part] for part in _PARTS}, step=self._step, metrics=metrics)
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a nested dict by their paths."""
+    found = {}
+    for name, value in tree.items():
+        path = f"{prefix}/{name}" if prefix else str(name)
+        found |= _flatten(value, path) if isinstance(value, Mapping) else {path: value}
+    return found

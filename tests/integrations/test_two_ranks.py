@@ -1,0 +1,55 @@
+"""Lightning, accelerate and transformers with DDP on two ranks of gloo, of which one is killed."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+import datasvc
+from datasvc.testing import small_dataset
+from tests.integrations.two_ranks import BATCH, STEPS
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
+NUM_SAMPLES, NUM_RANKS = 40, 2
+
+
+def launch(framework, repo, name, marker, step):
+    """Train on two ranks; torchrun starts them again once if one is lost."""
+    program = [ROOT / "tests/integrations/two_ranks.py", framework, repo.repository.url, name, marker, step]
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_RANKS}", "--max-restarts=1"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-m", *launcher, *map(str, program)]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("framework", ["lightning", "accelerate", "transformers"])
+def test_a_lost_rank_costs_no_bit_and_no_sample_and_each_rank_has_its_random_state(framework, tmp_path):
+    if find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    small_dataset(str(tmp_path / "repo"), "pets", samples=NUM_SAMPLES)
+    repo, marker = datasvc.open(str(tmp_path / "repo")), tmp_path / "killed"
+    launch(framework, repo, "whole", tmp_path / "never", STEPS + 1)
+    # At the third save the first is committed, there is room for two that are not.
+    launch(framework, repo, "killed", marker, 7)
+    assert marker.exists()
+    whole, found = (repo.models.restore(name) for name in ("whole", "killed"))
+    assert found.entry["step"] == whole.entry["step"] == STEPS
+    part = {"lightning": "state_dict", "accelerate": "net", "transformers": "model"}[framework]
+    assert whole.state[part].keys() == found.state[part].keys()
+    for name, tensor in whole.state[part].items():
+        assert torch.equal(found.state[part][name], tensor), name
+    states = [[state["torch"] for state in version.state["rank_state"]] for version in (whole, found)]
+    assert not torch.equal(*states[0])  # each rank has drawn its own numbers
+    assert all(map(torch.equal, *states))
+    keys = repo.dataset("pets@1")["train"].to_arrow(columns=["key"])["key"].to_pylist()
+    uses = repo.models.trained_on([str(found.version)], keys=keys).all_uses()
+    served = sorted((use.epoch, use.position) for use in uses)
+    per_epoch = NUM_SAMPLES // (NUM_RANKS * BATCH) * NUM_RANKS * BATCH
+    expected = [divmod(number, per_epoch) for number in range(STEPS * NUM_RANKS * BATCH)]
+    assert served == expected
