@@ -56,6 +56,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "accelerate": ("accelerate>=1.1",),
     "transformers": ("datasvc[accelerate]", "transformers>=5"),
     "torchdata": ("torchdata>=0.11",),
+    "torchtitan": ("torchtitan>=0.1.0,<0.2", "tyro>=0.9"),
     "jax": ("jax>=0.6",),
     "keras": ("keras>=3.8",),
     "text": ("tokenizers>=0.21",),
@@ -68,7 +69,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "demo": ("scikit-learn>=1.6",),
     "all": (
         "datasvc[train,gpu,s3,gcs,azure,hub,text,ray,ui,sign,onnx,pandas,plot,tensorboard,wandb,mlflow]",
-        "datasvc[lightning,transformers,torchdata,jax,keras]",
+        "datasvc[lightning,transformers,torchdata,torchtitan,jax,keras]",
     ),
     "docs": ("zensical>=0.0.73", "mkdocstrings-python>=2"),
 }
@@ -90,6 +91,7 @@ PURPOSES: Final[Mapping[str, str]] = {
     "accelerate": "`datasvc.integrations.accelerate`",
     "transformers": "`datasvc.integrations.transformers`",
     "torchdata": "`datasvc.integrations.torchdata`",
+    "torchtitan": "`datasvc.integrations.torchtitan`",
     "jax": "`datasvc.integrations.jax`",
     "keras": "`datasvc.integrations.keras`",
     "text": "text to token blocks with a `tokenizer.json`",
@@ -118,7 +120,7 @@ _EXTRA_OF_MODULE: Final = {
     "jinja2": "ui",
     "yaml": "yaml",
     **{name: name for name in ("accelerate", "jax", "keras", "lightning", "mlflow", "ray", "torchdata")},
-    **{name: name for name in ("transformers", "wandb")},
+    **{name: name for name in ("torchtitan", "transformers", "wandb")},
     "huggingface_hub": "hub",
 }
 

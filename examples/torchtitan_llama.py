@@ -4,7 +4,7 @@ datasvc ingest texts/ books --tokenizer tokenizer.json --block-tokens 256
 torchrun --nproc-per-node 4 examples/torchtitan_llama.py --repo REPO --data books@1 --name llama --steps 100
 torchrun --nproc-per-node 2 examples/torchtitan_llama.py --repo REPO --data books@1 --name llama --steps 200
 
-The model and its sharding are torchtitan's: pip install torchtitan==0.1.0 tyro
+The model and its sharding are torchtitan's: pip install 'torchtitan>=0.1.0,<0.2' tyro
 The loader and the checkpoints are of datasvc. The second command continues the checkpoint of the first on two ranks
 instead of four, and serves the blocks that are left. torchtitan's own loader refuses a checkpoint of another number
 of data ranks.

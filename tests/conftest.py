@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from datasvc.repository import Repository
 from datasvc.shards import DatasetVersion, ingest, open_dataset
-from tests import azure_server, gcs_process, s3_server, selection, servers
+from tests import azure_server, gcs_process, required, s3_server, selection, servers
 from tests.examples import FAST
 from tests.moto_process import KEY, SECRET, MotoServer
 from tests.said import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown, say  # noqa: F401 - hooks
@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 
 def pytest_configure(config):
     config.pluginmanager.register(selection)
+    config.pluginmanager.register(required)
 
 
 # A shell starts `make test &` with SIGINT ignored, and the tests of Ctrl-C and their processes would inherit that.

@@ -15,6 +15,7 @@ from datasvc.api import Datasets, Models
 from datasvc.api.operation import Operation
 from datasvc.models.transfer import transfer, transfer_datasets
 from tests.pages import find_page
+from tools.book.python_api import INTEGRATIONS, read_integrations
 
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("public_names.txt")
@@ -129,11 +130,55 @@ def described(name, value):
 
 
 def public_list():
-    return "".join(f"{described(name, value)}\n" for name, value in public_values().items())
+    listed = [described(name, value) for name, value in public_values().items()]
+    return "".join(f"{line}\n" for line in [*listed, *integration_lines()])
+
+
+def integration_lines():
+    """Return the public names of `datasvc.integrations`, from the source: the frameworks need not be installed."""
+    for module, (_, nodes) in read_integrations().items():
+        for name, node in nodes.items():
+            path = f"{INTEGRATIONS}.{module}.{name}"
+            if isinstance(node, ast.FunctionDef):
+                yield described_node(path, node)
+                continue
+            members = {member.name: member for member in node.body if isinstance(member, ast.FunctionDef)}
+            yield described_node(path, members["__init__"], skip=1) if "__init__" in members else path
+            for member in sorted(name for name in members if not name.startswith("_")):
+                decorators = {ast.unparse(decorator) for decorator in members[member].decorator_list}
+                if "property" in decorators:
+                    yield f"{path}.{member}"
+                else:
+                    yield described_node(f"{path}.{member}", members[member], skip="staticmethod" not in decorators)
+
+
+def described_node(name, node, *, skip=0):
+    """Return a definition as `described` does, without its first `skip` parameters."""
+    given = node.args
+    positional = [*given.posonlyargs, *given.args]
+    num_required = len(positional) - len(given.defaults)
+    texts = [f"{each.arg}{'=' if index >= num_required else ''}" for index, each in enumerate(positional)][skip:]
+    texts += [f"*{given.vararg.arg}"] if given.vararg else ["*"] if given.kwonlyargs else []
+    texts += [
+        f"{each.arg}{'' if default is None else '='}"
+        for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    texts += [f"**{given.kwarg.arg}"] if given.kwarg else []
+    return f"{name}({', '.join(texts)})"
 
 
 def test_the_public_names_and_their_parameters_are_those_of_the_list():
     assert public_list().splitlines() == LIST.read_text(encoding="utf-8").splitlines()
+
+
+def test_every_module_of_integrations_that_users_import_lists_its_names_and_is_on_the_page():
+    page, modules = find_page("integrations.md").read_text(), read_integrations()
+    files = {path.stem for path in (ROOT / "datasvc/integrations").glob("*.py")}
+    assert files - set(modules) == {"__init__", "run_checkpoints", "tracked_version", "trainer_folder"}
+    for module, (_, nodes) in modules.items():
+        (names,) = re.findall(rf"`{module}`: ((?:`\w+`(?:, )?)+)", page)
+        listed = set(re.findall(r"`(\w+)`", names))
+        assert listed | ({"SplitSource"} if module == "mlflow" else set()) == set(nodes), module
 
 
 def test_every_public_parameter_is_spelt_out():

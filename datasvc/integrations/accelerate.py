@@ -15,6 +15,8 @@ with explain_missing("datasvc.integrations.accelerate"):
     import accelerate
     import torch
 
+__all__ = ["AcceleratorVersions"]
+
 _SCALER = "scaler"
 
 

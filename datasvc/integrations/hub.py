@@ -28,8 +28,9 @@ with explain_missing("datasvc.integrations.hub"):
         RevisionNotFoundError,
     )
 
+__all__ = ["pull_model", "push_dataset", "push_model"]
+
 _HTTP_ERROR: Final = HfHubHTTPError.__bases__[0]  # of the HTTP library that this release of the client uses
-_ORIGIN: Final = "datasvc.json"  # names the version that the files are of
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 # Copies of the weights for other programs, which `pull_model` does not need beside safetensors.
 _OTHER_WEIGHTS: Final = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot")
@@ -72,7 +73,7 @@ def push_model(
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         repo.models.export(version, folder, "huggingface", **options)
-        (folder / _ORIGIN).write_text(json.dumps(tags, indent=1, sort_keys=True), encoding="utf-8")
+        (folder / "datasvc.json").write_text(json.dumps(tags, indent=1, sort_keys=True), encoding="utf-8")
         return _upload(api, folder, repo_id, "model", version, private=private, tag=tag, replaced=_WEIGHTS)
 
 
@@ -94,7 +95,7 @@ def push_dataset(
         repo_id: OWNER/NAME on the Hub.
         private: whether a repository that is created is private.
         tag: tag of the Hub to create at the commit.
-        api: client with endpoint and token; None: those of the environment.
+        api: see `push_model`.
         workers: number of processes that write the files.
     """
     version = str(repo.repository.resolve("datasets", ref))
@@ -125,7 +126,7 @@ def pull_model(
         repo_id: OWNER/NAME on the Hub.
         name: name of the model; None: NAME.
         revision: branch, tag or commit of the Hub.
-        api: client with endpoint and token; None: those of the environment.
+        api: see `push_model`.
         **options: further arguments of `repo.models.import_`, such as `only=`.
 
     Raises:

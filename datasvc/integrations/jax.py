@@ -15,6 +15,8 @@ with explain_missing("datasvc.integrations.jax"):
     import jax
     import torch
 
+__all__ = ["batches", "from_state", "ranks", "to_state"]
+
 
 def ranks() -> DataRanks:
     """Return this process and the number of processes of JAX, for the `ranks=` of a loader."""

@@ -8,12 +8,20 @@ from types import TracebackType
 from typing import Any, Self
 
 from datasvc.api import DataRepository
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, MissingPackageError
 from datasvc.extras import explain_missing
 from datasvc.integrations.run_checkpoints import RANK_STATE, RunCheckpoints
 
 with explain_missing("datasvc.integrations.keras"):
-    import keras
+    try:
+        import keras
+    except ModuleNotFoundError as error:
+        if error.name != "tensorflow":
+            raise
+        advice = "Keras computes with tensorflow by default, which is not installed; set KERAS_BACKEND=jax or =torch"
+        raise MissingPackageError(advice, name=error.name) from error
+
+__all__ = ["KerasVersions", "LoaderBatches"]
 
 _PARTS = ("trainable_variables", "non_trainable_variables", "optimizer_variables")
 

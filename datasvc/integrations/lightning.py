@@ -16,6 +16,8 @@ with explain_missing("datasvc.integrations.lightning"):
     from lightning.fabric.plugins import CheckpointIO
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
+__all__ = ["SplitsModule", "VersionCallback"]
+
 # The path that `VersionCallback` gives to `Trainer.save_checkpoint`; no file is written to it.
 _VERSION_PATH: Final = "datasvc-version"
 _SHARDED: Final = (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)

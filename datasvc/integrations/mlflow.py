@@ -27,6 +27,8 @@ with explain_missing("datasvc.integrations.mlflow"):
     from mlflow.data.dataset_source import DatasetSource
     from mlflow.exceptions import MlflowException
 
+__all__ = ["SplitSource", "log_inputs", "register", "resolve", "run_config", "start_run"]
+
 _TRACKER: Final = "mlflow"
 _MAX_DIGEST: Final = 36  # characters that MLflow stores
 

@@ -25,6 +25,8 @@ with explain_missing("datasvc.integrations.ray_data"):
     from ray.data import Datasource, ReadTask
     from ray.data.block import BlockMetadata
 
+__all__ = ["SplitDatasource"]
+
 _BLOCK_BYTES: Final = 16 << 20
 
 

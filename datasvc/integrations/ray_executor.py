@@ -19,6 +19,8 @@ with explain_missing("datasvc.integrations.ray_executor"):
     from ray.util import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+__all__ = ["RayExecutor"]
+
 Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 
@@ -94,7 +96,7 @@ class RayExecutor:
             executable_cls: class of the objects that `execute` passes to functions; None: no objects.
             executable_args: arguments of the class.
             executable_kwargs: keyword arguments of the class.
-            extra_env_vars: further environment variables of the ranks.
+            extra_env_vars: further environment variables.
 
         Raises:
             ConfigError: the ranks run already, or Ray has no resources for them in time.
@@ -174,9 +176,8 @@ class RayExecutor:
 class RankActor:
     """One rank, an actor of Ray."""
 
-    def __init__(self) -> None:
-        self._executable: Any = None
-        self._store: Any = None
+    _executable: Any = None
+    _store: Any = None
 
     def describe(self) -> tuple[str, list[str]]:
         """Return the id of the node, and the GPUs of this rank."""

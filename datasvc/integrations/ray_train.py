@@ -22,6 +22,8 @@ from datasvc.loaders import DataRanks
 with explain_missing("datasvc.integrations.ray_train"):
     import ray.train
 
+__all__ = ["WorkerVersions", "ranks", "report_version", "version_of"]
+
 _FILE: Final = "datasvc.json"
 
 

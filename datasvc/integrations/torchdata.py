@@ -10,6 +10,8 @@ from datasvc.extras import explain_missing
 with explain_missing("datasvc.integrations.torchdata"):
     from torchdata.nodes import BaseNode
 
+__all__ = ["LoaderNode"]
+
 _STATE: Final = "loader"
 
 

@@ -18,6 +18,8 @@ with explain_missing("datasvc.integrations.torchtitan"):
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
 
+__all__ = ["TitanLoader", "TitanVersions", "dataloader_builder"]
+
 # What `CheckpointManager` would do on its own, and versions do otherwise.
 _NOT_SUPPORTED: Final = {
     "initial_load_path": "load a version with datasvc.models.dcp before the training",

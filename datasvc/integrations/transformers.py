@@ -19,6 +19,8 @@ with explain_missing("datasvc.integrations.transformers"):
     import torch
     import transformers
 
+__all__ = ["OrderedTrainer", "VersionsOfTrainer"]
+
 
 class OrderedTrainer(transformers.Trainer):
     """A `Trainer` that reads a `datasvc.loaders.torch.Dataset` in the access order of datasvc.

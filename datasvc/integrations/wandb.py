@@ -19,6 +19,8 @@ from datasvc.models.versions.tracker_runs import config_of_run
 with explain_missing("datasvc.integrations.wandb"):
     import wandb
 
+__all__ = ["log_inputs", "log_version", "resolve", "run_config", "start_run"]
+
 _TRACKER: Final = "wandb"
 _INPUTS: Final = "datasvc.inputs"
 

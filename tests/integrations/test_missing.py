@@ -13,6 +13,13 @@ from datasvc.errors import MissingPackageError
         ("transformers", "transformers"),
         ("accelerate", "accelerate"),
         ("torchdata", "torchdata"),
+        ("torchtitan", "torchtitan"),
+        ("ray_data", "ray"),
+        ("ray_train", "ray"),
+        ("ray_executor", "ray"),
+        ("jax", "jax"),
+        ("keras", "keras"),
+        ("hub", "hub"),
         ("mlflow", "mlflow"),
         ("wandb", "wandb"),
     ],
@@ -20,8 +27,9 @@ from datasvc.errors import MissingPackageError
 def test_an_integration_without_its_package_names_the_extra(module, extra, monkeypatch):
     name = f"datasvc.integrations.{module}"
     monkeypatch.delitem(sys.modules, name, raising=False)
-    for loaded in [other for other in sys.modules if other.startswith(f"{module}.")]:
+    package = {"hub": "huggingface_hub"}.get(module, module.partition("_")[0])
+    for loaded in [other for other in sys.modules if other.startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, loaded)
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingPackageError, match=rf"^{name} needs {module}, .* pip install '\.\[{extra}\]'$"):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError, match=rf"^{name} needs {package}, .* pip install '\.\[{extra}\]'$"):
         importlib.import_module(name)

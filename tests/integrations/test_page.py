@@ -1,40 +1,75 @@
-"""The programs of the page integrations.md run as they stand, where their packages are installed."""
+"""The programs of the pages on integrations run as they stand, where their packages are installed."""
 
+import os
 import re
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from shutil import copytree
 
 import pytest
 
 from tests.pages import find_page
 
-SECTIONS = re.split(r"^## ", find_page("integrations.md").read_text(), flags=re.MULTILINE)[1:]
-PROGRAMS = {
-    section.splitlines()[0]: re.findall(r"^```python\n(.+?)^```", section, re.DOTALL | re.MULTILINE)
-    for section in SECTIONS
+ROOT = Path(__file__).parents[2]
+HEADINGS = {
+    "integrations.md": ["Lightning", "Transformers", "Accelerate", "torchdata"],
+    "trackers.md": ["MLflow", "Weights & Biases"],
+    "ray.md": ["Ray Data", "Ray Train", "RayExecutor"],
+    "jax.md": ["JAX", "Keras"],
+}
+NOT_RUN = {
+    "torchtitan": "its Trainer needs GPUs; examples/torchtitan_llama.py is run",
+    "The Hugging Face Hub": "needs the Hub; tests/integrations/test_hub.py calls the same functions",
 }
 
 
-def test_the_page_has_a_program_of_each_framework():
-    assert list(PROGRAMS) == ["Lightning", "Transformers", "Accelerate", "torchdata", "MLflow", "Weights & Biases"]
+def programs_of(page):
+    """Return the programs of a page by the heading above them."""
+    sections = re.split(r"^##? ", find_page(page).read_text(), flags=re.MULTILINE)[1:]
+    found = {
+        section.splitlines()[0]: re.findall(r"^```python\n(.+?)^```", section, re.DOTALL | re.MULTILINE)
+        for section in sections
+    }
+    return {heading: programs for heading, programs in found.items() if programs}
+
+
+PROGRAMS = {heading: programs for page in [*HEADINGS, "hub.md"] for heading, programs in programs_of(page).items()}
+
+
+def test_the_pages_have_a_program_of_each_framework():
+    for page, headings in HEADINGS.items():
+        assert [heading for heading in programs_of(page) if heading not in NOT_RUN] == headings
+    for heading in NOT_RUN:
+        compile(PROGRAMS[heading][0], heading, "exec")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heading", PROGRAMS)
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("heading", [heading for heading in PROGRAMS if heading not in NOT_RUN])
 def test_a_program_runs(heading, digits, tmp_path, monkeypatch):
     (program,) = PROGRAMS[heading]
     needed = re.findall(r"^(?:import|from) (\w+)", program, re.MULTILINE)
-    if heading == "MLflow":
-        needed.append("sqlalchemy")  # which keeps runs in a file
+    needed += {"MLflow": ["sqlalchemy"], "RayExecutor": ["ray"]}.get(heading, [])
     missing = [package for package in needed if find_spec(package) is None]
     if missing:
         pytest.skip(f"{missing} not installed")
     copytree(digits.repository.url.removeprefix("file://"), tmp_path / "repo")
     monkeypatch.chdir(tmp_path)
-    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "KERAS_HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    exec(compile(program, heading, "exec"), {"__name__": "__main__"})
+    if "ray" in needed:
+        import ray
+
+        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
+    try:
+        exec(compile(program, heading, "exec"), {"__name__": "__main__"})
+    finally:
+        if "ray" in needed:
+            ray.data.DataContext.get_current().execution_options.preserve_order = False
+            ray.shutdown()
+        os.environ.pop("KERAS_BACKEND", None)  # the program sets it
     if heading == "MLflow":
         sys.modules["mlflow"].set_tracking_uri(None)
     if "wandb" in needed:

@@ -16,7 +16,7 @@ from datasvc.testing import small_dataset
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
 ]
 ROOT = Path(__file__).parents[2]

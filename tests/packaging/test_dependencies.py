@@ -23,7 +23,7 @@ PACKAGES = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
-# Not imported by name: drivers that fsspec finds, what MLflow keeps runs in a file with, and tools that are programs.
+# Not imported by name: drivers that fsspec finds, what MLflow and torchtitan need besides, and programs.
 BY_NAME = {
     "s3fs",
     "gcsfs",
@@ -34,6 +34,7 @@ BY_NAME = {
     "mkdocstrings-python",
     "alembic",
     "sqlalchemy",
+    "tyro",
 }
 # For another CUDA, with the same modules; the images of the demo, which tools/ import; what `onnx` exports with.
 ELSEWHERE = {"nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12", "scikit-learn", "onnx", "onnxscript"}

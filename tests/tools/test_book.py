@@ -80,6 +80,8 @@ def test_every_command_is_described_with_all_its_options(tmp_path):
 def test_the_pages_on_python_have_every_public_package(tmp_path):
     assert set(PUBLIC_PACKAGES) - {"datasvc.api"} <= set(PACKAGES)  # `datasvc.api` has the page of the facade
     write_python_api(tmp_path)
+    integrations = (tmp_path / "api-datasvc-integrations.md").read_text()
+    assert "::: datasvc.integrations.jax.batches\n" in integrations
     for package in PACKAGES:
         text = (tmp_path / f"api-{package.replace('.', '-')}.md").read_text()
         names = set(importlib.import_module(package).__all__) - {"__version__"}

@@ -5,6 +5,7 @@ What is public is what the `__all__` of a package lists.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ PACKAGES = (
     "datasvc.trainer.elastic",
     "datasvc.testing",
 )
+INTEGRATIONS = "datasvc.integrations"
 _FACADE = """# repo.datasets and repo.models
 
 `repo = datasvc.open(url)` returns a repository. Most of its methods are functions of the library whose first
@@ -47,6 +49,28 @@ def write_python_api(folder: Path) -> None:
         ]
         page = folder / f"api-{package.replace('.', '-')}.md"
         page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+    sections = [f"# {INTEGRATIONS}", inspect.getdoc(importlib.import_module(INTEGRATIONS)) or ""]
+    for module, (doc, nodes) in read_integrations().items():
+        sections += [f"## {INTEGRATIONS}.{module}", doc]
+        sections += [_directive(f"{INTEGRATIONS}.{module}.{name}", name) for name in nodes]
+    (folder / f"api-{INTEGRATIONS.replace('.', '-')}.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def read_integrations() -> dict[str, tuple[str, dict[str, ast.ClassDef | ast.FunctionDef]]]:
+    """Return for each module of `datasvc.integrations` with public names its docstring and the definitions by name.
+
+    They are read from the source: a module can be imported only where its framework is installed.
+    """
+    found = {}
+    for path in sorted(Path(importlib.import_module(INTEGRATIONS).__path__[0]).glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        defined = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        for node in tree.body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                names = ast.literal_eval(node.value)
+                found[path.stem] = (ast.get_docstring(tree) or "", {name: defined[name] for name in names})
+    return found
 
 
 def _methods(owner: type) -> Iterator[tuple[str, str]]:
