@@ -22,6 +22,7 @@ def test_of_a_machine(): pytest.skip("no network namespaces here: frame")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "failed"),
     [
@@ -39,6 +40,7 @@ def test_a_test_that_skips_for_the_lack_of_something_required_fails(tmp_path, na
     assert ran == failed, printed
 
 
+@pytest.mark.slow
 def test_a_module_that_skips_for_the_lack_of_something_required_fails(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "conftest.py").write_text(CONFTEST)

@@ -85,7 +85,7 @@ def from_state(state: dict[str, Any], like: Any) -> Any:
 
 
 def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return str(jax.tree_util.keystr(path, simple=True, separator="/"))
 
 
 def _is_key(leaf: Any) -> bool:

@@ -185,7 +185,7 @@ class KerasVersions(keras.callbacks.Callback):
 
 def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the leaves of a nested dict by their paths."""
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in tree.items():
         path = f"{prefix}/{name}" if prefix else str(name)
         found |= _flatten(value, path) if isinstance(value, Mapping) else {path: value}

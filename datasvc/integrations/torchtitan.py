@@ -14,7 +14,8 @@ from datasvc.models.dcp import DcpReader, DcpWriter
 
 with explain_missing("datasvc.integrations.torchtitan"):
     import torch
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
 
@@ -33,7 +34,7 @@ class TitanLoader(BaseDataLoader):
     The state is a position in the access order, which does not depend on the number of data ranks.
 
     Args:
-        loader: loader with labels, `labels="across"` or "within".
+        loader: loader with `labels="across"` or `labels="within"`.
     """
 
     def __init__(self, loader: TokenLoader) -> None:
@@ -42,6 +43,7 @@ class TitanLoader(BaseDataLoader):
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
             for batch in self.loader:
+                assert batch.labels is not None
                 yield {"input": batch.tokens}, batch.labels
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +136,7 @@ class TitanVersions(CheckpointManager):
                 data=[] if self._tracker is None else [self._tracker.use()],
                 parent=self.version,
             )
-            saved = dcp.save(self.states, storage_writer=writer)
+            saved = save(self.states, storage_writer=writer)
         self.version = str(saved.storage_meta.reference)
 
     def load(self, step: int = -1) -> bool:
@@ -150,7 +152,7 @@ class TitanVersions(CheckpointManager):
             raise ConfigError(f"exclude_from_loading has {unknown[0]!r}; the parts are {', '.join(self.states)}")
         states = {part: state for part, state in self.states.items() if part not in self.exclude_from_loading}
         reader = DcpReader(self._repo.repository.url, ref=self._find(step))
-        dcp.load(states, storage_reader=reader)
+        load(states, storage_reader=reader)
         assert reader.version is not None
         self.version = str(reader.version)
         self._start_tracking(self._repo.repository.entry(reader.version).content["step"])

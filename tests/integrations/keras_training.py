@@ -5,6 +5,7 @@ import sys
 
 import keras
 import numpy as np
+import torch
 
 import datasvc
 from datasvc.integrations.keras import KerasVersions, LoaderBatches
@@ -28,6 +29,7 @@ class Interrupt(keras.callbacks.Callback):
 
 def make_model():
     keras.utils.set_random_seed(1)
+    torch.manual_seed(1)  # on JAX, Keras does not seed torch, whose state a version has too
     model = keras.Sequential(
         [
             keras.Input((8, 8, 3), name="pixels"),

@@ -12,6 +12,7 @@ from datasvc.testing import small_dataset
 from tests.shards.hub_server import TOKEN, HubServer
 
 huggingface_hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from datasvc.testing import small_dataset
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("keras") is None, reason="keras is not installed"),
 ]
 ROOT = Path(__file__).parents[2]
@@ -40,7 +40,7 @@ def run_program(backend, program, *words):
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
     environ |= {"JAX_PLATFORMS": "cpu", "KERAS_HOME": str(words[-1])}
     command = [sys.executable, *program, *map(str, words[:-1])]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 
 def train(backend, repo, name, folder, *, after=0, number=0):
