@@ -137,7 +137,7 @@ class TitanVersions(CheckpointManager):
                 parent=self.version,
             )
             saved = save(self.states, storage_writer=writer)
-        self.version = str(saved.storage_meta.reference)
+        self.version = str(saved.storage_meta.reference).rpartition("#")[2]  # URL#NAME@VERSION
 
     def load(self, step: int = -1) -> bool:
         """Load the newest version, or the newest of a step; return False if the model has none. Every rank calls it.

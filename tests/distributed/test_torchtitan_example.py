@@ -17,7 +17,7 @@ from datasvc.shards import ingest
 ROOT = Path(__file__).parents[2]
 BLOCK, VOCABULARY, GLOBAL_BATCH = 16, 64, 8
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -64,6 +64,7 @@ def test_a_run_of_torchtitans_model_goes_on_with_other_data_ranks(url):
     # The last version of each run has consumed every block of the first epoch once, and four batches of the second.
     repo = datasvc.open(url)
     keys = [sample["key"] for sample in repo.dataset("blocks@1")["train"]]
+    assert [repo.models.describe(f"parts@{number}").entry["parent"] for number in (2, 3)] == ["parts@1", "parts@2"]
     for ref in ("whole@1", "parts@3"):
         uses = repo.models.trained_on([ref], keys=keys).all_uses()
         positions = sorted((use.epoch, use.position) for use in uses)
