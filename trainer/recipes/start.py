@@ -33,7 +33,7 @@ from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.initial_weights import initialise
-from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout, read_sizes
+from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout, read_sizes, sizes_of
 from datasvc.trainer.recipes.layouts.layout import AXES, Layout, check_layout, plan_layout
 from datasvc.trainer.recipes.layouts.shard import find_units, recompute_activations
 from datasvc.trainer.recipes.make_optimizer import (
@@ -201,6 +201,7 @@ def build_learner(
         average=None if config.ema_decay is None else WeightAverage(model, config.ema_decay),
         device=place.device,
         num_parameters=_count_parameters(model),
+        model_sizes=sizes_of(model),
     )
 
 
@@ -224,7 +225,8 @@ def _build_divided_learner(
     )
     # Broadcast before the model is divided, in host memory.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    num_parameters = _count_parameters(model)  # a rank of a pipeline has only a part of them later
+    # A rank of a pipeline has only a part of the model later.
+    num_parameters, model_sizes = _count_parameters(model), sizes_of(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
     divided = apply_layout(
@@ -254,6 +256,7 @@ def _build_divided_learner(
         device=place.device,
         divided=divided,
         num_parameters=num_parameters,
+        model_sizes=model_sizes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ class Learner:
         device: device of the model.
         divided: this rank's part of the model; None: each rank has the whole model.
         num_parameters: parameters of the whole model; 0: not counted.
+        model_sizes: sizes of the whole model by name, from its method `sizes`; empty without one.
     """
 
     config: TrainConfig
@@ -49,6 +51,7 @@ class Learner:
     device: torch.device
     divided: DividedModel | None = field(default=None, kw_only=True)
     num_parameters: int = field(default=0, kw_only=True)
+    model_sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True)
 
 
 def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Trains a small GPT at some layouts, and continues or starts runs from their versions at others.
 
 Takes a URL and JSON with "layouts": settings by name; "save": names of layouts to train at; "resume": pairs of names,
-the run to continue and the layout; and "init": pairs of the run whose weights a new run starts with, and the layout.
+the run to continue and the layout; "init": pairs of the run whose weights a new run starts with, and the layout; and
+"refuse": pairs as in "resume", whose error each rank prints as a line of JSON.
 With the setting "kill_at", rank 2 kills itself before the step after so many others. The losses that the logs of the
 runs have are those of the global batch.
 """
@@ -15,6 +16,7 @@ from unittest import mock
 import torch
 
 import datasvc.trainer as hvd
+from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train
 from datasvc.trainer.recipes.update import update
@@ -68,6 +70,15 @@ def train_once(name, settings, *, steps, **options):
     hvd.shutdown()
 
 
+def refuse(saved, settings):
+    try:
+        run(f"{saved}-refused", settings, steps=MORE_STEPS, resume=f"{saved}@1")
+    except ConfigError as error:
+        sys.stdout.write(json.dumps({"rank": hvd.rank(), "error": str(error)}) + "\n")
+        sys.stdout.flush()
+    hvd.shutdown()
+
+
 request = json.loads(REQUEST)
 layouts = request["layouts"]
 for name in request["save"]:
@@ -83,3 +94,5 @@ for saved, name in request["init"]:
         "weight_decay": 0.0,
     }
     run(f"{saved}-into-{name}", layouts[name], steps=1, **options)
+for saved, name in request.get("refuse", []):
+    refuse(saved, layouts[name])

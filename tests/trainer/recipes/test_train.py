@@ -386,6 +386,31 @@ def test_a_checkpoint_of_another_run_is_refused(repository, change, message):
         run(repository, "plainly", **change)
 
 
+@pytest.mark.parametrize("change", ["layers=2", "heads=4", "width=64"])
+def test_a_version_of_another_architecture_is_neither_continued_nor_taken_for_its_weights(repository, change):
+    settings = {"data": "tokens", "vocabulary": VOCABULARY, "optimizer": "adamw", "max_steps": 1}
+    sizes = {"layers": 1, "heads": 2, "width": 32}
+    options = [f"{name}={size}" for name, size in sizes.items()]
+    if not repository.versions("models", "shaped").head():
+        run(repository, "shaped", model_option=(*options, f"context={BLOCK}"), **settings)
+    entry = describe_model(repository, "shaped").entry
+    assert entry["config"]["model_sizes"] == sizes
+    name, _, size = change.partition("=")
+    other = (*options, change, f"context={BLOCK}")
+    message = (
+        f"shaped@1 has a model with layers=1, heads=2, width=32, .*{change}.*--model-option {name}={sizes[name]}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        run(repository, "shaped", model_option=other, **settings | {"max_steps": 2})
+    starting = {**settings, "model_option": other, "init_from": "shaped@1"}
+    # Another number of layers is seen in the tensors, and may be wanted.
+    message = "shaped@1 does not fit" if name == "layers" else message
+    with pytest.raises(ConfigError, match=message):
+        run(repository, f"from-shaped-{size}", **starting)
+    if name == "layers":
+        run(repository, "deeper", init_exclude=("blocks.1",), **starting)
+
+
 def test_another_kind_of_evaluation_than_that_of_the_checkpoint_is_a_warning(repository, caplog):
     run(repository, "evaluated", max_steps=1, evaluation="window")
     assert describe_model(repository, "evaluated").entry["config"]["evaluation"] == "window"

@@ -153,9 +153,14 @@ class DividedModel:
         return not any(index.values())
 
 
+def sizes_of(model: nn.Module) -> Mapping[str, int]:
+    """Return the sizes of a whole model by name, from its method `sizes`; empty without one."""
+    return cast("Callable[[], Mapping[str, int]]", model.sizes)() if hasattr(model, "sizes") else {}
+
+
 def read_sizes(model: nn.Module, *, block: int | None = None) -> ModelSizes:
     """Return what a layout must divide, from the methods of a model. The model may be on the device "meta"."""
-    sizes = cast("Callable[[], Mapping[str, int]]", model.sizes)() if hasattr(model, "sizes") else {}
+    sizes = sizes_of(model)
     return ModelSizes(
         layers=sizes.get("layers") if hasattr(model, "stage") else None,
         heads=sizes.get("heads") if hasattr(model, "tensor_plan") else None,
