@@ -185,3 +185,21 @@ def test_a_divided_run_refuses_a_version_of_another_architecture_with_one_table(
     assert "positions.weight" in errors[0][3]
     assert "positions.weight" not in errors[1][3]
     assert "rank 0 prints the differences" in errors[1][3]
+
+
+@pytest.mark.parametrize(
+    ("part", "settings"),
+    [
+        ("step", {"layout": "shard=2", "zero": 1}),
+        ("start", {"layout": "pipeline=2"}),
+        ("close", {"layout": "shard=2"}),
+    ],
+)
+def test_a_rank_that_stops_in_any_part_of_a_run_is_reported(launcher, url, part, settings):
+    request = {"layouts": {"stopped": {**settings, "micro_batch": 2, "lost_after": 3.0, "stop_in": part}}}
+    request |= {"save": ["stopped"], "resume": [], "init": []}
+    program = launcher.program("layout_resumes.py")
+    lost = launcher.run(2, sys.executable, program, url, json.dumps(request), timeout_s=TIMEOUT_S)
+    assert lost.returncode != 0
+    assert "rank 0: rank 1 was lost, of 2, without a sign of life for 3 s: read the output there" in lost.stderr
+    assert "error: HorovodInternalError: rank 1 was lost" in lost.stderr

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import datasvc
+import datasvc.trainer as hvd
 from datasvc.errors import ConfigError, NotFoundError, StateMismatchError, UnavailableError
 from datasvc.models import describe_model, model_log
 from datasvc.models.registry.removal import remove
@@ -409,6 +410,28 @@ def test_a_version_of_another_architecture_is_neither_continued_nor_taken_for_it
         run(repository, f"from-shaped-{size}", **starting)
     if name == "layers":
         run(repository, "deeper", init_exclude=("blocks.1",), **starting)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layout": "context=3", "vocabulary": VOCABULARY}, f"a block has {BLOCK} tokens; context may be 1, 2, 4"),
+        ({"layout": "tensor=3"}, "holds tokens: set the size of its vocabulary, such as --vocabulary 50257"),
+        ({"recompute": True}, "holds tokens: set the size of its vocabulary"),
+    ],
+)
+def test_data_that_a_setting_cannot_have_are_refused_before_the_ranks_connect(
+    repository, capsys, monkeypatch, settings, message
+):
+    def connect():
+        raise AssertionError("the ranks connect")
+
+    monkeypatch.setattr(hvd, "init", connect)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError, match=message):
+        run(repository, "impossible", data="tokens", **settings)
+    assert '"start"' not in capsys.readouterr().out
 
 
 def test_another_kind_of_evaluation_than_that_of_the_checkpoint_is_a_warning(repository, caplog):

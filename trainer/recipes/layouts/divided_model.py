@@ -23,7 +23,6 @@ from datasvc.trainer.recipes.layouts.layout import (
     plan_layout,
     stages_per_rank,
 )
-from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch
 from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters
@@ -59,7 +58,6 @@ class DividedModel:
         rank_layout: what this rank has.
         model: parameters and buffers of this rank, with the names of the whole model; without a pipeline, the model.
         modules: modules that compute: the stages of this rank, or the model.
-        watch: thread that finds which ranks are lost.
         pipeline: stages of this rank; None without a pipeline.
         split: tokens of each block on this rank; None: all.
         groups: ranks along each axis of more than one rank.
@@ -72,7 +70,6 @@ class DividedModel:
     rank_layout: RankLayout
     model: nn.Module
     modules: list[nn.Module]
-    watch: LostRankWatch
     pipeline: Pipeline | None = None
     split: ContextSplit | None = None
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
@@ -192,7 +189,7 @@ def apply_layout(
         block: tokens of a sample; only for the axis `context`.
     """
     plan = plan_layout(layout)
-    divided = DividedModel(layout, plan.ranks[rank], model, [model], LostRankWatch())
+    divided = DividedModel(layout, plan.ranks[rank], model, [model])
     shape = (layout.pipeline, layout.data, layout.shard * layout.context, layout.tensor)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
     divided.groups = {axis: mesh.get_group(axis) for axis in ("pipeline", "tensor") if layout.size_of(axis) > 1}

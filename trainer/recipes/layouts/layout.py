@@ -22,6 +22,7 @@ from datasvc.errors import ConfigError
 AXES: Final = ("pipeline", "data", "shard", "context", "tensor")
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 PIPELINE_SCHEDULES: Final = get_args(PipelineSchedule)
+LOST_AFTER_S: Final = 6.0  # of silence, until a rank is asked whether it runs; see `lost_ranks`
 _SHOWN_ORDER: Final = ("data", "shard", "tensor", "pipeline", "context")
 _MAX_CHOICES: Final = 8  # sizes that an error message lists
 

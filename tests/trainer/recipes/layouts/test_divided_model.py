@@ -21,7 +21,7 @@ def make_divided():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(2, 1))
     model[2].requires_grad_(False)
     model(torch.randn(5, 4)).square().sum().backward()
-    return DividedModel(Layout(), plan_layout(Layout()).ranks[0], model, [model], watch=None)
+    return DividedModel(Layout(), plan_layout(Layout()).ranks[0], model, [model])
 
 
 @pytest.mark.usefixtures("world_of_one")
