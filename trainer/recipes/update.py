@@ -152,4 +152,5 @@ def _accumulate_divided(
         total = total * num_divided_by
         divided.sum_tied_gradients()
         mark("backward")
+        divided.sum_data_gradients()
     return divided.sum_over_copies(total)

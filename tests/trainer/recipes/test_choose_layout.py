@@ -44,6 +44,7 @@ def test_without_a_layout_each_rank_has_the_whole_model():
         {**GPT, "layout": "tensor=2,pipeline=2", "micro_batch": 2},
         {**GPT, "layout": "shard=2,context=2", "optimizer": "adamw", "zero": 2},
         {**GPT, "layout": "pipeline=2,tensor=2", "pipeline_schedule": "zbv", "micro_batch": 2},
+        {**GPT, "layout": "data=2,pipeline=2", "pipeline_schedule": "zbv", "micro_batch": 1},
         {"layout": "shard=2", "model": "resnet18", "optimizer": "lars", "offload": True},
         {"layout": "data=2,shard=2", "zero": 1, "channels_last": True},
         {"layout": "shard=4", "zero": 1, "optimizer": "lamb"},
@@ -92,7 +93,7 @@ def test_a_layout_that_divides_everything_is_chosen(settings):
                 },
                 "does not work with the schedule zbv",
             )
-            for axis in ("data", "shard", "context")
+            for axis in ("shard", "context")
             for tied in ("true", "false")
         ),
         ({"recompute": True}, "--recompute: the model 'small-cnn' has no blocks to compute again"),

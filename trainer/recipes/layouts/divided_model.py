@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -31,6 +31,7 @@ from datasvc.trainer.recipes.layouts.tensor import divide_layers, find_tensor_pl
 # Axes of the device mesh. `shard` and `context` are one axis of it: the ranks of both have parts of the gradient sum,
 # so the parameters are sharded over both.
 _MESH_AXES: Final = ("pipeline", "data", "shard", "tensor")
+_BUCKET_BYTES: Final = 25 << 20  # as in `gradients.buckets`
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class DividedModel:
         modules: modules that compute: the stages of this rank, or the model.
         pipeline: stages of this rank; None without a pipeline.
         split: tokens of each block on this rank; None: all.
-        groups: ranks along each axis of more than one rank.
+        groups: ranks along each axis of more than one rank over which this object communicates; "data": if FSDP does
+            not sum the gradients over it.
         tied_group: ranks of the first and the last stage, if these have the same weights; None: not here.
         tied_name: name of these weights.
         parameter_groups: groups of an optimizer of the whole model, with the names of parameters as "params".
@@ -110,6 +112,18 @@ class DividedModel:
             assert gradient is not None
             dist.all_reduce(to_local(gradient), group=self.tied_group)
 
+    def sum_data_gradients(self) -> None:
+        """Add up the gradients over the axis `data`, if FSDP does not. Call it after `sum_tied_gradients`."""
+        if "data" not in self.groups:
+            return
+        gradients = [to_local(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
+        for bucket in _fill_buckets(gradients):
+            total = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(total, group=self.groups["data"])
+            parts = torch.split(total, [gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients so that the norm of the whole model's gradient is at most `max_norm`; return the norm.
@@ -148,6 +162,19 @@ class DividedModel:
                 if not placement.is_replicate():
                     del index[axis]
         return not any(index.values())
+
+
+def _fill_buckets(gradients: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the gradients in order, in lists of one dtype and of some megabytes, each for one message."""
+    buckets: list[list[torch.Tensor]] = []
+    num_bytes = 0
+    for gradient in gradients:
+        if not buckets or num_bytes > _BUCKET_BYTES or gradient.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            num_bytes = 0
+        buckets[-1].append(gradient)
+        num_bytes += gradient.nbytes
+    return buckets
 
 
 def sizes_of(model: nn.Module) -> Mapping[str, int]:
@@ -198,8 +225,10 @@ def apply_layout(
         _split_tokens(divided, plan, block, device)
     if layout.pipeline > 1:
         _cut(divided, plan, options, device=device, num_micro_batches=num_micro_batches)
-    # FSDP moves one unit after the other, so that a model that is larger than the device fits.
     parameter_mesh = _choose_parameter_mesh(mesh, layout)
+    if layout.data > 1 and parameter_mesh is None:
+        divided.groups = {**divided.groups, "data": mesh.get_group("data")}
+    # FSDP moves one unit after the other, so that a model that is larger than the device fits.
     if layout.tensor > 1 or parameter_mesh is None:
         divided.model.to(device)
     for module in divided.modules:
@@ -213,8 +242,9 @@ def apply_layout(
 
 
 def _choose_parameter_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh | None:
-    """Return the axes over which gradients are summed; None if that is one rank."""
-    if layout.data > 1:
+    """Return the axes over which FSDP sums gradients; None if it is not used."""
+    # A stage whose parameters are not divided needs no FSDP, which does not go with the schedule zbv.
+    if layout.data > 1 and (layout.pipeline == 1 or layout.shard * layout.context > 1):
         return mesh["data", "shard"]
     return mesh["shard"] if layout.shard * layout.context > 1 else None
 
