@@ -165,6 +165,11 @@ def test_a_run_saved_at_one_layout_continues_at_any_other(launcher, url, tmp_pat
     assert execution["parallelism"] == "hybrid"
     found = models.find("execution.layout.tensor = 2 and execution.consistency = 'synchronous'")
     assert {version.name for version in found} >= {"tensor", "context", "hybrid-then-tensor"}
+    assert "all-to-all" in models.describe("tensor").entry["execution"]["communication"]
+    found = models.find("execution.topology = 'decentralised' and execution.layout.pipeline = 2")
+    assert {version.name for version in found} >= {"pipeline"}
+    assert not {"tensor", "shard"} & {version.name for version in found}
+    assert not models.find("execution.topology = 'centralised'")
 
 
 def test_a_divided_run_refuses_a_version_of_another_architecture_with_one_table(launcher, url):

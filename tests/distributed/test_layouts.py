@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TIMEOUT_S = 800.0  # ranks that wait for each other in every layer are slow where they share processors
 LONG, SHORT = {"steps": 50}, {"steps": 5}
@@ -47,6 +47,11 @@ LAYOUTS = [
         **SHORT,
     },
     {"layout": "data=2,pipeline=2", "micro_batch": 1, "pipeline_schedule": "zbv", "layers": 4, **SHORT},
+    {"layout": "tensor=2,pipeline=2", "recompute": True, "micro_batch": 4, **SHORT},
+    {"layout": "shard=2,tensor=2", "recompute": True, "zero": 2, **SHORT},
+    {"layout": "shard=2,pipeline=2", "zero": 2, "micro_batch": 2, **SHORT},
+    {"layout": "shard=4", "precision": "bf16", **SHORT},
+    {"layout": "tensor=2,pipeline=2", "precision": "bf16", "micro_batch": 4, **SHORT},
     {"layout": "context=4", **SHORT},
     {"layout": "context=4", "documents": True, **SHORT},
     {"layout": "data=2,context=2", **LONG},
@@ -56,8 +61,15 @@ LAYOUTS = [
     {"layout": "shard=4", **RESNET},
     {"layout": "data=2,shard=2", "zero": 1, **RESNET},
 ]
+# Three axes of more than one rank each, on eight ranks.
+THREE_AXES = [
+    {"layout": "data=2,tensor=2,pipeline=2", "micro_batch": 2, **SHORT},
+    {"layout": "shard=2,tensor=2,context=2", "documents": True, **SHORT},
+    {"layout": "data=2,shard=2,pipeline=2", "micro_batch": 1, "optimizer": "lamb", **SHORT},
+]
 # What a run of one process needs to have the same losses.
-ALONE = ("steps", "layers", "documents", "optimizer", "learning_rate", "model", "sync_batch_norm")
+ALONE = ("steps", "layers", "documents", "optimizer", "learning_rate", "model", "sync_batch_norm", "precision")
+TOLERANCES = {"fp32": 1e-5, "bf16": 0.02}  # the ranks round to 8 bits what one process does not round
 
 
 def without_layout(settings):
@@ -67,7 +79,8 @@ def without_layout(settings):
 def differs(result, expected, settings):
     """Return what differs from one process, or is not divided, in the result of a layout."""
     names = ["losses", "val_loss", "ema_val_loss"]
-    wrong = [name for name in names if result[name] != pytest.approx(expected[name], abs=1e-5, rel=0)]
+    tolerance = TOLERANCES[settings.get("precision", "fp32")]
+    wrong = [name for name in names if result[name] != pytest.approx(expected[name], abs=tolerance, rel=0)]
     num_parts = {"shard=4": 4, "data=2,shard=2": 2}.get(settings["layout"], 1)
     for name in ("parameter_bytes", "optimizer_bytes"):
         # ZeRO-1 divides only the optimizer state.
@@ -86,13 +99,15 @@ def test_every_layout_and_option_has_the_losses_of_one_process(launcher):
         results = [json.loads(line) for line in lines if line.startswith("{")]
         return {json.dumps(settings): result for settings, result in zip(layouts, results, strict=True)}
 
-    distinct = {json.dumps(without_layout(settings)): without_layout(settings) for settings in LAYOUTS}
+    distinct = {json.dumps(alone): alone for alone in map(without_layout, [*LAYOUTS, *THREE_AXES])}
     alone = train(1, list(distinct.values()))
     for result in alone.values():
         if len(result["losses"]) == LONG["steps"]:
             assert result["losses"][-1] < 0.8 * result["losses"][0]
+    rounded, exact = (alone[json.dumps({**SHORT, **more})]["losses"] for more in ({"precision": "bf16"}, {}))
+    assert rounded != exact
     wrong = {}
-    for text, result in train(4, LAYOUTS).items():
+    for text, result in (train(4, LAYOUTS) | train(8, THREE_AXES)).items():
         settings = json.loads(text)
         if found := differs(result, alone[json.dumps(without_layout(settings))], settings):
             wrong[text] = found

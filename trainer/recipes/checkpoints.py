@@ -113,7 +113,11 @@ def commit(run: Run, *, due: bool = False) -> None:
             data=[run.reading.use()],
             config=run.config.to_dict() | ({MODEL_SIZES: dict(run.model_sizes)} if run.model_sizes else {}),
             metrics=run.metrics,
-            execution=describe_execution(run.layout, zero=run.config.zero),
+            execution=describe_execution(
+                run.layout,
+                zero=run.config.zero,
+                exchanges_heads=run.divided is not None and run.divided.exchanges_heads,
+            ),
             parent=None if run.has_saved else run.parent,
             run=run.ref,
         )
@@ -213,15 +217,23 @@ def _check_same(version: Resolved, part: str, saved: str | None, configured: str
         raise ConfigError(f"{version} has the {part} {saved!r}, this run has {configured!r}; {_OTHER_RUN}")
 
 
-def describe_execution(layout: Layout, *, zero: int | None = None) -> Execution:
-    """Return what the entry of a version says about the execution of a run; `zero` is that of the settings."""
+def describe_execution(layout: Layout, *, zero: int | None = None, exchanges_heads: bool = False) -> Execution:
+    """Return what the entry of a version says about the execution of a run.
+
+    Args:
+        layout: layout of the ranks.
+        zero: ZeRO stage of the settings.
+        exchanges_heads: whether the ranks of the axis `tensor` exchange queries, keys and values.
+    """
     # Parameters are sharded over both axes. ZeRO-1 sums whole gradients, and each rank sends the weights it updates.
     is_zero_1 = zero == 1
     is_sharded = layout.shard * layout.context > 1 and not is_zero_1
     communication = {
-        "all-reduce": layout.data > 1 or layout.tensor > 1 or is_zero_1,
+        # Stages of a pipeline sum the loss, the norm of the gradient, and the gradients of tied weights.
+        "all-reduce": layout.data > 1 or layout.tensor > 1 or layout.pipeline > 1 or is_zero_1,
         "reduce-scatter": is_sharded,
         "all-gather": is_sharded,
+        "all-to-all": exchanges_heads,
         "broadcast": is_zero_1,
         "point-to-point": layout.pipeline > 1,
     }

@@ -62,9 +62,10 @@ def choose_layout(config: TrainConfig, world_size: int, *, block: int | None = N
     """
     layout = read_layout(config, world_size)
     if config.combines_steps and world_size & (world_size - 1):
+        smaller = 1 << (world_size.bit_length() - 1)
         raise ConfigError(
-            f"op is 'adasum', which needs a power of two as the number of ranks, and there are {world_size}; start "
-            f"{1 << (world_size.bit_length() - 1)} ranks, or use --op average"
+            f"op is 'adasum', which combines ranks in pairs, and the job has {world_size} ranks; start {smaller} or "
+            f"{2 * smaller} ranks, or give --op average"
         )
     model = _build_on_meta(config, layout) if _depends_on_model(config, layout) else None
     if model is not None:

@@ -10,6 +10,7 @@ from datasvc.errors import ConfigError
 from datasvc.trainer.recipes import checkpoints
 from datasvc.trainer.recipes.checkpoints import describe_execution, plan_restore
 from datasvc.trainer.recipes.choose_layout import read_layout
+from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.model_check import describe_misfit
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -22,7 +23,7 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
         (None, None, 4, "data", "all-reduce"),
         ("shard=4", None, 4, "data", "reduce-scatter, all-gather"),
         ("shard=4", 1, 4, "data", "all-reduce, broadcast"),
-        ("pipeline=4", None, 4, "model", "point-to-point"),
+        ("pipeline=4", None, 4, "model", "all-reduce, point-to-point"),
         ("tensor=2", None, 4, "hybrid", "all-reduce"),
         ("context=4", None, 4, "model", "reduce-scatter, all-gather"),
         ("data=2,context=2", None, 4, "hybrid", "all-reduce, reduce-scatter, all-gather"),
@@ -35,6 +36,11 @@ def test_the_entry_has_all_axes_and_what_is_divided(layout, zero, size, parallel
     assert (execution.consistency, execution.topology) == ("synchronous", "decentralised")
     assert execution.layout.keys() == {"data", "shard", "tensor", "pipeline", "context"}
     assert torch.tensor(list(execution.layout.values())).prod() == size
+
+
+def test_the_entry_has_the_exchange_of_heads():
+    execution = describe_execution(Layout(tensor=2, pipeline=2), exchanges_heads=True)
+    assert execution.communication == "all-reduce, all-to-all, point-to-point"
 
 
 def test_a_rank_restores_the_state_of_its_own_parameters():

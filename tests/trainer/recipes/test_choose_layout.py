@@ -128,7 +128,9 @@ def test_what_cannot_work_is_refused_with_what_would(settings, message):
 
 def test_adasum_is_refused_for_other_numbers_of_ranks_than_powers_of_two():
     assert choose(4, op="adasum").size == 4
-    with pytest.raises(ConfigError, match=r"power of two .* there are 3; start 2 ranks, or use --op average"):
+    with pytest.raises(
+        ConfigError, match="in pairs, and the job has 3 ranks; start 2 or 4 ranks, or give --op average"
+    ):
         choose(3, op="adasum")
 
 

@@ -26,7 +26,7 @@ from datasvc.trainer.recipes.layouts.layout import (
 from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters
-from datasvc.trainer.recipes.layouts.tensor import divide_layers, find_tensor_plan
+from datasvc.trainer.recipes.layouts.tensor import FusedHeadsParallel, divide_layers, find_tensor_plan
 
 # Axes of the device mesh. `shard` and `context` are one axis of it: the ranks of both have parts of the gradient sum,
 # so the parameters are sharded over both.
@@ -65,6 +65,7 @@ class DividedModel:
             not sum the gradients over it.
         tied_group: ranks of the first and the last stage, if these have the same weights; None: not here.
         tied_name: name of these weights.
+        exchanges_heads: whether ranks of the axis `tensor` exchange queries, keys and values.
         parameter_groups: groups of an optimizer of the whole model, with the names of parameters as "params".
     """
 
@@ -77,6 +78,7 @@ class DividedModel:
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     tied_group: dist.ProcessGroup | None = None
     tied_name: str | None = None
+    exchanges_heads: bool = False
     parameter_groups: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -231,9 +233,11 @@ def apply_layout(
     # FSDP moves one unit after the other, so that a model that is larger than the device fits.
     if layout.tensor > 1 or parameter_mesh is None:
         divided.model.to(device)
+    tensor_plan = find_tensor_plan(model) if layout.tensor > 1 else {}
+    divided.exchanges_heads = any(isinstance(style, FusedHeadsParallel) for style in tensor_plan.values())
     for module in divided.modules:
-        if layout.tensor > 1:
-            divide_layers(module, find_tensor_plan(model), mesh["tensor"])
+        if tensor_plan:
+            divide_layers(module, tensor_plan, mesh["tensor"])
         if options.recompute:
             recompute_activations(module)
         if parameter_mesh is not None:
