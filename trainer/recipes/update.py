@@ -150,7 +150,6 @@ def _accumulate_divided(
         with autocast(run.config.precision, run.device):
             total = divided.pipeline.step(examples.inputs, examples.targets, examples.extra, compute_loss)
         total = total * num_divided_by
-        divided.sum_tied_gradients()
         mark("backward")
-        divided.sum_data_gradients()
+        divided.sum_gradients()
     return divided.sum_over_copies(total)

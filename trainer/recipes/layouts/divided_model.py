@@ -106,16 +106,16 @@ class DividedModel:
                 dist.all_reduce(value, group=self.groups[axis])
         return value
 
-    def sum_tied_gradients(self) -> None:
-        """Add up the gradients of weights that the first and the last stage have. Call it after the backward pass."""
+    def sum_gradients(self) -> None:
+        """Add up the gradients that FSDP does not, after the backward pass. Every rank calls this.
+
+        These are the weights that the first and the last stage have, and all of a pipeline without FSDP over `data`.
+        """
         if self.tied_group is not None:
             assert self.tied_name is not None
             gradient = self.model.get_parameter(self.tied_name).grad
             assert gradient is not None
             dist.all_reduce(to_local(gradient), group=self.tied_group)
-
-    def sum_data_gradients(self) -> None:
-        """Add up the gradients over the axis `data`, if FSDP does not. Call it after `sum_tied_gradients`."""
         if "data" not in self.groups:
             return
         gradients = [to_local(weight.grad) for weight in self.model.parameters() if weight.grad is not None]

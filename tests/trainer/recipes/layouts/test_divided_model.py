@@ -72,10 +72,10 @@ def test_gradients_are_summed_over_data_in_messages_of_one_dtype(monkeypatch):
         weight.grad = torch.ones_like(weight)
     divided.model[0].weight.grad = divided.model[0].weight.grad.t().contiguous().t()
     expected = [None if each.grad is None else 2 * each.grad for each in divided.model.parameters()]
-    divided.sum_data_gradients()
+    divided.sum_gradients()
     assert sent == []
     divided.groups = {"data": "the ranks of data"}
-    divided.sum_data_gradients()
+    divided.sum_gradients()
     assert sent == [(torch.float32, 32), (torch.float32, 8), (torch.bfloat16, 18)]
     for weight, gradient in zip(divided.model.parameters(), expected, strict=True):
         assert (weight.grad is None) == (gradient is None)
