@@ -8,9 +8,15 @@ import sys
 
 import pytest
 
+from datasvc.trainer.recipes.layouts.layout import parse_layout
+from datasvc.trainer.recipes.planning.candidate import Candidate
+from datasvc.trainer.recipes.planning.count_costs import count_costs
+from datasvc.trainer.recipes.planning.memory import estimate_memory, state_bytes
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TIMEOUT_S = 800.0  # ranks that wait for each other in every layer are slow where they share processors
+VOCABULARY, BLOCK, BATCH = 29, 8, 8  # of the program
 LONG, SHORT = {"steps": 50}, {"steps": 5}
 # Equal to one process only if batch normalisation has the batches of all ranks.
 RESNET = {"model": "resnet18", "sync_batch_norm": True, "optimizer": "sgd", "learning_rate": 0.01, **SHORT}
@@ -76,7 +82,27 @@ def without_layout(settings):
     return {name: settings[name] for name in ALONE if name in settings}
 
 
-def differs(result, expected, settings):
+def estimate(settings, num_ranks):
+    """Return the estimated memory of a rank, as `plan` prints it, of a run of a GPT."""
+    layout = parse_layout(settings["layout"], num_ranks)
+    batch = BATCH // layout.num_data_ranks
+    micro_batch = settings.get("micro_batch", batch)
+    is_sharded = layout.shard * layout.context > 1 or (layout.pipeline == 1 and not layout.is_data_only)
+    candidate = Candidate(
+        layout,
+        micro_batch,
+        batch // micro_batch,
+        recompute=settings.get("recompute", False),
+        schedule=settings.get("pipeline_schedule", "1f1b"),
+        zero=settings.get("zero", 3 if is_sharded else 0),
+    )
+    options = {"layers": settings.get("layers", 2), "heads": 4, "width": 32, "context": BLOCK}
+    costs = count_costs("gpt", VOCABULARY, options, tokens=BLOCK)
+    states = state_bytes(settings.get("optimizer", "adamw"), "fp32")
+    return estimate_memory(costs, candidate, states, precision="fp32")
+
+
+def differs(result, expected, settings, num_ranks):
     """Return what differs from one process, or is not divided, in the result of a layout."""
     names = ["losses", "val_loss", "ema_val_loss"]
     tolerance = TOLERANCES[settings.get("precision", "fp32")]
@@ -87,6 +113,14 @@ def differs(result, expected, settings):
         is_whole = settings.get("zero") == 1 and name == "parameter_bytes"
         if result[name] > 1.05 / (1 if is_whole else num_parts) * expected[name]:
             wrong.append(name)
+    if "model" not in settings:
+        memory = estimate(settings, num_ranks)
+        estimates = {"optimizer_bytes": memory.optimizer}
+        if settings.get("zero") != 2:  # all are gathered in a step, and these are the bytes after one
+            estimates["parameter_bytes"] = memory.parameters
+        for name, estimated in estimates.items():
+            if result[name] != pytest.approx(estimated, rel=0.05):
+                wrong.append(f"{name}: {result[name]}, estimated {estimated}")
     return wrong
 
 
@@ -107,10 +141,11 @@ def test_every_layout_and_option_has_the_losses_of_one_process(launcher):
     rounded, exact = (alone[json.dumps({**SHORT, **more})]["losses"] for more in ({"precision": "bf16"}, {}))
     assert rounded != exact
     wrong = {}
-    for text, result in (train(4, LAYOUTS) | train(8, THREE_AXES)).items():
-        settings = json.loads(text)
-        if found := differs(result, alone[json.dumps(without_layout(settings))], settings):
-            wrong[text] = found
+    for num_ranks, layouts in ((4, LAYOUTS), (8, THREE_AXES)):
+        for text, result in train(num_ranks, layouts).items():
+            settings = json.loads(text)
+            if found := differs(result, alone[json.dumps(without_layout(settings))], settings, num_ranks):
+                wrong[text] = found
     assert not wrong
 
 
