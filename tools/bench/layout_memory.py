@@ -38,6 +38,8 @@ LAYOUTS = (
     "shard=2,pipeline=2:3",
     "tensor=2,pipeline=2",
 )
+# glibc raises these by itself, and then keeps what FSDP frees: the peak would be that of the allocator.
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": str(128 << 10)}
 _STATES = ("parameters", "gradients", "optimizer")
 
 
@@ -49,7 +51,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     options = [f"--{name}={getattr(arguments, name)}" for name in ("repeats", "layers", "width", "tokens")]
     # Packages may lie in a folder that only PYTHONPATH names.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **_MALLOC}
     command = [*launch, *program, *options, WHOLE, *arguments.layouts]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
