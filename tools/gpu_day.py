@@ -29,6 +29,7 @@ STAGES: Final[Mapping[str, str]] = {
     "saving": "Saves and restores from CUDA",
     "digits": "Digits at fp16 and bf16 to 97 %",
     "ranks": "NCCL at one rank, gloo with CUDA tensors at two",
+    "layouts": "Memory of recomputation and offloading, a pipeline of two ranks",
 }
 
 # Packages by the modules that are imported of them. Stages run without DALI too, and say so.

@@ -105,7 +105,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         splits = weighted_splits(split)
         self._config = TokenConfig(
             column=token_format.column,
-            block_tokens=_common_block(splits, token_format),
+            block_tokens=common_block(splits, token_format),
             dtype=token_format.dtype,
             tokenizer=_common_tokenizer(splits),
             # One setting serves all splits, so the column is used only if every split has it.
@@ -186,7 +186,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         return self._convert(decoded)
 
 
-def _common_block(splits: Sequence[Split], stored: TokenFormat) -> int:
+def common_block(splits: Sequence[Split], stored: TokenFormat) -> int:
     """Return the number of tokens of a block. Raises ConfigError: splits have different numbers."""
     split_of: dict[int, Split] = {}
     for split in splits:

@@ -165,3 +165,46 @@ def test_a_run_saved_at_one_layout_continues_at_any_other(launcher, url, tmp_pat
     assert execution["parallelism"] == "hybrid"
     found = models.find("execution.layout.tensor = 2 and execution.consistency = 'synchronous'")
     assert {version.name for version in found} >= {"tensor", "context", "hybrid-then-tensor"}
+    assert "all-to-all" in models.describe("tensor").entry["execution"]["communication"]
+    found = models.find("execution.topology = 'decentralised' and execution.layout.pipeline = 2")
+    assert {version.name for version in found} >= {"pipeline"}
+    assert not {"tensor", "shard"} & {version.name for version in found}
+    assert not models.find("execution.topology = 'centralised'")
+
+
+def test_a_divided_run_refuses_a_version_of_another_architecture_with_one_table(launcher, url):
+    options = {"layers": "layers=3", "heads": "heads=2", "width": "width=64", "context": f"context={2 * BLOCK}"}
+    base = ("layers=2", "heads=4", "width=32", "dropout=0.0", f"context={BLOCK}")
+    layouts = {name: {"layout": "shard=2", "model_option": [*base, option]} for name, option in options.items()}
+    layouts["shaped"] = {"layout": "shard=2"}
+    request = {"layouts": layouts, "save": ["shaped"], "resume": [], "init": []}
+    request["refuse"] = [("shaped", name) for name in options]
+    done = launcher.run_program(2, "layout_resumes.py", url, json.dumps(request), timeout_s=TIMEOUT_S)
+    found = [json.loads(line[line.index("{") :]) for line in done.stdout.splitlines() if '"error"' in line]
+    errors = {rank: [each["error"] for each in found if each["rank"] == rank] for rank in (0, 1)}
+    assert [len(texts) for texts in errors.values()] == [4, 4]
+    for name, text in zip(options, errors[0][:3], strict=False):
+        assert "shaped@1 has a model with layers=2, heads=4, width=32, and the model 'gpt' of this run has" in text
+        assert options[name] in text
+    # The context is no size that a layout divides: the tensors differ, and one rank lists them.
+    assert "positions.weight" in errors[0][3]
+    assert "positions.weight" not in errors[1][3]
+    assert "rank 0 prints the differences" in errors[1][3]
+
+
+@pytest.mark.parametrize(
+    ("part", "settings"),
+    [
+        ("step", {"layout": "shard=2", "zero": 1}),
+        ("start", {"layout": "pipeline=2"}),
+        ("close", {"layout": "shard=2"}),
+    ],
+)
+def test_a_rank_that_stops_in_any_part_of_a_run_is_reported(launcher, url, part, settings):
+    request = {"layouts": {"stopped": {**settings, "micro_batch": 2, "lost_after": 3.0, "stop_in": part}}}
+    request |= {"save": ["stopped"], "resume": [], "init": []}
+    program = launcher.program("layout_resumes.py")
+    lost = launcher.run(2, sys.executable, program, url, json.dumps(request), timeout_s=TIMEOUT_S)
+    assert lost.returncode != 0
+    assert "rank 0: rank 1 was lost, of 2, without a sign of life for 3 s: read the output there" in lost.stderr
+    assert "error: HorovodInternalError: rank 1 was lost" in lost.stderr

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "tools"
-STAGES = ["gpu_tests", "loading", "training", "profiling", "saving", "digits", "ranks"]
+STAGES = ["gpu_tests", "loading", "training", "profiling", "saving", "digits", "ranks", "layouts"]
 PROFILE = {
     "measured": {"serial": 0.2},
     "rounds": [{"measured_s": {"serial": 0.2}, "predicted_s": {"serial": 0.1}} for _ in range(2)],
@@ -99,6 +99,7 @@ ANSWERS = {
     "gpu_tests": {"pytest": write_junit("skipped", "skipped")},
     "digits": {"make_digits": lambda command: make_digits(command[-1]), "trainer": lines(*ENDED)},
     "ranks": {"rank_checks": lines(CHECKED)},
+    "layouts": {"layout_checks": lines({"losses": [2.0, 1.0], "peak_bytes": {"whole": 0, "recompute": 0}})},
 }
 
 
@@ -217,6 +218,32 @@ def test_with_a_gpu_operations_and_steps_of_ranks_are_timed(make_stage):
     assert found["1 of NCCL: all-reduce of 1 kB"] == [1.0, 2.0]
     assert found["2 of gloo, w: time of DDP / ours"] == [1.5, 1.5]
     assert [command.count("--device cuda") for command in stage.commands] == [1, 1, 1]
+
+
+def test_with_a_gpu_the_memory_of_layouts_is_compared_with_that_of_a_whole_model(make_stage):
+    found = {"losses": [2.0, 1.0], "peak_bytes": {"whole": 4e6, "recompute": 1e6, "offload": 2e6}}
+    stage = make_stage("cuda", layout_checks=lines(found))
+    figures = run("layouts", stage)
+    assert figures["1 rank, offload: peak memory of the GPU"] == [2.0]
+    assert figures["1 rank: peak of recompute / whole"] == [0.25]
+    assert figures["2 of gloo, pipeline on cuda: last loss, as of one process"] == [1.0]
+    assert ["-np 2" in command for command in stage.commands] == [False, True]
+    assert all("--device cuda" in command and "--width" not in command for command in stage.commands)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_each_way_of_a_layout_has_the_losses_of_a_whole_model(tmp_path, num_ranks):
+    from gpu_stages import layouts, ranks
+    from gpu_stages.stage import Stage, last_json
+
+    stage, options = Stage(tmp_path, device="cpu"), ("--device", "cpu", "--width", 16, "--block", 8)
+    if num_ranks == 1:
+        printed = stage.run("-P", layouts.CHECKS, *options)
+    else:
+        printed = ranks.launch(stage, num_ranks, layouts.CHECKS, *options)
+    first, *_, last = last_json(printed)["losses"]
+    assert last < first
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ def make_step(candidate: Candidate, block: int) -> Step:
     def step() -> None:
         optimizer.zero_grad()
         pipeline.step(tokens, targets, {}, sum_loss)
-        divided.sum_tied_gradients()
+        divided.sum_gradients()
         optimizer.step()
 
     return step

@@ -24,7 +24,8 @@ from datasvc.errors import BusyError, ConfigError, StateMismatchError
 from datasvc.loaders import ImageLoader
 from datasvc.loaders.core.mixture import splits_of
 from datasvc.models import Checkpoint, CheckpointManager, Execution
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.restoring.fit import TensorSpec, plan_load
+from datasvc.models.restoring.stored_version import StoredVersion, read_version
 from datasvc.models.versions.execution import Parallelism
 from datasvc.models.versions.tracker_runs import TRACKERS, config_of_run, runs_in_config
 from datasvc.progress import NO_PROGRESS, byte_progress
@@ -32,6 +33,7 @@ from datasvc.repository import Resolved
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.layouts.layout import AXES, Layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
+from datasvc.trainer.recipes.model_check import MODEL_SIZES, check_sizes, describe_misfit, describe_whole_model
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG
 from datasvc.trainer.recipes.run import Run
@@ -42,6 +44,8 @@ from datasvc.trainer.recipes.tasks.batch_statistics import batch_statistics, com
 _RESTORED_WHOLE: Final = (
     "step", "model_name", "optimizer_name", "loss_scale", "early_stop", "loader", "log_ids", "rank_state", "random",
 )  # fmt: skip
+
+_OTHER_RUN: Final = "use another --name, or --resume never"
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,7 +107,7 @@ def commit(run: Run, *, due: bool = False) -> None:
         "loader": run.loader.state_dict(),
         "log_ids": {RUN_LOG: run.log_ids[RUN_LOG]} if RUN_LOG in run.log_ids else {},  # that of rank 0 is stored
     }
-    config = run.config.to_dict()
+    config = run.config.to_dict() | ({MODEL_SIZES: dict(run.model_sizes)} if run.model_sizes else {})
     for tracker in TRACKERS:
         if tracker in run.log_ids:
             config |= config_of_run(tracker, run.log_ids[tracker])
@@ -115,7 +119,11 @@ def commit(run: Run, *, due: bool = False) -> None:
             data=[run.reading.use()],
             config=config,
             metrics=run.metrics,
-            execution=describe_execution(run.layout, zero=run.config.zero),
+            execution=describe_execution(
+                run.layout,
+                zero=run.config.zero,
+                exchanges_heads=run.divided is not None and run.divided.exchanges_heads,
+            ),
             parent=None if run.has_saved else run.parent,
             run=run.ref,
         )
@@ -166,19 +174,21 @@ def plan_restore(run: Run, repo: DataRepository, ref: str) -> dict[str, Any] | N
     """Return the state that a restore fills on this rank: its part of the model, and the state of its parameters.
 
     Returns None if every rank has the whole model and optimizer, and therefore restores all of the checkpoint. The
-    checkpoint may be from a run with another layout.
+    checkpoint may be from a run with another layout. Every rank must call this.
 
     Raises:
-        ConfigError: the checkpoint belongs to another model.
+        ConfigError: the checkpoint belongs to another model, or its tensors are not those of the model.
         NotFoundError, CorruptDataError, UnavailableError: see `models.restore`.
     """
     if not isinstance(run.optimizer, LayoutOptimizer):
         return None
     stored = read_version(repo.repository, ref)
     records = stored.records
-    # Check it here: a restore into the tensors of another model would fail first, with a list of tensors.
+    # Check it here: a restore into the tensors of another model would fail first, on each rank with its own tensors.
     saved = (stored.entry.get("config") or {}).get("model") or run.config.model
     _check_same(stored.version, "model", saved, run.config.model)
+    check_sizes(run, str(stored.version), stored.entry, remedy=_OTHER_RUN)
+    _check_weights(run, stored)
     prefix = "optimizer.state."
     moments = {
         record.name.removeprefix(prefix): (getattr(torch, record.dtype), record.shape)
@@ -193,22 +203,43 @@ def plan_restore(run: Run, repo: DataRepository, ref: str) -> dict[str, Any] | N
     return into
 
 
+def _check_weights(run: Run, stored: StoredVersion) -> None:
+    """Check that a checkpoint has the tensors of the whole model. Every rank must call this."""
+    own = {name: value for name, value in run.model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
+    expected, tied = describe_whole_model(own, name="restore.model")
+    prefix = "model."
+    found = {
+        record.name.removeprefix(prefix): TensorSpec(record.dtype, record.shape)
+        for record in stored.records
+        if record.name.startswith(prefix)
+    }
+    report = plan_load(expected, found, tied)
+    if not report.is_exact:
+        raise ConfigError(f"{describe_misfit(run, str(stored.version), report)}\nuse the same model, or {_OTHER_RUN}")
+
+
 def _check_same(version: Resolved, part: str, saved: str | None, configured: str | None) -> None:
     if saved != configured:
-        raise ConfigError(
-            f"{version} has the {part} {saved!r}, this run has {configured!r}; use another --name, or --resume never"
-        )
+        raise ConfigError(f"{version} has the {part} {saved!r}, this run has {configured!r}; {_OTHER_RUN}")
 
 
-def describe_execution(layout: Layout, *, zero: int | None = None) -> Execution:
-    """Return what the entry of a version says about the execution of a run; `zero` is that of the settings."""
+def describe_execution(layout: Layout, *, zero: int | None = None, exchanges_heads: bool = False) -> Execution:
+    """Return what the entry of a version says about the execution of a run.
+
+    Args:
+        layout: layout of the ranks.
+        zero: ZeRO stage of the settings.
+        exchanges_heads: whether the ranks of the axis `tensor` exchange queries, keys and values.
+    """
     # Parameters are sharded over both axes. ZeRO-1 sums whole gradients, and each rank sends the weights it updates.
     is_zero_1 = zero == 1
     is_sharded = layout.shard * layout.context > 1 and not is_zero_1
     communication = {
-        "all-reduce": layout.data > 1 or layout.tensor > 1 or is_zero_1,
+        # Stages of a pipeline sum the loss, the norm of the gradient, and the gradients of tied weights.
+        "all-reduce": layout.data > 1 or layout.tensor > 1 or layout.pipeline > 1 or is_zero_1,
         "reduce-scatter": is_sharded,
         "all-gather": is_sharded,
+        "all-to-all": exchanges_heads,
         "broadcast": is_zero_1,
         "point-to-point": layout.pipeline > 1,
     }
@@ -228,13 +259,15 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     """Load a checkpoint into every part of the run.
 
     Raises:
-        ConfigError: the checkpoint belongs to another model or optimizer, or its tensors do not fit them.
+        ConfigError: the checkpoint belongs to another model or optimizer, or a model of other sizes, or its tensors
+            do not fit them.
         StateMismatchError: the checkpoint was trained on other data or in another order.
     """
     state = {name: value for name, value in checkpoint.state.items() if value is not None}
     for part, configured in (("model", run.config.model), ("optimizer", run.config.optimizer)):
         # A checkpoint without this name passes; the loads below check its tensors.
         _check_same(checkpoint.version, part, state.get(f"{part}_name", configured), configured)
+    check_sizes(run, str(checkpoint.version), checkpoint.entry, remedy=_OTHER_RUN)
     if isinstance(run.loader, ImageLoader) and hvd.rank() == 0:
         # Releases without this setting evaluated by "window".
         saved = (checkpoint.entry.get("config") or {}).get("evaluation", "window")
@@ -265,7 +298,8 @@ def resume(run: Run, checkpoint: Checkpoint) -> None:
     try:
         run.model.load_state_dict(state["model"])
     except RuntimeError as error:
-        raise ConfigError(f"{checkpoint.version} does not fit this run's model: {error}") from error
+        message = describe_misfit(run, str(checkpoint.version), error)
+        raise ConfigError(f"{message}\nuse the same model, or {_OTHER_RUN}") from error
     # Checkpoints of earlier releases have no `rank_state`, only the random state of each rank.
     rank_states = state.get("rank_state") or [{"random": random} for random in state["random"]]
     # Ranks of the axis `tensor` must go on to draw equal numbers, so a state of another size of it serves no rank.

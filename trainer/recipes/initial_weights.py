@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-import datasvc.trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.errors import ConfigError
 from datasvc.models.restoring.fit import LoadReport, TensorSpec, plan_load
@@ -18,6 +17,7 @@ from datasvc.models.tensors.name_filter import select_names
 from datasvc.trainer.recipes.checkpoints import restore
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.layouts.parts import to_local
+from datasvc.trainer.recipes.model_check import check_sizes, describe_misfit, describe_whole_model
 from datasvc.trainer.recipes.run import Run
 
 
@@ -31,15 +31,9 @@ def initialise(run: Run, repo: DataRepository, ref: str) -> None:
         ConfigError: the tensors, without excluded ones, are not those of the model; the message has the differences.
         NotFoundError, CorruptDataError, UnavailableError: see `models.restore`.
     """
-    stored = call_on_first_rank(
-        lambda: {
-            record.name: TensorSpec(record.dtype, record.shape)
-            for record in read_version(repo.repository, ref).records
-        },
-        name="init_from",
-    )
+    stored, entry = call_on_first_rank(lambda: _read_tensors(repo, ref), name="init_from")
     own = {name: value for name, value in run.model.state_dict(keep_vars=True).items() if torch.is_tensor(value)}
-    expected, tied = _describe_whole_model(own)
+    expected, tied = describe_whole_model(own, name="init_from.model")
     stored_names = _match_names(stored, expected)
     included = set(select_names([*dict.fromkeys([*expected, *stored_names])], exclude=run.config.init_exclude))
     if not included & stored_names.keys() & expected.keys():
@@ -54,7 +48,9 @@ def initialise(run: Run, repo: DataRepository, ref: str) -> None:
         tied,
         cast=True,
     )
-    _check_exact(report, ref, run.config.model)
+    # Without `layers`: tensors tell them apart, and some may be left out.
+    check_sizes(run, ref, entry, but=("layers",), remedy="give another --init-from")
+    _check_exact(run, report, ref)
     targets = {name: own[name].detach() for name in report.loaded if name in own and name in stored_names}
     parts = {
         # Tensors that are stored with another dtype are read first, and converted then.
@@ -72,23 +68,10 @@ def initialise(run: Run, repo: DataRepository, ref: str) -> None:
         run.average.restart()
 
 
-def _describe_whole_model(own: Mapping[str, torch.Tensor]) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """Return dtype and shape of the tensors of all ranks by name, and the tied names as `plan_load` takes them.
-
-    Every rank must call this, with the tensors that it has.
-    """
-    specs, tied = {}, {}
-    first_names: dict[int, str] = {}
-    for name, value in own.items():
-        specs[name] = spec_of(value)
-        if first_names.setdefault(id(value), name) != name:
-            tied[name] = first_names[id(value)]
-    all_specs: dict[str, TensorSpec] = {}
-    all_tied: dict[str, str] = {}
-    for rank_specs, rank_tied in hvd.allgather_object((specs, tied), name="init_from.model"):
-        all_specs |= rank_specs
-        all_tied |= rank_tied
-    return all_specs, all_tied
+def _read_tensors(repo: DataRepository, ref: str) -> tuple[dict[str, TensorSpec], Mapping[str, Any]]:
+    """Return dtype and shape of the tensors of a version by name, and its entry."""
+    stored = read_version(repo.repository, ref)
+    return {record.name: TensorSpec(record.dtype, record.shape) for record in stored.records}, stored.entry
 
 
 def _match_names(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, str]:
@@ -102,13 +85,13 @@ def _match_names(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> dict
     return names
 
 
-def _check_exact(report: LoadReport, ref: str, model_name: str | None) -> None:
+def _check_exact(run: Run, report: LoadReport, ref: str) -> None:
     if report.is_exact:
         return
     differing = [*(mismatch.name for mismatch in report.mismatched), *report.missing, *report.unexpected]
     modules = list(dict.fromkeys(name.rpartition(".")[0] or name for name in differing))
     raise ConfigError(
-        f"{ref} does not fit the model {model_name!r} of this run: {report}\n"
+        f"{describe_misfit(run, ref, report)}\n"
         "train tensors that differ from random weights, and leave out those that the model lacks, with "
         f"--init-exclude {' '.join([*modules[:3], *(['...'] if len(modules) > 3 else [])])}"
     )

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import datasvc.trainer as hvd
-from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.layouts.divided_model import DividedModel, new_group
 from datasvc.trainer.recipes.layouts.layout import Layout, plan_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer, ZeroOptimizer
@@ -25,17 +24,7 @@ def build_distributed_optimizer(config: TrainConfig, model: nn.Module, *, num_pa
 
     With Adasum, it sums over the passes, makes a step, and combines the steps of the ranks. Every rank must call
     this, in the same order among its collectives.
-
-    Raises:
-        ConfigError: Adasum does not work with this number of ranks.
     """
-    size = hvd.size()
-    if config.combines_steps and size & (size - 1):
-        smaller = 1 << (size.bit_length() - 1)
-        raise ConfigError(
-            f"op is 'adasum', which combines ranks in pairs, and the job has {size} ranks; start {smaller} or "
-            f"{2 * smaller} ranks, or give --op average"
-        )
     return hvd.DistributedOptimizer(
         build_optimizer(config, model),
         named_parameters=model.named_parameters(),

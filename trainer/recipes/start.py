@@ -13,9 +13,7 @@ import datasvc.trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.loaders import Mixture
 from datasvc.loaders.core.batch import check_gpu
-from datasvc.loaders.core.mixture import columns_of
 from datasvc.models import ConsumptionTracker
 from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.environment import describe_environment
@@ -23,19 +21,17 @@ from datasvc.node.peers import open_peers
 from datasvc.node.ranks import RankNodes
 from datasvc.processors import count_processors
 from datasvc.runs import RunLog
-from datasvc.shards import Split
-from datasvc.shards.format.schema import IMAGE
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import open_checkpoints, plan_restore, restore, resume
-from datasvc.trainer.recipes.choose_layout import read_layout
+from datasvc.trainer.recipes.choose_layout import check_model_options, read_layout
 from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.initial_weights import initialise
-from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout, read_sizes
+from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout, read_sizes, sizes_of
 from datasvc.trainer.recipes.layouts.layout import AXES, Layout, check_layout, plan_layout
-from datasvc.trainer.recipes.layouts.shard import find_units, recompute_activations
+from datasvc.trainer.recipes.layouts.shard import recompute_activations
 from datasvc.trainer.recipes.make_optimizer import (
     build_distributed_optimizer,
     build_layout_optimizer,
@@ -49,9 +45,7 @@ from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents, Re
 from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan, plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.tasks.batch_statistics import batch_norms
-from datasvc.trainer.recipes.tasks.classification import Classification
-from datasvc.trainer.recipes.tasks.language import LanguageModelling
+from datasvc.trainer.recipes.tasks.choose_task import choose_task
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
 from datasvc.trainer.recipes.training_data import open_data, resolve_data
 from datasvc.trainer.recipes.update import Learner
@@ -201,6 +195,7 @@ def build_learner(
         average=None if config.ema_decay is None else WeightAverage(model, config.ema_decay),
         device=place.device,
         num_parameters=_count_parameters(model),
+        model_sizes=sizes_of(model),
     )
 
 
@@ -224,7 +219,8 @@ def _build_divided_learner(
     )
     # Broadcast before the model is divided, in host memory.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    num_parameters = _count_parameters(model)  # a rank of a pipeline has only a part of them later
+    # A rank of a pipeline has only a part of the model later.
+    num_parameters, model_sizes = _count_parameters(model), sizes_of(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
     divided = apply_layout(
@@ -254,6 +250,7 @@ def _build_divided_learner(
         device=place.device,
         divided=divided,
         num_parameters=num_parameters,
+        model_sizes=model_sizes,
     )
 
 
@@ -269,18 +266,7 @@ def build_model(config: TrainConfig, task: Task) -> torch.nn.Module:
     """
     assert config.model is not None
     model = task.build_model(config.model, config.parse_model_options())
-    given = {"--sync-batch-norm": config.sync_batch_norm, "--statistics recompute": config.recomputes_statistics}
-    options = [option for option, is_given in given.items() if is_given]
-    if options and not batch_norms(model):
-        raise ConfigError(
-            f"{' and '.join(options)}: the model {config.model!r} has no batch normalisation; leave the option out, "
-            "or choose another --model"
-        )
-    if config.recompute and not find_units(model):
-        raise ConfigError(
-            f"--recompute: the model {config.model!r} has no blocks to compute again; leave the option out, choose "
-            "another --model, such as resnet50 or gpt, or give the model a method `shard_units` that returns blocks"
-        )
+    check_model_options(config, model)
     return hvd.SyncBatchNorm.convert_sync_batchnorm(model) if config.sync_batch_norm else model
 
 
@@ -303,20 +289,6 @@ def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[list[str],
     if config.init_from is not None and checkpoint is None:
         init_version = str(repo.models.resolve(config.init_from))
     return data_versions, checkpoint, init_version
-
-
-def choose_task(config: TrainConfig, split: Split | Mixture) -> Task:
-    """Return the task for a split or mixture: classification of its images, or language modelling of its tokens.
-
-    Raises:
-        ConfigError: the samples have neither images nor tokens.
-    """
-    columns = columns_of(split)
-    if IMAGE in columns:
-        return Classification(config, split)
-    if config.token_column in columns:
-        return LanguageModelling(config, split)
-    raise ConfigError(f"{split!r} has neither images nor tokens to train on; its columns are {', '.join(columns)}")
 
 
 def build_schedule(config: TrainConfig, global_batch: int) -> RateSchedule:

@@ -13,9 +13,9 @@ from datasvc.trainer.env.environment import read_placement
 from datasvc.trainer.job import runtime
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import commit, report_commits
-from datasvc.trainer.recipes.choose_layout import choose_layout
+from datasvc.trainer.recipes.choose_layout import choose_layout, read_block_tokens
 from datasvc.trainer.recipes.elastic_memory import ElasticMemory, reporting_lost_ranks
-from datasvc.trainer.recipes.layouts.lost_ranks import explaining_lost_ranks
+from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining_lost_ranks
 from datasvc.trainer.recipes.make_optimizer import set_rate
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.reporting.events import choose_events
@@ -46,11 +46,14 @@ def train(config: TrainConfig) -> str:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
         HorovodInternalError: a rank died, or submitted other operations than the other ranks. An elastic run
-            continues with the other ranks.
+            continues with the other ranks. With a layout of other axes than data, a rank that does not leave its
+            collectives then ends its process.
     """
     # An impossible layout is refused here, because the ranks would otherwise connect first.
-    choose_layout(config, read_placement(os.environ).size)
+    size = read_placement(os.environ).size
+    layout = choose_layout(config, size, block=read_block_tokens(config, size))
     hvd.init()
+    watch = None if layout.is_data_only else LostRankWatch(lost_after_s=config.lost_after)
     events = LoggedEvents(choose_events(sys.stdout))
     if config.elastic and not runtime.is_elastic() and hvd.rank() == 0:
         sys.stderr.write(
@@ -58,10 +61,10 @@ def train(config: TrainConfig) -> str:
             "(docs/how-to/elastic.md)\n"
         )
     events.report("start", rank=hvd.rank(), size=hvd.size(), pid=os.getpid())
-    run = train_elastically(config, events) if config.elastic else train_once(config, events)
+    run = train_elastically(config, events) if config.elastic else train_once(config, events, watch)
+    if watch is not None:
+        watch.close()
     hvd.shutdown()
-    if run.divided is not None:
-        run.divided.watch.close()
     if not run.is_over:
         assert run.checkpoints.stop_signal is not None
         sys.exit(128 + run.checkpoints.stop_signal)
@@ -69,10 +72,11 @@ def train(config: TrainConfig) -> str:
     return run.version
 
 
-def train_once(config: TrainConfig, events: LoggedEvents) -> Run:
+def train_once(config: TrainConfig, events: LoggedEvents, watch: LostRankWatch | None) -> Run:
     """Train with the ranks of now; return the run, whose resources are closed."""
     random_state.seed_all(config.seed)
-    run = start(config, events)
+    with explaining_lost_ranks(watch):
+        run = start(config, events)
     if run.is_over and hvd.rank() == 0:
         reached = {"--epochs": run.is_served, "--max-steps": run.has_all_steps, "--patience": run.stop.is_reached}
         limits = " and ".join(option for option, is_reached in reached.items() if is_reached)
@@ -81,7 +85,8 @@ def train_once(config: TrainConfig, events: LoggedEvents) -> Run:
             f"raise {limits}\n"
         )
     try:
-        train_to_end(run)
+        with explaining_lost_ranks(watch):
+            train_to_end(run, watch=watch)
     except BaseException as error:
         run.recorder.close(error)
         raise
@@ -111,11 +116,12 @@ def train_elastically(config: TrainConfig, events: LoggedEvents) -> Run:
     return run
 
 
-def train_to_end(run: Run, memory: ElasticMemory | None = None) -> None:
+def train_to_end(run: Run, memory: ElasticMemory | None = None, watch: LostRankWatch | None = None) -> None:
     """Train until the run is complete or a stop signal arrives, and close what it has opened."""
     with run.checkpoints:
-        # Inside, because the end of this context waits for a save, which waits for the lost rank.
-        with explaining_lost_ranks(None if run.divided is None else run.divided.watch):
+        # Inside, because the end of this context waits for a save, which waits for the lost rank until the watch has
+        # found it.
+        with explaining_lost_ranks(watch):
             go_through_epochs(run, memory)
         if run.checkpoints.stop_signal is not None:
             # The launcher signals the other ranks as soon as the first one exits. Each rank ignores this signal,

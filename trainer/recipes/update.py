@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ class Learner:
         device: device of the model.
         divided: this rank's part of the model; None: each rank has the whole model.
         num_parameters: parameters of the whole model; 0: not counted.
+        model_sizes: sizes of the whole model by name, from its method `sizes`; empty without one.
     """
 
     config: TrainConfig
@@ -49,6 +51,7 @@ class Learner:
     device: torch.device
     divided: DividedModel | None = field(default=None, kw_only=True)
     num_parameters: int = field(default=0, kw_only=True)
+    model_sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True)
 
 
 def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
@@ -147,6 +150,6 @@ def _accumulate_divided(
         with autocast(run.config.precision, run.device):
             total = divided.pipeline.step(examples.inputs, examples.targets, examples.extra, compute_loss)
         total = total * num_divided_by
-        divided.sum_tied_gradients()
         mark("backward")
+        divided.sum_gradients()
     return divided.sum_over_copies(total)

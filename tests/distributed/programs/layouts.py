@@ -112,8 +112,6 @@ def run(steps, layers=2, documents=False, **settings):
         "optimizer_bytes": local_bytes(value for state in states.values() for value in state.values()),
     }
     all_sizes = hvd.allgather_object(sizes)
-    if learner.divided is not None:
-        learner.divided.watch.close()
     return {
         "losses": losses,
         "val_loss": metrics["val_loss"],

@@ -14,7 +14,7 @@ from torch import nn
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout
 from datasvc.trainer.recipes.layouts.layout import parse_layout
-from datasvc.trainer.recipes.layouts.lost_ranks import explaining_lost_ranks
+from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining_lost_ranks
 from datasvc.trainer.recipes.models.gpt import GPT
 
 
@@ -60,12 +60,21 @@ def main():
         block = next(iter(divided.modules[0].blocks.values()))
         block.mlp.append(Signalled(number))
     began_s = time.monotonic()
+
+    def report(text):
+        sys.stdout.write(f"after {time.monotonic() - began_s:.1f} s: {text}\n")
+        sys.stdout.flush()
+
+    def end():
+        report("ended by the watch, because its collective does not end")
+        os._exit(1)
+
+    watch = LostRankWatch(end=end)
     try:
-        with explaining_lost_ranks(divided.watch):
+        with explaining_lost_ranks(watch):
             step() if work == "step" else evaluate()
     except RuntimeError as error:
-        sys.stdout.write(f"after {time.monotonic() - began_s:.1f} s: {error}\n")
-        sys.stdout.flush()
+        report(error)
     os._exit(1)
 
 

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes import checkpoints
 from datasvc.trainer.recipes.checkpoints import describe_execution, plan_restore
 from datasvc.trainer.recipes.choose_layout import read_layout
+from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
+from datasvc.trainer.recipes.model_check import describe_misfit
 from datasvc.trainer.recipes.settings.config import TrainConfig
 
 
@@ -20,7 +23,7 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
         (None, None, 4, "data", "all-reduce"),
         ("shard=4", None, 4, "data", "reduce-scatter, all-gather"),
         ("shard=4", 1, 4, "data", "all-reduce, broadcast"),
-        ("pipeline=4", None, 4, "model", "point-to-point"),
+        ("pipeline=4", None, 4, "model", "all-reduce, point-to-point"),
         ("tensor=2", None, 4, "hybrid", "all-reduce"),
         ("context=4", None, 4, "model", "reduce-scatter, all-gather"),
         ("data=2,context=2", None, 4, "hybrid", "all-reduce, reduce-scatter, all-gather"),
@@ -33,6 +36,11 @@ def test_the_entry_has_all_axes_and_what_is_divided(layout, zero, size, parallel
     assert (execution.consistency, execution.topology) == ("synchronous", "decentralised")
     assert execution.layout.keys() == {"data", "shard", "tensor", "pipeline", "context"}
     assert torch.tensor(list(execution.layout.values())).prod() == size
+
+
+def test_the_entry_has_the_exchange_of_heads():
+    execution = describe_execution(Layout(tensor=2, pipeline=2), exchanges_heads=True)
+    assert execution.communication == "all-reduce, all-to-all, point-to-point"
 
 
 def test_a_rank_restores_the_state_of_its_own_parameters():
@@ -54,16 +62,56 @@ def test_a_rank_restores_the_state_of_its_own_parameters():
     }
 
 
-def test_a_checkpoint_of_another_model_is_refused_before_its_tensors_are_read(monkeypatch):
-    stored = SimpleNamespace(version="net@1", entry={"config": {"model": "gpt2"}}, records=())
-    monkeypatch.setattr(checkpoints, "read_version", lambda _repository, _ref: stored)
+@pytest.fixture
+def one_rank():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def linear_run(**sizes):
     layer = torch.nn.Linear(3, 2)
     optimizer = LayoutOptimizer(torch.optim.SGD(layer.parameters()), layer, [["weight", "bias"]])
-    run = SimpleNamespace(optimizer=optimizer, config=SimpleNamespace(model="gpt"), model=layer, average=None)
+    config = SimpleNamespace(model="gpt")
+    return SimpleNamespace(optimizer=optimizer, config=config, model=layer, average=None, model_sizes=sizes)
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_its_tensors_are_read(monkeypatch, one_rank):
+    def records(**shapes):
+        return tuple(
+            SimpleNamespace(name=f"model.{name}", dtype="float32", shape=shape) for name, shape in shapes.items()
+        )
+
+    stored = SimpleNamespace(version="net@1", entry={}, records=records(weight=(2, 3), bias=(2,)))
+    monkeypatch.setattr(checkpoints, "read_version", lambda _repository, _ref: stored)
+    repo, run = SimpleNamespace(repository=None), linear_run(layers=2, heads=4)
+    assert plan_restore(run, repo, "net@1")["model"].keys() == {"weight", "bias"}
+    stored.entry = {"config": {"model": "gpt2"}}
     with pytest.raises(ConfigError, match="net@1 has the model 'gpt2', this run has 'gpt'; use another --name"):
-        plan_restore(run, SimpleNamespace(repository=None), "net@1")
-    stored.entry = {}
-    assert plan_restore(run, SimpleNamespace(repository=None), "net@1")["model"].keys() == {"weight", "bias"}
+        plan_restore(run, repo, "net@1")
+    stored.entry = {"config": {"model": "gpt", "model_sizes": {"layers": 2, "heads": 2, "old": 1}}}
+    message = (
+        "net@1 has a model with layers=2, heads=2, and .* has layers=2, heads=4; .*--model-option heads=2.*, or use"
+    )
+    with pytest.raises(ConfigError, match=message):
+        plan_restore(run, repo, "net@1")
+    # Sizes that one of the two lacks are not compared.
+    stored.entry["config"]["model_sizes"] = {"layers": 2, "old": 1}
+    assert plan_restore(run, repo, "net@1")
+    for other in (records(weight=(2, 3)), records(weight=(2, 3), bias=(3,)), records(weight=(2, 3), bias=(2,), b=())):
+        stored.records = other
+        with pytest.raises(ConfigError, match="net@1 does not fit the model 'gpt' of this run: "):
+            plan_restore(run, repo, "net@1")
+
+
+def test_only_the_first_rank_lists_how_a_version_differs_from_the_model(monkeypatch):
+    error = RuntimeError("a table")
+    texts = []
+    for rank in (0, 1):
+        monkeypatch.setattr(hvd, "rank", lambda rank=rank: rank)
+        texts.append(describe_misfit(linear_run(), "net@1", error))
+    assert ["a table" in text for text in texts] == [True, False]
+    assert "rank 0 prints the differences" in texts[1]
 
 
 def test_the_states_of_a_rank_are_those_of_the_parameters_that_it_updates():

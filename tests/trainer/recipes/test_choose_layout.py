@@ -44,6 +44,7 @@ def test_without_a_layout_each_rank_has_the_whole_model():
         {**GPT, "layout": "tensor=2,pipeline=2", "micro_batch": 2},
         {**GPT, "layout": "shard=2,context=2", "optimizer": "adamw", "zero": 2},
         {**GPT, "layout": "pipeline=2,tensor=2", "pipeline_schedule": "zbv", "micro_batch": 2},
+        {**GPT, "layout": "data=2,pipeline=2", "pipeline_schedule": "zbv", "micro_batch": 1},
         {"layout": "shard=2", "model": "resnet18", "optimizer": "lars", "offload": True},
         {"layout": "data=2,shard=2", "zero": 1, "channels_last": True},
         {"layout": "shard=4", "zero": 1, "optimizer": "lamb"},
@@ -92,9 +93,12 @@ def test_a_layout_that_divides_everything_is_chosen(settings):
                 },
                 "does not work with the schedule zbv",
             )
-            for axis in ("data", "shard", "context")
+            for axis in ("shard", "context")
             for tied in ("true", "false")
         ),
+        ({"recompute": True}, "--recompute: the model 'small-cnn' has no blocks to compute again"),
+        ({**GPT, "sync_batch_norm": True}, "--sync-batch-norm: the model 'gpt' has no batch normalisation"),
+        ({**GPT, "statistics": "recompute"}, "--statistics recompute: the model 'gpt' has no batch normalisation"),
         ({"layout": "shard=4", "precision": "fp16"}, "use bf16"),
         ({"layout": "shard=4", "compile": "inductor"}, "leave it out, or use zero 1, with which each rank has"),
         ({"layout": "shard=4", "zero": 1, "compression": "topk:0.1"}, "save what it has not sent of each gradient"),
@@ -120,6 +124,33 @@ def test_what_cannot_work_is_refused_with_what_would(settings, message):
     with pytest.raises(ConfigError) as refusal:
         choose(4, **settings)
     assert message in str(refusal.value)
+
+
+def test_adasum_is_refused_for_other_numbers_of_ranks_than_powers_of_two():
+    assert choose(4, op="adasum").size == 4
+    with pytest.raises(
+        ConfigError, match="in pairs, and the job has 3 ranks; start 2 or 4 ranks, or give --op average"
+    ):
+        choose(3, op="adasum")
+
+
+def test_a_block_of_the_data_must_be_divided_unless_a_setting_has_another():
+    config = TrainConfig(data="a@1", repo="r", name="n", **GPT, layout="context=4")
+    with pytest.raises(ConfigError, match="a block has 30 tokens; context may be 1, 2, 3, 5, 6, 10, 15, 30"):
+        choose_layout(config, 4, block=30)
+    assert choose_layout(config, 4, block=32).context == 4
+
+
+class ReadsValues(nn.Sequential):
+    """A model with a block that cannot be built on the device "meta"."""
+
+    def __init__(self, num_classes):
+        super().__init__(nn.Sequential(nn.Sequential(nn.Linear(3, num_classes)), nn.Sequential(nn.Linear(1, 1))))
+        self.first = self[0][0][0].weight.flatten()[0].item()
+
+
+def test_options_of_a_model_that_cannot_be_built_without_memory_are_checked_with_the_real_one():
+    assert choose(2, model=f"{__name__}:ReadsValues", recompute=True) == Layout(data=2)
 
 
 def build(model, **settings):

@@ -106,6 +106,40 @@ def test_failures_repeat_the_steps_since_the_last_commit_and_change_nothing(
     assert all(steps[parent] < steps[name] for name, parent in parents.items() if parent is not None)
 
 
+def test_a_loss_scale_that_has_fallen_is_that_of_the_round_after_a_failure(repository, capsys, monkeypatch):
+    """A gradient overflows in the fifth step; a rank is lost two steps later, and another before the next copy."""
+    real_update, scales, fails_before = training.update, [], set()
+
+    def update(run, batch, mark):
+        if run.step in fails_before:
+            fails_before.remove(run.step)
+            raise hvd.HorovodInternalError("a rank was lost")
+        if run.step == 4:
+            hook = run.model[-1].weight.register_hook(lambda gradient: gradient * torch.inf)
+            loss = real_update(run, batch, mark)
+            hook.remove()
+            return loss
+        return real_update(run, batch, mark)
+
+    def note_scale(run, snapshot):
+        load_snapshot(run, snapshot)
+        scales.append((run.step, run.loss_scale.get_scale()))
+
+    monkeypatch.setattr(training, "update", update)
+    monkeypatch.setattr(sys.modules[start.__module__], "load_snapshot", note_scale)
+    run(repository, "overflowed", capsys, precision="fp16")
+    assert scales == []
+    fails_before |= {7, 8}
+    run(repository, "overflowed-and-lost", capsys, precision="fp16")
+    assert scales == [(6, 2.0**15), (6, 2.0**15)]  # once half of torch's first scale
+    check_equal(repository, "overflowed-and-lost", "overflowed")
+    states = [
+        datasvc.open(repository.url).models.restore(name).state for name in ("overflowed", "overflowed-and-lost")
+    ]
+    assert states[0]["loss_scale"] == states[1]["loss_scale"]
+    assert states[0]["loss_scale"]["scale"] == 2.0**15
+
+
 def test_a_change_of_hosts_continues_the_newest_version(repository, undisturbed, capsys, monkeypatch):
     changes = {6, 15}
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import datasvc
+import datasvc.trainer as hvd
 from datasvc.errors import ConfigError, NotFoundError, StateMismatchError, UnavailableError
 from datasvc.models import describe_model, model_log
 from datasvc.models.registry.removal import remove
@@ -384,6 +385,53 @@ def test_a_checkpoint_of_another_run_is_refused(repository, change, message):
         run(repository, "plainly", max_steps=1)
     with pytest.raises(ConfigError, match=message):
         run(repository, "plainly", **change)
+
+
+@pytest.mark.parametrize("change", ["layers=2", "heads=4", "width=64"])
+def test_a_version_of_another_architecture_is_neither_continued_nor_taken_for_its_weights(repository, change):
+    settings = {"data": "tokens", "vocabulary": VOCABULARY, "optimizer": "adamw", "max_steps": 1}
+    sizes = {"layers": 1, "heads": 2, "width": 32}
+    options = [f"{name}={size}" for name, size in sizes.items()]
+    if not repository.versions("models", "shaped").head():
+        run(repository, "shaped", model_option=(*options, f"context={BLOCK}"), **settings)
+    entry = describe_model(repository, "shaped").entry
+    assert entry["config"]["model_sizes"] == sizes
+    name, _, size = change.partition("=")
+    other = (*options, change, f"context={BLOCK}")
+    message = (
+        f"shaped@1 has a model with layers=1, heads=2, width=32, .*{change}.*--model-option {name}={sizes[name]}"
+    )
+    with pytest.raises(ConfigError, match=message):
+        run(repository, "shaped", model_option=other, **settings | {"max_steps": 2})
+    starting = {**settings, "model_option": other, "init_from": "shaped@1"}
+    # Another number of layers is seen in the tensors, and may be wanted.
+    message = "shaped@1 does not fit" if name == "layers" else message
+    with pytest.raises(ConfigError, match=message):
+        run(repository, f"from-shaped-{size}", **starting)
+    if name == "layers":
+        run(repository, "deeper", init_exclude=("blocks.1",), **starting)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"layout": "context=3", "vocabulary": VOCABULARY}, f"a block has {BLOCK} tokens; context may be 1, 2, 4"),
+        ({"layout": "tensor=3"}, "holds tokens: set the size of its vocabulary, such as --vocabulary 50257"),
+        ({"recompute": True}, "holds tokens: set the size of its vocabulary"),
+    ],
+)
+def test_data_that_a_setting_cannot_have_are_refused_before_the_ranks_connect(
+    repository, capsys, monkeypatch, settings, message
+):
+    def connect():
+        raise AssertionError("the ranks connect")
+
+    monkeypatch.setattr(hvd, "init", connect)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ConfigError, match=message):
+        run(repository, "impossible", data="tokens", **settings)
+    assert '"start"' not in capsys.readouterr().out
 
 
 def test_another_kind_of_evaluation_than_that_of_the_checkpoint_is_a_warning(repository, caplog):

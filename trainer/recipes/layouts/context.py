@@ -1,8 +1,10 @@
 """The axis `context`: ranks compute successive tokens of each block.
 
 Each rank gathers the keys and values of the whole block, as in the training of Llama 3 (Dubey et al. 2024,
-arXiv:2407.21783, section 3.3.2). torch's `context_parallel`, which passes them around a ring, has neither a kernel
-for the CPU nor attention within documents.
+arXiv:2407.21783, section 3.3.2). torch 2.13 has two of its own, both experimental. `context_parallel` passes keys and
+values around a ring; it has kernels for GPUs only, and takes no mask, so no attention within documents. The private
+`_ContextParallel` gathers them as here, and takes masks; it needs a model with FlexAttention, which is slow unless it
+is compiled, and `compile` does not go with a divided model here.
 """
 
 from __future__ import annotations

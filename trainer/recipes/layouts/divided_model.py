@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -23,15 +23,15 @@ from datasvc.trainer.recipes.layouts.layout import (
     plan_layout,
     stages_per_rank,
 )
-from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch
 from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters
-from datasvc.trainer.recipes.layouts.tensor import divide_layers, find_tensor_plan
+from datasvc.trainer.recipes.layouts.tensor import FusedHeadsParallel, divide_layers, find_tensor_plan
 
 # Axes of the device mesh. `shard` and `context` are one axis of it: the ranks of both have parts of the gradient sum,
 # so the parameters are sharded over both.
 _MESH_AXES: Final = ("pipeline", "data", "shard", "tensor")
+_BUCKET_BYTES: Final = 25 << 20  # as in `gradients.buckets`
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,13 @@ class DividedModel:
         rank_layout: what this rank has.
         model: parameters and buffers of this rank, with the names of the whole model; without a pipeline, the model.
         modules: modules that compute: the stages of this rank, or the model.
-        watch: thread that finds which ranks are lost.
         pipeline: stages of this rank; None without a pipeline.
         split: tokens of each block on this rank; None: all.
-        groups: ranks along each axis of more than one rank.
+        groups: ranks along each axis of more than one rank over which this object communicates; "data": if FSDP does
+            not sum the gradients over it.
         tied_group: ranks of the first and the last stage, if these have the same weights; None: not here.
         tied_name: name of these weights.
+        exchanges_heads: whether ranks of the axis `tensor` exchange queries, keys and values.
         parameter_groups: groups of an optimizer of the whole model, with the names of parameters as "params".
     """
 
@@ -72,12 +73,12 @@ class DividedModel:
     rank_layout: RankLayout
     model: nn.Module
     modules: list[nn.Module]
-    watch: LostRankWatch
     pipeline: Pipeline | None = None
     split: ContextSplit | None = None
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
     tied_group: dist.ProcessGroup | None = None
     tied_name: str | None = None
+    exchanges_heads: bool = False
     parameter_groups: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -105,13 +106,25 @@ class DividedModel:
                 dist.all_reduce(value, group=self.groups[axis])
         return value
 
-    def sum_tied_gradients(self) -> None:
-        """Add up the gradients of weights that the first and the last stage have. Call it after the backward pass."""
+    def sum_gradients(self) -> None:
+        """Add up the gradients that FSDP does not, after the backward pass. Every rank calls this.
+
+        These are the weights that the first and the last stage have, and all of a pipeline without FSDP over `data`.
+        """
         if self.tied_group is not None:
             assert self.tied_name is not None
             gradient = self.model.get_parameter(self.tied_name).grad
             assert gradient is not None
             dist.all_reduce(to_local(gradient), group=self.tied_group)
+        if "data" not in self.groups:
+            return
+        gradients = [to_local(weight.grad) for weight in self.model.parameters() if weight.grad is not None]
+        for bucket in _fill_buckets(gradients):
+            total = torch.cat([gradient.flatten() for gradient in bucket])
+            dist.all_reduce(total, group=self.groups["data"])
+            parts = torch.split(total, [gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
@@ -153,9 +166,27 @@ class DividedModel:
         return not any(index.values())
 
 
+def _fill_buckets(gradients: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the gradients in order, in lists of one dtype and of some megabytes, each for one message."""
+    buckets: list[list[torch.Tensor]] = []
+    num_bytes = 0
+    for gradient in gradients:
+        if not buckets or num_bytes > _BUCKET_BYTES or gradient.dtype != buckets[-1][0].dtype:
+            buckets.append([])
+            num_bytes = 0
+        buckets[-1].append(gradient)
+        num_bytes += gradient.nbytes
+    return buckets
+
+
+def sizes_of(model: nn.Module) -> Mapping[str, int]:
+    """Return the sizes of a whole model by name, from its method `sizes`; empty without one."""
+    return cast("Callable[[], Mapping[str, int]]", model.sizes)() if hasattr(model, "sizes") else {}
+
+
 def read_sizes(model: nn.Module, *, block: int | None = None) -> ModelSizes:
     """Return what a layout must divide, from the methods of a model. The model may be on the device "meta"."""
-    sizes = cast("Callable[[], Mapping[str, int]]", model.sizes)() if hasattr(model, "sizes") else {}
+    sizes = sizes_of(model)
     return ModelSizes(
         layers=sizes.get("layers") if hasattr(model, "stage") else None,
         heads=sizes.get("heads") if hasattr(model, "tensor_plan") else None,
@@ -187,7 +218,7 @@ def apply_layout(
         block: tokens of a sample; only for the axis `context`.
     """
     plan = plan_layout(layout)
-    divided = DividedModel(layout, plan.ranks[rank], model, [model], LostRankWatch())
+    divided = DividedModel(layout, plan.ranks[rank], model, [model])
     shape = (layout.pipeline, layout.data, layout.shard * layout.context, layout.tensor)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=_MESH_AXES)
     divided.groups = {axis: mesh.get_group(axis) for axis in ("pipeline", "tensor") if layout.size_of(axis) > 1}
@@ -196,13 +227,17 @@ def apply_layout(
         _split_tokens(divided, plan, block, device)
     if layout.pipeline > 1:
         _cut(divided, plan, options, device=device, num_micro_batches=num_micro_batches)
-    # FSDP moves one unit after the other, so that a model that is larger than the device fits.
     parameter_mesh = _choose_parameter_mesh(mesh, layout)
+    if layout.data > 1 and parameter_mesh is None:
+        divided.groups = {**divided.groups, "data": mesh.get_group("data")}
+    # FSDP moves one unit after the other, so that a model that is larger than the device fits.
     if layout.tensor > 1 or parameter_mesh is None:
         divided.model.to(device)
+    tensor_plan = find_tensor_plan(model) if layout.tensor > 1 else {}
+    divided.exchanges_heads = any(isinstance(style, FusedHeadsParallel) for style in tensor_plan.values())
     for module in divided.modules:
-        if layout.tensor > 1:
-            divide_layers(module, find_tensor_plan(model), mesh["tensor"])
+        if tensor_plan:
+            divide_layers(module, tensor_plan, mesh["tensor"])
         if options.recompute:
             recompute_activations(module)
         if parameter_mesh is not None:
@@ -211,8 +246,9 @@ def apply_layout(
 
 
 def _choose_parameter_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh | None:
-    """Return the axes over which gradients are summed; None if that is one rank."""
-    if layout.data > 1:
+    """Return the axes over which FSDP sums gradients; None if it is not used."""
+    # A stage whose parameters are not divided needs no FSDP, which does not go with the schedule zbv.
+    if layout.data > 1 and (layout.pipeline == 1 or layout.shard * layout.context > 1):
         return mesh["data", "shard"]
     return mesh["shard"] if layout.shard * layout.context > 1 else None
 

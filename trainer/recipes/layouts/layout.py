@@ -22,6 +22,7 @@ from datasvc.errors import ConfigError
 AXES: Final = ("pipeline", "data", "shard", "context", "tensor")
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved", "zbv"]
 PIPELINE_SCHEDULES: Final = get_args(PipelineSchedule)
+LOST_AFTER_S: Final = 6.0  # of silence, until a rank is asked whether it runs; see `lost_ranks`
 _SHOWN_ORDER: Final = ("data", "shard", "tensor", "pipeline", "context")
 _MAX_CHOICES: Final = 8  # sizes that an error message lists
 
@@ -276,13 +277,13 @@ def _suggest_sizes(sizes: Mapping[str, int], world_size: int) -> str:
 
 def _check_zbv(layout: Layout) -> None:
     # torch 2.13 splits the backward pass: `stage_backward_input` first looks up the parameters of the stage in the
-    # graph, to compute their gradients later. FSDP, which the other axes use, has freed the gathered parameters by
-    # then (`reshard_after_forward`, ZeRO-3). The sharded ones are not in the graph, so gradients are missing or
-    # wrong, without an error. With ZeRO-2 they are right, but FSDP refuses tied weights: the first rank has these in
-    # both of its stages, each of which is a root.
-    if layout.size > layout.pipeline * layout.tensor:
+    # graph, to compute their gradients later. FSDP, which divides parameters over these axes, has freed the gathered
+    # ones by then (`reshard_after_forward`, ZeRO-3). The sharded ones are not in the graph, so gradients are missing
+    # or wrong, without an error. With ZeRO-2 they are right, but FSDP refuses tied weights: the first rank has these
+    # in both of its stages, each of which is a root.
+    if layout.shard * layout.context > 1:
         raise ConfigError(
-            f"layout {layout} does not work with the schedule zbv, which goes with pipeline and tensor only; use "
+            f"layout {layout} does not work with the schedule zbv, which goes with data, tensor and pipeline; use "
             "another schedule, or only these axes"
         )
 

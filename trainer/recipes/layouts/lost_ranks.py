@@ -1,17 +1,23 @@
 """Finds which ranks a job has lost.
 
 A broken connection does not say whose end broke it, and a rank that waits for a neighbour which waits for a lost rank
-has no broken connection at all. Therefore each rank watches the store of the job: the first that fails reports it
-there, all that run answer, and the lost ones are those that do not.
+has no broken connection at all. A rank that is stopped, or cut off from the network, breaks none. Therefore each rank
+watches the store of the job. It counts there as long as it runs, and looks whether the next rank counts. The first
+rank that fails, or that misses the counts of the next one, asks all ranks in the store; the lost ones do not answer.
+
+Only changes of a count are compared, by the clock of the rank that looks: clocks of machines differ.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, cast
 
 import torch.distributed as dist
@@ -21,88 +27,226 @@ import datasvc.trainer as hvd
 from datasvc.errors import DatasvcError
 from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.trainer.errors import HorovodInternalError
+from datasvc.trainer.recipes.layouts.layout import LOST_AFTER_S
 
 _LOG = logging.getLogger(__name__)
 
 _POLL_S: Final = 0.5
 # Time in which all ranks that run have answered. The launcher kills what is left 5 s after the first has failed.
-_ANSWER_S: Final = 3.0
-_FAILED: Final = "layout/failed"
+_ANSWER_S: Final = 2.5
+_LEAVE_S: Final = 3.0  # time in which the main thread leaves its collectives after a report
+# A store that does not answer for so many times `lost_after_s` is lost. It may be that of a launcher that a user has
+# suspended, so wait longer than for a rank.
+_STORE_FACTOR: Final = 10
+_ENDED: Final = "ended"
+_FAILURE, _SILENCE = "failure", "silence"
+
+
+class SilenceTimer:
+    """Measures how long a value has not changed, by looks at it.
+
+    The time between two looks counts as at most `max_gap_s`: while the process that looks was stopped, or another of
+    its threads did not release the interpreter, it could not see a change.
+    """
+
+    def __init__(self, max_gap_s: float = 2 * _POLL_S) -> None:
+        self._max_gap_s = max_gap_s
+        self._value: object = None
+        self._looked_s = 0.0
+        self._silent_s = 0.0
+
+    def look(self, value: object, now_s: float) -> float:
+        """Return for how many seconds `value` has been the same at `now_s`, on a monotonic clock."""
+        is_same = value == self._value
+        self._silent_s = self._silent_s + min(now_s - self._looked_s, self._max_gap_s) if is_same else 0.0
+        self._value, self._looked_s = value, now_s
+        return self._silent_s
 
 
 class LostRankWatch:
-    """A thread that reports lost ranks while the main thread waits in a collective.
+    """Threads that report lost ranks while the main thread waits in a collective, and end its wait.
 
-    Every rank makes one after `hvd.init`, and closes it after `hvd.shutdown`: until then it answers other ranks.
+    Every rank makes one after `hvd.init`, and closes it before `hvd.shutdown`, after its last collective.
+
+    Args:
+        lost_after_s: seconds without a sign of life after which a rank is asked whether it runs.
+        end: called if the main thread does not leave its collectives after a report; default: end the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lost_after_s: float = LOST_AFTER_S, end: Callable[[], None] | None = None) -> None:
         self._rank, self._size = hvd.rank(), hvd.size()
+        self._lost_after_s = lost_after_s
+        self._end = end or self._end_process
         # A connection of its own: the main thread may wait in the other one.
         self._store: Store = cast("Any", _get_default_store()).clone()
-        self._found, self._closed = threading.Event(), threading.Event()
+        self._wake, self._closed, self._failed = threading.Event(), threading.Event(), threading.Event()
+        self._found, self._left = threading.Event(), threading.Event()
+        self._reporting = threading.Lock()
+        self._num_pulses = 0
+        self._round = 0  # questions that all ranks have answered
         self._message = ""
-        threading.Thread(target=self._watch, name="lost-ranks", daemon=True).start()
+        self._explained: HorovodInternalError | None = None
+        self._threads = [
+            threading.Thread(target=target, name="lost-ranks", daemon=True)
+            for target in (self._watch, self._watch_store)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def explain(self, error: Exception) -> HorovodInternalError:
         """Return the error for work that lost a connection, with the numbers of the lost ranks."""
-        try:
-            _get_default_store().set(_FAILED, "")
-            self._found.wait(_ANSWER_S + 2 * _POLL_S + 1.0)
-        except (RuntimeError, ValueError):
-            # Without a store no rank can answer, and this error must not hide the first one.
-            _LOG.debug("rank %d cannot reach the store of the job", self._rank, exc_info=True)
-        return HorovodInternalError(f"{self._message or 'a rank failed or was lost'} ({error})")
+        if error is self._explained:
+            return self._explained
+        self._failed.set()
+        self._wake.set()
+        # One question may be open, about a rank that was silent; its answer comes first.
+        self._found.wait(2 * (_ANSWER_S + 2 * _POLL_S) + 1.0)
+        self._explained = HorovodInternalError(f"{self._message or 'a rank failed or was lost'} ({error})")
+        return self._explained
+
+    def leave(self) -> None:
+        """Note that the main thread has left its collectives, by an error: it ends this process itself."""
+        self._left.set()
 
     def close(self) -> None:
-        """End the thread, which reports nothing from now on. Other calls have no effect."""
+        """End the threads, which report nothing from now on. Other calls have no effect."""
         self._closed.set()
+        self._wake.set()
+        self._threads[0].join(2 * _POLL_S)  # it tells the others that this rank has not been lost
+
+    @property
+    def _is_over(self) -> bool:
+        # A program that has failed may shut the job down without closing this.
+        return self._closed.is_set() or self._found.is_set() or not hvd.is_initialized()
 
     def _watch(self) -> None:
+        next_rank, silence = (self._rank + 1) % self._size, SilenceTimer()
         try:
-            while not self._store.check([_FAILED]):
-                # A program that has failed may shut the job down without closing this.
-                if self._closed.wait(_POLL_S) or not hvd.is_initialized():
-                    return
-            self._find()
+            while not self._is_over:
+                self._pulse()
+                value = self._store.get(_beat_key(next_rank)) if self._store.check([_beat_key(next_rank)]) else b""
+                silent_s = silence.look(value, time.monotonic())
+                reason = _FAILURE if self._failed.is_set() else ""
+                if silent_s > self._lost_after_s and value != _ENDED.encode():
+                    reason = reason or _SILENCE
+                if reason:
+                    # The first rank that asks decides: all then report the same ranks.
+                    self._store.compare_set(self._key("asked"), "", f"{self._rank} {reason}")
+                if reason or self._store.check([self._key("asked")]):
+                    self._answer()
+                    silence = SilenceTimer()
+                else:
+                    self._wake.wait(_POLL_S)
+            if self._closed.is_set():
+                self._store.set(_beat_key(self._rank), _ENDED)
         except (RuntimeError, ValueError):
             _LOG.debug("rank %d no longer watches the other ranks", self._rank, exc_info=True)
+            self._found.set()  # without a store, no rank can answer
 
-    def _find(self) -> None:
-        """Answer, find the ranks that do not, and report them."""
-        self._store.set(f"{_FAILED}/{self._rank}", "")
-        deadline_s = time.monotonic() + _ANSWER_S
-        lost = list(range(self._size))
-        while lost and time.monotonic() < deadline_s:
-            time.sleep(_POLL_S / 10)
-            lost = [rank for rank in lost if not self._store.check([f"{_FAILED}/{rank}"])]
+    def _watch_store(self) -> None:
+        """Report the store if the other thread waits for it."""
+        silence, limit_s = SilenceTimer(), _STORE_FACTOR * self._lost_after_s
+        while not self._closed.wait(_POLL_S) and not self._is_over and self._threads[0].is_alive():
+            if silence.look(self._num_pulses, time.monotonic()) > limit_s:
+                self._report(
+                    f"the store of the job has not answered for {limit_s:g} s: the launcher, or rank 0 without one, "
+                    "was lost or stopped; start the job again: it continues its newest version"
+                )
+
+    def _pulse(self) -> None:
+        self._num_pulses += 1
+        self._store.set(_beat_key(self._rank), str(self._num_pulses))
+
+    def _key(self, name: str) -> str:
+        return f"layout/{self._round}/{name}"
+
+    def _answer(self) -> None:
+        """Answer the open question, and report the ranks that do not."""
+        asker, reason = self._store.get(self._key("asked")).decode().split()
+        self._store.set(self._key(f"answer/{self._rank}"), "")
+        if int(asker) == self._rank:
+            self._wait_for([f"answer/{rank}" for rank in range(self._size)], _ANSWER_S)
+            lost = self._find_lost()
+            self._store.set(self._key("lost"), json.dumps(lost))
+        elif self._wait_for(["lost"], _ANSWER_S + 2 * _POLL_S):
+            lost = json.loads(self._store.get(self._key("lost")))
+        else:
+            lost = sorted({int(asker), *self._find_lost()})
+        self._round += 1
         if lost:
             ranks = f"rank {lost[0]} was" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} were"
-            self._message = (
-                f"{ranks} lost, of {self._size}: read the output there, and start the job again: it continues its "
-                "newest version, also with another layout"
+            silence = f", without a sign of life for {self._lost_after_s:g} s" if reason == _SILENCE else ""
+            self._report(
+                f"{ranks} lost, of {self._size}{silence}: read the output there, and start the job again: it "
+                "continues its newest version, also with another layout"
             )
+        elif reason == _FAILURE:
+            self._report("a connection was lost, and all ranks run: start the job again")
         else:
-            self._message = "a connection was lost, and all ranks run: start the job again"
-        _LOG.error("rank %d: %s", self._rank, self._message)
-        self._found.set()
-        # Ends the waits of the main thread where the backend can; else the launcher ends this rank.
+            _LOG.info("rank %s missed signs of life of the next rank, which runs", asker)
+
+    def _find_lost(self) -> list[int]:
+        """Return the ranks that have neither answered nor ended."""
+        silent = [rank for rank in range(self._size) if not self._store.check([self._key(f"answer/{rank}")])]
+        keys = {rank: _beat_key(rank) for rank in silent}
+        return [
+            rank
+            for rank, key in keys.items()
+            if not (self._store.check([key]) and self._store.get(key) == _ENDED.encode())
+        ]
+
+    def _wait_for(self, names: list[str], seconds: float) -> bool:
+        """Wait until the open question has all of these keys, at most so long; return whether it has."""
+        missing, deadline_s = names, time.monotonic() + seconds
+        while missing and time.monotonic() < deadline_s:
+            self._pulse()
+            missing = [name for name in missing if not self._store.check([self._key(name)])]
+            if missing:
+                time.sleep(_POLL_S / 10)
+        return not missing
+
+    def _report(self, message: str) -> None:
+        """Report what is lost, and make the main thread leave its collectives."""
+        with self._reporting:
+            if self._found.is_set():
+                return
+            self._message = message
+            _LOG.error("rank %d: %s", self._rank, message)
+            self._found.set()
         for group in list(_world.pg_map):
             group.abort()
+        if not self._left.wait(_LEAVE_S):
+            self._end()
+
+    def _end_process(self) -> None:
+        # As the training program reports this error. The name of the class tells the launcher that another rank is
+        # the cause.
+        sys.stderr.write(f"error: {HorovodInternalError.__name__}: {self._message}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _beat_key(rank: int) -> str:
+    return f"layout/beat/{rank}"
 
 
 @contextlib.contextmanager
 def explaining_lost_ranks(watch: LostRankWatch | None) -> Iterator[None]:
     """Raise `HorovodInternalError` with the numbers of the lost ranks for errors in the context that these caused.
 
-    Without a watch, errors stay as they are.
+    Contexts may be nested. Without a watch, errors stay as they are.
     """
     try:
         yield
-    except (RuntimeError, DatasvcError) as error:
-        if watch is None or not is_lost_connection(error):
+    except BaseException as error:
+        if watch is not None:
+            watch.leave()
+        if watch is None or not isinstance(error, RuntimeError | DatasvcError) or not is_lost_connection(error):
             raise
-        raise watch.explain(error) from error
+        explained = watch.explain(error)
+        if explained is error:
+            raise
+        raise explained from error
 
 
 def is_lost_connection(error: BaseException) -> bool:

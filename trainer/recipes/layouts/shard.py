@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -87,24 +87,34 @@ def _recompute(unit: nn.Module, forward: Callable[..., torch.Tensor], *args: Any
     return cast("torch.Tensor", checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs))
 
 
-def _make_contexts(unit: nn.Module) -> tuple[nullcontext[None], Any]:
+def _make_contexts(unit: nn.Module) -> tuple[nullcontext[None], DiscardedStatistics]:
     """Return the contexts of the forward pass and of the recomputation."""
-    return nullcontext(), _discarding_statistics(unit)
+    return nullcontext(), DiscardedStatistics(unit)
 
 
-@contextmanager
-def _discarding_statistics(unit: nn.Module) -> Iterator[None]:
-    """Let batch normalisations update copies of their statistics in the context, and forget these at its end."""
-    # The name is that of the base class of all batch normalisations.
-    norms = [module for module in unit.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]  # noqa: SLF001
-    kept = [module._buffers for module in norms]  # noqa: SLF001 - to be set back as a whole
-    try:
-        for module in norms:
+class DiscardedStatistics:
+    """Lets batch normalisations update copies of their statistics in the context, and forgets these at its end.
+
+    It can be entered again after its end: the schedule zbv splits the backward pass, and so recomputes a unit for the
+    gradients of its inputs, and again for those of its weights.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        # The name is that of the base class of all batch normalisations.
+        base = nn.modules.batchnorm._BatchNorm  # noqa: SLF001
+        self._norms = [module for module in unit.modules() if isinstance(module, base)]
+        self._kept: list[dict[str, torch.Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        """Replace the statistics by copies."""
+        self._kept = [module._buffers for module in self._norms]  # noqa: SLF001 - to be set back as a whole
+        for module in self._norms:
             module._buffers = {  # noqa: SLF001
                 name: None if value is None else value.clone()
                 for name, value in module._buffers.items()  # noqa: SLF001
             }
-        yield
-    finally:
-        for module, buffers in zip(norms, kept, strict=True):
+
+    def __exit__(self, *_exception: object) -> None:
+        """Set the statistics back."""
+        for module, buffers in zip(self._norms, self._kept, strict=True):
             module._buffers = buffers  # noqa: SLF001

@@ -97,8 +97,9 @@ def _zero_stages(layout: Layout, choices: Choices) -> tuple[int, ...]:
     has_whole_model = layout.size == layout.num_data_ranks  # each data rank has the whole model
     if layout.shard > 1:
         return tuple(stage for stage in choices.zero_stages if has_whole_model or stage > 1)
-    # FSDP with its default stage also runs for `context`, and for `data` with an axis that divides the model.
-    return (0,) if has_whole_model or layout.data * layout.context == 1 else (3,)
+    # FSDP with its default stage also runs for `context`, and for `data` with `tensor`.
+    is_without = has_whole_model or (layout.context == 1 and (layout.data == 1 or layout.pipeline > 1))
+    return (0,) if is_without else (3,)
 
 
 def _powers_of_two(limit: int) -> Iterator[int]:

@@ -288,11 +288,13 @@ def _state_s(
         # A pipeline keeps gathered parameters until the end of the step, unless the forward pass frees them.
         num_gathers = num_passes if layout.pipeline == 1 or candidate.zero == 3 else 1
         shard_s = num_gathers * _exposed_s(gather_s, forward_s, num_units)
+    data_reduce_s = _all_reduce_gradients_s(candidate, states, cluster, count)
+    if layout.pipeline > 1 and not candidate.zero:
+        return 0.0, data_reduce_s  # after the last backward pass, when nothing else runs
     exposed_s = _exposed_s(gather_again_s + reduce_s, backward_s, num_units)
     # A pipeline gathers parameters again once per step: they stay gathered from a backward to the next forward pass.
     shard_s += num_reductions * exposed_s
     # The same computation hides the collectives of both axes, so `data` has what is exposed in addition.
-    data_reduce_s = _all_reduce_gradients_s(candidate, states, cluster, count)
     all_exposed_s = _exposed_s(gather_again_s + reduce_s + data_reduce_s, backward_s, num_units)
     return shard_s, num_reductions * (all_exposed_s - exposed_s)
 

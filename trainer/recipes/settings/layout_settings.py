@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.layouts.layout import PipelineSchedule, parse_sizes
+from datasvc.trainer.recipes.layouts.layout import LOST_AFTER_S, PipelineSchedule, parse_sizes
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup
 
 
@@ -24,6 +24,8 @@ class LayoutSettings(SettingGroup):
             gathered for the forward pass and again for the backward pass. None: 3.
         recompute: whether the activations of each block are freed and computed again in the backward pass.
         offload: whether parameters, gradients and optimizer state are in host memory; needs the axis shard.
+        lost_after: seconds without a sign of life of a rank after which the others ask whether it runs, and end the
+            run if it does not answer. The connections of a process that has ended tell sooner.
     """
 
     title: ClassVar[str] = "layout of the ranks"
@@ -33,6 +35,7 @@ class LayoutSettings(SettingGroup):
     zero: Annotated[int | None, Metavar("STAGE"), Range(1, 4)] = None
     recompute: bool = False
     offload: bool = False
+    lost_after: Annotated[float, Metavar("SECONDS"), Range(2)] = LOST_AFTER_S
 
     def check(self) -> None:
         """Check the form of the layout, and that the options of its axes have their axis."""
@@ -40,6 +43,11 @@ class LayoutSettings(SettingGroup):
         for option, is_set in (("zero", self.zero is not None), ("offload", self.offload)):
             if is_set and sizes.get("shard", 1) == 1:
                 raise ConfigError(f"{option} is for the axis shard; give a --layout with it, such as shard=2")
+        if self.lost_after != LOST_AFTER_S and not sizes.keys() - {"data"}:
+            raise ConfigError(
+                f"lost_after is {self.lost_after:g}; it is for layouts of other axes than data: give a --layout, or "
+                f"leave it at {LOST_AFTER_S:g}"
+            )
         if self.offload and self.zero == 1:
             raise ConfigError(
                 "offload keeps parts of parameters in host memory, and with zero 1 they are not divided"

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.loaders import DataRanks, Loader, Mixture, TokenBatch, TokenFormat, TokenLoader
+from datasvc.loaders.core.mixture import weighted_splits
+from datasvc.loaders.tokens.token_loader import common_block
 from datasvc.shards import Split
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -47,6 +49,21 @@ class LanguageModelling:
         self._config = config
         self._vocabulary = config.vocabulary
 
+    @property
+    def _format(self) -> TokenFormat:
+        config = self._config
+        return TokenFormat(
+            config.token_column,
+            block_tokens=config.block_tokens,
+            dtype=config.token_dtype,
+            pad=config.pad_token,
+            end=config.end_token,
+        )
+
+    def find_block_tokens(self, split: Split | Mixture) -> int:
+        """Return the tokens of a block of a split, from its schema. Raises ConfigError: it does not state them."""
+        return common_block(weighted_splits(split), self._format)
+
     def open_loader(
         self, split: Split | Mixture, *, training: bool, batch_size: int, cache: Cache | None, place: DataPlacement
     ) -> Loader[Any]:
@@ -57,13 +74,7 @@ class LanguageModelling:
             batch_size=batch_size,
             training=training,
             cache=cache,
-            tokens=TokenFormat(
-                config.token_column,
-                block_tokens=config.block_tokens,
-                dtype=config.token_dtype,
-                pad=config.pad_token,
-                end=config.end_token,
-            ),
+            tokens=self._format,
             labels="within" if config.documents else "across",
             documents=config.documents,
             **order_arguments(config, training=training),

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import datasvc.trainer as hvd
+from datasvc.trainer.recipes.layouts import divided_model
 from datasvc.trainer.recipes.layouts.divided_model import DividedModel
 from datasvc.trainer.recipes.layouts.layout import Layout, plan_layout
 
@@ -21,7 +22,7 @@ def make_divided():
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2), nn.Linear(2, 1))
     model[2].requires_grad_(False)
     model(torch.randn(5, 4)).square().sum().backward()
-    return DividedModel(Layout(), plan_layout(Layout()).ranks[0], model, [model], watch=None)
+    return DividedModel(Layout(), plan_layout(Layout()).ranks[0], model, [model])
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -53,3 +54,30 @@ def test_without_gradients_the_norm_is_0():
     divided = make_divided()
     divided.model.zero_grad()
     assert divided.clip_gradients(1.0) == 0
+
+
+def test_gradients_are_summed_over_data_in_messages_of_one_dtype(monkeypatch):
+    monkeypatch.setattr(divided_model, "_BUCKET_BYTES", 64)
+    sent = []
+
+    def double(total, *, group):
+        assert group == "the ranks of data"
+        sent.append((total.dtype, total.numel()))
+        total.mul_(2)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", double)
+    divided = make_divided()
+    divided.model[1].bfloat16()
+    for weight in divided.model[1].parameters():
+        weight.grad = torch.ones_like(weight)
+    divided.model[0].weight.grad = divided.model[0].weight.grad.t().contiguous().t()
+    expected = [None if each.grad is None else 2 * each.grad for each in divided.model.parameters()]
+    divided.sum_gradients()
+    assert sent == []
+    divided.groups = {"data": "the ranks of data"}
+    divided.sum_gradients()
+    assert sent == [(torch.float32, 32), (torch.float32, 8), (torch.bfloat16, 18)]
+    for weight, gradient in zip(divided.model.parameters(), expected, strict=True):
+        assert (weight.grad is None) == (gradient is None)
+        if gradient is not None:
+            torch.testing.assert_close(weight.grad, gradient, rtol=0, atol=0)

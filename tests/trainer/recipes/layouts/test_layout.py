@@ -129,9 +129,9 @@ def test_a_text_that_is_no_layout_of_the_ranks_is_refused(text, world_size, mess
             (
                 Layout(pipeline=2, **{axis: 2}),
                 {"micro_batch": 1, "pipeline_schedule": "zbv"},
-                "schedule zbv, which goes with pipeline and tensor only; use another schedule",
+                "schedule zbv, which goes with data, tensor and pipeline; use another schedule",
             )
-            for axis in ("data", "shard", "context")
+            for axis in ("shard", "context")
         ),
         (Layout(context=3), {"sizes": GPT}, "a block has 1024 tokens; context may be 1, 2, 4"),
         (Layout(context=2), {"sizes": ModelSizes(heads=6)}, "a model with a method `split_tokens`"),
@@ -148,7 +148,7 @@ def test_an_impossible_layout_is_refused_with_the_sizes_that_would_do(layout, se
 def test_a_layout_whose_sizes_all_divide_is_accepted(layout, schedule):
     sizes = ModelSizes(layers=12, heads=6, width=384, block=12, splits_tokens=True)
     if schedule == "zbv":
-        layout = Layout(pipeline=layout.pipeline, tensor=layout.tensor)
+        layout = Layout(data=layout.data, pipeline=layout.pipeline, tensor=layout.tensor)
     micro_batch = None if layout.pipeline == 1 else 2
     global_batch = layout.num_data_ranks * layout.pipeline * 4
     check_layout(

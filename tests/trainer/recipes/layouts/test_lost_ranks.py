@@ -1,7 +1,9 @@
 """What ranks of a divided model report of errors that come from lost ranks."""
 
 import contextlib
+import queue
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,51 +14,163 @@ from datasvc.errors import UnavailableError
 from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.trainer.recipes import train
 from datasvc.trainer.recipes.layouts import lost_ranks
-from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch
+from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, SilenceTimer, explaining_lost_ranks
 
 
-class LostStore:
-    def set(self, key, value):
-        raise dist.DistNetworkError(f"cannot set {key} to {value!r}")
-
-
-@pytest.mark.parametrize(
-    ("message", "reported"),
-    [("", "a rank failed or was lost (gloo: no route)"), ("rank 2 was lost", "rank 2 was lost")],
-)
-def test_a_lost_store_does_not_hide_the_error_of_the_step(monkeypatch, message, reported):
-    monkeypatch.setattr(lost_ranks, "_get_default_store", LostStore)
-    watch = LostRankWatch.__new__(LostRankWatch)  # without its thread, which needs a job
-    watch._rank, watch._message, watch._found = 1, message, threading.Event()
-    assert reported in str(watch.explain(RuntimeError("gloo: no route")))
-
-
-class QuietStore:
-    """A store in which no rank has failed, of a job that goes on."""
+class SharedStore:
+    """A store of several watches in one process."""
 
     def __init__(self):
-        self.is_checked = threading.Event()
+        self.values = {}
+        self.lock = threading.Lock()
 
     def clone(self):
         return self
 
+    def set(self, key, value):
+        with self.lock:
+            self.values[key] = value.encode()
+
+    def get(self, key):
+        return self.values[key]
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+    def compare_set(self, key, expected, desired):
+        assert expected == ""
+        with self.lock:
+            return self.values.setdefault(key, desired.encode())
+
+
+class BrokenStore(SharedStore):
+    """A store whose connection is lost from the first look on."""
+
     def check(self, _keys):
-        self.is_checked.set()
-        return False
+        raise dist.DistNetworkError("the store is gone")
 
 
-def test_a_closed_watch_ends_although_another_job_has_begun(monkeypatch):
-    store = QuietStore()
-    monkeypatch.setattr(lost_ranks, "_get_default_store", lambda: store)
-    for name, value in (("rank", 0), ("size", 2), ("is_initialized", True)):
-        monkeypatch.setattr(hvd, name, lambda value=value: value)
+@pytest.fixture
+def watch(monkeypatch):
+    """Return a function that starts the watch of a rank of three, with short times; `ended` has those that end."""
+    for name, seconds in (("_POLL_S", 0.01), ("_ANSWER_S", 0.5), ("_LEAVE_S", 0.1)):
+        monkeypatch.setattr(lost_ranks, name, seconds)
+    monkeypatch.setattr(hvd, "size", lambda: 3)
+    monkeypatch.setattr(hvd, "is_initialized", lambda: True)
+    monkeypatch.setattr(lost_ranks, "_world", SimpleNamespace(pg_map={}))
+    watches, ended = [], queue.Queue()
+
+    def start(store, rank, lost_after_s=0.3, kind=LostRankWatch):
+        monkeypatch.setattr(lost_ranks, "_get_default_store", lambda: store)
+        monkeypatch.setattr(hvd, "rank", lambda: rank)
+        watches.append(kind(lost_after_s=lost_after_s, end=lambda: ended.put(rank)))
+        return watches[-1]
+
+    start.ended = ended
+    yield start
+    for each in watches:
+        each.close()
+
+
+def test_the_silence_of_a_rank_is_measured_by_the_looks_of_another():
+    timer = SilenceTimer(max_gap_s=1.0)
+    assert [timer.look(value, now_s) for value, now_s in [("1", 5.0), ("1", 5.5), ("1", 6.25), ("2", 7.0)]] == [
+        0.0,
+        0.5,
+        1.25,
+        0.0,
+    ]
+    # The process that looks was stopped for a minute, and the other one may have been too.
+    assert timer.look("2", 67.0) == 1.0
+
+
+def test_ranks_that_stop_counting_are_reported_by_all_others_and_end_them(watch):
+    store = SharedStore()
+    store.set("layout/beat/1", "7")
+    store.set("layout/beat/2", "9")
+    alone = watch(store, 0)
+    assert watch.ended.get(timeout=30) == 0
+    text = str(alone.explain(RuntimeError("gloo: closed")))
+    assert "ranks 1, 2 were lost, of 3, without a sign of life for 0.3 s: read the output there" in text
+    assert text.endswith("(gloo: closed)")
+
+
+def test_a_rank_that_fails_asks_which_rank_is_lost(watch):
+    store = SharedStore()
+    watches = {rank: watch(store, rank, lost_after_s=1e6) for rank in (0, 2)}
+    texts = {rank: str(each.explain(RuntimeError("gloo: closed"))) for rank, each in watches.items()}
+    assert {text.partition(":")[0] for text in texts.values()} == {"rank 1 was lost, of 3"}
+
+
+def test_a_silent_rank_that_answers_is_not_lost(watch):
+    store = SharedStore()
+    pulses = threading.Event()
+
+    class Slow(LostRankWatch):
+        """A watch that counts no more, as if another thread held the interpreter until it is asked."""
+
+        def _pulse(self):
+            self._num_pulses += 1
+            if self._num_pulses == 1 or store.check(["layout/0/asked"]):
+                super()._pulse()
+                pulses.set()
+
+    first = watch(store, 0)
+    slow = watch(store, 1, lost_after_s=1e6, kind=Slow)
+    third = watch(store, 2, lost_after_s=1e6)
+    deadline_s = time.monotonic() + 30
+    while store.values.get("layout/0/lost") is None and time.monotonic() < deadline_s:
+        pulses.wait(0.01)
+    assert store.values["layout/0/lost"] == b"[]"
+    assert store.values["layout/0/asked"] == b"0 silence"
+    # The next question is answered too.
+    assert "a connection was lost, and all ranks run" in str(third.explain(RuntimeError("gloo: closed")))
+    for each in (first, slow):
+        assert each._found.wait(30)
+        each.close()
+
+
+def test_a_rank_that_has_ended_is_not_lost(watch):
+    store = SharedStore()
+    others = [watch(store, rank, lost_after_s=1e6) for rank in (0, 2)]
+    last = watch(store, 1, lost_after_s=1e6)
+    last.close()
+    assert store.values["layout/beat/1"] == b"ended"
+    assert "all ranks run" in str(others[0].explain(RuntimeError("gloo: closed")))
+
+
+def test_a_store_that_does_not_answer_is_reported(watch):
+    class StoppedStore(SharedStore):
+        def __init__(self):
+            super().__init__()
+            self.goes_on = threading.Event()
+
+        def check(self, keys):
+            self.goes_on.wait(60)
+            return super().check(keys)
+
+    store = StoppedStore()
+    stopped = watch(store, 0, lost_after_s=0.02)
+    assert watch.ended.get(timeout=30) == 0
+    assert "the store of the job has not answered for 0.2 s" in str(stopped.explain(RuntimeError("gloo")))
+    store.goes_on.set()
+
+
+def test_a_lost_store_does_not_hide_the_error_of_the_step(watch):
+    broken = watch(BrokenStore(), 0)
+    assert "a rank failed or was lost (gloo: no route)" in str(broken.explain(RuntimeError("gloo: no route")))
+    assert watch.ended.empty()
+
+
+def test_a_closed_watch_ends_although_another_job_has_begun(watch):
     before = set(threading.enumerate())
-    watch = LostRankWatch()
-    (thread,) = set(threading.enumerate()) - before
-    assert store.is_checked.wait(10.0)
-    watch.close()
-    thread.join(10.0)
-    assert not thread.is_alive()
+    each = watch(SharedStore(), 0, lost_after_s=1e6)
+    threads = set(threading.enumerate()) - before
+    assert len(threads) == 2
+    each.close()
+    for thread in threads:
+        thread.join(10.0)
+        assert not thread.is_alive()
 
 
 @pytest.fixture
@@ -69,11 +183,11 @@ def run(monkeypatch):
 
         monkeypatch.setattr(train, "end_epoch", end_epoch)
         loader = SimpleNamespace(state_dict=lambda: {"epoch": 0}, epoch=1)
-        watch = SimpleNamespace(explain=lambda found: hvd.HorovodInternalError(f"rank 2 was lost ({found})"))
-        run = SimpleNamespace(
-            loader=loader, is_over=False, checkpoints=contextlib.nullcontext(), divided=SimpleNamespace(watch=watch)
+        watch = SimpleNamespace(
+            explain=lambda found: hvd.HorovodInternalError(f"rank 2 was lost ({found})"), leave=lambda: None
         )
-        train.train_to_end(run)
+        run = SimpleNamespace(loader=loader, is_over=False, checkpoints=contextlib.nullcontext())
+        train.train_to_end(run, watch=watch)
 
     return fail
 
@@ -96,3 +210,15 @@ def test_other_errors_stay_as_they_are(run, error):
     with pytest.raises(type(error)) as caught:
         run(error)
     assert caught.value is error
+
+
+def test_contexts_that_are_nested_explain_an_error_once(watch):
+    store = SharedStore()
+    each = watch(store, 0, lost_after_s=1e6)
+    with (
+        pytest.raises(hvd.HorovodInternalError) as caught,
+        explaining_lost_ranks(each),
+        explaining_lost_ranks(each),
+    ):
+        raise RuntimeError("gloo: closed")
+    assert str(caught.value).count("were lost") == 1

@@ -43,6 +43,19 @@ def test_recomputation_tracks_batch_statistics_once(options):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_a_unit_is_recomputed_by_each_backward_pass():
+    """The schedule zbv runs two: one for the gradients of inputs, one for those of weights."""
+    unit = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))
+    model = nn.Sequential(unit)
+    recompute_activations(model)
+    loss = model(torch.randn(8, 5, requires_grad=True)).square().sum()
+    loss.backward(retain_graph=True)
+    first = unit[0].weight.grad.clone()
+    loss.backward()
+    torch.testing.assert_close(unit[0].weight.grad, 2 * first)
+    assert int(unit[1].num_batches_tracked) == 1
+
+
 class CastCounter(TorchDispatchMode):
     """Counts the copies to bfloat16."""
 

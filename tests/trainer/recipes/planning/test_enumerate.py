@@ -62,6 +62,8 @@ def test_settings_without_effect_are_not_varied():
         (Layout(shard=2, tensor=2), {2, 3}),
         (Layout(context=2), {3}),
         (Layout(data=2, tensor=2), {3}),
+        (Layout(data=2, pipeline=2), {0}),
+        (Layout(data=2, pipeline=2, context=2), {3}),
         (Layout(tensor=2), {0}),
     ],
 )

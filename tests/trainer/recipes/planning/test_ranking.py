@@ -36,12 +36,13 @@ def test_without_costs_of_communication_the_best_layout_divides_the_update():
     assert best.candidate.layout == Layout(shard=4)
 
 
-def test_zbv_is_not_tried_with_axes_other_than_pipeline_and_tensor():
+def test_zbv_is_not_tried_with_axes_that_divide_parameters():
     ranking = rank(schedules=("zbv",))
     pipelines = [each.candidate.layout for each in ranking.ranked if each.candidate.layout.pipeline > 1]
     assert Layout(pipeline=4) in pipelines
-    assert Layout(data=2, pipeline=2) not in pipelines
-    refused = next(each for each in ranking.refused if each.layout == Layout(data=2, pipeline=2))
+    assert Layout(data=2, pipeline=2) in pipelines
+    assert Layout(shard=2, pipeline=2) not in pipelines
+    refused = next(each for each in ranking.refused if each.layout == Layout(shard=2, pipeline=2))
     assert "does not work with the schedule zbv" in refused.reason
 
 

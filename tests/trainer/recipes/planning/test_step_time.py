@@ -121,6 +121,13 @@ def test_replicas_add_up_their_gradients_once_per_step():
     assert step(Layout(data=4), num_micro_batches=8).data_s == pytest.approx(27.0)
 
 
+def test_replicas_of_a_pipeline_add_up_their_gradients_when_nothing_else_runs():
+    # 800 bytes of a stage over two ranks: 2 * (0.5 + 4) s; GPUs hide none of it.
+    found = step(Layout(data=2, pipeline=2), num_micro_batches=4, traits=ExecutionTraits(overlap=1.0))
+    assert found.data_s == pytest.approx(9.0)
+    assert found.shard_s == 0
+
+
 def test_zero_3_gathers_twice_and_reduces_once_in_each_pass():
     # Four blocks and the rest: five units of 320 bytes over two ranks, each in one message of 160 bytes.
     unit_s = 0.5 + 1.6

@@ -2,10 +2,13 @@
 
 import dataclasses
 import inspect
+import re
 
 import pytest
+import torch
 
 import datasvc.trainer as hvd
+from datasvc import loaders
 from datasvc.cache import Cache
 from datasvc.loaders import (
     AugmentConfig,
@@ -19,6 +22,11 @@ from datasvc.loaders import (
     TokenFormat,
     TokenLoader,
 )
+from datasvc.trainer.recipes.optimizers import lamb, lars, rmsprop_sgd
+from datasvc.trainer.recipes.optimizers.foreach_optimizer import ForeachOptimizer
+from datasvc.trainer.recipes.optimizers.lamb import LAMB
+from datasvc.trainer.recipes.optimizers.lars import LARS
+from datasvc.trainer.recipes.optimizers.rmsprop_sgd import RMSpropSGD
 from datasvc.trainer.recipes.settings.config import setting_types
 
 # The settings by which a run sets an option of the library.
@@ -73,6 +81,17 @@ SETTINGS = {
         "end": "end_token",
     },
     DataRanks: {},
+    hvd.Compression.topk: {"ratio": "compression"},
+    hvd.Compression.powersgd: {"rank": "compression", "start_iteration": "compression"},
+    LARS: {
+        **{name: name for name in ("momentum", "weight_decay", "trust_coefficient", "nesterov")},
+        "lr": "learning_rate",
+    },
+    LAMB: {**{name: name for name in ("betas", "weight_decay")}, "lr": "learning_rate"},
+    RMSpropSGD: {
+        **{name: name for name in ("rmsprop_rate", "momentum", "weight_decay")},
+        "lr": "learning_rate",
+    },
     hvd.DistributedOptimizer: {
         "optimizer": "optimizer",
         "compression": "compression",
@@ -84,6 +103,8 @@ SETTINGS = {
 # Options without a flag, and why.
 _RANKS = "the launcher gives each process its rank"
 _TASK = "the task knows whether it trains or evaluates"
+_PARAMETERS = "those of the model"
+_EPS = "it only avoids a division by zero"
 EXCLUDED = {
     ImageLoader: {
         "training": _TASK,
@@ -104,6 +125,13 @@ EXCLUDED = {
         "silent_s": "only for jobs that are stopped by hand",
     },
     PixelFormat: {"output": "models take float32; --precision computes in 16 bits"},
+    hvd.Compression.powersgd: {
+        "min_compression_rate": "below its default a matrix is hardly smaller than its two factors",
+        "seed": "the same on all ranks; the basis is replaced after the first step",
+    },
+    LARS: {"params": _PARAMETERS},
+    LAMB: {"params": _PARAMETERS, "eps": _EPS},
+    RMSpropSGD: {"params": _PARAMETERS, "eps": _EPS, "decay": "Akiba et al. 2017 give one value"},
     hvd.DistributedOptimizer: {
         "named_parameters": "the names of the model's parameters",
         "num_groups": "deprecated",
@@ -128,3 +156,32 @@ def test_each_option_of_the_library_is_a_setting_or_is_excluded_for_a_reason(own
     assert not set_by.keys() & excluded.keys()
     assert set(set_by.values()) <= setting_types().keys()
     assert all(excluded.values())
+
+
+# Public classes of the loaders that have no settings, and why.
+WITHOUT_SETTINGS = {
+    "Batch": "what a loader serves",
+    "ImageBatch": "what a loader serves",
+    "TokenBatch": "what a loader serves",
+    "Loader": "the base class of the loaders",
+}
+
+
+def test_each_public_class_of_the_loaders_has_settings_or_a_reason_to_have_none():
+    classes = {name for name in loaders.__all__ if isinstance(getattr(loaders, name), type)}
+    with_settings = {owner.__name__ for owner in SETTINGS if getattr(loaders, owner.__name__, None) is owner}
+    assert classes == with_settings | WITHOUT_SETTINGS.keys()
+    assert not with_settings & WITHOUT_SETTINGS.keys()
+
+
+def test_each_compression_and_each_optimizer_of_the_library_is_a_choice():
+    names = {name for name in vars(hvd.Compression) if not name.startswith("_")}
+    metavar = setting_types()["compression"].metavar
+    assert names == set(re.findall(r"[a-z]+\d*", metavar))
+    own = {
+        owner.__name__.lower().replace("rmspropsgd", "rmsprop-sgd")
+        for module in (lamb, lars, rmsprop_sgd)
+        for owner in vars(module).values()
+        if isinstance(owner, type) and issubclass(owner, torch.optim.Optimizer) and owner is not ForeachOptimizer
+    }
+    assert own == set(setting_types()["optimizer"].choices) - {"sgd", "adamw"}
