@@ -46,7 +46,11 @@ def test_the_page_has_the_values_of_the_command(audited, name):
 
 def test_a_proven_epoch_and_what_would_refute_it_are_told(audited):
     text = texts(audited.get("/audit/good")[2])
-    assert "Proven: every sample of epoch 0 was served exactly once" in text
+    assert "Proven: no sample of epoch 0 was lost or served twice" in text
+    assert "36 of 40 served once, 4 dropped by the tail." in text
+    assert f"by datasvc {datasvc.__version__}" in text
+    assert audited.settings.repository in text
+    assert str(audited.ledgers / "good") in text
     assert "What would refute it" in text
     one = audited.json("/audit/good?epoch=0", "audit")
     assert [epoch["epoch"] for epoch in one["epochs"]] == [0]
