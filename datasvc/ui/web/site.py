@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from datasvc.api import DataRepository
+from datasvc.repository import Repository
 from datasvc.repository.store.redaction import redact_url
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
@@ -49,7 +50,8 @@ class Site:
         # lock: requests to such a store would wait for it one after the other. Two that open it at once do no harm.
         repo = self._repo
         if repo is None:
-            repo = self._repo = DataRepository.open(self.settings.repository)
+            # Read-only: no page may change the repository, not even an index that is derived from it.
+            repo = self._repo = DataRepository(Repository.open(self.settings.repository, read_only=True))
         return repo
 
     @cached_property
