@@ -218,6 +218,8 @@ def summary(**changes):
         (summary(latest={"wait_s": 0.06, "step_s": 0.1}), "waits 60% of the time for data"),
         (summary(latest={"wait_s": 0.0, "step_s": 0.1}, verdict=VERDICT), f"cnn/1 is {VERDICT}"),
         (summary(stragglers=[3, 5]), "the other ranks wait for rank 3, 5"),
+        (summary(idle_s=700.0), "cnn/1 is stalled: its program runs, but has reported nothing for 700 s"),
+        (summary(stalled={"operation": "'grad'", "ranks": [3]}), "cnn/1 is stalled: rank 3 did not submit 'grad'"),
         (summary(num_stalls=2, last_stall_s=90.0), "2 steps waited a second or longer for data, the last one 10 s"),
     ],
 )
@@ -235,6 +237,7 @@ def test_problems_of_runs(run, text):
         summary(),
         summary(state="finished", latest={"wait_s": 1, "step_s": 1}, verdict=VERDICT, stragglers=[1]),
         summary(latest={"wait_s": 1, "step_s": 1}, verdict="compute-bound"),  # of many steps
+        summary(idle_s=700.0, busy="evaluation"),
         summary(last_s=2000.0, num_stalls=2, last_stall_s=90.0),
     ],
 )
