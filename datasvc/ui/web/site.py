@@ -13,6 +13,7 @@ from datasvc.repository import Repository
 from datasvc.repository.store.redaction import redact_url
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
+from datasvc.ui.web.measured_changes import MeasuredChanges
 from datasvc.ui.web.node_monitor import NodeMonitor
 from datasvc.ui.web.run_cache import RunCache
 from datasvc.ui.web.seen_faults import SeenFaults
@@ -30,6 +31,7 @@ class Site:
         url: URL of the repository without secrets.
         splits: open splits of data sets.
         runs: logs of the runs that readers follow.
+        changes: comparisons of model versions with the change of each tensor.
         faults: corrupt and missing objects that pages have met.
         nodes: status and history of the nodes.
     """
@@ -40,6 +42,7 @@ class Site:
         self.splits = SplitCache()
         self.faults = SeenFaults()
         self.runs = RunCache()
+        self.changes = MeasuredChanges(settings.repository)
         self.nodes = NodeMonitor(settings.nodes, token=settings.node_token)
         self._repo: DataRepository | None = None
 
