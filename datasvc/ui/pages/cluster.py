@@ -6,7 +6,6 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Final
 
@@ -211,14 +210,15 @@ def _placement(site: Site, states: Sequence[NodeState], ref: str | None) -> dict
     version = str(site.repo.datasets.resolve(ref))
     urls = tuple(state.url for state in states)
     responding = tuple(state.url for state in states if state.error is None)
-    owned = _count_owned(site, version, urls)
-    served = _count_owned(site, version, responding) if responding else {**owned, "nodes": {}}
+    owned = site.owners.get((version, urls), lambda: _count_owned(site, version, urls))
+    served = {**owned, "nodes": {}}
+    if responding:
+        served = site.owners.get((version, responding), lambda: _count_owned(site, version, responding))
     none = {"shards": 0, "bytes": 0}
     nodes = {url: {"owns": owned["nodes"][url], "serves": served["nodes"].get(url, none)} for url in urls}
     return {**owned, "nodes": nodes, "datasets": site.repo.datasets.names()[:_MAX_ROWS]}
 
 
-@lru_cache(maxsize=32)  # a version never changes, so neither do the owners of its shards
 def _count_owned(site: Site, ref: str, urls: tuple[str, ...]) -> dict[str, Any]:
     """Count the shards that each node owns. Of very many shards, evenly spaced ones are counted."""
     shards = {

@@ -15,6 +15,7 @@ from datasvc.runs import RunHistory, RunSummary, list_runs
 from datasvc.runs.report.charts import describe_left_out, line_charts, time_chart
 from datasvc.runs.report.description import as_mapping, as_number, newest_event, newest_fact, rank_times, warnings
 from datasvc.ui.pages.audit import find_ledger_of
+from datasvc.ui.pages.epoch_audit import audit_current_epoch
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
 from datasvc.ui.pages.run_table import runs_table
 from datasvc.ui.web.changes import stream_events
@@ -27,6 +28,7 @@ _MAX_SORTED: Final = 1000  # runs whose logs are read to sort them
 _MAX_EVENTS: Final = 100
 # A log has a new part each second at most: with this pause, a reader sees a point within two seconds.
 _PAUSE_S: Final = 0.5
+_LIVE: Final = frozenset({"running", "not responding"})
 
 
 def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
@@ -81,6 +83,11 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     """Return one run."""
     history = site.runs.read(site.repo.repository, parts["name"], parts["id"])
     run = history.summary
+    is_live = run.state in _LIVE
+    folder = site.settings.ledgers
+    ledger = find_ledger_of(folder, as_mapping(history.header.get("config")))
+    current = audit_current_epoch(folder, ledger) if folder is not None and ledger is not None else None
+    audited = {} if current is None or current.panel is None else {"ledger": current.panel}
     return Page(
         template="run.html",
         title=run.ref,
@@ -92,7 +99,8 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
                 history.to_dict(),
                 site.command("runs", "show", run.ref, "--json"),
                 site.python("runs.read", run.ref),
-            )
+            ),
+            **audited,
         },
         view={
             "site": site,
@@ -104,14 +112,15 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
             "starved": starved_share(run.latest),
             "ranks": rank_times(history),
             "coverage": as_number(run.latest.get("coverage")),
-            "ledger": find_ledger_of(site.settings.ledgers, as_mapping(history.header.get("config"))),
+            "current_epoch": current,
+            "is_live": is_live,
             "progress": as_number(run.latest.get("progress")),
             "charts": line_charts(history),
             "left_out": describe_left_out(history),
             "time_chart": time_chart(history),
             "evaluation": [event for event in history.events if event.event == "evaluation"][-_MAX_EVENTS:],
             "events": [event for event in history.events if event.event not in {"diagnosis", "ranks"}][-_MAX_EVENTS:],
-            "events_link": f"/api{_link(run)}/events" if run.state in {"running", "not responding"} else None,
+            "events_link": f"/api{_link(run)}/events" if is_live else None,
         },
     )
 
@@ -125,7 +134,7 @@ async def stream_changes(site: Site, request: web.Request) -> web.StreamResponse
     async def changes(cursor: str, state: str) -> AsyncIterator[dict[str, Any]]:
         # The first event tells a page that was loaded before the stream began to load again.
         yield {"cursor": cursor, "state": state}
-        while state in {"running", "not responding"}:
+        while state in _LIVE:
             await asyncio.sleep(_PAUSE_S)
             try:
                 new = await asyncio.to_thread(site.runs.read, repository, name, run_id)

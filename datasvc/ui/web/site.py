@@ -15,6 +15,7 @@ from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
 from datasvc.ui.web.measured_changes import MeasuredChanges
 from datasvc.ui.web.node_monitor import NodeMonitor
+from datasvc.ui.web.recent_results import RecentResults
 from datasvc.ui.web.run_cache import RunCache
 from datasvc.ui.web.seen_faults import SeenFaults
 from datasvc.ui.web.split_cache import SplitCache
@@ -32,6 +33,7 @@ class Site:
         splits: open splits of data sets.
         runs: logs of the runs that readers follow.
         changes: comparisons of model versions with the change of each tensor.
+        owners: shards that each node owns, by version of a data set and URLs of the nodes: neither changes.
         faults: corrupt and missing objects that pages have met.
         nodes: status and history of the nodes.
     """
@@ -40,6 +42,7 @@ class Site:
         self.settings = settings
         self.url = redact_url(settings.repository)
         self.splits = SplitCache()
+        self.owners: RecentResults[dict[str, Any]] = RecentResults(32)
         self.faults = SeenFaults()
         self.runs = RunCache()
         self.changes = MeasuredChanges(settings.repository)
