@@ -5,18 +5,16 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
-
-from aiohttp import web
 
 from datasvc.cache.peers.placement import rank_nodes
 from datasvc.drawing import ChartSeries, chart_table, line_chart, small_multiples
 from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.ui.pages.problems import node_problems
-from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import cluster_link
+from datasvc.ui.web.live import PageState
 from datasvc.ui.web.node_monitor import NodeSample, NodeState, used_bytes
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
@@ -69,15 +67,9 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     )
 
 
-async def stream_changes(site: Site, request: web.Request) -> web.StreamResponse:
-    """Send an event after each reading of a node: the time of the reading."""
-
-    async def times() -> AsyncIterator[float]:
-        while True:
-            await site.nodes.changes.wait()
-            yield time.time()
-
-    return await stream_events(request, times())
+def state_of(site: Site, parts: Parts) -> PageState:  # noqa: ARG001 - the signature of all live pages
+    """Return the state of the page: another one after each reading of a node."""
+    return PageState(str(site.nodes.num_readings))
 
 
 def nodes_panel(states: Sequence[NodeState]) -> Panel:

@@ -16,6 +16,7 @@ from datasvc.ui.thumbnails import ThumbnailCache
 from datasvc.ui.web.measured_changes import MeasuredChanges
 from datasvc.ui.web.node_monitor import NodeMonitor
 from datasvc.ui.web.recent_results import RecentResults
+from datasvc.ui.web.recent_runs import RecentRuns
 from datasvc.ui.web.run_cache import RunCache
 from datasvc.ui.web.seen_faults import SeenFaults
 from datasvc.ui.web.split_cache import SplitCache
@@ -32,6 +33,7 @@ class Site:
         url: URL of the repository without secrets.
         splits: open splits of data sets.
         runs: logs of the runs that readers follow.
+        recent_runs: the newest runs, which Home follows.
         changes: comparisons of model versions with the change of each tensor.
         owners: shards that each node owns, by version of a data set and URLs of the nodes: neither changes.
         faults: corrupt and missing objects that pages have met.
@@ -45,6 +47,7 @@ class Site:
         self.owners: RecentResults[dict[str, Any]] = RecentResults(32)
         self.faults = SeenFaults()
         self.runs = RunCache()
+        self.recent_runs = RecentRuns()
         self.changes = MeasuredChanges(settings.repository)
         self.nodes = NodeMonitor(settings.nodes, token=settings.node_token)
         self._repo: DataRepository | None = None
