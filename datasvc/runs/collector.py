@@ -65,7 +65,11 @@ class Collector:
             if self._last_step_s is not None:
                 self.warnings["step_interval_s"] = round(time_s - self._last_step_s, 3)
             self._last_step_s = time_s
-            values = {name: number for name, value in facts.items() if (number := to_number(value)) is not None}
+            values = {
+                name: number
+                for name, value in facts.items()
+                if (number := value if type(value) is float else to_number(value)) is not None
+            }
             values.pop(STEP, None)
             if len(values) > MAX_NAMES:  # readers refuse a table with more
                 values = dict(islice(values.items(), MAX_NAMES))
@@ -118,10 +122,12 @@ class Collector:
 
 def _is_step(event: object, facts: dict[str, Any]) -> bool:
     """Return whether an event is a `step` event with a valid number of the step."""
+    if event != STEP:
+        return False
     step = facts.get(STEP)
     return (
-        event == STEP
-        and isinstance(step, numbers.Integral)
+        # Nearly every step is an `int`: the check of an abstract class takes longer.
+        (type(step) is int or isinstance(step, numbers.Integral))
         and not isinstance(step, bool)
         and 0 <= int(step) <= _MAX_STEP
     )
