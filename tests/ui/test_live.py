@@ -1,6 +1,9 @@
 """Pages that follow what changes: only what is new is sent, and each state is rendered once."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +13,10 @@ import pytest
 import datasvc
 from datasvc.errors import UnavailableError
 from datasvc.runs import RunLog
+from datasvc.testing import small_dataset
 from datasvc.ui.web import live, run_cache, site
 from datasvc.ui.web.live import RenderedParts, changed_parts, split_parts
+from tests.cli.command import ROOT
 from tests.ui.conftest import running_ui
 from tests.ui.test_runs import report_steps
 
@@ -206,3 +211,59 @@ def test_seven_windows_of_live_pages_load_and_the_one_that_is_looked_at_is_live(
     assert windows[1].locator("#step").text_content() == "3"
     for window in windows:
         window.goto("about:blank")
+
+
+# `datasvc train` whose eleventh step waits until the test has opened a pipe.
+TRAINING = """
+import sys
+from datasvc.trainer.recipes import train as recipe
+
+pipe, update, num_steps = sys.argv.pop(1), recipe.update, 0
+
+def update_later(*arguments):
+    global num_steps
+    num_steps += 1
+    if num_steps == 11:
+        open(pipe).read()
+    return update(*arguments)
+
+recipe.update = update_later
+from datasvc.cli.main import main
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_person_follows_a_training_program_from_home_to_its_end(tmp_path, page):
+    page.set_default_timeout(240_000)  # the program imports torch
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    small_dataset(repo, "pets", splits={"train": 64, "val": 16})
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    words = ["train", "--repo", tmp_path / "repo", "--data", "pets", "--name", "cnn", "--size", 16, "--epochs", 3]
+    words += ["--batch-size", 4, "--report-every", 1, "--ledger", tmp_path / "runs/cnn"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with running_ui(tmp_path / "repo", ledgers=tmp_path / "runs") as server:
+        page.goto(server.url)
+        page.get_by_text("live", exact=True).wait_for()
+        command = [sys.executable, "-c", TRAINING, *map(str, (pipe, *words))]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, cwd=tmp_path) as training:
+            try:
+                page.get_by_role("link", name="cnn/").first.click()
+                page.locator("#step").get_by_text("10", exact=True).wait_for()
+                page.get_by_text("live", exact=True).wait_for()
+                # The eleventh batch is served, and waits.
+                page.get_by_text("68.8 % reached").wait_for()
+                page.locator("#chart-0[data-points='10'] canvas").wait_for()
+                pipe.write_text("go on")
+                page.get_by_text("The run is finished").wait_for()
+                assert training.wait() == 0
+            finally:
+                training.kill()
+        # The first evaluation has added a curve: the page was loaded again.
+        page.locator("#step").get_by_text("48", exact=True).wait_for()
+        page.locator("#chart-0[data-points='48']").wait_for()
+        page.get_by_text("no sample was lost or served twice; 64 of 64 served once").wait_for()
+        page.get_by_role("link", name="cnn@1").first.wait_for()
+        page.goto("about:blank")

@@ -38,6 +38,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
         view={
             **_live_view(site, runs, nodes, query),
             "num_datasets": count_names(datasets),
+            "num_faults": len(site.faults.problems()),
             "num_models": count_names(models),
             "datasets_table": datasets_table(datasets, query, path="/", prefix="datasets_"),
             "models_table": models_table(models, query, path="/", prefix="models_"),

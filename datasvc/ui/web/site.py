@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +32,7 @@ class Site:
     Attributes:
         settings: settings of the server.
         url: URL of the repository without secrets.
+        started_s: when the server was started, in seconds since 1970.
         splits: open splits of data sets.
         runs: logs of the runs that readers follow.
         recent_runs: the newest runs, which Home follows.
@@ -43,6 +45,7 @@ class Site:
     def __init__(self, settings: UiSettings) -> None:
         self.settings = settings
         self.url = redact_url(settings.repository)
+        self.started_s = time.time()
         self.splits = SplitCache()
         self.owners: RecentResults[dict[str, Any]] = RecentResults(32)
         self.faults = SeenFaults()
