@@ -60,6 +60,10 @@ bench: setup  ## most benchmarks, some minutes; results belong into docs/referen
 	$(BIN)/python tools/bench/trainer.py
 	$(BIN)/python tools/bench/profile_check.py
 	$(BIN)/python tools/bench/layout_memory.py
+	$(BIN)/python tools/bench/ui_pages.py
+	$(BIN)/python tools/bench/pages.py
+	$(BIN)/python tools/bench/ui_live.py
+	PYTHONPATH=. $(BIN)/python tools/bench/run_log.py
 
 docs: setup  ## the documentation as a site: build/book/site/index.html
 	$(BIN)/python -m tools.book build/book

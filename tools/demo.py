@@ -181,7 +181,7 @@ def main() -> None:
     assert whole.end is not None
     assert resumed.end is not None
 
-    console.rule("6  proof that the run that was killed has served each sample once in each epoch")
+    console.rule("6  proof that the run that was killed has lost no sample and served none twice")
     demo.datasvc("audit", str(demo.ledgers / "digits-cnn"))
 
     console.rule("7  what the model knows of itself")

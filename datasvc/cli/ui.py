@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from datasvc.cli.hidden_pandas import hide_pandas
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json_line, print_line
 from datasvc.extras import explain_missing
 
@@ -52,6 +53,7 @@ def ui(
 
     Prints its address once it accepts connections.
     """
+    hide_pandas()
     from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
     from datasvc.shards.ingestion.lean_memory import keep_lean
     from datasvc.ui.settings import UiSettings

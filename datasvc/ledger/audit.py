@@ -1,4 +1,4 @@
-"""Audits a ledger, for `datasvc audit`: did a run serve each sample of an epoch once, over all ranks and restarts?
+"""Audits a ledger, for `datasvc audit`: did a run lose a sample, or serve one twice, over all ranks and restarts?
 
 The audit is a pure function of the files. `history` groups the files into attempts, one for each start of the job,
 and determines which positions of each attempt count: those that the final weights were trained on. Positions are
@@ -65,7 +65,7 @@ class EpochAudit:
 
     @property
     def is_proven(self) -> bool:
-        """Whether the epoch is finished, and each sample was served once."""
+        """Whether the epoch is finished, and each sample was served, masked or dropped once."""
         return self.is_finished and self.is_faultless
 
 

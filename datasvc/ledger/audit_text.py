@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -59,23 +59,36 @@ def list_samples(uneven: Uneven, epoch: int, show: int, names: SampleNames | Non
 
 def describe_conclusion(epoch: EpochAudit) -> str:
     """Return what the audit proved for an epoch."""
-    if epoch.is_proven:
-        return f"proven: each of {count_text(epoch.num_samples, 'sample')} was served once"
-    if epoch.is_faultless:
-        return (
-            f"not finished: each of the first {epoch.reached} of {count_text(epoch.num_samples, 'sample')} "
-            "was served once"
-        )
-    return f"not proven: {count_text(epoch.never.count, 'sample')} never, {epoch.repeated.count} more than once"
+    if epoch.never.count or epoch.repeated.count:
+        return f"not proven: {count_text(epoch.never.count, 'sample')} never, {epoch.repeated.count} more than once"
+    if not epoch.is_faultless:
+        return "not proven: its ranks contradict each other"
+    part = "" if epoch.is_finished else f"in the first {epoch.reached:,} of {epoch.num_samples:,} positions, "
+    state = "proven" if epoch.is_finished else "not finished"
+    return f"{state}: {part}no sample was lost or served twice; {describe_outcome([epoch])}"
+
+
+def describe_outcome(epochs: Sequence[EpochAudit]) -> str:
+    """Return what happened to the samples of epochs without errors, such as "8 of 9 served once, 1 masked"."""
+    # Masked and dropped samples are not lost, but they were not trained on either: no sentence may hide them.
+    served, masked, dropped, reached = (
+        sum(getattr(epoch, name) for epoch in epochs) for name in ("served", "masked", "dropped", "reached")
+    )
+    texts = {
+        f"{served:,} of {reached:,} served once": True,
+        f"{masked:,} masked": masked,
+        f"{dropped:,} dropped by the tail": dropped,
+    }
+    return ", ".join(text for text, is_shown in texts.items() if is_shown)
 
 
 def describe_counts(epoch: EpochAudit) -> list[str]:
     """Return how the samples of an epoch were served, in one to three sentences."""
     counts = {
-        f"served {epoch.served}": True,
-        f"masked {epoch.masked} that did not decode": epoch.masked,
-        f"dropped {epoch.dropped} that filled no batch": epoch.dropped,
-        f"padded with {epoch.padded}": epoch.padded,
+        f"served {epoch.served:,}": True,
+        f"masked {epoch.masked:,} that did not decode": epoch.masked,
+        f"dropped {epoch.dropped:,} that filled no batch": epoch.dropped,
+        f"padded with {epoch.padded:,}": epoch.padded,
     }
     lines = [", ".join(text for text, is_shown in counts.items() if is_shown)]
     if epoch.again:

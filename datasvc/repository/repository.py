@@ -29,6 +29,7 @@ from datasvc.repository.logs.removals import Removals
 from datasvc.repository.logs.tags import Tags, version_of
 from datasvc.repository.logs.version_numbers import describe_numbers
 from datasvc.repository.objects.objects import Objects
+from datasvc.repository.store.read_only import ReadOnlyStorage
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import Storage
 
@@ -90,15 +91,19 @@ class Repository:
         return self.storage.url
 
     @classmethod
-    def open(cls, url: str) -> Repository:
+    def open(cls, url: str, *, read_only: bool = False) -> Repository:
         """Open an existing repository.
+
+        Args:
+            url: local folder or URL of the repository.
+            read_only: whether every write is refused with ConfigError, also those of indexes that are derived.
 
         Raises:
             NotFoundError: there is no repository at `url`.
             ConfigError: the repository has a later format, or no driver for the URL is installed.
             UnavailableError: the store does not respond.
         """
-        storage = Storage(url)
+        storage = ReadOnlyStorage(url) if read_only else Storage(url)
         try:
             raw = storage.read(MARKER, MAX_ENTRY_BYTES)
         except NotFoundError as error:

@@ -12,8 +12,15 @@ from datasvc.runs.facts import RunEvent, make_event, to_name, to_number, to_text
 from datasvc.runs.step_table import MAX_NAMES, StepTable
 
 _MAX_VERSIONS: Final = 100
-_MAX_STRAGGLERS: Final = 8
+_MAX_RANKS: Final = 8
 _MAX_VERDICT_CHARS: Final = 1000
+_MAX_NAME_CHARS: Final = 200
+BUSY: Final = "busy"
+"""Name of the events that say what a program does while it takes no steps: its silence is then no stall.
+
+They are a state, not a part of the history: heads of parts have the newest one until another event comes."""
+STALLED: Final = "stalled"
+"""Name of the events that say that ranks do not arrive: the watch reports them while the training hangs."""
 _MAX_STEP: Final = (1 << 63) - 1
 _Row = tuple[int, float, tuple[float, ...]]
 
@@ -26,11 +33,14 @@ class Collector:
         latest: newest value of each fact of the `step` events.
         versions: model versions that `checkpoint` events named, oldest first; the last `_MAX_VERSIONS`.
         warnings: fields of the head of a part that lists of runs show as problems, see docs/reference/formats.md.
+        num_signs: number of events that show that the program goes on: all but `stalled`.
     """
 
     latest: dict[str, Any] = field(default_factory=dict)
     versions: list[str] = field(default_factory=list)
     warnings: dict[str, Any] = field(default_factory=dict)
+    num_signs: int = 0
+    _last_step_s: float | None = None
     _rows: dict[tuple[str, ...], list[_Row]] = field(default_factory=dict)
     _events: list[RunEvent] = field(default_factory=list)
     _content: Content = field(default_factory=Content)
@@ -47,8 +57,19 @@ class Collector:
         """Add a reported event."""
         # Times do not fall, whatever the clock does, and those of two parts differ: readers continue after a time.
         self._newest_s = time_s = max(round(time_s, 3), self._newest_s, self._floor_s)
+        if event != STALLED:
+            self.num_signs += 1
+            self.warnings.pop(BUSY, None)
+            self.warnings.pop(STALLED, None)
         if _is_step(event, facts):
-            values = {name: number for name, value in facts.items() if (number := to_number(value)) is not None}
+            if self._last_step_s is not None:
+                self.warnings["step_interval_s"] = round(time_s - self._last_step_s, 3)
+            self._last_step_s = time_s
+            values = {
+                name: number
+                for name, value in facts.items()
+                if (number := value if type(value) is float else to_number(value)) is not None
+            }
             values.pop(STEP, None)
             if len(values) > MAX_NAMES:  # readers refuse a table with more
                 values = dict(islice(values.items(), MAX_NAMES))
@@ -56,6 +77,10 @@ class Collector:
             step = int(facts[STEP])
             self._rows.setdefault(tuple(values), []).append((step, time_s, tuple(values.values())))
             self.latest = {**facts, STEP: step}
+            return
+        if event == BUSY:
+            self.warnings[BUSY] = to_text(facts.get("work") or "", _MAX_NAME_CHARS)
+            self._last_step_s = None  # the time until the next step is not that of a step
             return
         made = make_event(time_s, event, facts)
         version = made.facts.get("version")
@@ -70,7 +95,13 @@ class Collector:
             self.warnings |= {"num_stalls": num_stalls, "last_stall_s": event.time_s}
         elif event.event == "ranks":
             stragglers = event.facts.get("stragglers")
-            self.warnings["stragglers"] = list(stragglers)[:_MAX_STRAGGLERS] if isinstance(stragglers, list) else []
+            self.warnings["stragglers"] = list(stragglers)[:_MAX_RANKS] if isinstance(stragglers, list) else []
+        elif event.event == STALLED:
+            ranks = event.facts.get("ranks")
+            self.warnings[STALLED] = {
+                "operation": to_text(event.facts.get("operation") or "", _MAX_NAME_CHARS),
+                "ranks": list(ranks)[:_MAX_RANKS] if isinstance(ranks, list) else [],
+            }
         elif event.event == "diagnosis":
             self.warnings["verdict"] = to_text(event.facts.get("verdict") or "", _MAX_VERDICT_CHARS)
 
@@ -91,10 +122,12 @@ class Collector:
 
 def _is_step(event: object, facts: dict[str, Any]) -> bool:
     """Return whether an event is a `step` event with a valid number of the step."""
+    if event != STEP:
+        return False
     step = facts.get(STEP)
     return (
-        event == STEP
-        and isinstance(step, numbers.Integral)
+        # Nearly every step is an `int`: the check of an abstract class takes longer.
+        (type(step) is int or isinstance(step, numbers.Integral))
         and not isinstance(step, bool)
         and 0 <= int(step) <= _MAX_STEP
     )

@@ -54,10 +54,14 @@ def limit_size(value: Any, max_bytes: int) -> Any:
 
 def choose_facts(facts: Mapping[str, Any], first: Collection[str], max_bytes: int) -> dict[str, Any]:
     """Return the facts as JSON values that fit into `max_bytes` of JSON, those named in `first` before others."""
+    ordered = sorted(facts, key=lambda name: name not in first)
+    whole = {to_name(name): to_json_value(facts[name]) for name in ordered}
+    if len(json.dumps(whole)) <= max_bytes:
+        return whole
     chosen: dict[str, Any] = {}
     room_bytes = max_bytes
-    for name in sorted(facts, key=lambda name: name not in first):
-        fact = {to_name(name): to_json_value(facts[name])}
+    for name, value in whole.items():
+        fact = {name: value}
         size_bytes = len(json.dumps(fact))
         if size_bytes <= room_bytes:
             chosen |= fact
@@ -69,10 +73,19 @@ def to_number(value: Any) -> float | None:
     """Return a number as a float; None for other values. A boolean is no number, a tensor of one number is one."""
     if isinstance(value, float):
         return value
+    # Every step has some of these, and the check of an abstract class below takes ten times as long.
+    if type(value) is int:
+        return _to_float(value)
+    if value is None or isinstance(value, str):
+        return None
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of numpy, torch or another framework
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
+    return _to_float(value)
+
+
+def _to_float(value: Any) -> float:
     try:
         return float(value)
     except OverflowError:

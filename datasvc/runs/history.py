@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 RunState = Literal["running", "finished", "failed", "interrupted", "not responding"]
 MISSED_HEARTBEATS: Final = 6
 """A run whose newest part is older than so many heartbeats is not responding."""
+_IDLE_S: Final = 60.0
+_IDLE_AT_START_S: Final = 600.0
 _STATES: Final = ("running", "finished", "failed", "interrupted")
 _NEW_RUN: Final[Mapping[str, Any]] = {"state": "running", "latest": {}, "versions": [], "lost": 0}
 
@@ -48,6 +50,12 @@ class RunSummary:
         last_stall_s: when the last of them was reported, in seconds since 1970; None: none was.
         stragglers: ranks that the others wait for, from the newest `ranks` event of the last attempt; at most 8.
         verdict: bottleneck in words, from its newest `diagnosis` event; "" without one. Any text: escape it.
+        idle_s: seconds for which the program had reported nothing when the newest part was written, by the clock of
+            its machine. The log's own thread writes parts also while the program hangs.
+        step_interval_s: seconds between the last two reports of steps; None: unknown.
+        busy: work during which the program takes no steps, such as "evaluation"; "" for none. Any text: escape it.
+        stalled: operation that some ranks have not submitted, and since which no step was reported: `operation`, a
+            text, and `ranks`, at most 8; None: none.
     """
 
     name: str
@@ -66,6 +74,28 @@ class RunSummary:
     last_stall_s: float | None = None
     stragglers: Sequence[int] = ()
     verdict: str = ""
+    idle_s: float = 0.0
+    step_interval_s: float | None = None
+    busy: str = ""
+    stalled: Mapping[str, Any] | None = None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the program runs, but takes no steps: ranks are missing, or it is silent for far too long."""
+        if self.state != "running":
+            return False
+        return self.stalled is not None or (not self.busy and self.idle_s > self._idle_limit_s)
+
+    @property
+    def _idle_limit_s(self) -> float:
+        """Seconds of silence after which a run is stalled."""
+        step_s = self.latest.get("step_s")
+        if self.step_interval_s is None:
+            # Before the first steps, a program compiles, restores and stages data.
+            return _IDLE_AT_START_S
+        # A program may report a step in a hundred: then the interval between reports counts, not the step.
+        lengths = (20 * step_s if isinstance(step_s, int | float) else 0.0, 3 * self.step_interval_s)
+        return max(_IDLE_S, *lengths)
 
     @property
     def ref(self) -> str:
@@ -81,7 +111,7 @@ class RunSummary:
     def to_dict(self) -> dict[str, Any]:
         """Return the attributes as JSON values."""
         return {**vars(self), "ref": self.ref, "latest": dict(self.latest), "versions": [*self.versions],
-                "data": [*self.data], "stragglers": [*self.stragglers]}  # fmt: skip
+                "data": [*self.data], "stragglers": [*self.stragglers], "is_stalled": self.is_stalled}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -234,9 +264,23 @@ def is_silent(head: Mapping[str, Any], now_s: float) -> bool:
 def _warnings(head: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a summary that older logs do not have; what is not valid is left out."""
     num_stalls, last_stall_s, stragglers = (head.get(name) for name in ("num_stalls", "last_stall_s", "stragglers"))
-    warnings: dict[str, Any] = {"verdict": str(head.get("verdict", ""))}
+    warnings: dict[str, Any] = {name: str(head.get(name, "")) for name in ("verdict", "busy")}
     if type(num_stalls) is int and isinstance(last_stall_s, int | float):
         warnings |= {"num_stalls": num_stalls, "last_stall_s": float(last_stall_s)}
     if isinstance(stragglers, list):
-        warnings["stragglers"] = [rank for rank in stragglers if type(rank) is int]
+        warnings["stragglers"] = _ranks(stragglers)
+    for name in ("idle_s", "step_interval_s"):
+        if isinstance(value := head.get(name), int | float) and value >= 0:
+            warnings[name] = float(value)
+    stalled = head.get("stalled")
+    if isinstance(stalled, dict):
+        operation, ranks = stalled.get("operation"), stalled.get("ranks")
+        warnings["stalled"] = {
+            "operation": str(operation or ""),
+            "ranks": _ranks(ranks) if isinstance(ranks, list) else [],
+        }
     return warnings
+
+
+def _ranks(values: Sequence[Any]) -> list[int]:
+    return [rank for rank in values if type(rank) is int]

@@ -81,6 +81,7 @@ class RunLog:
         self._collector = Collector()
         self._is_failing = False
         self._retry_s = flush_s
+        self._active_s = time.monotonic()  # when the program has reported last, to `flush_s`
         self._next_write = (
             0.0  # by `time.monotonic`; 0: the first part is written at once, so that lists show the run
         )
@@ -248,12 +249,15 @@ class RunLog:
 
     def _collect(self) -> None:
         """Move reported events from the queue to the collector."""
+        num_signs = self._collector.num_signs
         for _ in range(len(self._queue)):
             try:
                 self._collector.add(*self._queue.popleft())
             except Exception:  # noqa: BLE001 - methods of a user's class; the other events are not lost
                 self._num_failed += 1
                 _LOG.debug("%s: an event is lost", self.ref, exc_info=True)
+        if self._collector.num_signs != num_signs:
+            self._active_s = time.monotonic()
         limits = _LIMITS_WHILE_FAILING if self._is_failing else PART_LIMITS
         self._collector.compact(with_unused_bins(limits, 0 if self._parts is None else self._parts.num_bins))
 
@@ -319,6 +323,8 @@ class RunLog:
             "writer": secrets.token_hex(8),
             "time": round(time.time(), 3),
             "heartbeat_s": self._heartbeat_s,
+            # By the monotonic clock of this machine: a reader that compares times needs equal and steady clocks.
+            "idle_s": round(time.monotonic() - self._active_s, 3),
             "world_size": self._header["world_size"],
             "data": self._header["data"],
             "state": state,

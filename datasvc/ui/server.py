@@ -37,7 +37,8 @@ from datasvc.ui.pages.planning import planner
 from datasvc.ui.pages.searching import search
 from datasvc.ui.registry.routes import add_registry
 from datasvc.ui.settings import UiSettings
-from datasvc.ui.web.access import API, LOGIN_PATH, STATIC_PATH, Access, add_headers
+from datasvc.ui.web.access import LOGIN_PATH, STATIC_PATH, Access, add_headers
+from datasvc.ui.web.live import LivePage
 from datasvc.ui.web.page import Load
 from datasvc.ui.web.rendering import make_environment
 from datasvc.ui.web.routes import PageRoutes
@@ -65,6 +66,11 @@ PAGES: Final[Mapping[str, Load]] = {
     "/cluster": cluster.load,
     "/planner": planner.load,
 }
+LIVE_PAGES: Final[Mapping[str, LivePage]] = {
+    "/": LivePage(home.state_of, home.load_live),
+    "/cluster": LivePage(cluster.state_of, cluster.load),
+    "/runs/{name}/{id}": LivePage(runs.state_of, runs.load),
+}
 _STATIC: Final = Path(__file__).with_name("static")
 _PAGES_AT_ONCE: Final = 16
 _MAX_ADDRESS_BYTES: Final = 32 << 10  # the Planner's has the costs of a profile
@@ -75,15 +81,13 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 def make_app(site: Site) -> web.Application:
     """Return the web application of all pages."""
     environment = make_environment()
-    routes = PageRoutes(site, environment, PAGES)
+    routes = PageRoutes(site, environment, PAGES, LIVE_PAGES)
     access = Access(site.settings.token, site.settings.host)
     app = web.Application(middlewares=[routes.respond_to_errors, access.middleware()])
     app.on_response_prepare.append(add_headers)
     app.cleanup_ctx.append(partial(_follow_nodes, site))
     routes.add_to(app)
     add_registry(app, site, routes)
-    app.router.add_get(f"{API}/cluster/events", partial(cluster.stream_changes, site))
-    app.router.add_get(f"{API}/runs/{{name}}/{{id}}/events", partial(runs.stream_changes, site))
     app.router.add_post(LOGIN_PATH, access.login)
 
     async def show_login(request: web.Request) -> web.Response:

@@ -418,6 +418,16 @@ def test_a_second_search_reads_the_newest_entry_and_a_third_only_what_is_new(rep
     assert sorted(reads) == [("models/m/versions", 40), ("models/m/versions", 41), ("models/other/versions", 1)]
 
 
+def test_a_repository_that_is_opened_read_only_keeps_its_index_in_memory(repository, monkeypatch):
+    grow(repository, 40)
+    shown = Repository.open(repository.url, read_only=True)
+    assert len(found(shown, "step >= 0")) == 40
+    assert not Path(repository.url, INDEX_PATH).exists()
+    reads = count_reads(monkeypatch)
+    assert len(found(shown, "step >= 20")) == 20
+    assert reads == [("models/m/versions", 40)]
+
+
 def test_tags_that_moved_and_versions_removed_since_are_seen(repository):
     grow(repository, 40)
     repository.tag("models", "m@3", "prod")

@@ -120,6 +120,35 @@ def test_pages_over_many_versions_are_measured(tmp_path):
 
 
 @pytest.mark.slow
+def test_pages_of_data_are_measured():
+    found = run_json("pages.py", "--repeats", 1, "--shards", 3, "--samples", 300, "--model-mb", 1)
+    names = {row["name"] for row in found["rows"]}
+    assert {"100 thumbnails, first", "change of a model's layers, first", "memory"} <= names
+    assert all(row["median"] > 0 for row in found["rows"])
+
+
+@pytest.mark.slow
+def test_the_time_of_a_new_point_and_the_bytes_of_a_refresh_are_measured():
+    found = run_json("ui_live.py", "--points", 2, "--steps", 20)
+    assert [(row["name"], row["n"]) for row in found["rows"]] == [
+        (f"{store}: {what}", 2)
+        for store in ("local", "s3")
+        for what in ("report until the page has the point", "a refresh")
+    ]
+    assert all(row["min"] > 0 for row in found["rows"])
+
+
+@pytest.mark.slow
+def test_the_cost_of_a_run_log_is_measured_in_both_ways(tmp_path):
+    sizes = ("--steps", 5, "--width", 8, "--batch", 2, "--step-ms", 0.1)
+    found = json.loads(run("run_log.py", "--rounds", 2, *sizes, "--repo", tmp_path))
+    assert found["n"] == 2
+    for kind in ("sleep", "compute"):
+        assert found[kind]["step_ms"] > 0
+        assert found[kind].keys() == {"step_ms", "cpu_us", "cpu_percent", "wall_percent"}
+
+
+@pytest.mark.slow
 def test_hierarchical_allreduces_are_measured_beside_flat_ones_and_predicted():
     found = run_on_nodes("hierarchical.py", "--repeats", 2, "--mbit", 1000, "--sizes", 1)
     assert [ratio["name"].rpartition(": ")[2] for ratio in found["ratios"]] == [

@@ -11,7 +11,7 @@ from datasvc.runs import RunLog
 from datasvc.ui.pages.audit import find_ledger_of
 from tests.cli.command import run
 from tests.loaders.echo import EchoLoader, write_numbers
-from tests.ui.conftest import check_accessible, check_width, running_ui, texts
+from tests.ui.conftest import check_accessible, check_width, commands_of, running_ui, texts
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,11 @@ def test_the_page_has_the_values_of_the_command(audited, name):
 
 def test_a_proven_epoch_and_what_would_refute_it_are_told(audited):
     text = texts(audited.get("/audit/good")[2])
-    assert "Proven: every sample of epoch 0 was served exactly once" in text
+    assert "Proven: no sample of epoch 0 was lost or served twice" in text
+    assert "36 of 40 served once, 4 dropped by the tail." in text
+    assert f"by datasvc {datasvc.__version__}" in text
+    assert audited.settings.repository in text
+    assert str(audited.ledgers / "good") in text
     assert "What would refute it" in text
     one = audited.json("/audit/good?epoch=0", "audit")
     assert [epoch["epoch"] for epoch in one["epochs"]] == [0]
@@ -95,7 +99,45 @@ def test_the_page_of_a_run_links_to_the_audit_of_the_ledger_that_it_names(audite
         log.report("step", step=1, coverage=0.5)
     html = audited.get(f"/runs/{log.ref}")[2]
     assert 'href="/audit/team%2Flost"' in html
-    assert "This is no proof" in texts(html)
+    assert "Epoch 0, from its ledger: not proven: 18 samples never" in " ".join(texts(html).split())
+
+
+def test_the_coverage_of_a_live_run_is_that_of_its_ledger_and_not_of_the_program(audited):
+    repo = datasvc.open(audited.settings.repository)
+    ledger = audited.ledgers / "live"
+    log = RunLog.open(repo.repository, "live", config={"ledger": str(ledger)}, flush_s=3600)
+    log.report("step", step=1, epoch=7, coverage=0.99)  # of the program: another number, and another share
+    loader = EchoLoader(repo.dataset("numbers")["train"], batch_size=5, rank=0, world_size=1, ledger=ledger)
+    with log, loader:
+        assert log.flush()
+        for _, _batch in zip(range(2), loader, strict=False):
+            pass
+        path = f"/runs/{log.ref}"
+        html = audited.get(path)[2]
+        assert '<progress max="1" value="0.25"' in html
+        text = " ".join(texts(html).split())
+        assert "Epoch 0, from its ledger: 25.0 % reached; not finished: in the first 10 of 40 positions" in text
+        assert "10 of 10 served once" in text
+        command = commands_of(html)["ledger"]
+        assert audited.json(path, "ledger") == json.loads(run(*command[1:]).stdout)
+        next(iter(loader))
+        assert "37.5 % reached" in audited.get(path)[2]
+    with RunLog.open(repo.repository, "ended", config={"ledger": str(ledger)}) as log:
+        log.report("step", step=1, coverage=0.0)
+    html = audited.get(f"/runs/{log.ref}")[2]
+    assert "<progress" not in html
+    assert "Epoch 0, from its ledger: not finished: in the first 15 of 40 positions" in " ".join(texts(html).split())
+
+
+def test_a_live_run_whose_ledger_cannot_be_read_says_why(audited):
+    ledger = audited.ledgers / "empty"
+    ledger.mkdir()
+    (ledger / "00000001-rank0-of-1.ledger").write_bytes(b"")
+    with RunLog.open(audited.settings.repository, "odd", config={"ledger": str(ledger)}, flush_s=3600) as log:
+        assert log.flush()
+        text = texts(audited.get(f"/runs/{log.ref}")[2])
+    assert "The ledger shows no epoch" in text
+    assert "has no files of a ledger" in text
 
 
 def test_the_ledger_of_a_run_is_found_by_its_path(audited):

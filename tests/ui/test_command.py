@@ -9,10 +9,12 @@ import sys
 import threading
 import urllib.request
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from tests.cli.command import ROOT, run
+from tests.cli.command import ROOT, run_apart
+from tools.bench.ui_server import running_server
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -31,9 +33,26 @@ def test_it_stops_at_a_signal_while_a_page_is_live(filled, number):
     assert (process.returncode, output, errors) == (0, "", "")
 
 
+def test_no_page_loads_torch_or_pandas_into_the_server(filled):
+    # As a user starts it: the server of the other tests is a thread of a process that has both.
+    with running_server(str(filled), filled.parent) as server:
+        pages = (
+            "/",
+            "/datasets/pets@2",
+            "/datasets/pets@2/samples/train?where=label+%3E+1",
+            "/models/cnn@2?span=all",
+        )
+        for path in (*pages, "/compare/cnn@2/cnn@4?norms=1", "/planner", "/lineage/cnn@4", "/runs"):
+            assert server.fetch(path)
+        assert b"relative change" in server.fetch("/compare/cnn@2/cnn@4?norms=1")
+        mapped = Path(f"/proc/{server.process}/maps").read_text(encoding="utf-8")
+    assert "_duckdb" in mapped
+    assert [name for name in ("/torch/", "/pandas/") if name in mapped] == []
+
+
 def test_a_port_that_is_in_use_is_an_error_that_names_it(ui, filled):
     port = ui.url.rpartition(":")[2]
-    done = run("ui", "--repo", filled, "--port", port, "--no-browser")
+    done = run_apart("ui", "--repo", filled, "--port", port, "--no-browser")
     assert done.returncode == 2
     assert f"{port}): address already in use; choose another --port" in done.stderr
     assert "Traceback" not in done.stderr

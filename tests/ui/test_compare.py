@@ -1,9 +1,15 @@
 """The comparison of two model versions."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 import datasvc
+from datasvc.errors import UnavailableError
+from datasvc.ui.web import measured_changes
+from datasvc.ui.web.measured_changes import MeasuredChanges
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 from tests.ui.test_model import HOSTILE, printed
 
@@ -34,6 +40,28 @@ def test_values_and_tensors_are_what_the_command_line_prints(ui, filled):
     assert ui.json(page, "values") == printed("models", "compare", "cnn@2", "cnn@4", repo=filled)
     assert ui.json(page, "tensors") == printed("models", "diff", "cnn@2", "cnn@4", "--no-norms", repo=filled)
     assert ui.json(f"{page}?norms=1", "tensors") == printed("models", "diff", "cnn@2", "cnn@4", repo=filled)
+
+
+def test_one_comparison_is_measured_at_a_time_and_kept(layers, monkeypatch):
+    monkeypatch.setattr(measured_changes, "_PATIENCE_S", 0.0)
+    changes = MeasuredChanges(str(layers))
+    measuring, go_on = threading.Event(), threading.Event()
+
+    def diff_later(url, a, b):
+        measuring.set()
+        go_on.wait()
+        return (url, a, b)
+
+    monkeypatch.setattr(measured_changes, "diff_in_process", diff_later)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(changes.diff, "net@1", "net@2")
+        measuring.wait()
+        with pytest.raises(UnavailableError, match=r"from net@2 to net@1 is not measured yet.*one at a time"):
+            changes.diff("net@2", "net@1")
+        go_on.set()
+        assert first.result() == (str(layers), "net@1", "net@2")
+    monkeypatch.delattr(measured_changes, "diff_in_process")
+    assert changes.diff("net@1", "net@2") is first.result()
 
 
 def test_the_tensors_are_read_only_on_request_and_their_size_is_told_before(layers):

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import threading
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -223,11 +224,11 @@ def test_costs_of_a_step_that_are_long_have_room_in_the_address(ui):
 def test_two_requests_to_a_store_that_fails_do_not_wait_for_each_other(filled, monkeypatch):
     both = threading.Barrier(2)
 
-    def fail(_):
+    def fail(*_, **__):
         both.wait(60)
         raise UnavailableError("the store did not answer")
 
-    monkeypatch.setattr("datasvc.api.DataRepository.open", fail)
+    monkeypatch.setattr("datasvc.ui.web.site.Repository.open", fail)
     with running_ui(filled) as server, ThreadPoolExecutor(2) as threads:
         assert [status for status, *_ in threads.map(server.get, ["/datasets", "/models"])] == [503, 503]
 
@@ -244,6 +245,43 @@ def test_a_store_that_is_slow_shows_the_last_good_page_meanwhile(filled, monkeyp
         assert status == 200
         assert "The store has not given this page within 0.05 s, so this page is" in html
         assert "pets@2" in html
+
+
+def test_a_store_that_is_slow_shows_what_is_waited_for_and_the_next_request_gets_the_same_reading(
+    filled, monkeypatch
+):
+    answers, readings = threading.Event(), []
+    summarize = datasets_page.summarize_datasets
+
+    def read(repository):
+        readings.append(repository)
+        assert answers.wait(60)
+        return summarize(repository)
+
+    monkeypatch.setattr(routes, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(datasets_page, "summarize_datasets", read)
+    with running_ui(filled) as server:
+        for _ in range(2):
+            status, headers, html = server.get("/datasets?sort=-name", Accept="text/html")
+            assert (status, headers["Refresh"]) == (202, "0.05")
+            assert "This page has not come within 0.05 s." in texts(html)
+            assert "/datasets?sort=-name" in texts(html)
+            assert str(filled) in texts(html)
+        monkeypatch.setattr(routes, "_PATIENCE_S", 60.0)
+        answers.set()
+        status, _, html = server.get("/datasets?sort=-name", Accept="text/html")
+        assert (status, "pets@2" in html) == (200, True)
+        assert len(readings) == 1
+
+
+def test_an_image_that_is_slow_is_not_replaced_by_a_page(filled, monkeypatch):
+    monkeypatch.setattr(routes, "_PATIENCE_S", 0.0)
+    with running_ui(filled) as server:
+        request = urllib.request.Request(
+            f"{server.url}/datasets/pets@2/samples/train/0/image/image", headers={"Accept": "image/avif,*/*"}
+        )
+        with urllib.request.urlopen(request) as response:
+            assert response.headers.get_content_maintype() == "image"
 
 
 def test_the_command_of_a_key_that_begins_like_an_option_runs(tmp_path):

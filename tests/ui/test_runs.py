@@ -14,6 +14,7 @@ import pytest
 import datasvc
 from datasvc.errors import NotFoundError
 from datasvc.runs import RunLog, RunSummary, list_runs, read_run
+from datasvc.runs.part import PartRange
 from datasvc.testing import small_dataset
 from datasvc.ui.pages import runs as runs_page
 from datasvc.ui.pages.problems import recent_run_problems, run_problems
@@ -80,7 +81,7 @@ def test_a_run_shows_what_its_log_has(logged):
     assert VERDICT in text
     assert "the other ranks wait for rank 1" in text
     assert "1 step waited a second or longer for data" in text
-    assert "Epoch 1: 25.0 % of its samples are served" in text
+    assert "of its samples are served" not in text  # the run has ended
     assert 'href="/models/cnn@3"' in html
     assert 'href="/datasets/pets@2"' in html
     assert "stall at step 20: waited 2.5 s for data" in html
@@ -106,6 +107,7 @@ def test_a_run_that_is_deleted_while_it_is_followed_has_ended(tmp_path):
     assert log.flush()
     events = f"/api/runs/cnn/{log.id}/events"
     with running_ui(tmp_path / "repo") as server, urllib.request.urlopen(server.url + events) as stream:
+        assert stream.readline() == b"event: message\n"
         assert b"running" in stream.readline()
         shutil.rmtree(tmp_path / "repo/runs")
         assert b"event: end" in stream.read()
@@ -218,6 +220,8 @@ def summary(**changes):
         (summary(latest={"wait_s": 0.06, "step_s": 0.1}), "waits 60% of the time for data"),
         (summary(latest={"wait_s": 0.0, "step_s": 0.1}, verdict=VERDICT), f"cnn/1 is {VERDICT}"),
         (summary(stragglers=[3, 5]), "the other ranks wait for rank 3, 5"),
+        (summary(idle_s=700.0), "cnn/1 is stalled: its program runs, but has reported nothing for 700 s"),
+        (summary(stalled={"operation": "'grad'", "ranks": [3]}), "cnn/1 is stalled: rank 3 did not submit 'grad'"),
         (summary(num_stalls=2, last_stall_s=90.0), "2 steps waited a second or longer for data, the last one 10 s"),
     ],
 )
@@ -235,6 +239,7 @@ def test_problems_of_runs(run, text):
         summary(),
         summary(state="finished", latest={"wait_s": 1, "step_s": 1}, verdict=VERDICT, stragglers=[1]),
         summary(latest={"wait_s": 1, "step_s": 1}, verdict="compute-bound"),  # of many steps
+        summary(idle_s=700.0, busy="evaluation"),
         summary(last_s=2000.0, num_stalls=2, last_stall_s=90.0),
     ],
 )
@@ -242,10 +247,16 @@ def test_a_run_without_problems(run):
     assert run_problems(run) == []
 
 
+def count_parts(repository, log):
+    """Return how many parts the log has, whatever was merged."""
+    parts = filter(None, map(PartRange.parse, repository.storage.list(f"runs/{log.ref}")))
+    return max(part.last for part in parts)
+
+
 def test_a_new_point_appears_while_the_run_goes_on(tmp_path, page):
     repository = datasvc.open(str(tmp_path / "repo"), create=True).repository
     with running_ui(tmp_path / "repo") as server:
-        log = RunLog.open(repository, "cnn", flush_s=0.05)
+        log = RunLog.open(repository, "cnn")  # with the usual time between two parts
         report_steps(log, range(1, 4))
         assert log.flush()
         page.goto(f"{server.url}/runs/cnn/{log.id}")
@@ -253,8 +264,11 @@ def test_a_new_point_appears_while_the_run_goes_on(tmp_path, page):
         page.get_by_text("The run goes on").wait_for()
         page.locator("#chart-0[data-points='3'] canvas").wait_for()
         page.get_by_role("button", name="show forward").click()
+        num_parts = count_parts(repository, log)
         report_steps(log, [4])
         page.locator("#step").get_by_text("4", exact=True).wait_for()
+        # It came with the next part, and not by one that comes when nothing has been reported for long.
+        assert count_parts(repository, log) == num_parts + 1
         page.locator("#chart-0[data-points='4']").wait_for()
         # What the reader has hidden stays so.
         page.locator("#time-chart:has([data-x='4']) [aria-label='show forward'][aria-pressed=false]").wait_for()

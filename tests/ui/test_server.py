@@ -25,6 +25,8 @@ def test_home_shows_data_sets_and_models_as_the_command_line_does(ui, filled):
     _, _, html = ui.get("/")
     assert "2 data sets and 1 model" in texts(html)
     assert 'href="/datasets/pets@2"' in html
+    assert "have met no corrupt or missing object since it was started" in texts(html)
+    assert f"datasvc models verify --all --repo {filled}" in texts(html)
 
 
 def test_every_panel_names_a_command_that_gives_the_same(ui, filled):

@@ -1,11 +1,11 @@
-"""Pages of data in the browser: a version of 100 million samples, and a page of 100 thumbnails.
+"""Pages of data in the browser: a version of 100 million samples, 100 thumbnails, and the change of a model's layers.
 
 The large version is one shard of 25,000 small images, listed 4,000 times by its shard table, so the pages read a file
 that is in memory. The thumbnails are of 100 photos (500x375) on the local disk; "again" has them from the cache. Each
-repeat starts a new server with an empty cache; six requests run at a time, as in a browser. Memory is the server's
-peak resident set.
+repeat starts a new server with an empty cache; six requests run at a time, as in a browser. The model has two
+versions of one tensor, whose change another process measures. Memory is the peak resident set of the server.
 
-    python tools/bench/pages.py [--repeats 5] [--shards 4000] [--samples 25000] [--json]
+    python tools/bench/pages.py [--repeats 5] [--shards 4000] [--samples 25000] [--model-mb 100] [--json]
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from photos import write_photos
 from report import Report, make_parser
 from ui_server import running_server
@@ -34,11 +35,12 @@ PAGES = {
     "samples sorted": "/datasets/huge@1/samples/train?order=key",
     "look-up of a key that is missing": "/datasets/huge@1/samples/train?key=none",
     "one sample": "/datasets/huge@1/samples/train/777",
+    "change of a model's layers": "/compare/net@1/net@2?norms=1",
 }
 
 
-def write_versions(folder: Path, num_shards: int, num_samples: int) -> str:
-    """Make a repository with `huge@1` and `photos@1`; return its URL."""
+def write_versions(folder: Path, num_shards: int, num_samples: int, model_mb: int) -> str:
+    """Make a repository with `huge@1`, `photos@1`, `net@1` and `net@2`; return its URL."""
     repo = datasvc.open(str(folder / "repo"), create=True)
     one = small_dataset(repo, "one", samples=num_samples, image_size=32, shard_bytes=1 << 40)["train"].table
     counts = {label: count * num_shards for label, count in one.label_counts.items()}
@@ -52,6 +54,9 @@ def write_versions(folder: Path, num_shards: int, num_samples: int) -> str:
     repo.repository.versions("datasets", "huge").append(lambda _head: entry)
     write_photos(folder / "photos" / "train", num_images=100)
     repo.datasets.ingest(str(folder / "photos"), "photos")
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        repo.models.save("net", {"weight": torch.rand(model_mb * 250_000, generator=generator)}, step=step)
     return str(folder / "repo")
 
 
@@ -86,9 +91,10 @@ def main() -> None:
     parser = make_parser(__doc__, repeats=5)
     parser.add_argument("--shards", type=int, default=4000)
     parser.add_argument("--samples", type=int, default=25_000, help="of each shard")
+    parser.add_argument("--model-mb", type=int, default=100, help="of each version of the model")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="datasvc-bench-") as folder:
-        url = write_versions(Path(folder), arguments.shards, arguments.samples)
+        url = write_versions(Path(folder), arguments.shards, arguments.samples, arguments.model_mb)
         runs = [measure(url) for _ in range(arguments.repeats)]
     report = Report(
         f"Pages of {arguments.shards * arguments.samples:,} samples in {arguments.shards:,} shards; thumbnails",

@@ -27,7 +27,7 @@ FIRST_PAGES = {
     "model, versions in the middle": "/models/resnet@{middle}",
 }
 ALL_VERSIONS = {
-    "metric over all versions, and make the index": "/models/resnet?span=all",
+    "metric over all versions, and make the index in memory": "/models/resnet?span=all",
     "metric over all versions": "/models/resnet?span=all&axis=version",
 }
 

@@ -28,7 +28,7 @@ from datasvc.trainer.engine.negotiation.messages import CycleMessage, decode_mes
 from datasvc.trainer.engine.negotiation.negotiation import JOIN, Negotiation, Outcome, Refused
 from datasvc.trainer.engine.negotiation.request_cache import RequestCache
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Key
-from datasvc.trainer.engine.negotiation.stall import StallWatch
+from datasvc.trainer.engine.negotiation.stall import StalledOperation, StallWatch
 from datasvc.trainer.engine.tuning import Tuner
 from datasvc.trainer.env.engine_settings import EngineSettings
 from datasvc.trainer.errors import HorovodInternalError
@@ -54,6 +54,8 @@ class Engine:
     ) -> None:
         self.settings = settings
         """The initial settings; autotune may change the values in use."""
+        self.on_stall: Callable[[StalledOperation], None] | None = None
+        """Called by the engine's thread on rank 0 with each operation that it warns of; it must not fail or wait."""
         self.is_homogeneous = transport.is_homogeneous
         self._transport = transport
         self._cycle_time_s = settings.cycle_time_s
@@ -253,11 +255,13 @@ class Engine:
 
     def _watch_stalls(self) -> None:
         """Warn of operations that wait too long for some ranks, and end the job if the wait exceeds its limit."""
-        warnings, failure = self._stall_watch.check(self._clock(), self._negotiation.missing_ranks())
+        stalled, failure = self._stall_watch.check(self._clock(), self._negotiation.missing_ranks())
         # One rank warns for all, because all ranks have the same state of the negotiation.
         if self._transport.rank == 0:
-            for warning in warnings:
-                logger.warning("%s", warning)
+            for operation in stalled:
+                logger.warning("%s", operation.describe())
+                if (on_stall := self.on_stall) is not None:
+                    on_stall(operation)
             self._stall_failure = failure
 
     def _succeed(self, submission: Submission, result: Result) -> None:

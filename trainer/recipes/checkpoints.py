@@ -76,6 +76,7 @@ def commit(run: Run, *, due: bool = False) -> None:
         due: whether this save is periodic. With `checkpoint_overlap="refuse"`, a periodic save is refused while an
             earlier one is running. Any other save must not be refused, so it waits.
     """
+    run.recorder.report_busy("checkpoint")
     if not due and run.config.checkpoint_overlap == "refuse":
         for handle, _ in run.saves:
             handle.wait()

@@ -365,7 +365,7 @@ def open_run_log(
             "step": run.step,
         },
     )
-    run.recorder.log = log
+    run.recorder.attach(log)
     events.attach(log)
     return {RUN_LOG: log.id}
 

@@ -199,6 +199,7 @@ def evaluate_run(run: Run) -> dict[str, float]:
     """Return the metrics of the weights and, with prefix `ema_`, of their average; {} without a validation split."""
     if run.val_loader is None and not run.config.recomputes_statistics:
         return {}
+    run.recorder.report_busy("evaluation")
     # Close the training loader first, so that the cache need not hold the shards of both loaders at once.
     run.loader.close()
     prepare_statistics(run)

@@ -1,4 +1,4 @@
-"""`datasvc audit`: prove from a run's ledger that each sample of an epoch was served exactly once."""
+"""`datasvc audit`: prove from a run's ledger that no sample of an epoch was lost or served twice."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def audit(
     repo: KeysRepoOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Prove from a run's ledger that each sample of an epoch was served once, or list the samples that were not.
+    """Prove from a run's ledger that no sample of an epoch was lost or served twice, or list those that were.
 
     Example: datasvc audit /shared/run7/ledger --epoch 0 --repo ./repo
 

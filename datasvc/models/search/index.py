@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,6 +33,7 @@ from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Entry, Repository, Resolved
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import digest_of
+from datasvc.repository.store.read_only import ReadOnlyStorage
 from datasvc.shards.format.ipc_reader import PARSE_ERRORS, read_table
 from datasvc.threads import map_in_threads
 
@@ -49,6 +51,7 @@ _MODELS_AT_ONCE: Final = 16
 _MAX_MISSING: Final = 32
 _MISSING_PART: Final = 32
 _METADATA_KEY = b"datasvc.models.index"
+_MAX_UNPUBLISHED_BYTES: Final = 32 << 20
 
 
 class Head(NamedTuple):
@@ -80,8 +83,12 @@ class VersionIndex:
     invalid: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
+# Of each repository that is opened read-only, the index that cannot be stored.
+_unpublished: WeakKeyDictionary[Repository, VersionIndex] = WeakKeyDictionary()
+
+
 def read_index(repository: Repository, *, progress: Progress = NO_PROGRESS) -> VersionIndex:
-    """Return an up-to-date index; rewrite the stored one if it lacks many versions.
+    """Return an up-to-date index; rewrite the stored one if it lacks many versions, unless opened read-only.
 
     Versions that cannot be read are left out with an `UnreadableVersionWarning`. There is also one for each version
     with a field of a wrong type.
@@ -195,6 +202,8 @@ def _check_rows(table: pa.Table, fields: Sequence[Field]) -> None:
 
 def _load(repository: Repository) -> VersionIndex | None:
     """Return the stored index; None if there is none or it is damaged, so that it is built again from the entries."""
+    if (unpublished := _unpublished.get(repository)) is not None:
+        return unpublished
     try:
         index = decode_index(repository.storage.read(INDEX_PATH, _MAX_BYTES))
     except (NotFoundError, CorruptDataError):
@@ -228,6 +237,11 @@ def _has_valid_fields(version: Resolved, entry: Entry) -> bool:
 
 
 def _publish(repository: Repository, index: VersionIndex) -> None:
+    if isinstance(repository.storage, ReadOnlyStorage):
+        # A page asks again and again: the next query of this process need not read the same entries.
+        if index.table.nbytes <= _MAX_UNPUBLISHED_BYTES:
+            _unpublished[repository] = index
+        return
     content = encode_index(index)
     if len(content) > _MAX_BYTES:
         return  # `_load` would reject it

@@ -115,7 +115,8 @@ def _chart(chart_id: str, name: str, series: Series, colour: str, marks: Sequenc
             "from_zero": is_from_zero,
             "colour": f"--{colour}",
             "x": line.xs,
-            "y": line.ys,
+            # The log has float32: more digits are noise, and most of the bytes of a live page.
+            "y": [None if y is None else float(f"{y:.7g}") for y in line.ys],
             "marks": [[mark.x, mark.label, mark.is_problem, mark.href] for mark in marks],
         },
     }

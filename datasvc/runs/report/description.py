@@ -15,7 +15,7 @@ import numpy as np
 
 from datasvc.printable import count_text, text_value
 from datasvc.runs.facts import RunEvent
-from datasvc.runs.history import RunHistory
+from datasvc.runs.history import RunHistory, RunSummary
 
 STEP_PARTS: Final[Mapping[str, str]] = {
     "wait_s": "waiting for data",
@@ -57,9 +57,29 @@ def describe(history: RunHistory) -> str:
     return f"The run trained{data}, is {run.state} {step}{message}, and has saved {saved}."
 
 
+def describe_stall(run: RunSummary) -> str | None:
+    """Return why a run takes no steps although its program runs, and what to do; None if it is not stalled."""
+    if not run.is_stalled:
+        return None
+    if run.stalled is not None:
+        ranks = ", ".join(map(str, run.stalled["ranks"])) or "some"
+        return (
+            f"stalled: rank {ranks} did not submit {run.stalled['operation'] or 'an operation'}, and the other ranks "
+            "wait. Look at the processes of these ranks (`py-spy dump --pid PID` shows where one hangs); with "
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS such a job ends by itself"
+        )
+    usual = "" if run.step_interval_s is None else f", where it reported a step every {run.step_interval_s:.3g} s"
+    return (
+        f"stalled: its program runs, but has reported nothing for {run.idle_s:,.0f} s by the clock of its machine"
+        f"{usual}. `py-spy dump --pid PID` on that machine shows where it hangs"
+    )
+
+
 def warnings(history: RunHistory) -> list[str]:
-    """Return what slows a run down or has failed: a starved run's bottleneck, stragglers, stalls, checkpoints."""
+    """Return what slows a run down or has failed: a hang, starved loaders, stragglers, stalls, checkpoints."""
     found = []
+    if (stall := describe_stall(history.summary)) is not None:
+        found.append(stall)
     verdict = newest_fact(history, "diagnosis", "verdict")
     if isinstance(verdict, str) and verdict.startswith("starved"):
         found.append(verdict)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
+from datasvc import __version__
 from datasvc.errors import ConfigError, DatasvcError, NotFoundError
 from datasvc.ledger.audit import Audit
-from datasvc.ledger.audit_text import audit_facts, describe_conclusion, describe_counts, open_names
+from datasvc.ledger.audit_text import audit_facts, describe_conclusion, describe_counts, describe_outcome, open_names
 from datasvc.ledger.folders import audit_folders, find_ledgers
 from datasvc.ledger.names import SampleNames
 from datasvc.models.registry.diff import tree_leaves
@@ -48,6 +50,11 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "conclusion": _conclusion(result),
             "data": _data_links(result),
             "header": result.header,
+            # A printed proof has no address and no tool-tip: it states itself what was audited, when, and with what.
+            "audited_at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+            "version": __version__,
+            "repository": site.url,
+            "folder": str(path),
             "epochs": [_describe_epoch(result, number) for number in range(len(result.epochs))],
             "keys_reason": reason,
             "path": audit_link(name),
@@ -99,13 +106,18 @@ def _open_names(site: Site, result: Audit) -> tuple[SampleNames | None, str | No
 
 
 def _conclusion(result: Audit) -> str:
-    proven = [epoch.epoch for epoch in result.epochs if epoch.is_proven]
-    faulty = [epoch.epoch for epoch in result.epochs if not epoch.is_faultless]
+    faulty = [epoch.epoch for epoch in result.epochs if epoch.never.count or epoch.repeated.count]
     if result.is_proven:
-        which = f"epoch {proven[0]}" if len(proven) == 1 else f"each of the {len(proven)} finished epochs"
-        return f"Proven: every sample of {which} was served exactly once, over all ranks and restarts."
+        finished = [epoch for epoch in result.epochs if epoch.is_proven]
+        which = f"epoch {finished[0].epoch}" if len(finished) == 1 else f"the {len(finished)} finished epochs"
+        return (
+            f"Proven: no sample of {which} was lost or served twice, over all ranks and restarts: "
+            f"{describe_outcome(finished)}."
+        )
     if faulty:
-        return f"Not proven: {len(faulty)} of {len(result.epochs)} epochs have samples that were not served once."
+        return (
+            f"Not proven: {len(faulty)} of {len(result.epochs)} epochs have samples that were lost or served twice."
+        )
     if result.damage or result.disagreements:
         return "Not proven: files of the ledger are damaged or contradict each other."
     return "Not finished: no epoch has ended yet. No error was found so far."

@@ -5,19 +5,16 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
-
-from aiohttp import web
 
 from datasvc.cache.peers.placement import rank_nodes
 from datasvc.drawing import ChartSeries, chart_table, line_chart, small_multiples
 from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.ui.pages.problems import node_problems
-from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import cluster_link
+from datasvc.ui.web.live import PageState
 from datasvc.ui.web.node_monitor import NodeSample, NodeState, used_bytes
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
@@ -70,15 +67,9 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     )
 
 
-async def stream_changes(site: Site, request: web.Request) -> web.StreamResponse:
-    """Send an event after each reading of a node: the time of the reading."""
-
-    async def times() -> AsyncIterator[float]:
-        while True:
-            await site.nodes.changes.wait()
-            yield time.time()
-
-    return await stream_events(request, times())
+def state_of(site: Site, parts: Parts) -> PageState:  # noqa: ARG001 - the signature of all live pages
+    """Return the state of the page: another one after each reading of a node."""
+    return PageState(str(site.nodes.num_readings))
 
 
 def nodes_panel(states: Sequence[NodeState]) -> Panel:
@@ -211,14 +202,15 @@ def _placement(site: Site, states: Sequence[NodeState], ref: str | None) -> dict
     version = str(site.repo.datasets.resolve(ref))
     urls = tuple(state.url for state in states)
     responding = tuple(state.url for state in states if state.error is None)
-    owned = _count_owned(site, version, urls)
-    served = _count_owned(site, version, responding) if responding else {**owned, "nodes": {}}
+    owned = site.owners.get((version, urls), lambda: _count_owned(site, version, urls))
+    served = {**owned, "nodes": {}}
+    if responding:
+        served = site.owners.get((version, responding), lambda: _count_owned(site, version, responding))
     none = {"shards": 0, "bytes": 0}
     nodes = {url: {"owns": owned["nodes"][url], "serves": served["nodes"].get(url, none)} for url in urls}
     return {**owned, "nodes": nodes, "datasets": site.repo.datasets.names()[:_MAX_ROWS]}
 
 
-@lru_cache(maxsize=32)  # a version never changes, so neither do the owners of its shards
 def _count_owned(site: Site, ref: str, urls: tuple[str, ...]) -> dict[str, Any]:
     """Count the shards that each node owns. Of very many shards, evenly spaced ones are counted."""
     shards = {

@@ -53,7 +53,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     if not view["removed"] and (is_small or query.text("tensors") or query.text("norms")):
         with_norms = query.text("norms") is not None
         try:
-            difference = diff(repository, *names, norms=with_norms)
+            difference = site.changes.diff(*names) if with_norms else diff(repository, *names, norms=False)
         except DatasvcError as error:
             view["tensors_fault"] = str(error)
         else:

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import time
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
-from datasvc.runs import list_runs
+from datasvc.runs import RunSummary, list_runs
 from datasvc.ui.pages.cluster import nodes_panel
 from datasvc.ui.pages.datasets import count_names, datasets_panel, datasets_table
 from datasvc.ui.pages.models import models_panel, models_table
 from datasvc.ui.pages.problems import disk_problems, node_problems, recent_run_problems
 from datasvc.ui.pages.run_table import runs_table
 from datasvc.ui.pages.runs import runs_panel
-from datasvc.ui.web.page import Page, Parts, Query, RawResponse
+from datasvc.ui.web.live import PageState
+from datasvc.ui.web.node_monitor import NodeState
+from datasvc.ui.web.page import Page, Panel, Parts, Query, RawResponse
+from datasvc.ui.web.recent_runs import MAX_RUNS
 from datasvc.ui.web.site import Site
 
-_MAX_RUNS: Final = 50  # that are read to find live ones and problems
 _MAX_ENDED: Final = 5  # that are listed if no run is live
 
 
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
     """Return the data sets, the models, the nodes, and the problems of all of them."""
     datasets, models = datasets_panel(site), models_panel(site)
-    runs = list_runs(site.repo.repository, last=_MAX_RUNS)
-    live = [run for run in runs if run.state == "running"]
-    nodes = site.nodes.states()
+    runs, nodes = list_runs(site.repo.repository, last=MAX_RUNS), site.nodes.states()
     of_nodes = [problem for state in nodes for problem in node_problems(state)]
     disk = disk_problems(site.repo.repository.storage.local_path(""))
     problems = [*site.faults.problems(), *of_nodes, *recent_run_problems(runs, time.time()), *disk]
@@ -33,20 +34,52 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
         title="datasvc",
         section="home",
         problems=tuple(problems),
-        panels={
-            "datasets": datasets,
-            "models": models,
-            "runs": runs_panel(site, runs, last=_MAX_RUNS),
-            "nodes": nodes_panel(nodes),
-        },
+        panels={"datasets": datasets, "models": models, **_live_panels(site, runs, nodes)},
         view={
-            "site": site,
-            "nodes": nodes,
+            **_live_view(site, runs, nodes, query),
             "num_datasets": count_names(datasets),
+            "num_faults": len(site.faults.problems()),
             "num_models": count_names(models),
             "datasets_table": datasets_table(datasets, query, path="/", prefix="datasets_"),
             "models_table": models_table(models, query, path="/", prefix="models_"),
-            "num_live": len(live),
-            "runs_table": runs_table(live or runs[:_MAX_ENDED], query, path="/", prefix="runs_"),
         },
     )
+
+
+def load_live(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - see `load`
+    """Return the live parts of the page alone: its other parts take a listing of each data set and model."""
+    runs, nodes = site.recent_runs.read(site.repo.repository), site.nodes.states()
+    return Page(
+        template="home_live.html",
+        title="datasvc",
+        section="home",
+        panels=_live_panels(site, runs, nodes),
+        view=_live_view(site, runs, nodes, query),
+    )
+
+
+def state_of(site: Site, parts: Parts) -> PageState:  # noqa: ARG001 - the signature of all live pages
+    """Return the state of the page: its runs and nodes; its problems are its shape."""
+    runs, nodes = site.recent_runs.read(site.repo.repository), site.nodes.states()
+    # Not the texts of problems: these have ages.
+    shape = [
+        len(site.faults.problems()),
+        [(state.url, state.error is None) for state in nodes],
+        [(run.ref, run.state, run.is_stalled) for run in runs],
+    ]
+    version = [(run.ref, run.state, run.last_s) for run in runs]
+    return PageState(f"{site.nodes.num_readings} {version}", shape=str(shape))
+
+
+def _live_panels(site: Site, runs: Sequence[RunSummary], nodes: Sequence[NodeState]) -> Mapping[str, Panel]:
+    return {"runs": runs_panel(site, runs, last=MAX_RUNS), "nodes": nodes_panel(nodes)}
+
+
+def _live_view(site: Site, runs: Sequence[RunSummary], nodes: Sequence[NodeState], query: Query) -> Mapping[str, Any]:
+    live = [run for run in runs if run.state == "running"]
+    return {
+        "site": site,
+        "nodes": nodes,
+        "num_live": len(live),
+        "runs_table": runs_table(live or runs[:_MAX_ENDED], query, path="/", prefix="runs_"),
+    }

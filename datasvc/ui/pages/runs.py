@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
-from aiohttp import web
-
-from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.ledger.folders import find_ledgers
 from datasvc.runs import RunHistory, RunSummary, list_runs
 from datasvc.runs.report.charts import describe_left_out, line_charts, time_chart
 from datasvc.runs.report.description import as_mapping, as_number, newest_event, newest_fact, rank_times, warnings
 from datasvc.ui.pages.audit import find_ledger_of
+from datasvc.ui.pages.epoch_audit import audit_current_epoch
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
 from datasvc.ui.pages.run_table import runs_table
-from datasvc.ui.web.changes import stream_events
 from datasvc.ui.web.links import run_link, runs_link
+from datasvc.ui.web.live import PageState
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _RUNS_PER_PAGE: Final = 100
 _MAX_SORTED: Final = 1000  # runs whose logs are read to sort them
 _MAX_EVENTS: Final = 100
-# A log has a new part each second at most: with this pause, a reader sees a point within two seconds.
-_PAUSE_S: Final = 0.5
+_LIVE: Final = frozenset({"running", "not responding"})
 
 
 def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
@@ -81,6 +77,11 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     """Return one run."""
     history = site.runs.read(site.repo.repository, parts["name"], parts["id"])
     run = history.summary
+    is_live = run.state in _LIVE
+    folder = site.settings.ledgers
+    ledger = find_ledger_of(folder, as_mapping(history.header.get("config")))
+    current = audit_current_epoch(folder, ledger) if folder is not None and ledger is not None else None
+    audited = {} if current is None or current.panel is None else {"ledger": current.panel}
     return Page(
         template="run.html",
         title=run.ref,
@@ -92,7 +93,8 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
                 history.to_dict(),
                 site.command("runs", "show", run.ref, "--json"),
                 site.python("runs.read", run.ref),
-            )
+            ),
+            **audited,
         },
         view={
             "site": site,
@@ -104,40 +106,24 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
             "starved": starved_share(run.latest),
             "ranks": rank_times(history),
             "coverage": as_number(run.latest.get("coverage")),
-            "ledger": find_ledger_of(site.settings.ledgers, as_mapping(history.header.get("config"))),
+            "current_epoch": current,
+            "is_live": is_live,
             "progress": as_number(run.latest.get("progress")),
             "charts": line_charts(history),
             "left_out": describe_left_out(history),
             "time_chart": time_chart(history),
             "evaluation": [event for event in history.events if event.event == "evaluation"][-_MAX_EVENTS:],
             "events": [event for event in history.events if event.event not in {"diagnosis", "ranks"}][-_MAX_EVENTS:],
-            "events_link": f"/api{_link(run)}/events" if run.state in {"running", "not responding"} else None,
+            "events_link": f"/api{_link(run)}/events" if is_live else None,
         },
     )
 
 
-async def stream_changes(site: Site, request: web.Request) -> web.StreamResponse:
-    """Send an event whenever the log of a run has new parts or another state; end when the run has ended."""
-    name, run_id = request.match_info["name"], request.match_info["id"]
-    repository = await asyncio.to_thread(lambda: site.repo.repository)
-    history = await asyncio.to_thread(site.runs.read, repository, name, run_id)
-
-    async def changes(cursor: str, state: str) -> AsyncIterator[dict[str, Any]]:
-        # The first event tells a page that was loaded before the stream began to load again.
-        yield {"cursor": cursor, "state": state}
-        while state in {"running", "not responding"}:
-            await asyncio.sleep(_PAUSE_S)
-            try:
-                new = await asyncio.to_thread(site.runs.read, repository, name, run_id)
-            except NotFoundError:
-                return  # `gc` has deleted the log
-            except DatasvcError:
-                continue  # the store may respond again; until then the page keeps its values
-            if (new.cursor, new.summary.state) != (cursor, state):
-                cursor, state = new.cursor, new.summary.state
-                yield {"cursor": cursor, "state": state}
-
-    return await stream_events(request, changes(history.cursor, history.summary.state))
+def state_of(site: Site, parts: Parts) -> PageState:
+    """Return the state of the page of a run: another one with each new part of its log."""
+    history = site.runs.read(site.repo.repository, parts["name"], parts["id"])
+    state = history.summary.state
+    return PageState(f"{history.cursor} {state}", is_over=state not in _LIVE)
 
 
 def _link(run: RunSummary) -> str:

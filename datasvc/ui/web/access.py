@@ -16,6 +16,7 @@ from datasvc.node.http.auth import is_authorized, is_own_host
 LOGIN_PATH: Final = "/login"
 STATIC_PATH: Final = "/static/"
 API: Final = "/api"  # before the path of a page: its JSON twin
+PARTS: Final = f"{API}/parts"  # before the path of a live page: the parts of it that have changed
 REGISTRY: Final = "/v1"  # before the paths of the registry
 _HEADERS: Final = {
     # Scripts, styles and images come from this server only; no inline script or style runs, whatever a template has.

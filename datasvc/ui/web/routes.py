@@ -18,15 +18,17 @@ from jinja2 import Environment
 from datasvc.errors import CorruptDataError, DatasvcError, UnavailableError
 from datasvc.node.http.error_responses import status_of
 from datasvc.sql_sandbox import QueryLimits, limited
-from datasvc.ui.web.access import API, REGISTRY, is_for_programs
+from datasvc.ui.web.access import API, PARTS, REGISTRY, is_for_programs
 from datasvc.ui.web.kept_pages import KeptPages
+from datasvc.ui.web.live import PARTS_HEADER, LivePage, RenderedParts, changed_parts, stream_states
 from datasvc.ui.web.page import Load, Page, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.rendering import render, render_problems
 from datasvc.ui.web.site import Site
 from datasvc.ui.web.unreadable import collect_unreadable
 
 _YEAR_S: Final = 365 * 86400
-_PATIENCE_S: Final = 5.0  # before a kept page is shown
+_PATIENCE_S: Final = 5.0  # before a kept page is shown, or one that says what is waited for
+_LATE_KEPT_S: Final = 60.0
 _QUERY_TIME_S: Final = 10.0
 _QUERY_MEMORY_BYTES: Final = 64 << 20
 _QUERY_SPILLED_BYTES: Final = 1 << 30
@@ -43,21 +45,33 @@ class PageRoutes:
         site: what the pages read.
         environment: templates.
         pages: function of each page by path, such as "/datasets/{ref}".
+        live_pages: how those that change are followed, by path.
     """
 
-    def __init__(self, site: Site, environment: Environment, pages: Mapping[str, Load]) -> None:
+    def __init__(
+        self,
+        site: Site,
+        environment: Environment,
+        pages: Mapping[str, Load],
+        live_pages: Mapping[str, LivePage],
+    ) -> None:
         self._site = site
         self._environment = environment
         self._pages = pages
+        self._live_pages = live_pages
         self._kept = KeptPages()
-        # Pages that are still read after an older one was shown; a task without a reference may be deleted.
-        self._late: set[asyncio.Task[web.Response]] = set()
+        self._rendered = RenderedParts()
+        # Pages that are still read after another one was shown, by address: the next request waits for the same.
+        self._late: dict[str, asyncio.Task[web.Response]] = {}
 
     def add_to(self, app: web.Application) -> None:
         """Add the routes of all pages and of their JSON twins."""
         for path, load in self._pages.items():
             app.router.add_get(path, self.handler(partial(self._respond_html, load)))
             app.router.add_get(f"{API}{path}", self.handler(partial(self._respond_json, load)))
+        for path, live in self._live_pages.items():
+            app.router.add_get(f"{API}{path.rstrip('/')}/events", partial(stream_states, live, self._site))
+            app.router.add_get(f"{PARTS}{path}", self.handler(partial(self._respond_parts, live)))
 
     def handler(self, respond: Callable[[web.Request], web.Response]) -> Handler:
         """Return the handler that calls `respond` in a thread, with limits for the queries of the request."""
@@ -79,15 +93,17 @@ class PageRoutes:
                     raise
 
             # Rendering too: the HTML or JSON of a large page takes as long as reading it.
-            task = asyncio.create_task(asyncio.to_thread(work))
+            late = self._late.pop(request.path_qs, None) if _is_navigation(request) else None
+            task = late or asyncio.create_task(asyncio.to_thread(work))
             try:
                 await asyncio.wait([task], timeout=_PATIENCE_S)
                 if not task.done() and not is_for_programs(request.path):
                     reason = f"The store has not given this page within {_PATIENCE_S:g} s"
-                    if (kept := self._kept_response(request, reason, "load it again later")) is not None:
-                        # The page that is read meanwhile is kept for the next request.
-                        self._late.add(task)
-                        task.add_done_callback(self._end_late)
+                    kept = self._kept_response(request, reason, "load it again later")
+                    if kept is None and _is_navigation(request):
+                        kept = self._waiting_response(request)
+                    if kept is not None:
+                        self._keep_late(request.path_qs, task)
                         return kept
                 return await task
             except asyncio.CancelledError:
@@ -97,10 +113,20 @@ class PageRoutes:
 
         return handle
 
-    def _end_late(self, task: asyncio.Task[web.Response]) -> None:
-        self._late.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _LOG.info("a page that was replaced by a kept one has failed: %s", error)
+    def _keep_late(self, address: str, task: asyncio.Task[web.Response]) -> None:
+        """Keep a page that is still read for the next request, for a while after its end."""
+
+        def forget() -> None:
+            if self._late.get(address) is task:
+                del self._late[address]
+
+        def end(ended: asyncio.Task[web.Response]) -> None:
+            if not ended.cancelled() and (error := ended.exception()) is not None:
+                _LOG.info("a page that came too late for its request has failed: %s", error)
+            ended.get_loop().call_later(_LATE_KEPT_S, forget)
+
+        self._late[address] = task
+        task.add_done_callback(end)
 
     def _respond_html(self, load: Load, request: web.Request) -> web.Response:
         try:
@@ -115,6 +141,20 @@ class PageRoutes:
         text = self._render(request, page)
         self._kept.put(request.path_qs, text)
         return _html_response(text)
+
+    def _respond_parts(self, live: LivePage, request: web.Request) -> web.Response:
+        """Respond with the parts of a live page that the browser does not have."""
+        state = live.state(self._site, dict(request.match_info))
+
+        def render() -> str:
+            page = self._load(live.load, request)
+            assert isinstance(page, Page)
+            return self._render(request, page)
+
+        parts = self._rendered.get(request.path_qs, state.version, render)
+        response = web.json_response(changed_parts(parts, request.headers.get(PARTS_HEADER, "")))
+        response.enable_compression()
+        return response
 
     def _respond_json(self, load: Load, request: web.Request) -> web.Response:
         page = self._load(load, request)
@@ -147,12 +187,26 @@ class PageRoutes:
         # Texts are escaped, so the element occurs once.
         return _html_response(html.replace(_MAIN, f"{_MAIN}\n{render_problems(self._environment, [problem])}", 1))
 
+    def _waiting_response(self, request: web.Request) -> web.Response:
+        """Return a page that says what is read, and loads the page again by itself."""
+        page = Page(
+            template="waiting.html",
+            title="Not read yet",
+            section="",
+            panels={},
+            view={"url": self._site.url, "patience_s": _PATIENCE_S, "path": request.path_qs},
+        )
+        response = _html_response(self._render(request, page), HTTPStatus.ACCEPTED)
+        response.headers["Refresh"] = f"{_PATIENCE_S:g}"
+        return response
+
     def _render(self, request: web.Request, page: Page) -> str:
+        address = request.path_qs.removeprefix(PARTS)
         return render(
             self._environment,
             page,
-            address=request.path_qs,
-            api_address=f"{API}{request.path_qs}",
+            address=address,
+            api_address=f"{API}{address}",
             search=request.query.get("q", ""),
         )
 
@@ -198,6 +252,11 @@ class PageRoutes:
             },
         )
         return _html_response(self._render(request, page), status)
+
+
+def _is_navigation(request: web.Request) -> bool:
+    """Return whether a browser loads a page into a window, and not an image or a part of a page."""
+    return "text/html" in request.headers.get("Accept", "") and "HX-Request" not in request.headers
 
 
 def _html_response(text: str, status: int = 200) -> web.Response:

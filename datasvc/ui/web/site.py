@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from datasvc.api import DataRepository
+from datasvc.repository import Repository
 from datasvc.repository.store.redaction import redact_url
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
+from datasvc.ui.web.measured_changes import MeasuredChanges
 from datasvc.ui.web.node_monitor import NodeMonitor
+from datasvc.ui.web.recent_results import RecentResults
+from datasvc.ui.web.recent_runs import RecentRuns
 from datasvc.ui.web.run_cache import RunCache
 from datasvc.ui.web.seen_faults import SeenFaults
 from datasvc.ui.web.split_cache import SplitCache
@@ -27,8 +32,12 @@ class Site:
     Attributes:
         settings: settings of the server.
         url: URL of the repository without secrets.
+        started_s: when the server was started, in seconds since 1970.
         splits: open splits of data sets.
         runs: logs of the runs that readers follow.
+        recent_runs: the newest runs, which Home follows.
+        changes: comparisons of model versions with the change of each tensor.
+        owners: shards that each node owns, by version of a data set and URLs of the nodes: neither changes.
         faults: corrupt and missing objects that pages have met.
         nodes: status and history of the nodes.
     """
@@ -36,9 +45,13 @@ class Site:
     def __init__(self, settings: UiSettings) -> None:
         self.settings = settings
         self.url = redact_url(settings.repository)
+        self.started_s = time.time()
         self.splits = SplitCache()
+        self.owners: RecentResults[dict[str, Any]] = RecentResults(32)
         self.faults = SeenFaults()
         self.runs = RunCache()
+        self.recent_runs = RecentRuns()
+        self.changes = MeasuredChanges(settings.repository)
         self.nodes = NodeMonitor(settings.nodes, token=settings.node_token)
         self._repo: DataRepository | None = None
 
@@ -49,7 +62,8 @@ class Site:
         # lock: requests to such a store would wait for it one after the other. Two that open it at once do no harm.
         repo = self._repo
         if repo is None:
-            repo = self._repo = DataRepository.open(self.settings.repository)
+            # Read-only: no page may change the repository, not even an index that is derived from it.
+            repo = self._repo = DataRepository(Repository.open(self.settings.repository, read_only=True))
         return repo
 
     @cached_property

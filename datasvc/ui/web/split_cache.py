@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
 from dataclasses import replace
-from typing import Final, Generic, TypeVar
+from typing import Final
 
 from datasvc.repository import Repository
 from datasvc.shards.query.histogram import MAX_SHARDS, Histogram, histogram_of
 from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
+from datasvc.ui.web.recent_results import RecentResults
 
-_T = TypeVar("_T")
 # The server aims at 300 MB of memory. The shard table of 100 million samples takes up to some 20 MB.
 _MAX_VERSIONS: Final = 4
 _MAX_BYTES_OF_SPLIT: Final = 16 << 20
 _MAX_HISTOGRAMS: Final = 256
 
 
-class _Recent(Generic[_T]):
-    """The last used results of a function by key."""
-
-    def __init__(self, max_results: int) -> None:
-        self._max_results = max_results
-        self._results: OrderedDict[Hashable, _T] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        with self._lock:
-            if key in self._results:
-                self._results.move_to_end(key)
-                return self._results[key]
-        # Made without the lock: a slow result does not delay the others.
-        result = make()
-        with self._lock:
-            self._results[key] = result
-            while len(self._results) > self._max_results:
-                self._results.popitem(last=False)
-        return result
-
-
 class SplitCache:
     """Versions with their splits, and histograms, of the last pages. Several threads may use it at once."""
 
     def __init__(self) -> None:
-        self._versions: _Recent[DatasetVersion] = _Recent(_MAX_VERSIONS)
-        self._samples: _Recent[NumberedSamples] = _Recent(_MAX_VERSIONS)
-        self._histograms: _Recent[Histogram] = _Recent(_MAX_HISTOGRAMS)
+        self._versions: RecentResults[DatasetVersion] = RecentResults(_MAX_VERSIONS)
+        self._samples: RecentResults[NumberedSamples] = RecentResults(_MAX_VERSIONS)
+        self._histograms: RecentResults[Histogram] = RecentResults(_MAX_HISTOGRAMS)
 
     def version(self, repository: Repository, ref: str) -> DatasetVersion:
         """Return the version that `ref` resolves to now. For errors, see `open_dataset`."""

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from checking import raises, run_checks
 
 import datasvc.trainer as hvd
+from datasvc.repository import Repository
+from datasvc.runs import RunLog, read_run
+from datasvc.trainer.recipes.reporting.recorder import Recorder
 
 RANK = int(os.environ["RANK"])
 
@@ -85,20 +88,30 @@ def check_the_users_own_process_group_is_used_and_kept():
 
 def check_a_stall_names_the_missing_rank():
     os.environ["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "0.05"
-    warned, messages = threading.Event(), []
+    warned, messages = threading.Semaphore(0), []
 
     class Listener(logging.Handler):
         def emit(self, message):
             messages.append(message.getMessage())
-            warned.set()
+            warned.release()
 
     logging.getLogger("datasvc.trainer").addHandler(Listener())
+    repository = Repository.create(tempfile.mkdtemp())
+    log = RunLog.open(repository, "hangs")
     hvd.init()
     if RANK == 0:
+        recorder = Recorder(torch.device("cpu"), is_on=True)
+        recorder.attach(log)
         handle = hvd.allreduce_async(torch.ones(1), name="late")
-        assert warned.wait(30.0)
+        assert warned.acquire(timeout=30.0)
         assert "'allreduce.late' has waited" in messages[0]
         assert "for rank 1, which" in messages[0]
+        # The engine reports to the log after its warning, so at the second one the log has the first.
+        assert warned.acquire(timeout=30.0)
+        assert log.flush()
+        first = read_run(repository, log.name, log.id).events[0]
+        assert (first.event, first.facts["operation"], first.facts["ranks"]) == ("stalled", "'allreduce.late'", [1])
+        recorder.close()
     # Rank 1 submits only after rank 0 has been warned.
     hvd.broadcast(torch.ones(1), 0, name="warned")
     if RANK == 1:

@@ -28,6 +28,7 @@ from datasvc.runs import list_runs, read_run
 from datasvc.shards import ingest
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import restore
+from datasvc.trainer.recipes.reporting.recorder import Recorder
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train
 from tests.terminals import read_terminal
@@ -569,6 +570,22 @@ def test_another_name_begins_another_run_and_without_a_log_there_is_none(reposit
     assert read_run(repository, branch.name, branch.id).header["parent"] == "recorded-once@1"
     assert list_runs(repository, "unrecorded") == []
     assert "run" not in describe_model(repository, "unrecorded@1").entry
+
+
+def test_the_log_says_that_a_run_evaluates_or_saves(repository, monkeypatch):
+    seen = []
+
+    def note(recorder, work, report=Recorder.report_busy):
+        report(recorder, work)
+        assert recorder.log.flush()
+        (found,) = list_runs(repository, "busy")
+        seen.append((work, found.busy))
+
+    monkeypatch.setattr(Recorder, "report_busy", note)
+    run(repository, "busy", max_steps=2)
+    assert seen == [("evaluation", "evaluation"), ("checkpoint", "checkpoint")]
+    (found,) = list_runs(repository, "busy")
+    assert (found.busy, found.is_stalled) == ("", False)
 
 
 def test_a_run_that_fails_says_so_in_its_log(repository, monkeypatch):

@@ -7,9 +7,32 @@ engine passes the time.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from datasvc.trainer.engine.negotiation.agreement import name_ranks
 from datasvc.trainer.engine.negotiation.requests import Key
+
+
+@dataclass(frozen=True)
+class StalledOperation:
+    """An operation that waits for ranks.
+
+    Attributes:
+        key: key of the operation.
+        ranks: ranks that have not submitted it.
+        waited_s: seconds since the first rank has submitted it.
+    """
+
+    key: Key
+    ranks: tuple[int, ...]
+    waited_s: float
+
+    def describe(self) -> str:
+        """Return this as text, for messages."""
+        return (
+            f"{self.key.describe()} has waited {self.waited_s:.0f} s for {name_ranks(self.ranks)}, which did not "
+            "submit it"
+        )
 
 
 class StallWatch:
@@ -31,8 +54,8 @@ class StallWatch:
         self._waiting_since.pop(key, None)
         self._last_warning.pop(key, None)
 
-    def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> tuple[list[str], str]:
-        """Return the warnings that are due, and the reason why the job must end; an empty reason if it can continue.
+    def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> tuple[list[StalledOperation], str]:
+        """Return the operations to warn of, and the reason why the job must end; an empty reason if it can continue.
 
         Warnings about one operation are `warning_s` apart.
 
@@ -43,16 +66,12 @@ class StallWatch:
         # Delete completed operations, so that a later operation of the same name starts at zero.
         for key in self._waiting_since.keys() - missing.keys():
             self.restart(key)
-        warnings, failure = [], ""
+        stalled, failure = [], ""
         for key, ranks in missing.items():
-            waited_s = now_s - self._waiting_since.setdefault(key, now_s)
+            waiting = StalledOperation(key, ranks, now_s - self._waiting_since.setdefault(key, now_s))
             if self._warning_s and now_s - self._last_warning.setdefault(key, now_s) >= self._warning_s:
                 self._last_warning[key] = now_s
-                warnings.append(_describe(key, ranks, waited_s))
-            if self._shutdown_s and waited_s >= self._shutdown_s and not failure:
-                failure = f"{_describe(key, ranks, waited_s)}; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job"
-        return warnings, failure
-
-
-def _describe(key: Key, ranks: tuple[int, ...], waited_s: float) -> str:
-    return f"{key.describe()} has waited {waited_s:.0f} s for {name_ranks(ranks)}, which did not submit it"
+                stalled.append(waiting)
+            if self._shutdown_s and waiting.waited_s >= self._shutdown_s and not failure:
+                failure = f"{waiting.describe()}; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job"
+        return stalled, failure

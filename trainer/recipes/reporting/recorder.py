@@ -12,7 +12,11 @@ import torch
 
 import datasvc.trainer as hvd
 from datasvc.runs import RunLog
+from datasvc.runs.collector import BUSY, STALLED
 from datasvc.runs.run_log import outcome_of
+from datasvc.trainer.engine.engine import Engine
+from datasvc.trainer.engine.negotiation.stall import StalledOperation
+from datasvc.trainer.job.runtime import current_job
 from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.rank_times import RankTimes, describe_ranks
 from datasvc.trainer.recipes.reporting.step_parts import Mark, StepParts, mark_nothing
@@ -71,11 +75,28 @@ class Recorder:
 
     def __init__(self, device: torch.device, *, is_on: bool, has_own_times: bool = True) -> None:
         self.log: RunLog | None = None
+        self._engine: Engine | None = None
         self._is_on = is_on
         self._has_own_times = has_own_times
         self._parts = StepParts(device)
         self._times = RankTimes()
         self._next_diagnosis = time.monotonic() + DIAGNOSIS_S
+
+    def attach(self, log: RunLog) -> None:
+        """Write to the log of the run, on rank 0; operations that wait for ranks are events of it too."""
+        self.log = log
+
+        def report_stall(stalled: StalledOperation) -> None:
+            ranks = list(stalled.ranks)
+            log.report(STALLED, operation=stalled.key.describe(), ranks=ranks, waited_s=stalled.waited_s)
+
+        self._engine = current_job().engine
+        self._engine.on_stall = report_stall
+
+    def report_busy(self, work: str) -> None:
+        """Record on rank 0 that the program takes no steps for now, so that its silence is no stall."""
+        if self.log is not None:
+            self.log.report(BUSY, work=work)
 
     def begin_step(self, step: int) -> Mark:
         """Return the function that `update` calls at the end of each part of the step after `step` others."""
@@ -115,6 +136,8 @@ class Recorder:
         """Close the log with the outcome: an error, a signal that ended the run, or neither."""
         if self.log is None:
             return
+        if self._engine is not None:
+            self._engine.on_stall = None
         if signal is not None:
             self.log.close("interrupted", f"stopped by signal {signal}")
         elif isinstance(error, hvd.HorovodInternalError | HostsUpdatedInterrupt):

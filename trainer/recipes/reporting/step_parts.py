@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Final
 
 import torch
@@ -44,7 +45,8 @@ class StepParts:
 
     def take(self) -> dict[str, float]:
         """Return the mean seconds of each part over the steps since the last call, {} if none was measured."""
-        means = {f"{part.replace('-', '_')}_s": total / self._num_steps for part, total in self._sums_s.items()}
+        num_steps = self._num_steps
+        means = {_fact_name(part): total / num_steps for part, total in self._sums_s.items()}
         self._sums_s = {}
         self._num_steps = 0
         return means
@@ -55,6 +57,11 @@ class StepParts:
         now = self._now()
         self._sums_s[part] = self._sums_s.get(part, 0.0) + now - self._last
         self._last = now
+
+
+@cache  # every step has the same few parts
+def _fact_name(part: str) -> str:
+    return f"{part.replace('-', '_')}_s"
 
 
 def mark_nothing(_part: str) -> None:

@@ -9,11 +9,12 @@ def test_an_operation_is_reported_with_its_missing_ranks_once_per_period():
     missing = {GRAD: (1, 3)}
     assert watch.check(100.0, missing)[0] == []
     assert watch.check(159.9, missing)[0] == []
-    assert watch.check(160.0, missing)[0] == ["'grad' has waited 60 s for ranks 1, 3, which did not submit it"]
+    (stalled,) = watch.check(160.0, missing)[0]
+    assert (stalled.key, stalled.ranks, stalled.waited_s) == (GRAD, (1, 3), 60.0)
+    assert stalled.describe() == "'grad' has waited 60 s for ranks 1, 3, which did not submit it"
     assert watch.check(161.0, missing)[0] == []
-    assert watch.check(220.0, {GRAD: (3,)})[0] == [
-        "'grad' has waited 120 s for rank 3, which did not submit it",
-    ]
+    (stalled,) = watch.check(220.0, {GRAD: (3,)})[0]
+    assert stalled.describe() == "'grad' has waited 120 s for rank 3, which did not submit it"
 
 
 def test_an_operation_that_completed_starts_anew_under_the_same_name():
