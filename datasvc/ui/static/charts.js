@@ -1,62 +1,77 @@
-// Stacked areas: their legend hides and shows parts, and a cursor, which the curves share, gives the values at a step.
+// Charts of the server: a legend that hides and shows parts, and a cursor that charts over the same values share.
 // Without this file the values are shown on hover and in the table.
 "use strict";
 
 (() => {
-  // Kept while a live page replaces its drawings.
-  const hidden = new Set();
-  const followers = new Map(); // by frame: shows the cursor of others
-  let shared = null; // x of the cursor
+  // Kept while a live page replaces its drawings, and in the address.
+  const hidden = new Set(address.read("hide"));
+  const frames = new Map(); // by id: draws a chart again, or shows the cursor of others
+  const shared = new Map(); // x of the cursor by what the charts are over, such as "step"
+
+  function toggle(name) {
+    if (!hidden.delete(name)) hidden.add(name);
+    address.write("hide", [...hidden]);
+    frames.forEach((frame) => frame.draw()); // the same thing may be a part of several charts
+  }
+
+  // Parts that stand on each other come down where one below them is hidden; the axis keeps its range.
+  function stack(areas, edges, isHidden) {
+    let level = edges[0].lower.map(([, y]) => y);
+    areas.forEach((area, number) => {
+      if (isHidden[number]) return;
+      const { upper, lower } = edges[number];
+      const next = level.map((y, at) => y - (lower[at][1] - upper[at][1]));
+      const points = [...upper.map(([x], at) => [x, next[at]]), ...lower.map(([x], at) => [x, level[at]]).reverse()];
+      area.setAttribute("points", points.map((point) => point.join(",")).join(" "));
+      level = next;
+    });
+  }
+
+  // The upper edge of an area from left to right, then the lower one back.
+  function edgesOf(area) {
+    const corners = area.getAttribute("points").split(" ").map((corner) => corner.split(",").map(Number));
+    return { upper: corners.slice(0, corners.length / 2), lower: corners.slice(corners.length / 2).reverse() };
+  }
+
+  function enableKey(key, id, name) {
+    key.id = id;
+    key.setAttribute("role", "button");
+    key.setAttribute("tabindex", "0");
+    key.setAttribute("aria-label", `show ${name}`);
+    key.addEventListener("click", () => toggle(name));
+    key.addEventListener("keydown", (event) => {
+      if (event.key !== "Enter" && event.key !== " ") return;
+      event.preventDefault();
+      toggle(name);
+    });
+  }
 
   function enable(frame) {
     const svg = frame.querySelector("svg");
-    const areas = [...svg.querySelectorAll(".area")];
+    const parts = [...svg.querySelectorAll(".part")];
     const keys = [...svg.querySelectorAll(".key")];
     const strips = [...svg.querySelectorAll(".hover")];
-    if (!areas.length || !strips.length) return;
+    if (!parts.length) return;
     frame.dataset.enabled = "";
-    const names = areas.map((area) => area.querySelector("title").textContent);
-    // The upper edge from left to right, then the lower one back.
-    const edges = areas.map((area) => {
-      const corners = area.getAttribute("points").split(" ").map((corner) => corner.split(",").map(Number));
-      return { upper: corners.slice(0, corners.length / 2), lower: corners.slice(corners.length / 2).reverse() };
-    });
-
-    // The parts that are shown stand on each other; the axis keeps its range.
-    function stack() {
-      let level = edges[0].lower.map(([, y]) => y);
-      areas.forEach((area, number) => {
-        const isHidden = hidden.has(names[number]);
-        area.setAttribute("visibility", isHidden ? "hidden" : "visible");
-        keys[number].setAttribute("aria-pressed", String(!isHidden));
-        keys[number].querySelector("text").setAttribute("text-decoration", isHidden ? "line-through" : "none");
-        if (isHidden) return;
-        const { upper, lower } = edges[number];
-        const next = level.map((y, at) => y - (lower[at][1] - upper[at][1]));
-        const points = [...upper.map(([x], at) => [x, next[at]]), ...lower.map(([x], at) => [x, level[at]]).reverse()];
-        area.setAttribute("points", points.map((point) => point.join(",")).join(" "));
-        level = next;
-      });
-      show(shared, false);
-    }
-
+    const over = frame.dataset.chart;
+    const names = parts.map((part) => part.querySelector("title").textContent);
+    const edges = parts[0].matches(".area") ? parts.map(edgesOf) : null;
     svg.setAttribute("role", "group"); // a reader skips the buttons of an image
-    keys.forEach((key, number) => {
-      const toggle = () => {
-        if (!hidden.delete(names[number])) hidden.add(names[number]);
-        stack();
-      };
-      key.id = `${frame.id}-part-${number}`;
-      key.setAttribute("role", "button");
-      key.setAttribute("tabindex", "0");
-      key.setAttribute("aria-label", `show ${names[number]}`);
-      key.addEventListener("click", toggle);
-      key.addEventListener("keydown", (event) => {
-        if (event.key !== "Enter" && event.key !== " ") return;
-        event.preventDefault();
-        toggle();
-      });
-    });
+    // A single part is not hidden: an empty chart says nothing.
+    if (keys.length > 1) keys.forEach((key, number) => enableKey(key, `${frame.id}-part-${number}`, names[number]));
+
+    function draw() {
+      if (keys.length > 1) {
+        const isHidden = names.map((name) => hidden.has(name));
+        parts.forEach((part, number) => {
+          part.setAttribute("visibility", isHidden[number] ? "hidden" : "visible");
+          keys[number].setAttribute("aria-pressed", String(!isHidden[number]));
+          keys[number].querySelector("text").setAttribute("text-decoration", isHidden[number] ? "line-through" : "none");
+        });
+        if (edges) stack(parts, edges, isHidden);
+      }
+      show(shared.get(over) ?? null, false);
+    }
 
     const line = document.createElementNS(svg.namespaceURI, "line");
     line.setAttribute("class", "cursor line ink");
@@ -72,16 +87,17 @@
 
     // `x`: where the cursor is; null: nowhere.
     function show(x, isOwn) {
-      shared = x;
+      if (!strips.length) return null;
+      shared.set(over, x);
       line.setAttribute("visibility", x === null ? "hidden" : "visible");
-      if (isOwn) document.dispatchEvent(new CustomEvent("datasvc:cursor", { detail: { x, from: frame.id } }));
+      if (isOwn) document.dispatchEvent(new CustomEvent("datasvc:cursor", { detail: { x, over, from: frame.id } }));
       if (x === null) { text.textContent = ""; return null; }
       const strip = nearest(x);
       const [top, height] = ["y", "height"].map((name) => Number(strip.getAttribute(name)));
       const at = strip.dataset.at;
       for (const [name, value] of [["x1", at], ["x2", at], ["y1", top], ["y2", top + height]]) line.setAttribute(name, value);
       const values = strip.querySelector("title").textContent.split("; ");
-      const isShown = (value) => ![...hidden].some((name) => value.startsWith(`${name}: `));
+      const isShown = (value) => keys.length < 2 || ![...hidden].some((name) => value.startsWith(`${name}: `));
       text.textContent = values.filter(isShown).join("; ");
       return strip;
     }
@@ -89,9 +105,10 @@
     strips.forEach((strip) => strip.addEventListener("pointerenter", () => show(xOf(strip), true)));
     svg.addEventListener("pointerleave", () => show(null, true));
     frame.addEventListener("keydown", (event) => {
-      if (event.target !== frame) return;
+      if (event.target !== frame || !strips.length) return;
       const last = strips.length - 1;
-      const at = shared === null ? -1 : strips.indexOf(nearest(shared));
+      const x = shared.get(over) ?? null;
+      const at = x === null ? -1 : strips.indexOf(nearest(x));
       const next = { ArrowLeft: at < 0 ? last : at - 1, ArrowRight: at + 1, Home: 0, End: last }[event.key];
       if (event.key === "Escape") show(null, true);
       if (next === undefined) return;
@@ -99,14 +116,23 @@
       const strip = show(xOf(strips[Math.min(Math.max(next, 0), last)]), true);
       strip.scrollIntoView({ block: "nearest", inline: "nearest" });
     });
-    followers.set(frame.id, (x) => show(x, false));
-    stack();
+    frames.set(frame.id, { draw, follow: (x) => show(x, false), over });
+    draw();
   }
 
   document.addEventListener("datasvc:cursor", (event) => {
-    followers.forEach((follow, id) => { if (id !== event.detail.from) follow(event.detail.x); });
+    const { x, over, from } = event.detail;
+    frames.forEach((frame, id) => { if (id !== from && frame.over === over) frame.follow(x); });
   });
-  const enableAll = () => document.querySelectorAll("[data-areas]:not([data-enabled])").forEach(enable);
+
+  function enableAll() {
+    frames.forEach((_, id) => { if (!document.getElementById(id)) frames.delete(id); });
+    document.querySelectorAll("[data-chart]:not([data-enabled])").forEach(enable);
+  }
+
   document.addEventListener("DOMContentLoaded", enableAll);
   document.addEventListener("datasvc:replaced", enableAll);
+  document.addEventListener("htmx:afterSettle", enableAll);
+  // A form has put its own address into the history.
+  ["htmx:pushedIntoHistory", "htmx:replacedInHistory"].forEach((name) => document.addEventListener(name, () => address.write("hide", [...hidden])));
 })();
