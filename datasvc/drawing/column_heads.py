@@ -16,9 +16,9 @@ _ROW: Final = 16
 _BAR: Final = 36  # length of the longest bar
 
 
-def number_head(bins: Sequence[HistogramBin], *, title: str) -> Markup:
+def number_head(bins: Sequence[HistogramBin], *, title: str, unit: str = "", count_unit: str = "samples") -> Markup:
     """Return a histogram of numbers without axes; for arguments, see `histogram`."""
-    return histogram(bins, title=title, width=_WIDTH, height=_HEIGHT, is_small=True)
+    return histogram(bins, title=title, unit=unit, count_unit=count_unit, width=_WIDTH, height=_HEIGHT, is_small=True)
 
 
 def value_head(bars: Sequence[NamedBar], *, title: str, unit: str = "samples") -> tuple[Markup, int]:

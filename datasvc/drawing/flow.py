@@ -17,7 +17,7 @@ from datasvc.drawing.table import html_table
 from datasvc.printable import count_text
 
 _MIN_WIDTH: Final = 88  # of a node
-_MAX_WIDTH: Final = 190
+_MAX_WIDTH: Final = 170  # two beside each other fit a window of 400 pixels
 _PADDING: Final = 10
 _HEIGHT: Final = 40
 _GAP: Final = 44  # between layers; the lines turn in it

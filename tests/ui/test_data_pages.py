@@ -339,6 +339,33 @@ def test_a_comparison_shows_samples_drift_and_columns(changed):
             assert response.read(2) == b"\xff\xd8"
 
 
+def test_a_comparison_links_its_classes_and_offers_no_more_than_there_is(changed, ui):
+    html = changed.get("/diff/pets@1/pets@2")[2]
+    assert 'href="/datasets/pets@2/samples/train?where=label+%3D+0">cat</a>' in html
+    assert "Show more samples" not in html
+    assert "Show more samples" in changed.get("/diff/pets@1/pets@2?n=1")[2]
+    text = " ".join(texts(ui.get("/diff/pets@1/pets@2")[2]).split())
+    assert "val No changes." in text
+    assert re.search(r"train 0 2 0 94 \d+\.\d %", text)
+
+
+def test_what_all_samples_share_is_a_sentence_and_few_classes_have_no_table(ui):
+    html = ui.get("/datasets/pets@2")[2]
+    text = " ".join(texts(html).split())
+    assert "width: 32 in all samples." in text
+    assert 'aria-label="Histogram of width"' not in html
+    assert "Classes of train" not in text
+    assert "Classes of train" in ui.get("/datasets/pets@2?class=1")[2]
+    assert "Bytes that versions share" in text
+    assert "Bytes that versions share" not in ui.get("/datasets/birds@1")[2]
+
+
+def test_a_sample_has_its_size_in_bytes_and_its_class_in_words(ui):
+    text = " ".join(texts(ui.get("/datasets/pets@2/samples/train/3")[2]).split())
+    assert re.search(r"image [\d,]+ bytes", text)
+    assert "class class" in " ".join(texts(ui.get("/datasets/pets@2/samples/train")[2]).split())
+
+
 def test_a_comparison_that_is_too_large_for_a_page_has_the_command(changed, monkeypatch):
     monkeypatch.setattr("datasvc.ui.pages.diff._MAX_UNSHARED", 3)
     html = changed.get("/diff/pets@1/pets@2")[2]

@@ -93,6 +93,20 @@ def test_a_run_shows_what_its_log_has(logged):
     assert ranks.index("straggler 90.0") < ranks.index("50.0")
 
 
+def test_a_run_that_has_ended_is_told_in_the_past_with_units_and_links(logged):
+    server, _, done, _ = logged
+    html = server.get(f"/runs/cnn/{done.id}")[2]
+    text = " ".join(texts(html).split())
+    problems = [problem["text"] for problem in server.json(f"/runs/cnn/{done.id}", "problems")]
+    assert problems
+    assert all(problem.startswith("while it ran: ") for problem in problems)
+    assert "Its last diagnosis, of the loader of one of its 2 ranks: starved by decode" in text
+    assert "wait 2.5 s" in text
+    assert 'version <a href="/models/cnn@3">cnn@3</a>' in html
+    sorted_ranks = server.get(f"/runs/cnn/{done.id}?ranks_sort=own_s")[2]
+    assert re.findall(r'<th scope="row" class="number">(\d)</th><td>', sorted_ranks) == ["0", "1"]
+
+
 def test_the_line_of_python_of_a_run_runs(logged):
     server, _, done, _ = logged
     html = server.get(f"/runs/cnn/{done.id}")[2]

@@ -14,6 +14,9 @@
     marked = Math.min(Math.max(marked + step, 0), all.length - 1);
     all[marked].classList.add("marked");
     all[marked].scrollIntoView({ block: "nearest" });
+    // The head of the table stays, above the rows that scroll.
+    const hidden = all[marked].closest("table").tHead.getBoundingClientRect().bottom - all[marked].getBoundingClientRect().top;
+    if (hidden > 0) (all[marked].closest(".scroll") || document.scrollingElement).scrollBy(0, -hidden);
     const link = all[marked].querySelector("a");
     if (link) link.focus({ preventScroll: true });
   }

@@ -146,4 +146,6 @@ def _with_picture(head: ColumnHead, column: Column, rows: Sequence[Mapping[str, 
         counts[min(int((value - low) / (high - low) * _NUM_BINS), _NUM_BINS - 1)] += 1
     bins = [HistogramBin(start, stop, count) for start, stop, count in zip(edges, edges[1:], counts, strict=False)]
     ends = " to ".join(format_quantity(end, column.unit) for end in (low, high))
-    return replace(head, picture=number_head(bins, title=column.text), range=ends)
+    return replace(
+        head, picture=number_head(bins, title=column.text, unit=column.unit, count_unit="rows"), range=ends
+    )
