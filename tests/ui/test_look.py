@@ -200,6 +200,8 @@ def test_a_click_on_a_head_sorts_and_back_returns(large, page):
 def test_a_metric_with_a_curve_is_shown_first(large):
     html = large.get("/models/cnn@4")[2]
     assert '<option value="val_acc" selected>' in html
+    one = " ".join(texts(large.get("/models/cnn@4?metric=only_here")[2]).split())
+    assert "only_here has one value: 1 at step 30." in one
 
 
 def test_warnings_alone_are_not_red(large, page):
