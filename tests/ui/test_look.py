@@ -98,7 +98,7 @@ def pages_with_pictures(server):
     ]
 
 
-@pytest.mark.parametrize("has_scripts", [True, False])
+@pytest.mark.parametrize("has_scripts", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_text_of_pictures_is_inside_them_and_can_be_read(large, browser, has_scripts):
     context = browser.new_context(java_script_enabled=has_scripts)
     window = context.new_page()
