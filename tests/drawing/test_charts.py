@@ -303,6 +303,11 @@ def test_the_labels_of_the_axis_have_room(ys, unit):
         assert left + width <= 320.1
 
 
+def test_long_labels_of_the_axis_are_whole():
+    root = parsed(line_chart([ChartSeries("a", [0, 1], [0, 3e7])], title="x", width=440))
+    assert "10,000,000 20,000,000 30,000,000" in text_of(root)
+
+
 @given(texts, st.floats(1, 500))
 def test_a_text_is_shortened_to_its_width(text, width):
     shown = shorten_to_width(text, width)

@@ -125,6 +125,9 @@ def test_the_whole_lineage_is_in_sight_at_first(large, browser, has_scripts):
         assert len(nodes) > 4
         assert all(node.evaluate(_IN_VIEW) for node in nodes)
         assert window.evaluate(_BAD_TEXTS, MAX_TEXT) == []
+    # A window in which the graph has no room at its full size.
+    window.set_viewport_size({"width": 800, "height": 800})
+    assert all(node.evaluate(_IN_VIEW) for node in window.locator(".wide-window svg .node").all())
     context.close()
 
 
