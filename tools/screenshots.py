@@ -1,8 +1,9 @@
-"""Screenshots of the pages of `datasvc ui`, for the documentation: light, 1280 x 800, at most 200 kB each.
+"""Screenshots of the pages of `datasvc ui`, for the documentation: 1280 x 800 and 400 x 800, at most 200 kB each.
 
-    python tools/screenshots.py REPOSITORY FOLDER [--runs LEDGERS] [--node URL]
+    python tools/screenshots.py REPOSITORY FOLDER [--runs LEDGERS]
 
-REPOSITORY is one that `make demo` has made (demo-run/repo). Needs Debian's chromium and the package playwright.
+REPOSITORY is one that `make demo` has made (demo-run/repo). It gets a second version of its data set if it has one
+alone, and two nodes serve it while the pictures are taken. Needs Debian's chromium and the package playwright.
 """
 
 from __future__ import annotations
@@ -11,8 +12,14 @@ import argparse
 import io
 import json
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,7 +31,9 @@ from playwright.sync_api import Page, sync_playwright
 from datasvc.durable import write_file
 from datasvc.ledger.folders import find_ledgers
 
-SIZE = {"width": 1280, "height": 800}
+WIDE, NARROW, HEIGHT = 1280, 400, 800
+READINGS = 8  # of the nodes, before their charts are taken
+PAUSE_S = 0.5
 MAX_BYTES = 200_000
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 
@@ -34,41 +43,121 @@ Promise.all([...document.images].filter(image => image.getBoundingClientRect().t
 """
 
 
-def find_pages(server: UiServer, ledgers: Path | None) -> dict[str, str]:
-    """Return the path of each page by the name of its picture, for what the repository and the ledgers have."""
+@dataclass(frozen=True)
+class Picture:
+    """A page and how it is taken."""
+
+    name: str
+    path: str
+    width: int = WIDE
+    scheme: str = "light"
+
+
+def run(*arguments: str) -> None:
+    """Run a command of `datasvc`."""
+    subprocess.run([sys.executable, "-m", "datasvc", *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def add_version(repository: str) -> None:
+    """Delete a class from the data set of the demo, so that it has two versions to compare."""
+    rows = json.loads(
+        subprocess.run(
+            [sys.executable, "-m", "datasvc", "ls", "--json", "--repo", repository],
+            check=True, stdout=subprocess.PIPE,
+        ).stdout
+    )  # fmt: skip
+    for row in rows:
+        if row["version"] == 1:
+            run("delete", row["name"], "--where", "label = 3", "--message", "without threes", "--repo", repository)
+
+
+@contextmanager
+def running_nodes(repository: str, folder: Path) -> Iterator[list[str]]:
+    """Serve the repository by two nodes that read from each other; yield their URLs."""
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (first, second)]
+    nodes = []
+    try:
+        for number, url in enumerate(urls):
+            words = ["serve", "--cache", str(folder / f"cache{number}"), "--repo", repository, "--budget", "10MB"]
+            words += ["--port", url.rpartition(":")[2], "--peers", ",".join(urls), "--url", url]
+            node = subprocess.Popen([sys.executable, "-m", "datasvc", *words], stdout=subprocess.PIPE, text=True)
+            nodes.append(node)
+            assert node.stdout is not None
+            if not node.stdout.readline():  # it prints its address once it accepts connections
+                sys.exit("a node has not started; its error is above")
+        yield urls
+    finally:
+        for node in nodes:
+            node.terminate()
+            node.wait()
+
+
+def make_traffic(server: UiServer, urls: list[str]) -> None:
+    """Stage a data set on the first node, then on the second one, which reads from the first."""
+    name = json.loads(server.fetch("/api/"))["datasets"][0]["name"]
+    wait_for_readings(server, 2)
+    for url in urls:
+        run("stage", f"{name}@1", "--node", url)
+    wait_for_readings(server, READINGS)
+
+
+def wait_for_readings(server: UiServer, count: int) -> None:
+    """Wait until the charts of the nodes have some points more."""
+    last, num_changes = b"", 0
+    while num_changes < count:
+        time.sleep(PAUSE_S)
+        page = server.fetch("/cluster")
+        points = page.partition(b'id="numbers"')[2]
+        num_changes += points.count(b"<tr>") != last.count(b"<tr>")
+        last = points
+
+
+def find_pages(server: UiServer, ledgers: Path | None) -> list[Picture]:
+    """Return the pictures of what the repository and the ledgers have."""
 
     def read(path: str) -> Any:
         return json.loads(server.fetch(f"/api{path}"))
 
     home = read("/")
-    pages = {"home": "/", "cluster": "/cluster", "planner": "/planner", "runs": "/runs"}
+    planner = "/planner?forward_ms=4&backward_ms=8&gradients_mb=4&images_per_second=5000&origin=10&nodes=4"
+    pictures = [Picture("home", "/"), Picture("cluster", "/cluster"), Picture("planner", planner)]
+    pictures += [Picture("runs-dark", "/runs", scheme="dark")]
     for row in home["datasets"][:1]:
         ref = f"{row['name']}@{row['version']}"
         split = f"/datasets/{ref}/samples/train"
-        pages |= {"dataset": f"/datasets/{ref}", "samples": split, "sample": f"{split}/0"}
+        pictures += [
+            Picture("dataset", f"/datasets/{ref}"),
+            Picture("samples", split),
+            Picture("sample", f"{split}/0"),
+        ]
         if row["version"] > 1:
-            pages["diff"] = f"/diff/{row['name']}@{row['version'] - 1}/{ref}"
+            pictures.append(Picture("diff", f"/diff/{row['name']}@{row['version'] - 1}/{ref}"))
     for row in home["models"][:1]:
         ref = f"{row['name']}@{row['version']}"
-        pages |= {"model": f"/models/{ref}", "lineage": f"/lineage/{ref}"}
+        pictures += [Picture("model", f"/models/{ref}"), Picture("lineage", f"/lineage/{ref}")]
         if row["version"] > 1:
-            pages["compare"] = f"/compare/{row['name']}@{row['version'] - 1}/{ref}"
-    for run in read("/runs")["runs"][:1]:
-        pages["run"] = f"/runs/{run['name']}/{run['id']}"
+            compared = f"/compare/{row['name']}@{row['version'] - 1}/{ref}"
+            pictures += [Picture("compare", compared), Picture("heat-map", f"{compared}?norms=1#tensors")]
+    for each in read("/runs")["runs"][:1]:
+        path = f"/runs/{each['name']}/{each['id']}"
+        pictures += [Picture("run", path), Picture("run-narrow", path, NARROW)]
     for ledger in [] if ledgers is None else find_ledgers(ledgers)[:1]:
-        pages["audit"] = f"/audit/{quote(ledger, safe='')}"
-    return pages
+        pictures.append(Picture("audit", f"/audit/{quote(ledger, safe='')}"))
+    return pictures
 
 
-def take(window: Page, address: str, path: str) -> bytes:
+def take(window: Page, address: str, picture: Picture) -> bytes:
     """Return the screenshot of a page as a PNG with a palette."""
-    window.goto(address + path)
+    window.set_viewport_size({"width": picture.width, "height": HEIGHT})
+    window.emulate_media(color_scheme="dark" if picture.scheme == "dark" else "light")
+    window.goto(address + picture.path)
     # Thumbnails load as they scroll in: wait for those of the first screen.
     window.wait_for_load_state("load")
     window.evaluate(_DECODE_VISIBLE)
-    picture = Image.open(io.BytesIO(window.screenshot()))
+    image = Image.open(io.BytesIO(window.screenshot()))
     output = io.BytesIO()
-    picture.convert("RGB").quantize(256).save(output, "PNG", optimize=True)
+    image.convert("RGB").quantize(256).save(output, "PNG", optimize=True)
     return output.getvalue()
 
 
@@ -78,27 +167,30 @@ def main() -> None:
     parser.add_argument("repository")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runs", type=Path, help="folder with the ledgers of runs")
-    parser.add_argument("--node", action="append", default=[], help="URL of a node's server")
     arguments = parser.parse_args()
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("chromium is not installed; install Debian's package chromium")
-    options = [text for url in arguments.node for text in ("--node", url)]
-    options += ["--runs", str(arguments.runs)] if arguments.runs else []
     arguments.folder.mkdir(parents=True, exist_ok=True)
+    add_version(arguments.repository)
+    options = ["--runs", str(arguments.runs)] if arguments.runs else []
     with (
         tempfile.TemporaryDirectory(prefix="datasvc-screenshots-") as home,
-        running_server(arguments.repository, Path(home), options) as server,
+        running_nodes(arguments.repository, Path(home)) as urls,
+        running_server(
+            arguments.repository, Path(home), [*options, *(word for url in urls for word in ("--node", url))]
+        ) as server,
         sync_playwright() as playwright,
     ):
+        make_traffic(server, urls)
         browser = playwright.chromium.launch(executable_path=chromium, args=ARGUMENTS)
-        window = browser.new_page(viewport=SIZE)
-        for name, path in find_pages(server, arguments.runs).items():
-            content = take(window, server.address, path)
+        window = browser.new_page()
+        for picture in find_pages(server, arguments.runs):
+            content = take(window, server.address, picture)
             if len(content) > MAX_BYTES:
-                sys.exit(f"{name} has {len(content)} bytes; expected at most {MAX_BYTES}")
-            write_file(arguments.folder / f"{name}.png", content)
-            print(f"{name}.png  {len(content) // 1000} kB  {path}")
+                sys.exit(f"{picture.name} has {len(content)} bytes; expected at most {MAX_BYTES}")
+            write_file(arguments.folder / f"{picture.name}.png", content)
+            print(f"{picture.name}.png  {len(content) // 1000} kB  {picture.path}")
         browser.close()
 
 

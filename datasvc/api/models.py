@@ -17,6 +17,7 @@ from datasvc.models.registry.graph import read_history
 from datasvc.models.registry.registry import describe_model, describe_versions, list_models, model_log
 from datasvc.models.registry.removal import remove, retain
 from datasvc.models.registry.repair import verify_and_repair
+from datasvc.models.registry.stored_size import stored_size
 from datasvc.models.registry.verify import lost_versions, verify
 from datasvc.models.restoring.load_into_module import load_version_into
 from datasvc.models.restoring.restore import restore
@@ -25,7 +26,7 @@ from datasvc.models.saving.save import save
 from datasvc.models.search.query import find_versions, query_versions
 from datasvc.models.transfer import TransferReport, transfer
 from datasvc.models.versions.artefacts import artefacts, detach
-from datasvc.models.versions.signing import sign
+from datasvc.models.versions.signing import sign, signers
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository
 
@@ -57,6 +58,8 @@ class Models(Collection):
     repair = Operation(verify_and_repair)
     lost_versions = Operation(lost_versions)
     sign = Operation(sign)
+    signers = Operation(signers)
+    stored_size = Operation(stored_size)
     remove = Operation(remove)
     retain = Operation(retain)
 

@@ -19,6 +19,7 @@ def ls(
     repo: RepoOption,
     name: Annotated[str | None, typer.Argument(help="Only runs of this name.")] = None,
     last: Annotated[int, typer.Option(min=1, help="Only so many of the newest runs.")] = 50,
+    skip: Annotated[int, typer.Option(min=0, help="Leave out so many of these, the newest ones.")] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """List training runs, newest first.
@@ -29,7 +30,7 @@ def ls(
     from datasvc.runs import list_runs
     from datasvc.runs.report.description import time_text
 
-    runs = list_runs(Repository.open(repo), name, last=last)
+    runs = list_runs(Repository.open(repo), name, last=last)[skip:]
     if as_json:
         print_json([run.to_dict() for run in runs])
         return

@@ -7,7 +7,7 @@ classes name the colours (`colours`). `standalone` adds the style sheet for a fi
 
 from datasvc.drawing.areas import stacked_areas
 from datasvc.drawing.bars import HistogramBin, NamedBar, bar_chart, bar_table, histogram, histogram_table
-from datasvc.drawing.charts import chart_table, line_chart, small_multiples
+from datasvc.drawing.charts import chart_table, line_chart, separate_charts, small_multiples
 from datasvc.drawing.colours import style_sheet
 from datasvc.drawing.column_heads import number_head, value_head
 from datasvc.drawing.elements import Markup, element, link, markup, standalone
@@ -48,6 +48,7 @@ __all__ = [
     "link",
     "markup",
     "number_head",
+    "separate_charts",
     "small_multiples",
     "stacked_areas",
     "standalone",

@@ -43,7 +43,7 @@ def stacked_areas(
             [below + _at_least_zero(each.ys[number]) for below, number in zip(levels[-1], kept, strict=True)]
         )
     names, colours = names_and_colours(series)
-    frame = ChartFrame.of(xs, levels[-1], (width, height), names, from_zero=True)
+    frame = ChartFrame.of(xs, levels[-1], (width, height), names, unit=unit, from_zero=True)
     areas = []
     for each, colour, below, above in zip(series, colours, levels, levels[1:], strict=False):
         outline = [*zip(xs, above, strict=True), *reversed(list(zip(xs, below, strict=True)))]
@@ -53,7 +53,7 @@ def stacked_areas(
                 "polygon",
                 element("title", each.name),
                 points=corners,
-                class_=f"area fill {colour}",
+                class_=f"part area fill {colour}",
                 fill_opacity=0.85,
             )
         )

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from datasvc.drawing.elements import Markup, element, link, shorten, svg
+from datasvc.drawing.elements import Markup, element, link, shorten_to_width, svg, text_width
 from datasvc.drawing.numbers import MAX_DRAWN, choose_ticks, drawable, format_quantity
 from datasvc.drawing.table import TableColumn, html_table
 
-_LEFT: Final = 64
+_GAP: Final = 6  # between a label and what it names
 _BOTTOM: Final = 36
 _TOP: Final = 26
 _BAR_ROW: Final = 22
-_MAX_LABEL: Final = 28
-_CHARACTER: Final = 7  # width of an average character of the font, in pixels
+_RIGHT: Final = 12
+_LABELS: Final = 0.4  # of the width, for the names of bars at most
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ def histogram(
     width: int = 480,
     height: int = 200,
     is_small: bool = False,
+    with_title: bool = True,
 ) -> Markup:
     """Return a histogram as SVG. The heights of bars are proportional to their counts, from zero.
 
@@ -77,11 +78,14 @@ def histogram(
         width: pixels.
         height: pixels.
         is_small: without axes and text, for the head of a column.
+        with_title: whether the title is drawn, too, and not only read to those who do not see.
     """
-    left, top, bottom = (0, 0, 0) if is_small else (_LEFT, _TOP, _BOTTOM)
-    plot_width, plot_height = width - left - (0 if is_small else 12), height - top - bottom
     most = max((_length(each.count) for each in bins), default=0.0)
     ticks = [] if is_small else _count_ticks(most, log_scale=log_scale)
+    labels = [format_quantity(tick) for tick in ticks]
+    widest = min(max(map(text_width, labels), default=0) + _GAP, width / 2)
+    left, top, bottom = (0, 0, 0) if is_small else (widest, _top(with_title=with_title), _BOTTOM)
+    plot_width, plot_height = width - left - (0 if is_small else _RIGHT), height - top - bottom
     full = _scaled(max([most, *ticks]), log_scale=log_scale) or 1.0
     ends = [(_bound(each.start), _bound(each.stop)) for each in bins]
     low, high = (ends[0][0], ends[-1][1]) if bins else (0.0, 1.0)
@@ -95,11 +99,9 @@ def histogram(
         if each.href is not None:  # the whole height is clicked, so that a low bar is no small target
             hit = element("rect", x=x, y=top, width=bar_width, height=plot_height, fill="transparent")
             bars[-1] = link(Markup(bars[-1] + hit), each.href, title=_bin_text(each, unit, count_unit))
-    axes = (
-        []
-        if is_small
-        else _axes(title, ticks, full, (low, high), unit, count_unit, (width, height), log_scale=log_scale)
-    )
+    axes = [] if is_small else _axes(ticks, full, (low, high), unit, (left, top, width, height), log_scale=log_scale)
+    if with_title and not is_small:
+        axes.insert(0, _title(f"{title} ({count_unit}{', log scale' if log_scale else ''})", width))
     return svg(
         *axes,
         *bars,
@@ -131,6 +133,7 @@ def bar_chart(
     max_bars: int = 20,
     width: int = 560,
     more_href: str | None = None,
+    with_title: bool = True,
 ) -> Markup:
     """Return horizontal bars with their names on the left and values on the right, as SVG.
 
@@ -141,25 +144,27 @@ def bar_chart(
         max_bars: further bars are left out, and "and 312 more" is drawn.
         width: pixels.
         more_href: address of those that are left out.
+        with_title: as in `histogram`.
     """
-    shown = bars[:max_bars]
+    shown, top = bars[:max_bars], _top(with_title=with_title)
     most = max((_length(bar.value) for bar in bars), default=0.0) or 1.0
-    left = min(max((len(bar.label) for bar in shown), default=0), _MAX_LABEL) * _CHARACTER + 16
-    room = width - left - 120
+    left = min(max((text_width(bar.label[:100]) for bar in shown), default=0), width * _LABELS) + 8
+    values = max((text_width(format_quantity(bar.value, unit)) for bar in shown), default=0)
+    room = max(width - left - values - _GAP, 1)
     rows = [
-        _bar(bar, unit, (left, _TOP + number * _BAR_ROW), _length(bar.value) / most * room)
+        _bar(bar, unit, (left, top + number * _BAR_ROW), _length(bar.value) / most * room)
         for number, bar in enumerate(shown)
     ]
     if len(bars) > len(shown):
         text = element(
-            "text", f"and {len(bars) - len(shown):,} more", x=0, y=_TOP + len(shown) * _BAR_ROW + 15, class_="quiet"
+            "text", f"and {len(bars) - len(shown):,} more", x=0, y=top + len(shown) * _BAR_ROW + 15, class_="quiet"
         )
         rows.append(link(text, more_href))
     return svg(
-        element("text", title, x=0, y=14, font_weight="bold"),
+        *([_title(title, width)] if with_title else []),
         *rows,
         width=width,
-        height=_TOP + len(rows) * _BAR_ROW + 4,
+        height=top + len(rows) * _BAR_ROW + 4,
         title=title,
         description="; ".join(f"{bar.label}: {format_quantity(bar.value, unit)}" for bar in shown[:10]),
         interactive=any(bar.href for bar in bars) or more_href is not None,
@@ -209,32 +214,37 @@ def _bin(each: HistogramBin, unit: str, count_unit: str, x: float, y: float, wid
     )
 
 
+def _top(*, with_title: bool) -> int:
+    """Return the upper end of a plot: half of a label of its axis is above it."""
+    return _TOP if with_title else 8
+
+
+def _title(text: str, width: int) -> Markup:
+    return element("text", shorten_to_width(text, width, is_bold=True), x=0, y=14, font_weight="bold")
+
+
 def _axes(
-    title: str,
     ticks: Sequence[float],
     full: float,
     ends: tuple[float, float],
     unit: str,
-    count_unit: str,
-    size: tuple[int, int],
+    size: tuple[float, int, int, int],
     *,
     log_scale: bool,
 ) -> list[Markup]:
-    width, height = size
-    base, plot_height = height - _BOTTOM, height - _TOP - _BOTTOM
-    parts = [
-        element("text", f"{title} ({count_unit}{', log scale' if log_scale else ''})", x=0, y=14, font_weight="bold")
-    ]
+    left, top, width, height = size
+    base, plot_height = height - _BOTTOM, height - top - _BOTTOM
+    parts = []
     for tick in ticks:
         y = base - _scaled(tick, log_scale=log_scale) / full * plot_height
-        parts.append(element("line", x1=_LEFT, y1=y, x2=width - 12, y2=y, class_="line pale"))
-        parts.append(element("text", format_quantity(tick), x=_LEFT - 6, y=y + 4, text_anchor="end", class_="quiet"))
+        parts.append(element("line", x1=left, y1=y, x2=width - _RIGHT, y2=y, class_="line pale"))
+        label = shorten_to_width(format_quantity(tick), left - _GAP)
+        parts.append(element("text", label, x=left - _GAP, y=y + 4, text_anchor="end", class_="quiet"))
     for number, anchor in enumerate(("start", "middle", "end")):
         value = ends[0] + (ends[1] - ends[0]) * number / 2
-        x = _LEFT + (width - 12 - _LEFT) * number / 2
-        parts.append(
-            element("text", format_quantity(value, unit), x=x, y=base + 18, text_anchor=anchor, class_="quiet")
-        )
+        x = left + (width - _RIGHT - left) * number / 2
+        label = shorten_to_width(format_quantity(value, unit), (width - _RIGHT - left) / 3 - _GAP)
+        parts.append(element("text", label, x=x, y=base + 18, text_anchor=anchor, class_="quiet"))
     return parts
 
 
@@ -243,7 +253,7 @@ def _bar(bar: NamedBar, unit: str, at: tuple[float, float], length: float) -> Ma
     text = f"{bar.label}: {format_quantity(bar.value, unit)}"
     row = Markup(
         element("title", text)
-        + element("text", shorten(bar.label, _MAX_LABEL), x=x - 8, y=y + 15, text_anchor="end")
+        + element("text", shorten_to_width(bar.label, x - 8), x=x - 8, y=y + 15, text_anchor="end")
         + element(
             "rect",
             x=x,
@@ -252,6 +262,6 @@ def _bar(bar: NamedBar, unit: str, at: tuple[float, float], length: float) -> Ma
             height=_BAR_ROW - 6,
             class_=f"bar mark fill {'c1' if bar.is_selected else 'accent'}",
         )
-        + element("text", format_quantity(bar.value, unit), x=x + length + 6, y=y + 15, class_="quiet")
+        + element("text", format_quantity(bar.value, unit), x=x + length + _GAP, y=y + 15, class_="quiet")
     )
     return element("g", link(row, bar.href, title=text), class_="row")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from datasvc.drawing.elements import Markup, element, link, markup, number_text, svg
@@ -15,6 +15,7 @@ from datasvc.drawing.table import TableColumn, html_table
 _MAX_POINTS: Final = 1000  # of a line; more would not be visible
 _MAX_DOTS: Final = 60  # up to this number, each point is a dot with its values on hover
 _MAX_ROWS: Final = 1000
+_MINOR_MARK: Final = 10  # pixels
 
 
 def line_chart(
@@ -27,6 +28,8 @@ def line_chart(
     from_zero: bool | None = None,
     width: int = 640,
     height: int = 240,
+    x_text: Callable[[float], str] = format_quantity,
+    y_limit: float | None = None,
 ) -> Markup:
     """Return lines over x as SVG.
 
@@ -39,8 +42,20 @@ def line_chart(
         from_zero: whether the axis begins at zero; by default that of bytes and rates does.
         width: pixels.
         height: pixels.
+        x_text: returns the text of an x.
+        y_limit: larger values are drawn at the upper edge, so that a line far above the others does not flatten them.
     """
-    parts = _lines(series, title, unit, x_label, marks, (width, height), from_zero=from_zero)
+    parts = _lines(
+        series,
+        title,
+        unit,
+        x_label,
+        marks,
+        (width, height),
+        from_zero=from_zero,
+        x_text=x_text,
+        y_limit=math.inf if y_limit is None else y_limit,
+    )
     return svg(
         *parts,
         width=width,
@@ -76,9 +91,7 @@ def small_multiples(
         width: of one chart, pixels.
         height: of one chart, pixels.
     """
-    every_x = [x for each in series for x in map(drawable, each.xs) if x is not None]
-    every_y = [y for each in series for y in map(drawable, each.ys) if y is not None] if same_range else []
-    ends = ([min(every_x), max(every_x)] if every_x else [], [min(every_y), max(every_y)] if every_y else [])
+    ends = _common_ends(series, same_range=same_range)
     panels = []
     for number, each in enumerate(series):
         row, column = divmod(number, num_columns)
@@ -97,8 +110,64 @@ def small_multiples(
     )
 
 
+def separate_charts(
+    series: Sequence[ChartSeries],
+    *,
+    unit: str = "",
+    x_label: str = "step",
+    from_zero: bool | None = None,
+    width: int = 320,
+    height: int = 160,
+    x_text: Callable[[float], str] = format_quantity,
+) -> list[Markup]:
+    """Return a chart for each series, with the same ranges of x and y, as a page that lays them out needs them.
+
+    For arguments, see `line_chart`; the title of each is the name of its series.
+    """
+    ends = _common_ends(series, same_range=True)
+    return [
+        svg(
+            *_lines(
+                [each],
+                each.name,
+                unit,
+                x_label,
+                (),
+                (width, height),
+                from_zero=from_zero,
+                ends=ends,
+                with_legend=False,
+                x_text=x_text,
+            ),
+            width=width,
+            height=height,
+            title=each.name,
+            description=describe_series([each], unit),
+            interactive=each.href is not None,
+        )
+        for each in series
+    ]
+
+
+def _common_ends(series: Sequence[ChartSeries], *, same_range: bool) -> tuple[list[float], list[float]]:
+    """Return the ends of x of all series, and with `same_range` those of y, for a frame that all have."""
+    every_x = [x for each in series for x in map(drawable, each.xs) if x is not None]
+    every_y = [y for each in series for y in map(drawable, each.ys) if y is not None] if same_range else []
+    return [*_ends(every_x)], [*_ends(every_y)]
+
+
+def _ends(values: Sequence[float]) -> tuple[float, ...]:
+    return (min(values), max(values)) if values else ()
+
+
 def chart_table(
-    series: Sequence[ChartSeries], *, title: str, unit: str = "", x_label: str = "step", max_rows: int = _MAX_ROWS
+    series: Sequence[ChartSeries],
+    *,
+    title: str,
+    unit: str = "",
+    x_label: str = "step",
+    max_rows: int = _MAX_ROWS,
+    x_text: Callable[[float], str] | None = None,
 ) -> Markup:
     """Return the numbers of a chart as a table: a row for each x, a column for each series.
 
@@ -106,7 +175,7 @@ def chart_table(
     """
     values = [dict(zip(each.xs, each.ys, strict=True)) for each in series]
     xs = sorted({x for each in values for x in each})
-    rows = [(x, *(each.get(x) for each in values)) for x in xs[-max_rows:]]
+    rows = [(x if x_text is None else x_text(x), *(each.get(x) for each in values)) for x in xs[-max_rows:]]
     caption = title if len(xs) <= max_rows else f"{title}; the last {max_rows:,} of {len(xs):,} values"
     return html_table([x_label, *(TableColumn(each.name, unit) for each in series)], rows, caption=caption)
 
@@ -122,8 +191,13 @@ def _lines(
     from_zero: bool | None,
     ends: tuple[Sequence[float], Sequence[float]] = ((), ()),
     with_legend: bool = True,
+    x_text: Callable[[float], str] = format_quantity,
+    y_limit: float = math.inf,
 ) -> list[Markup]:
-    thinned = [thin_points(each.xs, each.ys, _MAX_POINTS) for each in series]
+    thinned = [
+        [(x, None if y is None else min(y, y_limit)) for x, y in thin_points(each.xs, each.ys, _MAX_POINTS)]
+        for each in series
+    ]
     known = [(x, y) for points in thinned for x, y in points if y is not None]
     names, colours = names_and_colours(series)
     is_rate = unit.startswith("bytes") or unit.endswith("/s")
@@ -132,14 +206,21 @@ def _lines(
         [*(y for _, y in known), *ends[1]],
         size,
         names if with_legend else (),
+        unit=unit,
+        x_text=x_text,
         from_zero=is_rate if from_zero is None else from_zero,
     )
+    middle = ((frame.left + frame.right) / 2, (frame.top + frame.base) / 2)
+    nothing = element("text", "no values", x=middle[0], y=middle[1], text_anchor="middle", class_="quiet")
     return [
         *frame.axes(title, unit, x_label),
-        *hover_strips(frame, _shared_points(series), lambda number: describe_values(series, number, unit, x_label)),
+        *([] if known else [nothing]),
+        *hover_strips(
+            frame, _shared_points(series), lambda number: describe_values(series, number, unit, x_label, x_text)
+        ),
         *(_mark(mark, frame) for mark in marks if frame.xs[0] <= mark.x <= frame.xs[1]),
         *(
-            _line(points, frame, colour, each.name, unit)
+            _line(points, frame, colour, each.name, unit, x_text)
             for each, points, colour in zip(series, thinned, colours, strict=True)
         ),
         *(legend(names, colours, [each.href for each in series], size[0]) if with_legend else []),
@@ -147,8 +228,8 @@ def _lines(
 
 
 def _shared_points(series: Sequence[ChartSeries]) -> list[tuple[int, float]]:
-    """Return number and x of the points of several lines with equal `xs`; none for other lines."""
-    if len(series) < 2 or any(list(each.xs) != list(series[0].xs) for each in series):
+    """Return number and x of the points of lines with equal `xs`; none for other lines."""
+    if not series or any(list(each.xs) != list(series[0].xs) for each in series):
         return []
     xs = [(number, drawable(x)) for number, x in enumerate(series[0].xs)]
     # A point that no line has may be outside of the frame.
@@ -160,7 +241,12 @@ def _shared_points(series: Sequence[ChartSeries]) -> list[tuple[int, float]]:
 
 
 def _line(
-    points: Sequence[tuple[float, float | None]], frame: ChartFrame, colour: str, name: str, unit: str
+    points: Sequence[tuple[float, float | None]],
+    frame: ChartFrame,
+    colour: str,
+    name: str,
+    unit: str,
+    x_text: Callable[[float], str],
 ) -> Markup:
     way = []
     is_down = False
@@ -172,15 +258,16 @@ def _line(
     known = [(x, y) for x, y in points if y is not None]
     if len(known) <= _MAX_DOTS:
         for x, y in known:
-            title = element("title", f"{name} at {format_quantity(x)}: {format_quantity(y, unit)}")
+            title = element("title", f"{name} at {x_text(x)}: {format_quantity(y, unit)}")
             parts.append(element("circle", title, cx=frame.x(x), cy=frame.y(y), r=2.5, class_=f"mark fill {colour}"))
-    return markup(parts)
+    # The script of a page hides a series by its place in the legend.
+    return element("g", *parts, class_="part")
 
 
 def _mark(mark: ChartMark, frame: ChartFrame) -> Markup:
     x = frame.x(mark.x)
     colour = "problem" if mark.is_problem else "grey"
-    line = element(
-        "line", x1=x, y1=frame.top, x2=x, y2=frame.base, class_=f"mark line {colour}", stroke_dasharray="3 3"
-    )
+    # A minor mark is a short line on the axis: many long ones would hide the curve.
+    top, dashes = (frame.base - _MINOR_MARK, None) if mark.is_minor else (frame.top, "3 3")
+    line = element("line", x1=x, y1=top, x2=x, y2=frame.base, class_=f"mark line {colour}", stroke_dasharray=dashes)
     return link(markup([element("g", element("title", mark.label), line)]), mark.href, title=mark.label)

@@ -21,6 +21,8 @@ _PALETTE: Final = (
     ("#000000", "#ffffff"),  # black
     ("#f0e442", "#f0e442"),  # yellow: hardly visible on white, so it comes last
 )
+# The same kind of thing has the same colour on every page.
+_KINDS: Final = {"source": "c1", "shards": "c4", "data version": "c0", "run": "c3", "model": "c2", "sample": "c5"}
 NUM_COLOURS: Final = len(_PALETTE)
 _COLOURS: Final = {f"c{number}": pair for number, pair in enumerate(_PALETTE)} | {
     "accent": ("#0072b2", "#56a8de"),
@@ -35,6 +37,11 @@ _COLOURS: Final = {f"c{number}": pair for number, pair in enumerate(_PALETTE)} |
 def colour_class(number: int) -> str:
     """Return the class of series `number`; after the last colour the first follows."""
     return f"c{number % NUM_COLOURS}"
+
+
+def kind_colour(kind: str) -> str:
+    """Return the class of a kind of thing, such as "data version"; grey for a kind that has no colour."""
+    return _KINDS.get(kind, "grey")
 
 
 def colour_values(name: str) -> tuple[str, str]:
@@ -56,7 +63,11 @@ def style_sheet(scope: str = ".drawing") -> str:
 
 def _rules(scope: str, column: int) -> str:
     ink, back = _COLOURS["ink"][column], _COLOURS["back"][column]
-    rules = [f"{scope} {{ color: {ink}; background: {back}; }}"]
+    rules = [
+        f"{scope} {{ color: {ink}; background: {back}; }}",
+        # The name of what an element leads to looks like a link of the page.
+        f"{scope} a text.name {{ fill: {_COLOURS['accent'][column]}; text-decoration: underline; }}",
+    ]
     for name, values in _COLOURS.items():
         rules.append(f"{scope} .fill.{name} {{ fill: {values[column]}; }}")
         rules.append(f"{scope} .line.{name} {{ stroke: {values[column]}; }}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from datasvc.drawing.bars import HistogramBin, NamedBar, histogram
-from datasvc.drawing.elements import Markup, element, link, shorten, svg
+from datasvc.drawing.elements import Markup, element, link, shorten_to_width, svg
 from datasvc.drawing.numbers import drawable, format_quantity
 
 _WIDTH: Final = 144
@@ -14,12 +14,11 @@ _HEIGHT: Final = 40
 _MAX_BARS: Final = 5
 _ROW: Final = 16
 _BAR: Final = 36  # length of the longest bar
-_CHARACTERS: Final = 14  # of a label
 
 
-def number_head(bins: Sequence[HistogramBin], *, title: str) -> Markup:
+def number_head(bins: Sequence[HistogramBin], *, title: str, unit: str = "", count_unit: str = "samples") -> Markup:
     """Return a histogram of numbers without axes; for arguments, see `histogram`."""
-    return histogram(bins, title=title, width=_WIDTH, height=_HEIGHT, is_small=True)
+    return histogram(bins, title=title, unit=unit, count_unit=count_unit, width=_WIDTH, height=_HEIGHT, is_small=True)
 
 
 def value_head(bars: Sequence[NamedBar], *, title: str, unit: str = "samples") -> tuple[Markup, int]:
@@ -48,7 +47,7 @@ def _row(bar: NamedBar, y: int, length: float, unit: str) -> Markup:
     row = Markup(
         element("title", _text(bar, unit))
         + element("rect", x=0, y=y + 3, width=max(length, 0.5), height=_ROW - 6, class_=f"bar mark fill {colour}")
-        + element("text", shorten(bar.label, _CHARACTERS), x=_BAR + 6, y=y + 12)
+        + element("text", shorten_to_width(bar.label, _WIDTH - _BAR - 6), x=_BAR + 6, y=y + 12)
         + element("rect", x=0, y=y, width=_WIDTH, height=_ROW, fill="transparent")
     )
     return element("g", link(row, bar.href, title=_text(bar, unit)), class_="row")

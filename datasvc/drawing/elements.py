@@ -16,6 +16,8 @@ _VOID: Final = frozenset({"br", "img", "hr", "input", "meta"})
 # A link may be relative or of the web. `javascript:` and `data:` would execute what a name contains.
 _SCHEME: Final = re.compile(r"\s*([a-z][a-z0-9+.-]*):", re.IGNORECASE)
 _SAFE_SCHEMES: Final = frozenset({"http", "https"})
+_NARROW: Final = frozenset("iljtfrI.,:;'|!()[]/ -")
+_NARROWEST: Final = 0.4
 # Pictures that this package encodes itself are the only data in an `src`.
 _IMAGE: Final = re.compile(r"data:image/(png|jpeg|webp);base64,[A-Za-z0-9+/=]*")
 
@@ -107,6 +109,29 @@ def shorten(text: str, max_characters: int) -> str:
     # Cut first: escaping is slow on a megabyte, and makes text only longer.
     shown = escape_controls(_cut(text, max_characters + 1))
     return _cut(shown, max_characters)
+
+
+def text_width(text: str, font_size: float = 12, *, is_bold: bool = False) -> float:
+    """Return about how many pixels a text takes in a wide system font; in other fonts it takes fewer."""
+    ems = sum(_character_width(character) for character in text)
+    return font_size * ems * (1.12 if is_bold else 1)
+
+
+def shorten_to_width(text: str, width: float, font_size: float = 12, *, is_bold: bool = False) -> str:
+    """Return printable text that takes at most `width` pixels; the middle of a longer one is replaced by "…"."""
+    shown = shorten(text, max(int(width / (_NARROWEST * font_size)), 1))
+    while len(shown) > 1 and (needed := text_width(shown, font_size, is_bold=is_bold)) > width:
+        shown = shorten(text, max(min(int(len(shown) * width / needed), len(shown) - 1), 1))
+    return shown
+
+
+def _character_width(character: str) -> float:
+    """Return the width of a character in the font DejaVu Sans, about, as a share of the font size."""
+    if character in _NARROW:
+        return _NARROWEST
+    if not character.isascii() or character in "mwMW@%":
+        return 1.0
+    return 0.74 if character.isupper() else 0.64
 
 
 def _cut(text: str, max_characters: int) -> str:

@@ -1,24 +1,29 @@
-"""The graph of a lineage, from left to right: sources, shards, data versions, runs and models."""
+"""The graph of a lineage: sources, shards, data versions, runs and models.
+
+It leads from left to right; for a narrow page there is one from top to bottom with few nodes in each layer.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from datasvc.drawing.colours import colour_class
-from datasvc.drawing.elements import Markup, element, link, markup, shorten, svg
+from datasvc.drawing.colours import kind_colour
+from datasvc.drawing.elements import Markup, element, link, markup, shorten, shorten_to_width, svg, text_width
 from datasvc.drawing.layers import LayerPlan, Place, plan_layers
 from datasvc.drawing.table import html_table
 from datasvc.printable import count_text
 
-_WIDTH: Final = 190
-_GAP: Final = 60
+_MIN_WIDTH: Final = 88  # of a node
+_MAX_WIDTH: Final = 170  # two beside each other fit a window of 400 pixels
+_PADDING: Final = 10
 _HEIGHT: Final = 40
-_ROW: Final = 52
-_MARGIN: Final = 10
-_MAX_LABEL: Final = 24
+_GAP: Final = 44  # between layers; the lines turn in it
+_SPACE: Final = 12  # between the nodes of a layer
+_WAYPOINT: Final = 12  # of a line that crosses a layer
+_MARGIN: Final = 6
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,11 @@ class FlowNode:
         name: unique in the graph.
         label: shown text; by default the name.
         column: the lowest layer in which it is drawn, from 0; nodes of one kind have one.
-        kind: what it is, such as "data version"; below the label.
+        kind: what it is, such as "data version"; its colour, and the text below the label.
         href: address of its page.
         is_removed: whether it no longer exists; its frame is dashed.
         title: text on hover; by default kind and name.
+        note: text below the label, instead of the kind.
     """
 
     name: str
@@ -42,6 +48,7 @@ class FlowNode:
     href: str | None = None
     is_removed: bool = False
     title: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,12 @@ class FlowEdge:
 
 
 def flow_graph(
-    nodes: Sequence[FlowNode], edges: Sequence[FlowEdge], *, max_per_column: int = 12, title: str = "lineage"
+    nodes: Sequence[FlowNode],
+    edges: Sequence[FlowEdge],
+    *,
+    max_per_column: int = 12,
+    title: str = "lineage",
+    is_vertical: bool = False,
 ) -> Markup:
     """Return a graph in layers as SVG; every edge leads from left to right.
 
@@ -69,6 +81,7 @@ def flow_graph(
         edges: those of other nodes, and of a cycle the last one, are left out.
         max_per_column: further nodes of a column become one, "and 312 more".
         title: name of the picture.
+        is_vertical: whether every edge leads from top to bottom, and columns are rows.
     """
     collapsed = _collapse(nodes, max_per_column)
     by_name = {node.name: node for node in collapsed.values()}
@@ -77,18 +90,17 @@ def flow_graph(
         if edge.source in collapsed and edge.target in collapsed:
             merged.setdefault((collapsed[edge.source].name, collapsed[edge.target].name), edge.label)
     plan = plan_layers({name: node.column for name, node in by_name.items()}, merged)
-    num_rows = max(map(len, plan.layers), default=0)
-    at = _coordinates(plan, num_rows)
-    lines = [_edge([at[name] for name in route], merged[ends]) for ends, route in plan.routes.items()]
-    colours = {kind: colour_class(number) for number, kind in enumerate(dict.fromkeys(node.kind for node in nodes))}
-    marks = [_node(node, at[name], colours.get(node.kind, "grey")) for name, node in by_name.items()]
+    boxes, width, height = _layout(plan, by_name, is_vertical=is_vertical)
+    lines = [_edge([boxes[name] for name in route], merged[ends], is_vertical) for ends, route in plan.routes.items()]
+    marks = [_node(node, boxes[name]) for name, node in by_name.items()]
     return svg(
         *lines,
         *marks,
-        width=2 * _MARGIN + max(len(plan.layers), 1) * (_WIDTH + _GAP) - _GAP,
-        height=2 * _MARGIN + max(num_rows, 1) * _ROW,
+        width=width,
+        height=height,
         title=title,
-        description=f"{count_text(len(nodes), 'node')} and {count_text(len(edges), 'edge')}, from left to right",
+        description=f"{count_text(len(nodes), 'node')} and {count_text(len(edges), 'edge')}, "
+        f"from {'top to bottom' if is_vertical else 'left to right'}",
         interactive=any(node.href for node in nodes),
     )
 
@@ -127,52 +139,102 @@ def _collapse(nodes: Sequence[FlowNode], max_per_column: int) -> dict[str, FlowN
     return drawn
 
 
-def _coordinates(plan: LayerPlan, num_rows: int) -> dict[Place, tuple[float, float]]:
-    """Return the left end of each node, in the middle of its height; layers are centred."""
-    return {
-        name: (
-            _MARGIN + number * (_WIDTH + _GAP),
-            _MARGIN + (row + 0.5 + (num_rows - len(layer)) / 2) * _ROW,
-        )
-        for number, layer in enumerate(plan.layers)
-        for row, name in enumerate(layer)
-    }
+@dataclass(frozen=True)
+class _Box:
+    """The place of a node, or of a line that crosses a layer."""
+
+    x: float
+    y: float
+    width: float
+    height: float
 
 
-def _edge(route: Sequence[tuple[float, float]], label: str) -> Markup:
-    (x, y), *others = route
-    way = [f"M{x + _WIDTH:g} {y:g}"]
-    for next_x, next_y in others:
-        middle = next_x - _GAP / 2
-        way.append(f"C{middle:g} {y:g} {middle:g} {next_y:g} {next_x:g} {next_y:g}")
-        if (next_x, next_y) != others[-1]:  # a waypoint: the line crosses its layer
-            way.append(f"H{next_x + _WIDTH:g}")
-        y = next_y
+def _layout(
+    plan: LayerPlan, nodes: Mapping[str, FlowNode], *, is_vertical: bool
+) -> tuple[dict[Place, _Box], float, float]:
+    """Return the boxes of nodes and waypoints, and the width and height of the picture. Layers are centred.
+
+    A layer is as thick as its nodes need: their width, or their height if layers lie below each other.
+    """
+
+    def length_of(place: Place) -> float:
+        if isinstance(place, tuple):
+            return _WAYPOINT
+        return _width(nodes[place]) if is_vertical else _HEIGHT
+
+    boxes: dict[Place, _Box] = {}
+    lengths = [sum(map(length_of, layer)) + _SPACE * (len(layer) - 1) for layer in plan.layers]
+    longest = max(lengths, default=_HEIGHT)
+    start = float(_MARGIN)
+    for layer, length in zip(plan.layers, lengths, strict=True):
+        widest = max((_width(nodes[place]) for place in layer if isinstance(place, str)), default=_MIN_WIDTH)
+        thickness = _HEIGHT if is_vertical else widest
+        at = _MARGIN + (longest - length) / 2
+        for place in layer:
+            size = length_of(place)
+            boxes[place] = _Box(at, start, size, thickness) if is_vertical else _Box(start, at, thickness, size)
+            at += size + _SPACE
+        start += thickness + _GAP
+    thick, long = max(start - _GAP, _HEIGHT) + _MARGIN, longest + 2 * _MARGIN
+    return (boxes, long, thick) if is_vertical else (boxes, thick, long)
+
+
+def _width(node: FlowNode) -> float:
+    """Return the width of a node: that of its texts, within limits."""
+    return (
+        min(max(*map(text_width, _texts(node)), _MIN_WIDTH - 2 * _PADDING), _MAX_WIDTH - 2 * _PADDING) + 2 * _PADDING
+    )
+
+
+def _texts(node: FlowNode) -> tuple[str, str]:
+    """Return the label, and the text below it."""
+    below = node.note or node.kind
+    return shorten(node.label or node.name, 100), f"{below}, removed" if node.is_removed else below
+
+
+def _edge(route: Sequence[_Box], label: str, is_vertical: bool) -> Markup:
+    """Return the line from the first box to the last one, through the middle of those between."""
+
+    def point(along: float, across: float) -> str:
+        return f"{across:g} {along:g}" if is_vertical else f"{along:g} {across:g}"
+
+    def ends(box: _Box) -> tuple[float, float, float]:
+        """Return where a line enters and leaves a box, and its middle across."""
+        if is_vertical:
+            return box.y, box.y + box.height, box.x + box.width / 2
+        return box.x, box.x + box.width, box.y + box.height / 2
+
+    _, along, across = ends(route[0])
+    way = [f"M{point(along, across)}"]
+    for number, box in enumerate(route[1:], 2):
+        first, last, next_across = ends(box)
+        middle = (along + first) / 2
+        way.append(f"C{point(middle, across)} {point(middle, next_across)} {point(first, next_across)}")
+        if number < len(route):  # a waypoint: the line crosses its layer
+            way.append(f"L{point(last, next_across)}")
+        along, across = last, next_across
     hover = [element("title", label)] if label else []
     return element("path", *hover, d="".join(way), class_="edge line grey", fill="none", stroke_width=1.5)
 
 
-def _node(node: FlowNode, at: tuple[float, float], colour: str) -> Markup:
-    x, y = at
+def _node(node: FlowNode, box: _Box) -> Markup:
+    place = {"x": box.x, "y": box.y, "width": box.width, "height": box.height, "rx": 6}
     frame = element(
         "rect",
-        x=x,
-        y=y - _HEIGHT / 2,
-        width=_WIDTH,
-        height=_HEIGHT,
-        rx=6,
-        class_=f"mark line {colour}",
-        stroke_width=1.5,
+        **place,
+        class_=f"mark line {kind_colour(node.kind)}",
+        stroke_width=2,
         stroke_dasharray="4 3" if node.is_removed else None,
     )
-    label = shorten(node.label or node.name, _MAX_LABEL)
-    kind = f"{node.kind}, removed" if node.is_removed else node.kind
-    texts = [element("text", label, x=x + 10, y=y - 2 if kind else y + 4)]
-    if kind:
-        texts.append(element("text", shorten(kind, _MAX_LABEL), x=x + 10, y=y + 14, class_="quiet", font_size=11))
-    full = node.label or node.name
-    title = node.title or f"{node.kind} {full}".strip()
-    back = element("rect", x=x, y=y - _HEIGHT / 2, width=_WIDTH, height=_HEIGHT, rx=6, class_="fill back")
+    label, below = _texts(node)
+    x, room, middle = box.x + _PADDING, box.width - 2 * _PADDING, box.y + box.height / 2
+    texts = [
+        element("text", shorten_to_width(label, room), x=x, y=middle - 3 if below else middle + 4, class_="name")
+    ]
+    if below:
+        texts.append(element("text", shorten_to_width(below, room), x=x, y=middle + 13, class_="quiet"))
+    title = node.title or f"{node.kind} {node.label or node.name}".strip()
+    back = element("rect", **place, class_="fill back")
     return element(
         "g", link(markup([element("title", title), back, frame, *texts]), node.href, title=title), class_="node"
     )

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from datasvc.drawing.elements import Markup, element, link, shorten
+from datasvc.drawing.elements import Markup, element, link, shorten, shorten_to_width, text_width
 from datasvc.drawing.numbers import choose_ticks, format_quantity
 
-_LEFT: Final = 72
-_RIGHT: Final = 16
+_MIN_LEFT: Final = 40
+_MIN_RIGHT: Final = 12
+_GAP: Final = 6  # between a label and the plot
 _BOTTOM: Final = 40
 _TITLE: Final = 22
 _LEGEND_ROW: Final = 18
-_CHARACTER: Final = 7
 _MAX_LABEL: Final = 40
 _MAX_STRIPS: Final = 100
+_NUM_X_TICKS: Final = (6, 5, 4, 3, 2)
 
 
 @dataclass(frozen=True)
@@ -28,31 +29,55 @@ class ChartFrame:
         width: of the whole chart.
         height: of the whole chart.
         top: upper end of the plot.
+        left: left end of the plot; the labels of the y axis have room beside it.
+        right: right end of the plot.
         xs: lowest and highest x.
-        y_ticks: ticks of the y axis; the first and last are its ends.
+        x_ticks: ticks of the x axis with their labels.
+        y_ticks: ticks of the y axis with their labels; the first and last are its ends.
     """
 
     width: int
     height: int
     top: int
+    left: float
+    right: float
     xs: tuple[float, float]
-    y_ticks: Sequence[float]
+    x_ticks: Sequence[tuple[float, str]]
+    y_ticks: Sequence[tuple[float, str]]
 
     @classmethod
     def of(
-        cls, xs: Sequence[float], ys: Sequence[float], size: tuple[int, int], names: Sequence[str], *, from_zero: bool
+        cls,
+        xs: Sequence[float],
+        ys: Sequence[float],
+        size: tuple[int, int],
+        names: Sequence[str],
+        *,
+        unit: str,
+        from_zero: bool,
+        x_text: Callable[[float], str] = format_quantity,
     ) -> ChartFrame:
         """Return the frame of `drawable` values, of a size, with room for a legend of `names`."""
         low, high = min(ys, default=0.0), max(ys, default=1.0)
         if from_zero:
             low, high = min(low, 0.0), max(high, 0.0)
         first, last = min(xs, default=0.0), max(xs, default=1.0)
-        top = _TITLE + (1 + max((row for row, _ in _legend_places(names, size[0])), default=-1)) * _LEGEND_ROW + 8
+        ends = (first, last if last > first else first + max(1.0, abs(first) * 1e-9))
+        y_unit = unit if unit.startswith("bytes") else ""
+        y_ticks = [(tick, format_quantity(tick, y_unit)) for tick in choose_ticks(low, high, 5)]
+        # Half of a picture at most: the labels of extreme numbers are cut before the plot disappears.
+        widest = min(max(text_width(text) for _, text in y_ticks) + _GAP, size[0] / 2)
+        x_ticks = _x_ticks(ends, size[0] - widest, x_text)
+        halves = [text_width(text) / 2 for _, text in x_ticks] or [0.0]
+        rows = 1 + max((row for row, _ in _legend_places(names, size[0])), default=-1)
         return cls(
             *size,
-            top,
-            (first, last if last > first else first + max(1.0, abs(first) * 1e-9)),
-            choose_ticks(low, high, 5),
+            _TITLE + rows * _LEGEND_ROW + 8,
+            max(_MIN_LEFT, widest, halves[0]),
+            size[0] - max(_MIN_RIGHT, halves[-1]),
+            ends,
+            x_ticks,
+            y_ticks,
         )
 
     @property
@@ -60,43 +85,46 @@ class ChartFrame:
         """The lower end of the plot."""
         return self.height - _BOTTOM
 
-    @property
-    def left(self) -> int:
-        """The left end of the plot."""
-        return _LEFT
-
-    @property
-    def right(self) -> int:
-        """The right end of the plot."""
-        return self.width - _RIGHT
-
     def x(self, value: float) -> float:
         """Return the pixel of a value of x."""
-        return _LEFT + (value - self.xs[0]) / (self.xs[1] - self.xs[0]) * (self.right - _LEFT)
+        return self.left + (value - self.xs[0]) / (self.xs[1] - self.xs[0]) * (self.right - self.left)
 
     def y(self, value: float) -> float:
         """Return the pixel of a value of y."""
-        low, high = self.y_ticks[0], self.y_ticks[-1]
+        low, high = self.y_ticks[0][0], self.y_ticks[-1][0]
         return self.base - (value - low) / (high - low) * (self.base - self.top)
 
     def axes(self, title: str, unit: str, x_label: str) -> list[Markup]:
         """Return the title, grid lines and labels."""
-        shown = f"{title} ({unit})" if unit else title
-        parts = [element("text", shorten(shown, self.width // _CHARACTER), x=0, y=14, font_weight="bold")]
-        for tick in self.y_ticks:
+        shown = shorten_to_width(f"{title} ({unit})" if unit else title, self.width, is_bold=True)
+        parts = [element("text", shown, x=0, y=14, font_weight="bold")]
+        for tick, text in self.y_ticks:
             y = self.y(tick)
-            parts.append(element("line", x1=_LEFT, y1=y, x2=self.right, y2=y, class_="line pale"))
-            text = format_quantity(tick, unit if unit.startswith("bytes") else "")
-            parts.append(element("text", text, x=_LEFT - 6, y=y + 4, text_anchor="end", class_="quiet"))
-        for tick in choose_ticks(*self.xs, max_ticks=5):
-            if self.xs[0] <= tick <= self.xs[1]:
-                text = format_quantity(tick)
-                parts.append(
-                    element("text", text, x=self.x(tick), y=self.base + 16, text_anchor="middle", class_="quiet")
-                )
-        middle = (_LEFT + self.right) / 2
-        parts.append(element("text", x_label, x=middle, y=self.height - 6, text_anchor="middle", class_="quiet"))
+            parts.append(element("line", x1=self.left, y1=y, x2=self.right, y2=y, class_="line pale"))
+            label = shorten_to_width(text, self.left - _GAP)
+            parts.append(element("text", label, x=self.left - _GAP, y=y + 4, text_anchor="end", class_="quiet"))
+        for tick, text in self.x_ticks:
+            parts.append(
+                element("text", text, x=self.x(tick), y=self.base + 16, text_anchor="middle", class_="quiet")
+            )
+        middle = (self.left + self.right) / 2
+        name = shorten_to_width(x_label, self.right - self.left)
+        parts.append(element("text", name, x=middle, y=self.height - 6, text_anchor="middle", class_="quiet"))
         return parts
+
+
+def _x_ticks(ends: tuple[float, float], room: float, x_text: Callable[[float], str]) -> list[tuple[float, str]]:
+    """Return the ticks of an x axis whose labels do not touch each other."""
+    ticks: list[tuple[float, str]] = []
+    for count in _NUM_X_TICKS:
+        ticks = [
+            (tick, shorten(x_text(tick), 16))
+            for tick in choose_ticks(*ends, max_ticks=count)
+            if ends[0] <= tick <= ends[1]
+        ]
+        if sum(text_width(text) + 2 * _GAP for _, text in ticks) <= room:
+            return ticks
+    return ticks[:1]
 
 
 def hover_strips(frame: ChartFrame, points: Sequence[tuple[int, float]], text: Callable[[int], str]) -> list[Markup]:
@@ -146,7 +174,7 @@ def legend(names: Sequence[str], colours: Sequence[str], hrefs: Sequence[str | N
             element(
                 "g",
                 element("rect", x=x, y=top, width=10, height=10, class_=f"mark fill {colour}"),
-                element("text", shorten(name, _MAX_LABEL), x=x + 14, y=top + 9),
+                element("text", _legend_text(name, width), x=x + 14, y=top + 9),
                 class_="key",
             ),
             href,
@@ -156,14 +184,18 @@ def legend(names: Sequence[str], colours: Sequence[str], hrefs: Sequence[str | N
     ]
 
 
-def _legend_places(names: Sequence[str], width: int) -> list[tuple[int, int]]:
+def _legend_text(name: str, width: int) -> str:
+    return shorten_to_width(shorten(name, _MAX_LABEL), width - 14)
+
+
+def _legend_places(names: Sequence[str], width: int) -> list[tuple[int, float]]:
     """Return row and x of each entry of a legend."""
     places = []
-    row, x = 0, 0
+    row, x = 0, 0.0
     for name in names:
-        room = min(len(name), _MAX_LABEL) * _CHARACTER + 30
+        room = text_width(_legend_text(name, width)) + 14
         if x and x + room > width:
-            row, x = row + 1, 0
+            row, x = row + 1, 0.0
         places.append((row, x))
-        x += room
+        x += room + 12
     return places

@@ -6,15 +6,17 @@ import math
 from collections.abc import Sequence
 from typing import Final
 
-from datasvc.drawing.elements import Markup, element, shorten, svg
+from datasvc.drawing.elements import Markup, element, shorten_to_width, svg, text_width
 from datasvc.drawing.numbers import format_quantity
 from datasvc.drawing.table import TableColumn, html_table
 
-_LABEL_WIDTH: Final = 220
-_MAX_LABEL: Final = 30
-_TOP: Final = 44
+_MAX_LABEL_WIDTH: Final = 220
+_TOP: Final = 66
 _CELL_HEIGHT: Final = 20
 _MIN_OPACITY: Final = 0.04
+_NUMBERED_OPACITY: Final = 0.6  # of the largest value, so that its number can be read
+_NUM_SWATCHES: Final = 5
+_SWATCH: Final = 20
 
 
 def heat_map(
@@ -27,8 +29,9 @@ def heat_map(
     max_rows: int = 100,
     cell_width: int = 36,
     log_scale: bool = False,
+    with_numbers: bool = False,
 ) -> Markup:
-    """Return a heat map as SVG.
+    """Return a heat map as SVG, with its scale.
 
     Args:
         rows: names of the rows.
@@ -37,48 +40,89 @@ def heat_map(
         title: what the values are.
         unit: their unit, as in `format_quantity`.
         max_rows: further rows are left out, and "and 312 more" is drawn.
-        cell_width: pixels.
+        cell_width: pixels; a number takes some 70.
         log_scale: opacity is proportional to the logarithm of the value; smaller values are then told apart.
+        with_numbers: whether each cell has its number, to three digits.
     """
     known = [value for row in values for value in row if value is not None and math.isfinite(value)]
     low, high = min((value for value in known if value > 0), default=1.0), max(known, default=1.0)
+    strongest = _NUMBERED_OPACITY if with_numbers else 1.0
     shown = rows[:max_rows]
-    parts = [element("text", f"{title} ({unit})" if unit else title, x=0, y=14, font_weight="bold")]
+    left = min(max((text_width(name[:100]) for name in shown), default=0.0) + 8, _MAX_LABEL_WIDTH)
+    width = max(left + len(columns) * cell_width, left + 80, _scale_width(low, high, unit)) + 8
+    caption = shorten_to_width(f"{title} ({unit})" if unit else title, width, is_bold=True)
+    parts = [element("text", caption, x=0, y=14, font_weight="bold")]
+    parts += _scale(low, high, unit, strongest, log_scale=log_scale) if known else []
     every = max(1, math.ceil(70 / cell_width))  # not every column has room for its name
     for number in range(0, len(columns), every):
-        x = _LABEL_WIDTH + number * cell_width
-        parts.append(element("text", shorten(columns[number], 12), x=x, y=_TOP - 8, class_="quiet", font_size=11))
+        x = left + number * cell_width
+        name = shorten_to_width(columns[number], every * cell_width - 6, 12)
+        parts.append(element("text", name, x=x, y=_TOP - 8, class_="quiet"))
     for number, (name, row) in enumerate(zip(shown, values, strict=False)):
         y = _TOP + number * _CELL_HEIGHT
-        label = element(
-            "text", element("title", name), shorten(name, _MAX_LABEL), x=_LABEL_WIDTH - 8, y=y + 14, text_anchor="end"
-        )
-        parts.append(label)
+        text = shorten_to_width(name, left - 8)
+        parts.append(element("text", element("title", name), text, x=left - 8, y=y + 14, text_anchor="end"))
         for place, (column, value) in enumerate(zip(columns, row, strict=True)):
             strength = _strength(value, low, high, log_scale=log_scale)
-            parts.append(
-                element(
-                    "rect",
-                    element("title", f"{name}, {column}: {format_quantity(value, unit)}"),
-                    x=_LABEL_WIDTH + place * cell_width,
-                    y=y,
-                    width=cell_width - 1,
-                    height=_CELL_HEIGHT - 1,
-                    class_="cell fill grey" if strength is None else "cell fill accent",
-                    fill_opacity=0 if strength is None else max(strength, _MIN_OPACITY),
-                )
-            )
+            x = left + place * cell_width
+            hover = element("title", f"{name}, {column}: {format_quantity(value, unit)}")
+            parts.append(_cell(hover, (x, y), cell_width, None if strength is None else strength * strongest))
+            if with_numbers and strength is not None:
+                text = shorten_to_width(f"{value:.3g}", cell_width - 8)
+                parts.append(element("text", hover, text, x=x + cell_width - 6, y=y + 14, text_anchor="end"))
     if len(rows) > len(shown):
         y = _TOP + len(shown) * _CELL_HEIGHT + 15
         parts.append(element("text", f"and {len(rows) - len(shown):,} more", x=0, y=y, class_="quiet"))
     return svg(
         *parts,
-        width=_LABEL_WIDTH + max(len(columns) * cell_width, 80) + 8,
+        width=width,
         height=_TOP + (len(shown) + 1) * _CELL_HEIGHT,
         title=title,
         description=f"{len(rows)} rows and {len(columns)} columns; "
         f"the largest value is {format_quantity(max(known, default=None), unit)}",
     )
+
+
+def _cell(hover: Markup, at: tuple[float, float], width: float, opacity: float | None) -> Markup:
+    return element(
+        "rect",
+        hover,
+        x=at[0],
+        y=at[1],
+        width=width - 1,
+        height=_CELL_HEIGHT - 1,
+        class_="cell fill grey" if opacity is None else "cell fill accent",
+        fill_opacity=0 if opacity is None else max(opacity, _MIN_OPACITY),
+    )
+
+
+def _scale(low: float, high: float, unit: str, strongest: float, *, log_scale: bool) -> list[Markup]:
+    """Return the scale below the title: the colours between the lowest and the highest value."""
+    first = format_quantity(low if log_scale else 0, unit)
+    x = text_width(first) + 6
+    parts = [element("text", first, x=0, y=36, class_="quiet")]
+    for number in range(_NUM_SWATCHES):
+        share = number / (_NUM_SWATCHES - 1)
+        strength = _strength(low * (high / low) ** share, low, high, log_scale=True) if log_scale else share
+        parts.append(
+            element(
+                "rect",
+                x=x + number * _SWATCH,
+                y=26,
+                width=_SWATCH,
+                height=12,
+                class_="fill accent",
+                fill_opacity=max((strength or 0.0) * strongest, _MIN_OPACITY),
+            )
+        )
+    last = format_quantity(high, unit) + (", log scale" if log_scale else "")
+    parts.append(element("text", last, x=x + _NUM_SWATCHES * _SWATCH + 6, y=36, class_="quiet"))
+    return parts
+
+
+def _scale_width(low: float, high: float, unit: str) -> float:
+    texts = (format_quantity(low, unit), f"{format_quantity(high, unit)}, log scale")
+    return sum(map(text_width, texts)) + _NUM_SWATCHES * _SWATCH + 12
 
 
 def heat_map_table(

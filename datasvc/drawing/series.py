@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,12 +41,14 @@ class ChartMark:
         label: what happened, on hover.
         is_problem: whether it is drawn as a problem.
         href: address of what it marks.
+        is_minor: whether it is one of many, such as the checkpoints of a run: a short line on the axis.
     """
 
     x: float
     label: str
     is_problem: bool = False
     href: str | None = None
+    is_minor: bool = False
 
 
 def names_and_colours(series: Sequence[ChartSeries]) -> tuple[list[str], list[str]]:
@@ -55,11 +57,17 @@ def names_and_colours(series: Sequence[ChartSeries]) -> tuple[list[str], list[st
     return [each.name for each in series], colours
 
 
-def describe_values(series: Sequence[ChartSeries], number: int, unit: str, x_label: str) -> str:
+def describe_values(
+    series: Sequence[ChartSeries],
+    number: int,
+    unit: str,
+    x_label: str,
+    x_text: Callable[[float], str] = format_quantity,
+) -> str:
     """Return the values of all series at one of their equal `xs` in words."""
     lines = [f"{each.name}: {format_quantity(each.ys[number], unit)}" for each in series[:_MAX_DESCRIBED]]
     more = [f"and {len(series) - _MAX_DESCRIBED} more"] if len(series) > _MAX_DESCRIBED else []
-    return "; ".join([f"{x_label} {format_quantity(series[0].xs[number])}", *lines, *more])
+    return "; ".join([f"{x_label} {x_text(series[0].xs[number])}", *lines, *more])
 
 
 def describe_series(series: Sequence[ChartSeries], unit: str) -> str:

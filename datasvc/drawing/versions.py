@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from datasvc.drawing.colours import colour_class
-from datasvc.drawing.elements import Markup, element, link, markup, shorten, svg
+from datasvc.drawing.elements import Markup, element, link, markup, shorten, svg, text_width
 from datasvc.drawing.lanes import LaneEdge, plan_lanes
 from datasvc.drawing.table import html_table
 
@@ -15,7 +15,6 @@ _ROW: Final = 24
 _LANE: Final = 14
 _MARGIN: Final = 14
 _RADIUS: Final = 5
-_CHARACTER: Final = 7  # width of an average character of the font, in pixels
 _MAX_LANES: Final = 24  # further branches share the last lane
 _MAX_LABEL: Final = 40
 _MAX_NOTE: Final = 80
@@ -82,7 +81,7 @@ def version_graph(
             class_="quiet",
         )
         marks.append(link(text, more_href))
-    widths = [_text_width(nodes[row]) for row in shown]
+    widths = [_row_width(nodes[row]) for row in shown]
     return svg(
         *lines,
         *stubs,
@@ -154,21 +153,25 @@ def _node(node: VersionNode, lane: int, row: int, text_x: int) -> Markup:
     title = node.title or "; ".join(
         filter(None, [node.name, ", ".join(node.parents) and f"from {', '.join(node.parents)}", node.note])
     )
-    label = shorten(node.name, _MAX_LABEL) + (" (removed)" if node.is_removed else "")
+    label = _label(node)
     named = link(
-        markup([element("title", title), *circles, element("text", label, x=text_x, y=y + 4)]),
+        markup([element("title", title), *circles, element("text", label, x=text_x, y=y + 4, class_="name")]),
         node.href,
         title=node.name,
     )
-    x_next = text_x + len(label) * _CHARACTER + 12
+    x_next = text_x + text_width(label) + 12
     boxes = []
     for tag in _shown_tags(node):
         boxes.append(_tag(tag, x_next, y))
-        x_next += len(tag) * _CHARACTER + 16
+        x_next += text_width(tag) + 16
     note = (
         element("text", shorten(node.note, _MAX_NOTE), x=x_next, y=y + 4, class_="quiet") if node.note else Markup()
     )
     return element("g", named, *boxes, note, class_="node")
+
+
+def _label(node: VersionNode) -> str:
+    return shorten(node.name, _MAX_LABEL) + (" (removed)" if node.is_removed else "")
 
 
 def _shown_tags(node: VersionNode) -> list[str]:
@@ -176,8 +179,8 @@ def _shown_tags(node: VersionNode) -> list[str]:
     return [*tags, f"and {len(node.tags) - _MAX_TAGS} more"] if len(node.tags) > _MAX_TAGS else tags
 
 
-def _tag(tag: str, x: int, y: int) -> Markup:
-    width = len(tag) * _CHARACTER + 10
+def _tag(tag: str, x: float, y: int) -> Markup:
+    width = text_width(tag) + 10
     return element(
         "g",
         element("rect", x=x, y=y - 9, width=width, height=18, rx=4, class_="line accent", fill="none"),
@@ -186,6 +189,6 @@ def _tag(tag: str, x: int, y: int) -> Markup:
     )
 
 
-def _text_width(node: VersionNode) -> int:
-    length = min(len(node.name), _MAX_LABEL) + 10 * node.is_removed + min(len(node.note), _MAX_NOTE)
-    return length * _CHARACTER + sum(len(tag) * _CHARACTER + 16 for tag in _shown_tags(node)) + 12
+def _row_width(node: VersionNode) -> float:
+    tags = sum(text_width(tag) + 16 for tag in _shown_tags(node))
+    return text_width(_label(node)) + 12 + tags + text_width(shorten(node.note, _MAX_NOTE))

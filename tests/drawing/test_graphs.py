@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -118,3 +120,34 @@ def test_hostile_names_of_nodes_stay_text(text):
     root = parsed(flow_graph(nodes, edges, title=text))
     assert (len(with_class(root, "node")), len(with_class(root, "edge"))) == (2, 1)
     parsed(flow_table(nodes, edges, caption=text))
+
+
+def test_a_kind_has_one_colour_in_every_graph():
+    model, source = FlowNode("m", kind="model"), FlowNode("s", kind="source", note="image-folder")
+
+    def colour(nodes):
+        """Return the classes of the frame of the last node."""
+        (frame,) = with_class(with_class(parsed(flow_graph(nodes, [])), "node")[-1], "line")
+        return frame.get("class")
+
+    assert colour([model]) == colour([source, model])
+    assert colour([source]) == colour([model, FlowNode("t", kind="source", note="parquet")])
+    assert colour([source]) != colour([model])
+    assert "image-folder" in text_of(parsed(flow_graph([source], [])))
+
+
+@given(st.integers(1, 6), st.integers(1, 4))
+def test_a_vertical_graph_leads_down_and_is_as_narrow_as_its_nodes(num_layers, num_nodes):
+    nodes = [
+        FlowNode(f"{layer}-{number}" * 9, column=layer) for layer in range(num_layers) for number in range(num_nodes)
+    ]
+    edges = [FlowEdge(a.name, b.name) for a in nodes for b in nodes if a.column + 1 == b.column]
+    root = parsed(flow_graph(nodes, edges, is_vertical=True, max_per_column=2))
+    boxes = [next(each for each in node.iter() if local_name(each) == "rect") for node in with_class(root, "node")]
+    tops = sorted({float(box.get("y")) for box in boxes})
+    assert len(tops) == num_layers
+    assert max(sum(float(box.get("y")) == top for box in boxes) for top in tops) <= 2
+    assert float(root.get("width")) <= 368  # of a window of 400 pixels, with its margins
+    for line in with_class(root, "edge"):
+        (_, start), *_, (_, stop) = re.findall(r"([\d.]+) ([\d.]+)", line.get("d"))
+        assert float(start) < float(stop)

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 import datasvc
+from datasvc.drawing import ChartSeries
 from datasvc.testing import small_dataset
-from datasvc.ui.pages.cluster import _chart
+from datasvc.ui.pages.cluster import _group
 from datasvc.ui.pages.problems import disk_problems, node_problems
 from datasvc.ui.web import node_monitor
 from datasvc.ui.web.node_monitor import NodeState
@@ -123,12 +124,17 @@ def test_a_node_that_does_not_respond_stays_listed_with_its_last_values(cluster,
 
 
 def test_each_of_several_nodes_has_a_chart_with_the_same_scales():
-    lines = [(f"http://node{number}:1", [(0.0, 1.0), (60.0, number * 1e6)]) for number in range(1, 11)]
-    chart = _chart(lines, "From peers", "bytes/s", 60.0)
-    assert chart["title"] == "From peers, first 8 of 10 nodes"
-    assert chart["svg"].count('<g transform="translate(') == 8
-    assert chart["svg"].count(">0 bytes/s<") == chart["svg"].count(">8.00 MB/s<") == 8
-    assert "<g transform" not in _chart(lines[:1], "From peers", "bytes/s", 60.0)["svg"]
+    lines = [ChartSeries(f"http://node{number}:1", [-1.0, 0.0], [1.0, number * 1e6]) for number in range(1, 11)]
+    group = _group("From peers", lines, "bytes/s", is_one=False)
+    assert group["title"] == "From peers, first 8 of 10 nodes"
+    assert len(group["pictures"]) == 8
+    assert all(">0 bytes/s<" in picture and ">8.00 MB/s<" in picture for picture in group["pictures"])
+    (one,) = _group("Traffic", lines[:3], "bytes/s")["pictures"]
+    assert one.count('class="key"') == 3
+    # The axis counts the minutes back from now.
+    assert "minutes ago" in one
+    assert ">1</text>" in one
+    assert ">-1</text>" not in one
 
 
 def test_a_reader_sees_staging_without_loading_the_page_again(cluster, page, monkeypatch):

@@ -1,6 +1,7 @@
 """`datasvc ui`: a process that serves until it is told to stop."""
 
 import http.client
+import io
 import json
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from datasvc.cli.ui import ui as ui_command
 from tests.cli.command import ROOT, run_apart
 from tools.bench.ui_server import running_server
 
@@ -75,6 +77,36 @@ def test_it_stops_at_a_signal_while_a_page_waits_for_a_store_that_does_not_answe
             finally:
                 process.kill()
     assert (process.returncode, output, errors) == (0, "", "")
+
+
+class Output(io.StringIO):
+    """Standard output that may be a terminal."""
+
+    def __init__(self, *, is_terminal):
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self):
+        return self._is_terminal
+
+
+@pytest.mark.parametrize(("is_terminal", "is_wanted"), [(True, True), (True, False), (False, True)])
+def test_the_browser_is_opened_at_the_address_in_a_terminal_unless_it_is_not_wanted(
+    filled, monkeypatch, is_terminal, is_wanted
+):
+    calls, done = [], threading.Event()
+    monkeypatch.setattr("webbrowser.open", lambda address: (calls.append(address), done.set()))
+    monkeypatch.setattr("datasvc.shards.ingestion.lean_memory.keep_lean", lambda: None)
+    monkeypatch.setattr("sys.stdout", Output(is_terminal=is_terminal))
+
+    def serve(_settings, ready):
+        ready("http://127.0.0.1:8766/")
+        if is_terminal and is_wanted:
+            assert done.wait(60)
+
+    monkeypatch.setattr("datasvc.ui.server.serve", serve)
+    ui_command(str(filled), open_browser=is_wanted)
+    assert calls == ["http://127.0.0.1:8766/"] * (is_terminal and is_wanted)
 
 
 def _open(url):

@@ -10,6 +10,7 @@ import datasvc
 from datasvc.errors import UnavailableError
 from datasvc.ui.caches import measured_changes
 from datasvc.ui.caches.measured_changes import MeasuredChanges
+from datasvc.ui.pages.compare import describe_change
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 from tests.ui.test_model import HOSTILE, printed
 
@@ -82,6 +83,21 @@ def test_values_that_differ_do_not_look_equal(layers):
     with running_ui(layers) as server:
         text = texts(server.get("/compare/net@1/net@2")[2])
     assert "0.1000001" in text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "text"),
+    [
+        (240, 264, "+24 (+10 %)"),
+        (0.5, 0.25, "-0.25 (-50 %)"),
+        (0, 1.5, "+1.5"),
+        (1, "a", ""),
+        (None, 1, ""),
+        (True, 2, ""),
+    ],
+)
+def test_the_difference_of_numbers_is_told(first, second, text):
+    assert describe_change(first, second) == text
 
 
 def test_a_removed_version_is_compared_by_its_metadata(layers):

@@ -53,9 +53,9 @@ def test_each_panel_has_the_values_that_its_command_prints(ui, path):
 
 def test_each_line_of_python_runs(ui, filled):
     lines = re.findall(
-        r"import datasvc\n(datasvc\.open[^<]*)</pre>", ui.get("/datasets/pets@2/samples/train/3?models=1")[2]
+        r">import datasvc\n(datasvc\.open[^<]*)</pre>", ui.get("/datasets/pets@2/samples/train/3?models=1")[2]
     )
-    lines += re.findall(r"import datasvc\n(datasvc\.open[^<]*)</pre>", ui.get("/datasets/pets@2")[2])
+    lines += re.findall(r">import datasvc\n(datasvc\.open[^<]*)</pre>", ui.get("/datasets/pets@2")[2])
     assert len(lines) > 6
     for line in set(lines):
         assert eval(html_module.unescape(line), {"datasvc": datasvc}) is not None
@@ -85,7 +85,9 @@ def test_a_version_is_described_in_a_sentence_with_its_graph(ui):
 def test_a_version_is_compared_with_the_one_before_and_has_its_models(ui, monkeypatch):
     text = " ".join(texts(ui.get("/datasets/pets@2")[2]).split())
     assert "2 fewer than pets@1" in text
-    assert "4 model versions were trained on it: cnn@4 , cnn@3 , cnn@2 , cnn@1 ." in text
+    # By model: a run may have saved hundreds of versions.
+    assert "4 model versions were trained on it: 4 of cnn ." in text
+    assert '4 of <a href="/models/cnn@4">cnn</a>' in ui.get("/datasets/pets@2")[2]
     assert "No model version was trained on it." in texts(ui.get("/datasets/birds")[2])
     monkeypatch.setattr("datasvc.ui.pages.dataset._MAX_MODEL_VERSIONS", 3)
     html = ui.get("/datasets/pets@2")[2]
@@ -337,6 +339,33 @@ def test_a_comparison_shows_samples_drift_and_columns(changed):
             assert response.read(2) == b"\xff\xd8"
 
 
+def test_a_comparison_links_its_classes_and_offers_no_more_than_there_is(changed, ui):
+    html = changed.get("/diff/pets@1/pets@2")[2]
+    assert 'href="/datasets/pets@2/samples/train?where=label+%3D+0">cat</a>' in html
+    assert "Show more samples" not in html
+    assert "Show more samples" in changed.get("/diff/pets@1/pets@2?n=1")[2]
+    text = " ".join(texts(ui.get("/diff/pets@1/pets@2")[2]).split())
+    assert "val No changes." in text
+    assert re.search(r"train 0 2 0 94 \d+\.\d %", text)
+
+
+def test_what_all_samples_share_is_a_sentence_and_few_classes_have_no_table(ui):
+    html = ui.get("/datasets/pets@2")[2]
+    text = " ".join(texts(html).split())
+    assert "width: 32 in all samples." in text
+    assert 'aria-label="Histogram of width"' not in html
+    assert "Classes of train" not in text
+    assert "Classes of train" in ui.get("/datasets/pets@2?class=1")[2]
+    assert "Bytes that versions share" in text
+    assert "Bytes that versions share" not in ui.get("/datasets/birds@1")[2]
+
+
+def test_a_sample_has_its_size_in_bytes_and_its_class_in_words(ui):
+    text = " ".join(texts(ui.get("/datasets/pets@2/samples/train/3")[2]).split())
+    assert re.search(r"image [\d,]+ bytes", text)
+    assert "class class" in " ".join(texts(ui.get("/datasets/pets@2/samples/train")[2]).split())
+
+
 def test_a_comparison_that_is_too_large_for_a_page_has_the_command(changed, monkeypatch):
     monkeypatch.setattr("datasvc.ui.pages.diff._MAX_UNSHARED", 3)
     html = changed.get("/diff/pets@1/pets@2")[2]
@@ -361,7 +390,8 @@ def test_the_pages_are_accessible_and_fit_a_narrow_window(ui, page, path):
 
 def test_a_person_goes_from_a_class_to_a_sample_and_its_models(ui, page):
     page.goto(f"{ui.url}/datasets/pets@2")
-    page.get_by_role("link", name="class1").last.click()
+    page.get_by_role("region", name="Histogram of label").locator("..").get_by_text("As a table").click()
+    page.get_by_role("table", name="label, all samples").get_by_role("link").nth(1).click()
     page.wait_for_url("**/samples/train?where=label*")
     page.locator(".grid img").first.wait_for()
     assert page.evaluate("document.querySelector('.grid img').naturalWidth") > 0

@@ -205,12 +205,14 @@ def test_the_form_of_the_planner_follows_the_data_set_and_shows_errors(ui, brows
     assert window.locator("#split option").all_text_contents() == ["train"]
     window.get_by_label("Data set or version").fill("no-such")
     window.get_by_label("Data set or version").dispatch_event("change")
-    window.locator("p#result").get_by_text("no-such").wait_for()
+    window.locator("p#answer").get_by_text("no-such").wait_for()
+    # The curves of the earlier answer are not shown beside the message.
+    assert not window.locator("#curves").is_visible()
     window.get_by_label("Data set or version").fill("pets@2")
     window.get_by_label("Data set or version").dispatch_event("change")
     window.get_by_text("val").first.wait_for(state="attached")
-    window.locator("div#result").get_by_text("pets@2").first.wait_for()
-    assert window.locator("#result").count() == 1
+    window.locator("div#answer").get_by_text("pets@2").first.wait_for()
+    assert [window.locator(part).count() for part in ("#answer", "#curves", "#result")] == [1, 1, 1]
     window.close()
 
 

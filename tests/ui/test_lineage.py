@@ -93,7 +93,7 @@ def test_a_hostile_key_is_text(ui, key):
 def test_a_person_zooms_follows_a_node_and_asks_for_a_sample(ui, filled, page):
     page.goto(f"{ui.url}/lineage/cnn@4")
     check_accessible(page)
-    drawing = page.locator("[data-zoom] svg")
+    drawing = page.locator("[data-zoom=wide] svg")
     whole = drawing.get_attribute("viewBox")
     page.get_by_role("button", name="Zoom in").click()
     near = drawing.get_attribute("viewBox")
@@ -106,7 +106,7 @@ def test_a_person_zooms_follows_a_node_and_asks_for_a_sample(ui, filled, page):
     assert drawing.get_attribute("viewBox") != near
     page.get_by_role("button", name="Whole picture").click()
     assert drawing.get_attribute("viewBox") == whole
-    page.locator("[data-zoom] a[href='/models/cnn@2']").click()
+    page.locator("[data-zoom=wide] a[href='/models/cnn@2']").click()
     page.wait_for_url("**/models/cnn@2")
     first_read = next(
         key

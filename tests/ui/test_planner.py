@@ -102,6 +102,17 @@ def test_steps_are_predicted_from_the_numbers_of_the_form():
     assert found.limit.startswith("communication-bound")
 
 
+def test_the_answer_comes_before_the_form_in_plain_words(ui):
+    query = "data=pets@1&budget=150&batch=8&forward_ms=5&gradients_mb=100&origin=100&link=100"
+    html = ui.get(f"/planner?{query}")[2]
+    answer = " ".join(texts(html.partition('<form id="planner"')[0]).split())
+    assert "The run does not starve." in answer
+    assert "communication limits it: the all-reduces take" in answer
+    assert "t_c" not in html.partition('id="result"')[0].replace('"t_c', "")
+    assert "A line at the upper edge is above it" in html
+    assert "microseconds" in html
+
+
 def test_steps_are_predicted_from_the_costs_of_a_profile():
     form = PlannerForm.parse(Query(costs=json.dumps({"costs": COSTS}), nodes="2", gpus="4", link="100"))
     found = predict_steps(form)

@@ -90,7 +90,22 @@ def test_a_run_shows_what_its_log_has(logged):
     for part, ms in (("waiting for data", "40"), ("forward", "20"), ("backward", "30"), ("other", "10")):
         assert f"{part}: last {ms} ms" in html
     ranks = text[text.index("Mean milliseconds") :]
-    assert ranks.index("straggler 90.0 ms") < ranks.index("50.0 ms")
+    assert "own time, ms" in ranks
+    assert ranks.index("straggler 90.0") < ranks.index("50.0")
+
+
+def test_a_run_that_has_ended_is_told_in_the_past_with_units_and_links(logged):
+    server, _, done, _ = logged
+    html = server.get(f"/runs/cnn/{done.id}")[2]
+    text = " ".join(texts(html).split())
+    problems = [problem["text"] for problem in server.json(f"/runs/cnn/{done.id}", "problems")]
+    assert problems
+    assert all(problem.startswith("while it ran: ") for problem in problems)
+    assert "Its last diagnosis, of the loader of one of its 2 ranks: starved by decode" in text
+    assert "wait 2.5 s" in text
+    assert 'version <a href="/models/cnn@3">cnn@3</a>' in html
+    sorted_ranks = server.get(f"/runs/cnn/{done.id}?ranks_sort=own_s")[2]
+    assert re.findall(r'<th scope="row" class="number">(\d)</th><td>', sorted_ranks) == ["0", "1"]
 
 
 def test_the_line_of_python_of_a_run_runs(logged):
@@ -295,7 +310,7 @@ def test_a_chart_names_the_mark_at_the_cursor_and_begins_at_zero_for_rates(logge
     plot = chart.evaluate("element => JSON.parse(element.dataset.series)")
     assert plot["from_zero"] is True
     (first, last), width = (plot["x"][0], plot["x"][-1]), chart.locator(".u-over").bounding_box()["width"]
-    step, label = next((step, label) for step, label, is_problem, _ in plot["marks"] if is_problem)
+    step, label = next((step, label) for step, label, is_problem, *_ in plot["marks"] if is_problem)
     chart.locator(".u-over").hover(position={"x": width * (step - first) / (last - first), "y": 20})
     chart.get_by_text(label).wait_for()
     assert label.startswith("stall at step")
@@ -322,10 +337,9 @@ def test_the_legend_of_stacked_areas_hides_parts_and_the_cursor_is_that_of_the_c
     page.keyboard.press("ArrowRight")
     text = page.locator("#time .mark-text")
     assert text.text_content() == "step 2; waiting for data: 40 ms; backward: 30 ms; other: 10 ms"
-    assert float(chart.locator(".cursor").get_attribute("x1")) == pytest.approx(72 + 1 / 39 * 712, abs=0.02)
-    # The curves have the cursor at the same step: each value of their legends is that of step 2.
-    legend = page.locator("#chart-0 .u-legend")
-    assert [row.strip() for row in legend.locator(".u-value").all_text_contents()] == ["2", "0.5"]
+    assert chart.locator(".cursor").get_attribute("x1") == chart.locator("[data-x='2']").get_attribute("data-at")
+    # The curves have the cursor at the same step.
+    assert page.locator("#chart-0 .mark-text").text_content() == "step 2; loss: 0.5"
     page.keyboard.press("Escape")
     assert text.text_content() == ""
     forward.click()
@@ -366,7 +380,7 @@ def test_home_has_live_runs_and_the_problems_of_runs_and_of_versions(tmp_path):
         assert [problem["link"] for problem in own] == [None]
         assert f"{live.ref} is starved: it waits 40% of the time" in text
         assert "failed: no room" in text
-        assert "3 problems" in text
+        assert "2 problems, 1 warning" in text
         assert {run["name"] for run in server.json("/", "runs")} == {"cnn", "gpt"}
     live.close()
 

@@ -1,6 +1,7 @@
 """Tables that the address sorts and divides into pages."""
 
 import math
+import re
 
 import pytest
 from hypothesis import example, given
@@ -59,3 +60,14 @@ def test_a_head_sorts_then_turns_the_order_round_and_begins_on_the_first_page():
 def test_an_unknown_column_is_refused():
     with pytest.raises(ConfigError, match="expected one of"):
         view([], sort="tags")
+
+
+def test_the_heads_of_many_numbers_have_a_histogram_of_all_pages():
+    columns = (Column("name", "name"), Column("bytes", "bytes", "number", "bytes"))
+    rows = [{"name": str(number), "bytes": number * 1000} for number in range(250)]
+    text, numbers = view_table(rows, columns, Query(), path="/x").heads
+    assert (text.picture, text.range) == (None, "")
+    assert numbers.range == "0 bytes to 249.00 kB"
+    assert sum(int(count) for count in re.findall(r": (\d+) rows<", numbers.picture)) == 250
+    few = view_table(rows[:5], columns, Query(), path="/x").heads
+    assert [head.picture for head in few] == [None, None]

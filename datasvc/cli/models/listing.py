@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.text import Text
 
@@ -14,6 +15,7 @@ from datasvc.cli.models.arguments import NameArgument, RefArgument
 from datasvc.cli.terminal.drawing_file import LastOption, SvgOption, write_version_graph
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_line, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
+from datasvc.errors import ConfigError
 from datasvc.printable import text_value
 
 if TYPE_CHECKING:
@@ -72,11 +74,70 @@ def log(
             console.print(Text(text, style="dim" if line.version and line.version.removed else ""))
 
 
-def show(ref: RefArgument, repo: RepoOption, as_json: JsonOption = False) -> None:
+def show(
+    ref: RefArgument,
+    repo: RepoOption,
+    stored: Annotated[
+        bool, typer.Option("--stored", help="Show how the version is stored instead: bytes, objects, differences.")
+    ] = False,
+    signers: Annotated[
+        bool, typer.Option("--signers", help="Show the keys that have signed it instead; they are not checked.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Show the metadata of a model version, even a removed one: data, position, code, configuration, metrics.
 
     Example: datasvc models show digits-cnn@3 --repo ./repo
     """
+    if stored and signers:
+        raise ConfigError("--stored and --signers are two answers; give one of them")
+    if stored:
+        _show_stored(ref, repo, as_json=as_json)
+    elif signers:
+        _show_signers(ref, repo, as_json=as_json)
+    else:
+        _show_metadata(ref, repo, as_json=as_json)
+
+
+def _show_stored(ref: str, repo: str, *, as_json: bool) -> None:
+    from datasvc.models.registry.stored_size import stored_size
+    from datasvc.repository import Repository
+    from datasvc.sizes import format_size
+
+    found = stored_size(Repository.open(repo), ref)
+    if as_json:
+        print_json(found.to_dict())
+        return
+    print_facts(
+        {
+            "tensors": f"{format_size(found.tensor_bytes)} in memory",
+            "stored": f"{format_size(found.stored_bytes)}, which other versions may share",
+            "chunks": f"{found.num_chunks:,} in {found.num_objects:,} objects",
+            "stored whole": f"{found.chain_lengths.get(1, 0):,} chunks",
+            **{
+                f"stored with {length - 1} differences": f"{num:,} chunks"
+                for length, num in found.chain_lengths.items()
+                if length > 1
+            },
+        }
+    )
+
+
+def _show_signers(ref: str, repo: str, *, as_json: bool) -> None:
+    from datasvc.models.versions.signing import signers
+    from datasvc.repository import Repository
+
+    found = signers(Repository.open(repo), ref)
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        print_line(f"{ref} is not signed", err=True)
+    for key in found:
+        print_line(key)
+
+
+def _show_metadata(ref: str, repo: str, *, as_json: bool) -> None:
     from datasvc.models import describe_model
     from datasvc.models.registry.registry import show_facts
     from datasvc.repository import Repository

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from datasvc.cli.nodes.cache_plan import plan
+from datasvc.cli.nodes.cache_plan import placement, plan
 from datasvc.cli.nodes.options import (
     BudgetOption,
     CacheOption,
@@ -45,6 +45,7 @@ _WITHOUT_PEERS: Final = "is for the connections to peers, but there is no --peer
 
 app = typer.Typer(no_args_is_help=True, help="The cache of this node.")
 app.command()(plan)
+app.command()(placement)
 
 
 def stage(

@@ -1,4 +1,4 @@
-"""`datasvc cache plan`: forecast of the bytes that a training run reads from caches, peers and origin."""
+"""`datasvc cache plan | placement`: forecast of a training run's traffic, and the owners of shards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_facts, print_json
+from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_facts, print_json, print_table
 from datasvc.printable import count_text
 from datasvc.sizes import format_size, parse_size
 
@@ -109,6 +109,36 @@ def plan(
         _print_forecast(result.forecast, result.workload, images_per_second)
         if result.cost is not None:
             print_facts(_cost_facts(result.cost))
+
+
+def placement(
+    ref: RefArgument,
+    repo: RepoOption,
+    node: Annotated[
+        list[str], typer.Option(metavar="URL", help="All nodes, in the spelling that they have of each other.")
+    ],
+    failed: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Those of them that do not respond.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which node owns how many shards, and so reads them from the origin for all nodes.
+
+    Example: datasvc cache placement pets@1 --node http://a:8765 --node http://b:8765
+    """
+    from datasvc.cache.peers.shard_owners import count_shard_owners
+    from datasvc.repository import Repository
+
+    found = count_shard_owners(Repository.open(repo), ref, node, failed=failed or ())
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (url, counts["owns"]["shards"], format_size(counts["owns"]["bytes"]), counts["serves"]["shards"],
+         format_size(counts["serves"]["bytes"]))
+        for url, counts in found["nodes"].items()
+    ]  # fmt: skip
+    print_table(["node", "owns shards", "bytes", "serves shards", "bytes"], rows)
 
 
 def _print_forecast(result: Forecast, workload: Workload, images_per_second: float | None) -> None:

@@ -57,7 +57,8 @@ def collapsed_flow(
 
 def _chain_node(node: FlowNode, chain: Sequence[str]) -> FlowNode:
     title = f"{chain[0]} to {chain[-1]}"
-    return replace(node, label=title, kind=count_text(len(chain), "version"), title=title)
+    label = f"{chain[-1]} to @{chain[0].rpartition('@')[2]}"  # versions of one name
+    return replace(node, label=label, note=count_text(len(chain), "version"), title=title)
 
 
 class _LineageGraph:
@@ -74,13 +75,13 @@ class _LineageGraph:
         is_source = data.source.get("kind") != "version" and (data.source.get("url") or data.source.get("kind"))
         if is_source:
             kind, url = str(data.source.get("kind", "source")), str(data.source.get("url") or "")
-            self._node(f"source:{kind}:{url}", url or kind, _SOURCE, kind)
+            self._node(f"source:{kind}:{url}", url or kind, _SOURCE, "source", note=kind)
             self._edge(f"source:{kind}:{url}", name, str(data.change.get("kind", "ingest")))
         for split, facts in data.splits.items():
             table = facts.get("table")
             if table in lineage.shards:
                 label = f"{count_text(len(lineage.shards[table]), 'shard')} of {split}"
-                self._node(f"shards:{table}", label, _SHARDS, f"table {str(table)[:_MAX_DIGITS]}")
+                self._node(f"shards:{table}", label, _SHARDS, "shards", note=f"table {str(table)[:_MAX_DIGITS]}")
                 self._edge(f"shards:{table}", name, f"shards of {split}")
         for parent in data.parents:
             self._edge(self._version("datasets", parent), name, str(data.change.get("kind", "")))
@@ -109,8 +110,8 @@ class _LineageGraph:
         self._node(key, name, column, label, self._href(kind, name))
         return key
 
-    def _node(self, key: str, label: str, column: int, kind: str, href: str | None = None) -> None:
-        self.nodes.setdefault(key, FlowNode(key, label, column, kind, href))
+    def _node(self, key: str, label: str, column: int, kind: str, href: str | None = None, *, note: str = "") -> None:
+        self.nodes.setdefault(key, FlowNode(key, label, column, kind, href, note=note))
 
     def _edge(self, source: str, target: str, label: str) -> None:
         known = self.edges.get((source, target))

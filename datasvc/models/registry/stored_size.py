@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from datasvc.errors import NotFoundError
+from datasvc.models.registry.registry import describe_model
 from datasvc.models.tensors.tensor_table import read_table
-from datasvc.repository import Digest, Objects
+from datasvc.repository import Digest, Objects, Repository
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,19 @@ class StoredSize:
     def to_dict(self) -> dict[str, Any]:
         """Return the sizes as JSON values."""
         return {**vars(self), "chain_lengths": {str(length): num for length, num in self.chain_lengths.items()}}
+
+
+def stored_size(repository: Repository, ref: str) -> StoredSize:
+    """Return how a model version is stored; no tensor is read.
+
+    Raises:
+        NotFoundError: there is no such version, or it was removed.
+        CorruptDataError, UnavailableError: its entry or its table of tensors cannot be read.
+    """
+    version = describe_model(repository, ref)
+    if version.removed:
+        raise NotFoundError(f"{version} was removed, so gc may have deleted its bytes")
+    return measure_stored_size(repository.objects, version.tensors)
 
 
 def measure_stored_size(objects: Objects, table: Digest) -> StoredSize:

@@ -24,7 +24,7 @@ def version_nodes(versions: Iterable[ModelVersion], *, href: Callable[[str], str
             _note(version.entry),
             href(str(version)) if href else None,
             version.removed,
-            title=f"{version}, created {version.entry['created']}",
+            title=_title(version),
         )
         for version in versions
     ]
@@ -35,6 +35,11 @@ def metrics_text(metrics: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
     )
+
+
+def _title(version: ModelVersion) -> str:
+    parents = f", from {' and '.join(version.parents)}" if version.parents else ""
+    return f"{version}, created {version.entry['created']}{parents}"
 
 
 def _note(entry: Mapping[str, Any]) -> str:

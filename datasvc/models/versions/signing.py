@@ -112,6 +112,11 @@ def list_signers(repository: Repository, version: Resolved) -> list[str]:
     )
 
 
+def signers(repository: Repository, ref: str) -> list[str]:
+    """Return the ids of the keys that have a signature file for the version `ref`; see `list_signers`."""
+    return list_signers(repository, repository.resolve("models", ref, removed=True))
+
+
 def _find_fault(repository: Repository, version: Resolved, key: PublicKey, message: bytes) -> str | None:
     """Return the reason why there is no valid signature of `message` by `key`; None if the signature is valid."""
     try:

@@ -35,15 +35,19 @@ _TITLES: Final = {"rate": "learning rate"}
 _UNITS: Final = {"_s": "s", "_bytes": "bytes"}
 
 
-def line_charts(history: RunHistory) -> list[dict[str, Any]]:
-    """Return a chart for each curve of a run, and for each metric of its evaluations: the first 12.
+def line_charts(history: RunHistory, *, width: int = 640) -> list[dict[str, Any]]:
+    """Return a chart for each curve of a run, and for each metric of several evaluations: the first 12.
+
+    Args:
+        history: the run.
+        width: of each chart, pixels.
 
     Returns:
         Dicts with `id`, `name`, `svg`, `table`, and `data`, what the script of the page draws.
     """
     marks = _marks(history)
     return [
-        _chart(f"chart-{number}", name, series, colour, marks)
+        _chart(f"chart-{number}", name, series, colour, marks, width)
         for number, (name, series, colour) in enumerate(_curves(history)[:_MAX_CHARTS])
     ]
 
@@ -65,14 +69,17 @@ def _curves(history: RunHistory) -> list[tuple[str, Series, str]]:
     """Return name, values and colour of each curve, in the order in which they are drawn."""
     names = [name for name in history.series if name not in _NOT_DRAWN]
     names.sort(key=lambda name: (_FIRST.index(name) if name in _FIRST else len(_FIRST), name))
-    evaluation = [(name, series) for name, series in history.evaluation.items() if name not in _NOT_DRAWN]
+    # One value is no curve: the table of evaluations has it.
+    evaluation = [
+        (name, series) for name, series in history.evaluation.items() if name not in _NOT_DRAWN and len(series) > 1
+    ]
     return [
         *((_TITLES.get(name, name), history.series[name], "c0") for name in names),
         *((f"evaluation: {name}", series, "c2") for name, series in evaluation),
     ]
 
 
-def time_chart(history: RunHistory) -> dict[str, Any] | None:
+def time_chart(history: RunHistory, *, width: int = 800) -> dict[str, Any] | None:
     """Return stacked areas of the parts of a step in milliseconds; None if the run has not measured its steps."""
     whole = history.series.get("step_s")
     if whole is None or not len(whole):
@@ -93,12 +100,14 @@ def time_chart(history: RunHistory) -> dict[str, Any] | None:
     areas.append(ChartSeries(_OTHER[0], steps.tolist(), (1000 * rest).tolist(), _OTHER[1]))
     title = "Time of a step"
     return {
-        "svg": stacked_areas(areas, title=title, unit="ms", width=800),
+        "svg": stacked_areas(areas, title=title, unit="ms", width=width),
         "table": chart_table(areas, title=title, unit="ms", max_rows=100),
     }
 
 
-def _chart(chart_id: str, name: str, series: Series, colour: str, marks: Sequence[ChartMark]) -> dict[str, Any]:
+def _chart(
+    chart_id: str, name: str, series: Series, colour: str, marks: Sequence[ChartMark], width: int
+) -> dict[str, Any]:
     values = [value if math.isfinite(value) else None for value in series.values.tolist()]
     points = thin_points(series.steps.tolist(), values, _MAX_POINTS)
     title, unit = _title_and_unit(name)
@@ -107,7 +116,9 @@ def _chart(chart_id: str, name: str, series: Series, colour: str, marks: Sequenc
     return {
         "id": chart_id,
         "name": escape_controls(title),
-        "svg": line_chart([line], title=title, unit=unit, marks=marks, height=200, from_zero=is_from_zero),
+        "svg": line_chart(
+            [line], title=title, unit=unit, marks=marks, width=width, height=220, from_zero=is_from_zero
+        ),
         "table": chart_table([line], title=title, unit=unit, max_rows=100),
         "data": {
             "name": escape_controls(title),
@@ -117,7 +128,7 @@ def _chart(chart_id: str, name: str, series: Series, colour: str, marks: Sequenc
             "x": line.xs,
             # The log has float32: more digits are noise, and most of the bytes of a live page.
             "y": [None if y is None else float(f"{y:.7g}") for y in line.ys],
-            "marks": [[mark.x, mark.label, mark.is_problem, mark.href] for mark in marks],
+            "marks": [[mark.x, mark.label, mark.is_problem, mark.href, mark.is_minor] for mark in marks],
         },
     }
 
@@ -139,7 +150,8 @@ def _marks(history: RunHistory) -> list[ChartMark]:
         step = event.facts.get("step")
         if event.event not in {"checkpoint", "stall"} or not isinstance(step, int):
             continue
-        marks.append(ChartMark(step, _mark_text(event.event, event.facts), event.event == "stall"))
+        is_stall = event.event == "stall"
+        marks.append(ChartMark(step, _mark_text(event.event, event.facts), is_stall, is_minor=not is_stall))
     return marks[-_MAX_MARKS:]
 
 

@@ -34,10 +34,16 @@ def entry_nodes(
             _note(entry.content),
             href(f"{name}@{entry.number}") if href else None,
             entry.number in removed,
-            title=f"{name}@{entry.number}, created {entry.content.get('created', 'at an unknown time')}",
+            title=_title(f"{name}@{entry.number}", entry.content),
         )
         for entry in entries
     ]
+
+
+def _title(ref: str, content: Mapping[str, Any]) -> str:
+    parents = entry_parents(content)
+    origin = f", from {' and '.join(parents)}" if parents else ""
+    return f"{ref}, created {content.get('created', 'at an unknown time')}{origin}"
 
 
 def entry_parents(content: Mapping[str, Any]) -> tuple[str, ...]:

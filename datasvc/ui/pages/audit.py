@@ -43,7 +43,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         title=f"Audit of {name}",
         section="runs",
         crumbs=(Crumb("Runs", "/runs"), Crumb(f"audit of {name}", audit_link(name))),
-        panels={"audit": Panel(facts, shlex.join(words))},
+        panels={"audit": Panel(facts, shlex.join(words), _python(site, path, epoch, has_keys=reason is None))},
         problems=tuple(problems),
         view={
             "name": name,
@@ -103,6 +103,19 @@ def _open_names(site: Site, result: Audit) -> tuple[SampleNames | None, str | No
         return open_names(result, lambda: site.repo.repository), None
     except (ConfigError, DatasvcError) as error:
         return None, str(error)
+
+
+def _python(site: Site, path: Path, epoch: int | None, *, has_keys: bool) -> str:
+    keys = f"open_names(result, lambda: datasvc.open({site.url!r}).repository)" if has_keys else None
+    return "\n".join(
+        (
+            "from pathlib import Path",
+            "from datasvc.ledger.audit_text import audit_facts, open_names",
+            "from datasvc.ledger.folders import audit_folders",
+            f"result = audit_folders([Path({str(path)!r})], epoch={epoch})",
+            f"audit_facts(result, {_SAMPLES_LISTED}, {keys})",
+        )
+    )
 
 
 def _conclusion(result: Audit) -> str:

@@ -6,26 +6,40 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import chain, pairwise
 from typing import Any, Final
 
-from datasvc.cache.peers.placement import rank_nodes
-from datasvc.drawing import ChartSeries, chart_table, line_chart, small_multiples
+from datasvc.cache.peers.shard_owners import count_shard_owners
+from datasvc.drawing import ChartSeries, chart_table, format_quantity, line_chart, separate_charts
 from datasvc.errors import DatasvcError, NotFoundError
+from datasvc.ui.pages.charts.layout import CHART_WIDTH
 from datasvc.ui.pages.problems import node_problems
 from datasvc.ui.web.links import cluster_link
 from datasvc.ui.web.live import PageState
 from datasvc.ui.web.node_monitor import NodeSample, NodeState, used_bytes
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.table_view import Column, view_table
 
 _MAX_DRAWN: Final = 8  # nodes with a chart of their own
-_MAX_PLACED_SHARDS: Final = 10_000
-_MAX_ROWS: Final = 200
+_MAX_ROWS: Final = 100
+# Counter, title and colour; the colours are those of the Planner.
 _RATES: Final = (
-    ("origin_bytes", "From the origin"),
-    ("peer_bytes", "From peers"),
-    ("evicted_bytes", "Evicted"),
+    ("origin_bytes", "from the origin", "c1"),
+    ("peer_bytes", "from peers", "c0"),
+    ("evicted_bytes", "evicted", "c5"),
+)
+_CACHES: Final = "c2"
+_NODE_COLUMNS: Final = (
+    Column("node", "url"),
+    Column("state"),
+    Column("cache", "used_bytes", "number", "bytes"),
+    Column("objects", "objects", "number"),
+    Column("hits", "hit_share", "number"),
+    Column("from the origin", "origin_bytes", "number", "bytes"),
+    Column("from peers", "peer_bytes", "number", "bytes"),
+    Column("evicted", "evicted_bytes", "number", "bytes"),
 )
 
 
@@ -39,13 +53,13 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     panels = {"nodes": nodes_panel(states)}
     problems = [problem for state in states for problem in node_problems(state)]
     try:
-        placement = _placement(site, all_states, query.text("data"))
+        placement = _placement_panel(site, all_states, query.text("data"))
     except DatasvcError as error:
         # The nodes are shown also if the repository does not respond.
         placement = None
         problems.append(Problem(f"the owners of shards are not known: {error}"))
     if placement is not None:
-        panels["placement"] = Panel(placement)
+        panels["placement"] = placement
     return Page(
         template="cluster.html",
         title=chosen or "Cluster",
@@ -58,7 +72,15 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
             "chosen": chosen,
             "states": states,
             "sums": _sums(states),
-            "rows": [_node_row(state) for state in states],
+            "nodes": view_table(
+                [_node_row(state) for state in states],
+                _NODE_COLUMNS,
+                query,
+                path=cluster_link(node=chosen),
+                prefix="nodes_",
+            ),
+            "datasets": site.repo.datasets.names()[:_MAX_ROWS] if placement is not None else [],
+            "known": {state.url for state in all_states},
             "tables": _tables(states),
             "max_rows": _MAX_ROWS,
             "charts": _charts(states),
@@ -105,16 +127,20 @@ def _hit_share(counters: Mapping[str, int]) -> float | None:
 def _node_row(state: NodeState) -> dict[str, Any]:
     """Return a row of the table of nodes."""
     if state.status is None:
-        return {"state": state}
+        return {"state": state, "url": state.url}
     cache = state.status["cache"]
     last = state.samples[-2:]
-    rates = [_rate(last[0], last[1], name) if len(last) > 1 else None for name, _ in _RATES]
+    rates = [_rate(last[0], last[1], name) if len(last) > 1 else None for name, _, _ in _RATES]
+    totals = {name: cache["counters"].get(name, 0) for name, _, _ in _RATES}
     return {
         "state": state,
+        "url": state.url,
+        "objects": cache["num_resident"],
+        **totals,
         "cache": cache,
         "used_bytes": used_bytes(cache),
         "hit_share": _hit_share(cache["counters"]),
-        "totals": [(cache["counters"].get(name, 0), rate) for (name, _), rate in zip(_RATES, rates, strict=True)],
+        "totals": list(zip(totals.values(), rates, strict=True)),
     }
 
 
@@ -143,19 +169,38 @@ def _tables(states: Sequence[NodeState]) -> dict[str, list[tuple[Any, ...]]]:
 
 
 def _charts(states: Sequence[NodeState]) -> list[dict[str, Any]]:
-    """Return the charts of the history, each with its table; none before there are two samples."""
+    """Return the charts of the history in groups, each with a title and a table; none before there are two samples.
+
+    One node has its traffic in one chart; of several nodes, each has a chart of its own, with the same scales.
+    """
     followed = [state for state in states if len(state.samples) > 1]
     if not followed:
         return []
-    now = time.time()
-    charts = []
-    for name, title in _RATES:
-        lines = [(state.url, _rates_over_time(state.samples, name)) for state in followed]
-        charts.append(_chart(lines, title, "bytes/s", now))
-    charts.append(_chart([(state.url, _hits_over_time(state.samples)) for state in followed], "Hits", "%", now))
-    used = [(state.url, [(sample.time_s, sample.used_bytes) for sample in state.samples]) for state in followed]
-    charts.append(_chart(used, "In the caches", "bytes", now))
-    return charts
+    now_s = time.time()
+    rates = [
+        [_line(title, _rates_over_time(state.samples, name), now_s, colour) for state in followed]
+        for name, title, colour in _RATES
+    ]
+    hits = [_line("hits", _hits_over_time(state.samples), now_s, _CACHES) for state in followed]
+    used = [
+        _line("in the cache", [(sample.time_s, sample.used_bytes) for sample in state.samples], now_s, _CACHES)
+        for state in followed
+    ]
+    if len(followed) == 1:
+        return [
+            _group("Traffic", [line for (line,) in rates], "bytes/s"),
+            _group("Hits", hits, "% of the requests"),
+            _group("In the cache", used, "bytes"),
+        ]
+    urls = [state.url for state in followed]
+    groups = [(title.capitalize(), lines, "bytes/s") for (_, title, _), lines in zip(_RATES, rates, strict=True)] + [
+        ("Hits", hits, "% of the requests"),
+        ("In the caches", used, "bytes"),
+    ]
+    return [
+        _group(title, [replace(line, name=url) for line, url in zip(lines, urls, strict=True)], unit, is_one=False)
+        for title, lines, unit in groups
+    ]
 
 
 def _rates_over_time(samples: Sequence[NodeSample], name: str) -> list[tuple[float, float]]:
@@ -170,30 +215,31 @@ def _hits_over_time(samples: Sequence[NodeSample]) -> list[tuple[float, float | 
     return points
 
 
-def _chart(
-    lines: Sequence[tuple[str, Sequence[tuple[float, float | None]]]], title: str, unit: str, now_s: float
-) -> dict[str, Any]:
-    left_out = len(lines) - _MAX_DRAWN
-    series = [
-        ChartSeries(url, [(time_s - now_s) / 60 for time_s, _ in points], [value for _, value in points])
-        for url, points in lines[:_MAX_DRAWN]
-    ]
-    text = f"{title}, first {_MAX_DRAWN} of {len(lines)} nodes" if left_out > 0 else title
-    if len(series) > 1:
-        # One frame with many lines cannot be read.
-        drawing = small_multiples(series, title=text, unit=unit, x_label="minutes", from_zero=True, same_range=True)
-    else:
-        drawing = line_chart(series, title=text, unit=unit, x_label="minutes", from_zero=True, height=200)
+def _line(name: str, points: Sequence[tuple[float, float | None]], now_s: float, colour: str) -> ChartSeries:
+    return ChartSeries(name, [(time_s - now_s) / 60 for time_s, _ in points], [value for _, value in points], colour)
+
+
+def _group(title: str, series: Sequence[ChartSeries], unit: str, *, is_one: bool = True) -> dict[str, Any]:
+    """Return one chart of several lines, or a chart for each of the first 8 lines, and the numbers as a table."""
+    shown = series[:_MAX_DRAWN]
+    text = title if len(shown) == len(series) else f"{title}, first {len(shown)} of {len(series)} nodes"
+    axis: dict[str, Any] = {"unit": unit, "x_label": "minutes ago", "x_text": _past_text}
+    size: dict[str, Any] = {"width": CHART_WIDTH, "height": 200, "from_zero": True}
+    pictures = [line_chart(shown, title=text, **size, **axis)] if is_one else separate_charts(shown, **size, **axis)
     return {
         "title": text,
-        "several": len(series) > 1,
-        "svg": drawing,
-        "table": chart_table(series, title=text, unit=unit, x_label="minutes", max_rows=100),
+        "is_one": is_one,
+        "pictures": pictures,
+        "table": chart_table(shown, title=text, max_rows=100, **axis),
     }
 
 
-def _placement(site: Site, states: Sequence[NodeState], ref: str | None) -> dict[str, Any] | None:
-    """Return how many shards of a data-set version each node owns; None if there is nothing to share."""
+def _past_text(minutes: float) -> str:
+    return format_quantity(abs(round(minutes, 2)))
+
+
+def _placement_panel(site: Site, states: Sequence[NodeState], ref: str | None) -> Panel | None:
+    """Return how many shards of a data-set version each node owns and serves; None if there is nothing to share."""
     if len(states) < 2:
         return None
     ref = ref or site.first_dataset()
@@ -201,26 +247,15 @@ def _placement(site: Site, states: Sequence[NodeState], ref: str | None) -> dict
         return None
     version = str(site.repo.datasets.resolve(ref))
     urls = tuple(state.url for state in states)
-    responding = tuple(state.url for state in states if state.error is None)
-    owned = site.owners.get((version, urls), lambda: _count_owned(site, version, urls))
-    served = {**owned, "nodes": {}}
-    if responding:
-        served = site.owners.get((version, responding), lambda: _count_owned(site, version, responding))
-    none = {"shards": 0, "bytes": 0}
-    nodes = {url: {"owns": owned["nodes"][url], "serves": served["nodes"].get(url, none)} for url in urls}
-    return {**owned, "nodes": nodes, "datasets": site.repo.datasets.names()[:_MAX_ROWS]}
-
-
-def _count_owned(site: Site, ref: str, urls: tuple[str, ...]) -> dict[str, Any]:
-    """Count the shards that each node owns. Of very many shards, evenly spaced ones are counted."""
-    shards = {
-        shard.digest: shard.size_bytes for split in site.repo.dataset(ref).values() for shard in split.table.shards()
-    }
-    stride = -(-len(shards) // _MAX_PLACED_SHARDS) or 1
-    nodes = {url: {"shards": 0, "bytes": 0} for url in urls}
-    counted = list(shards.items())[::stride]
-    for digest, size_bytes in counted:
-        owner = nodes[rank_nodes(digest, urls)[0]]
-        owner["shards"] += 1
-        owner["bytes"] += size_bytes
-    return {"dataset": ref, "num_shards": len(shards), "num_counted": len(counted), "nodes": nodes}
+    failed = tuple(state.url for state in states if state.error is not None)
+    options = [("--node", url) for url in urls] + [("--failed", url) for url in failed]
+    repository = f"datasvc.open({site.url!r}).repository"
+    call = f"count_shard_owners({repository}, {version!r}, {list(urls)!r}, failed={list(failed)!r})"
+    return Panel(
+        site.owners.get(
+            (version, urls, failed),
+            lambda: count_shard_owners(site.repo.repository, version, urls, failed=failed),
+        ),
+        site.command("cache", "placement", version, *chain.from_iterable(options), "--json"),
+        f"from datasvc.cache.peers.shard_owners import count_shard_owners\n{call}",
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -22,6 +24,9 @@ _MAX_TENSORS: Final = 20_000
 # Above this number of columns, a heat map has a row for each tensor instead of one for each layer.
 _MAX_COLUMNS: Final = 16
 _MAX_MAPS: Final = 6
+_MIN_CELL: Final = 80
+_MAX_CELL: Final = 140
+_LOG_RATIO: Final = 20  # of the largest and the smallest change
 
 
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
@@ -82,7 +87,7 @@ def _page(names: tuple[str | None, str | None], panels: Mapping[str, Panel], vie
         section="models",
         crumbs=tuple(crumbs),
         panels=panels,
-        view={"first": first, "second": second, "tensors_fault": None, **view},
+        view={"first": first, "second": second, "tensors_fault": None, "change_text": describe_change, **view},
     )
 
 
@@ -110,8 +115,36 @@ def _heat_map(part: str, relative: Mapping[str, float | None]) -> Markup:
     columns = list(dict.fromkeys(name.rpartition(".")[2] for name in relative))
     title = f"relative change of {part}"
     if len(columns) > _MAX_COLUMNS:
-        names = list(relative)
-        return heat_map(names, ["change"], [[relative[name]] for name in names], title=title)
-    layers = list(dict.fromkeys(name.rpartition(".")[0] or name for name in relative))
-    values = [[relative.get(f"{layer}.{column}", relative.get(layer)) for column in columns] for layer in layers]
-    return heat_map(layers, columns, values, title=title, cell_width=72)
+        columns = ["change"]
+        layers = sorted(relative, key=_natural_order)
+        values = [[relative[name]] for name in layers]
+    else:
+        layers = sorted({name.rpartition(".")[0] or name for name in relative}, key=_natural_order)
+        values = [[relative.get(f"{layer}.{column}", relative.get(layer)) for column in columns] for layer in layers]
+    known = [value for row in values for value in row if value]
+    return heat_map(
+        layers,
+        columns,
+        values,
+        title=title,
+        cell_width=min(max(_MIN_CELL, *(len(column) * 8 + 8 for column in columns)), _MAX_CELL),
+        # Small changes beside large ones are told apart.
+        log_scale=bool(known) and max(known) > _LOG_RATIO * min(known),
+        with_numbers=True,
+    )
+
+
+def _natural_order(name: str) -> list[tuple[int, str]]:
+    """Return what sorts layer 2 before layer 10."""
+    return [(int(text), "") if text.isdecimal() else (0, text) for text in re.split(r"([0-9]{1,9})", name)]
+
+
+def describe_change(first: object, second: object) -> str:
+    """Return by how much a number has changed, such as "+24" or "-0.01 (-3.2 %)"; "" for what is no number."""
+    numbers = [value for value in (first, second) if isinstance(value, (int, float)) and not isinstance(value, bool)]
+    if len(numbers) < 2 or not all(map(math.isfinite, numbers)):
+        return ""
+    before, after = numbers
+    change = after - before
+    text = f"{change:+,}" if isinstance(change, int) else f"{change:+.4g}"
+    return f"{text} ({100 * change / abs(before):+.3g} %)" if before else text

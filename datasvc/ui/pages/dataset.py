@@ -20,18 +20,28 @@ from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import dataset_link, diff_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.table_view import Column, view_table
 from datasvc.ui.web.unreadable import collect_unreadable
 
 _MAX_VERSIONS = 50  # of the graph
 _MAX_COMPARED = 20  # versions whose shared bytes are shown
 _MAX_COMPARED_SHARDS = 200_000  # of all of them
 _MAX_HISTOGRAMS = 12
-_MAX_CLASSES = 200  # in the list of classes; more are searched
+_MAX_BARS = 20  # of the histogram of classes; more classes have a table, too
+_VERSION_COLUMNS = (
+    Column("version", "version", "time"),
+    Column("samples", "samples", "number"),
+    Column("created", "created", "time"),
+    Column("made from"),
+    Column("tags"),
+    Column("message", "message"),
+)
+_CLASS_COLUMNS = (Column("class", "name"), Column("samples", "samples", "number"))
 _USUAL_SPLIT = "train"
 # Models of a local repository whose entries are searched for those trained on a version; others on request.
 _MAX_MODELS = 20
 _MAX_MODEL_VERSIONS = 200
-_MAX_TRAINED = 20  # in the sentence
+_MAX_TRAINED = 8  # models in the sentence
 
 
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
@@ -44,8 +54,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     name, ref = resolved.name, str(resolved)
     facts = describe_version(repository, ref)
     is_removed = bool(facts.get("removed"))
-    num_versions = _MAX_VERSIONS if query.text("all") is None else None
-    log_panel, log = _read_log(site, name, num_versions)
+    log_panel, log = _read_log(site, name, _MAX_VERSIONS if query.text("all") is None else None)
     panels = {
         "version": Panel(facts, site.command("show", ref, "--json"), site.python("datasets.describe", ref)),
         "versions": log_panel,
@@ -76,7 +85,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "site": site,
             "ref": ref,
             "name": name,
-            **_draw_log(site, name, ref, num_versions, len(state.versions)),
+            **_draw_log(site, name, ref, log, query, num_versions=len(state.versions)),
             "previous": previous,
             "trained": trained,
             "change": None if is_removed else _change(log, resolved.version, previous),
@@ -97,14 +106,30 @@ def _read_log(site: Site, name: str, last: int | None) -> tuple[Panel, list[dict
     return Panel([*log, *unreadable.facts()], command, site.python("datasets.log", name, last=last)), log
 
 
-def _draw_log(site: Site, name: str, ref: str, last: int | None, num_versions: int) -> dict[str, Any]:
-    """Return the graph of the newest versions (None: of all), and the same as a table."""
+def _draw_log(
+    site: Site, name: str, ref: str, log: Sequence[Mapping[str, Any]], query: Query, *, num_versions: int
+) -> dict[str, Any]:
+    """Return the graph of the newest versions, or with `all` in the address of all, and the same as a table."""
+    last = _MAX_VERSIONS if query.text("all") is None else None
     nodes = dataset_nodes(site.repo.repository, name, last=last, href=dataset_link)
     more = dataset_link(ref, all=1) if last is not None and num_versions > len(nodes) else None
-    title = f"versions of {name}"
+    entries = {f"{name}@{entry['version']}": entry for entry in log}
+    rows = [
+        {
+            "node": node,
+            "version": number,
+            "samples": sum(split["samples"] for split in entries[node.name]["splits"].values()),
+            "created": entries[node.name].get("created"),
+            "message": entries[node.name].get("message") or "",
+        }
+        for node in nodes
+        if node.name in entries and (number := int(node.name.rpartition("@")[2]))
+    ]
+    table = view_table(rows, _VERSION_COLUMNS, query, path=dataset_link(ref), prefix="versions_")
     return {
-        "graph": drawing.version_graph(nodes, title=title, more_href=more, limit=max(len(nodes), 1)),
-        "graph_table": drawing.version_table(nodes, caption=title),
+        "graph": drawing.version_graph(nodes, title=f"versions of {name}", more_href=more, limit=max(len(nodes), 1)),
+        "version_rows": table,
+        "is_sorted": query.text("versions_sort") is not None,
         "all_link": more,
         "num_versions": num_versions,
     }
@@ -119,7 +144,10 @@ def _trained(site: Site, ref: str, query: Query, failures: Failures) -> dict[str
         if query.text("models") is not None or _are_few_models(repository):
             refs = [str(version) for version in find_versions(repository, condition)]
     command = site.command("models", "find", condition, "--json")
-    return {"refs": refs, "command": command, "link": dataset_link(ref, models=1)}
+    models: dict[str, list[str]] = {}
+    for version in refs or ():
+        models.setdefault(version.rpartition("@")[0], []).append(version)
+    return {"refs": refs, "models": models, "command": command, "link": dataset_link(ref, models=1)}
 
 
 def _are_few_models(repository: Repository) -> bool:
@@ -148,14 +176,14 @@ def _change(log: Sequence[Mapping[str, Any]], version: int, previous: str | None
 
 
 def _compare_bytes(site: Site, name: str, log: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
-    """Return the panel of the bytes that the newest versions share; none if their shard tables are too large."""
+    """Return the panel of the bytes that the newest versions share; none of one version, or of too large tables."""
     num_shards = list(
         itertools.accumulate(
             sum(split["shards"] for split in entry["splits"].values()) for entry in reversed(log[-_MAX_COMPARED:])
         )
     )
     last = bisect.bisect_right(num_shards, _MAX_COMPARED_SHARDS)
-    if not last:
+    if last < 2:
         return {}
     with collect_unreadable() as unreadable:
         compared = shared_bytes(site.repo.repository, name, last=last)
@@ -199,22 +227,27 @@ def _show_split(
         "splits": names,
         "where": where or "",
         "charts": charts,
-        **_classes(facts["splits"][split], query.text("class")),
+        **_classes(facts["splits"][split], query, dataset_link(ref)),
     }
 
 
-def _classes(split: Mapping[str, Any], text: str | None) -> dict[str, Any]:
-    """Return the classes whose name contains a text, largest first, and the number of all of them."""
+def _classes(split: Mapping[str, Any], query: Query, path: str) -> dict[str, Any]:
+    """Return the table of the classes whose name contains a text, and the number of all of them.
+
+    The histogram of the label shows few classes; there is no table of them unless one is asked for.
+    """
     # Without counts, classes are listed all the same, in the order of their labels.
     counts: Mapping[str, int | None] = split["class_counts"] or dict.fromkeys(split["classes"])
-    found = [
-        (name, count, f"label = {label}" if label < len(split["classes"]) else None)
+    text = query.text("class")
+    found: list[dict[str, Any]] = [
+        {"name": name, "samples": count, "where": f"label = {label}" if label < len(split["classes"]) else None}
         for label, (name, count) in enumerate(counts.items())
         if text is None or text.lower() in name.lower()
     ]
-    found.sort(key=lambda item: -(item[1] or 0))
+    found.sort(key=lambda row: -(row["samples"] or 0))
+    is_table = len(counts) > _MAX_BARS or text is not None or query.text("classes_sort") is not None
     return {
-        "classes": found[:_MAX_CLASSES],
+        "classes": view_table(found, _CLASS_COLUMNS, query, path=path, prefix="classes_") if is_table else None,
         "num_found": len(found),
         "num_classes": len(counts),
         "class_text": text or "",

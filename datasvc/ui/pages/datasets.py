@@ -11,7 +11,7 @@ from datasvc.ui.web.unreadable import collect_unreadable
 _COLUMNS = (
     Column("data set", "name"),
     Column("samples", "samples", "number"),
-    Column("bytes", "bytes", "number"),
+    Column("bytes", "bytes", "number", "bytes"),
     Column("created", "created", "time"),
     Column("tags"),
 )

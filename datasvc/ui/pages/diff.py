@@ -12,7 +12,7 @@ from datasvc.printable import count_text
 from datasvc.shards.query.sample_reader import NumberedSamples, SampleSummary
 from datasvc.shards.versions.dataset import DatasetVersion
 from datasvc.shards.versions.diff import SplitDifference, count_unshared, diff_versions
-from datasvc.ui.web.links import dataset_link, diff_link
+from datasvc.ui.web.links import dataset_link, diff_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
@@ -43,6 +43,11 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         splits = [
             _describe_split(site, old, new, name, changes, shown) for name, changes in difference.splits.items()
         ]
+    left_out = sum(
+        len(getattr(split["changes"], kind)) - len(split[kind])
+        for split in splits
+        for kind in ("added", "deleted", "changed")
+    )
     return Page(
         template="diff.html",
         title=f"{a} to {b}",
@@ -54,7 +59,15 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         ),
         problems=tuple(problems),
         panels=panels,
-        view={"site": site, "a": a, "b": b, "splits": splits, "shown": shown, "sentence": _sentence(a, b, splits)},
+        view={
+            "site": site,
+            "a": a,
+            "b": b,
+            "splits": splits,
+            "shown": shown,
+            "sentence": _sentence(a, b, splits),
+            "num_left_out": left_out,
+        },
     )
 
 
@@ -68,6 +81,13 @@ def _describe_split(
     added = _samples(after, ((shard, row) for _, shard, row in changes.added.places()), shown)
     deleted = _samples(before, ((shard, row) for _, shard, row in changes.deleted.places()), shown)
     changed_to = _samples(after, ((shard, row) for _, shard, row in changes.changed.places()), shown)
+    is_equal = not any(
+        (
+            *(len(samples) for samples in (changes.added, changes.deleted, changes.changed)),
+            *(changes.columns_added, changes.columns_removed, changes.columns_retyped),
+            *(changes.classes_added, changes.classes_removed, changes.class_counts),
+        )
+    )
     drift = sorted(changes.class_counts.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
     return {
         "name": name,
@@ -77,9 +97,23 @@ def _describe_split(
         "deleted": deleted,
         "changed": list(zip(_samples(before, changed_from, shown), changed_to, strict=True)),
         "drift": drift[:_SHOWN_CLASSES],
+        "is_equal": is_equal,
+        "class_links": _class_links(old, new, name, str(old.resolved), str(new.resolved)),
         "is_new": before is None,
         "is_removed": after is None,
     }
+
+
+def _class_links(old: DatasetVersion, new: DatasetVersion, name: str, a: str, b: str) -> dict[str, str]:
+    """Return for each class of a split the address of its samples: in the newer version if this has the class."""
+    links: dict[str, str] = {}
+    for version, ref in ((old, a), (new, b)):
+        if name in version:
+            links |= {
+                text: samples_link(ref, name, where=f"label = {label}")
+                for label, text in enumerate(version[name].classes)
+            }
+    return links
 
 
 def _samples(samples: NumberedSamples | None, places: Iterable[tuple[int, int]], shown: int) -> list[SampleSummary]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from datasvc.drawing import FlowEdge, FlowNode, flow_graph, flow_table
+from datasvc.drawing import FlowEdge, FlowNode, Markup, flow_graph, flow_table
 from datasvc.errors import NotFoundError
 from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.models.provenance.lineage import Lineage, read_lineage
@@ -16,6 +16,7 @@ from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 _MAX_ROWS = 1000
+_NARROW_NODES = 2  # side by side in a window of 400 pixels
 
 
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
@@ -62,11 +63,19 @@ def _version_page(site: Site, version: str) -> Page:
             "num_shards": sum(map(len, lineage.shards.values())),
             "num_sources": len(sources),
             "gaps": [*lineage.gaps, *(f"{m.name}: {gap}" for m in lineage.models.values() for gap in m.gaps)],
-            "graph": flow_graph(nodes, edges, title=f"lineage of {version}"),
+            **_draw_graphs(nodes, edges, f"lineage of {version}"),
             "table": flow_table(nodes, edges, max_rows=_MAX_ROWS),
             "max_rows": _MAX_ROWS,
         },
     )
+
+
+def _draw_graphs(nodes: Sequence[FlowNode], edges: Sequence[FlowEdge], title: str) -> dict[str, Markup]:
+    """Return the graph from left to right, and for narrow windows one from top to bottom with fewer nodes."""
+    return {
+        "graph": flow_graph(nodes, edges, title=title),
+        "narrow_graph": flow_graph(nodes, edges, title=title, is_vertical=True, max_per_column=_NARROW_NODES),
+    }
 
 
 def _draw(site: Site, lineage: Lineage) -> tuple[list[FlowNode], list[FlowEdge]]:
@@ -115,7 +124,7 @@ def _sample_page(site: Site, ref: str, key: str | None, model: str | None) -> Pa
             "num_versions": len(report.versions),
             "is_missing": bool(len(report.missing)),
             "gaps": [f"{name}: {gap}" for name, gaps in report.gaps.items() for gap in gaps],
-            "graph": flow_graph(nodes, edges, title=f"versions that consumed {key}") if uses else None,
+            **(_draw_graphs(nodes, edges, f"versions that consumed {key}") if uses else {"graph": None}),
             "max_rows": _MAX_ROWS,
         }
     return Page(

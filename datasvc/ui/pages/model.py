@@ -16,6 +16,7 @@ from datasvc.ui.pages.model_history import (
     AXES,
     NEWEST_IN_CHART,
     draw_versions,
+    history_table,
     read_metric,
     read_page,
     versions_panel,
@@ -49,10 +50,15 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         ),
         "versions": versions_panel(site, version.name, history),
         **({"metric": chart.panel} if chart else {}),
-        "stored": Panel(stored),
+        "stored": Panel(
+            stored,
+            site.command("models", "show", ref, "--stored", "--json"),
+            f"{site.python('models.stored_size', ref)}.to_dict()",
+        ),
         "signatures": Panel(
             list_signers(repository, resolved),
-            site.command("models", "verify", ref, options={"--trusted-keys": "FILE"}),
+            site.command("models", "show", ref, "--signers", "--json"),
+            site.python("models.signers", ref),
         ),
         **({"retention": retention} if retention else {}),
     }
@@ -73,6 +79,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "num_versions": len(state.versions),
             "num_removed": len(state.removed),
             "history": history,
+            "history_table": history_table(history, query, path),
             "graph": draw_versions(history, version),
             "chart": chart,
             "chart_svg": chart.svg if chart else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -15,15 +16,26 @@ from datasvc.printable import escape_controls
 from datasvc.repository import Resolved
 from datasvc.repository.logs.metric_ranking import finite_metrics
 from datasvc.repository.repository import NameState
+from datasvc.ui.pages.charts.layout import CHART_WIDTH
 from datasvc.ui.web.links import model_link
 from datasvc.ui.web.page import Panel, Query
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.table_view import Column, TableView, view_table
 from datasvc.ui.web.unreadable import collect_unreadable
 
 VERSIONS_ON_A_PAGE: Final = 20
 # A chart reads the entries of this number of versions; more come from the index, which may have to be built first.
 NEWEST_IN_CHART: Final = 200
 AXES: Final = ("step", "version")
+_COLUMNS: Final = (
+    Column("version", "version", "time"),
+    Column("step", "step", "number"),
+    Column("created", "created", "time"),
+    Column("metrics"),
+    Column("continues"),
+    Column("tags"),
+    Column("message", "message"),
+)
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,21 @@ def versions_panel(site: Site, name: str, page: HistoryPage) -> Panel:
     )
 
 
+def history_table(page: HistoryPage, query: Query, path: str) -> TableView:
+    """Return the versions of a page as a table that the address sorts."""
+    rows = [
+        {
+            "row": version,
+            "version": version.version,
+            "step": version.entry["step"],
+            "created": version.entry["created"],
+            "message": version.entry["message"],
+        }
+        for version in page.versions
+    ]
+    return view_table(rows, _COLUMNS, query, path=path, prefix="versions_")
+
+
 def draw_versions(page: HistoryPage, selected: ModelVersion) -> Markup:
     """Return the graph of a page as SVG; a parent on another page is a dashed end."""
     nodes = [
@@ -104,13 +131,16 @@ class MetricChart:
 
 
 def read_metric(site: Site, version: ModelVersion, state: NameState, query: Query) -> MetricChart | None:
-    """Return the metric that the address selects, by default the first one of `version`; None if there are none."""
+    """Return the metric that the address selects, by default the first with two values; None if there are none."""
     newest = _describe(site, version.name, state.versions[-NEWEST_IN_CHART:])
     names = dict.fromkeys(name for each in (version, *newest) for name in each.entry["metrics"])
     if not names:
         return None
     is_all = len(state.versions) <= NEWEST_IN_CHART or query.text("span") == "all"
-    metric = query.choice("metric", tuple(names))
+    counts = Counter(name for each in newest for name in each.entry["metrics"])
+    # By default one that has a curve: a single value has none.
+    first = next((name for name in names if counts[name] > 1), next(iter(names)))
+    metric = query.choice("metric", (first, *names))
     sql = _sql(version.name, metric, None if is_all else NEWEST_IN_CHART)
     if len(state.versions) <= NEWEST_IN_CHART or not is_all:
         rows = [
@@ -138,13 +168,12 @@ def read_metric(site: Site, version: ModelVersion, state: NameState, query: Quer
         tuple(names),
         axis,
         is_all,
-        line_chart([series], title=f"{metric} of {version.name}", x_label=axis, marks=marks),
+        line_chart([series], title=f"{metric} of {version.name}", x_label=axis, marks=marks, width=CHART_WIDTH),
         {
             "name": escape_controls(metric),
             "axis": axis,
             "colour": "--c0",
-            "width": 960,
-            "marks": [[mark.x, mark.label, mark.is_problem, mark.href] for mark in marks],
+            "marks": [[mark.x, mark.label, mark.is_problem, mark.href, mark.is_minor] for mark in marks],
             "x": [x for x, _, _ in points],
             "y": [y for _, y, _ in points],
             "links": [model_link(f"{version.name}@{number}") for _, _, number in points],

@@ -14,9 +14,9 @@ _COLUMNS: Final = (
     Column("run", "name"),
     Column("state", "state"),
     Column("step", "step", "number"),
-    Column("progress", "progress", "number"),
+    Column("progress", "progress", "number", "%"),
     Column("loss", "loss", "number"),
-    Column("waits for data", "waits", "number"),
+    Column("waits, newest step", "waits", "number", "%"),
     Column("data"),
     Column("versions"),
     Column("ranks", "ranks", "number"),
@@ -30,14 +30,15 @@ def runs_table(runs: Sequence[RunSummary], query: Query, *, path: str, prefix: s
 
 
 def _row(run: RunSummary) -> dict[str, Any]:
+    share, progress = starved_share(run.latest), _number(run.latest.get("progress"))
     return {
         "run": run,
         "name": run.ref,
         "state": run.state,
         "step": run.step,
-        "progress": _number(run.latest.get("progress")),
+        "progress": None if progress is None else 100 * progress,
         "loss": _number(run.latest.get("loss")),
-        "waits": starved_share(run.latest),
+        "waits": None if share is None else 100 * share,
         "ranks": run.world_size,
         "started": run.started_s,
     }

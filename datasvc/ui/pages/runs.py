@@ -9,8 +9,18 @@ from typing import Final
 from datasvc.ledger.folders import find_ledgers
 from datasvc.runs import RunHistory, RunSummary, list_runs
 from datasvc.runs.report.charts import describe_left_out, line_charts, time_chart
-from datasvc.runs.report.description import as_mapping, as_number, newest_event, newest_fact, rank_times, warnings
+from datasvc.runs.report.description import (
+    STEP_PARTS,
+    RankComparison,
+    as_mapping,
+    as_number,
+    newest_event,
+    newest_fact,
+    rank_times,
+    warnings,
+)
 from datasvc.ui.pages.audit import find_ledger_of
+from datasvc.ui.pages.charts.layout import CHART_WIDTH
 from datasvc.ui.pages.epoch_audit import audit_current_epoch
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
 from datasvc.ui.pages.run_table import runs_table
@@ -18,6 +28,7 @@ from datasvc.ui.web.links import run_link, runs_link
 from datasvc.ui.web.live import PageState
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.table_view import Column, TableView, view_table
 
 _RUNS_PER_PAGE: Final = 100
 _MAX_SORTED: Final = 1000  # runs whose logs are read to sort them
@@ -46,7 +57,7 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # 
         crumbs=(Crumb("Runs", runs_link()), *([Crumb(name, runs_link(name=name))] if name else [])),
         problems=tuple(problem for run in shown for problem in run_problems(run)),
         panels={
-            "runs": runs_panel(site, runs, name, last=last, is_first=not first),
+            "runs": runs_panel(site, runs, name, last=last, skip=first),
         },
         view={
             "site": site,
@@ -62,21 +73,18 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # 
     )
 
 
-def runs_panel(
-    site: Site, runs: Sequence[RunSummary], name: str | None = None, *, last: int, is_first: bool = True
-) -> Panel:
-    """Return the panel of a list of runs; if it is not the first page, it has no command: that prints all pages."""
-    values = [run.to_dict() for run in runs]
-    if not is_first:
-        return Panel(values)
-    command = site.command("runs", "ls", *([name] if name else []), "--json", options={"--last": str(last)})
-    return Panel(values, command, site.python("runs.ls", *([name] if name else []), last=last))
+def runs_panel(site: Site, runs: Sequence[RunSummary], name: str | None = None, *, last: int, skip: int = 0) -> Panel:
+    """Return the panel of a list of runs: those of the newest `last` without the first `skip`."""
+    options = {"--last": str(last), "--skip": str(skip) if skip else None}
+    command = site.command("runs", "ls", *([name] if name else []), "--json", options=options)
+    python = site.python("runs.ls", *([name] if name else []), last=last)
+    return Panel([run.to_dict() for run in runs], command, f"{python}[{skip}:]" if skip else python)
 
 
-def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
+def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     """Return one run."""
     history = site.runs.read(site.repo.repository, parts["name"], parts["id"])
-    run = history.summary
+    run, ranks = history.summary, rank_times(history)
     is_live = run.state in _LIVE
     folder = site.settings.ledgers
     ledger = find_ledger_of(folder, as_mapping(history.header.get("config")))
@@ -104,14 +112,15 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
             "config": as_mapping(history.header.get("config")),
             "diagnosis": newest_event(history, "diagnosis"),
             "starved": starved_share(run.latest),
-            "ranks": rank_times(history),
+            "ranks": ranks,
+            "rank_table": None if ranks is None else _rank_table(ranks, query, _link(run)),
             "coverage": as_number(run.latest.get("coverage")),
             "current_epoch": current,
             "is_live": is_live,
             "progress": as_number(run.latest.get("progress")),
-            "charts": line_charts(history),
+            "charts": line_charts(history, width=CHART_WIDTH),
             "left_out": describe_left_out(history),
-            "time_chart": time_chart(history),
+            "time_chart": time_chart(history, width=CHART_WIDTH),
             "evaluation": [event for event in history.events if event.event == "evaluation"][-_MAX_EVENTS:],
             "events": [event for event in history.events if event.event not in {"diagnosis", "ranks"}][-_MAX_EVENTS:],
             "events_link": f"/api{_link(run)}/events" if is_live else None,
@@ -130,6 +139,30 @@ def _link(run: RunSummary) -> str:
     return run_link(run.name, run.id)
 
 
+def _rank_table(ranks: RankComparison, query: Query, path: str) -> TableView:
+    """Return the page of the table of ranks that the address names; its times are in milliseconds."""
+    times = [Column(_time_title(name), name, "number", "ms") for name in ranks.names]
+    columns = [Column("rank", "rank", "number"), Column("host", "host"), Column("state"), *times]
+    rows = [
+        {
+            "rank": rank,
+            "host": host,
+            "is_straggler": is_straggler,
+            "times": values,
+            **{
+                name: None if value is None else 1000 * value for name, value in zip(ranks.names, values, strict=True)
+            },
+        }
+        for rank, host, is_straggler, values in ranks.rows
+    ]
+    return view_table(rows, columns, query, path=path, prefix="ranks_")
+
+
+def _time_title(name: str) -> str:
+    known = {"own_s": "own time", "step_s": "whole step", **STEP_PARTS}
+    return f"{known.get(name, name.removesuffix('_s').replace('_', ' '))}, ms"
+
+
 def _problems(history: RunHistory) -> list[Problem]:
     """Return the problems of a run: those of its summary, of its events, and of its log."""
     run = history.summary
@@ -139,4 +172,7 @@ def _problems(history: RunHistory) -> list[Problem]:
     has_verdict = bool(newest_fact(history, "diagnosis", "verdict"))
     if not has_verdict and run.state == "running" and share is not None and share >= STARVED_SHARE:
         texts = [f"it waits {share:.0%} of the time for data; the program has not reported a diagnosis yet", *texts]
+    if run.state not in _LIVE:
+        # The log of a run that has ended says what happened, not what happens.
+        texts = [f"while it ran: {text}" for text in texts]
     return [*problems, *(Problem(text, severity="warning") for text in texts), *map(Problem, history.problems)]

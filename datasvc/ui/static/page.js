@@ -14,6 +14,9 @@
     marked = Math.min(Math.max(marked + step, 0), all.length - 1);
     all[marked].classList.add("marked");
     all[marked].scrollIntoView({ block: "nearest" });
+    // The head of the table stays, above the rows that scroll.
+    const hidden = all[marked].closest("table").tHead.getBoundingClientRect().bottom - all[marked].getBoundingClientRect().top;
+    if (hidden > 0) (all[marked].closest(".scroll") || document.scrollingElement).scrollBy(0, -hidden);
     const link = all[marked].querySelector("a");
     if (link) link.focus({ preventScroll: true });
   }
@@ -35,17 +38,40 @@
     else if (event.key === "?" && keys) keys.hidden = !keys.hidden;
   });
 
-  // A click on a digest or a command copies all of it.
-  document.addEventListener("click", async (event) => {
-    const element = event.target.closest("[data-copy]");
-    if (!element || !navigator.clipboard) return;
+  // A click on a digest or a command, or Enter where it has the focus, copies all of it.
+  async function copyText(text) {
+    if (navigator.clipboard) return navigator.clipboard.writeText(text);
+    // Browsers give the clipboard to pages of HTTPS and of this machine alone; elsewhere a selection can be copied.
+    const area = document.createElement("textarea");
+    const focused = document.activeElement;
+    area.value = text;
+    area.className = "unseen";
+    document.body.append(area);
+    area.select();
+    const isCopied = document.execCommand("copy");
+    area.remove();
+    if (focused) focused.focus({ preventScroll: true });
+    if (!isCopied) throw new Error("not copied");
+    return undefined;
+  }
+
+  async function copy(element) {
     try {
-      await navigator.clipboard.writeText(element.dataset.copy);
+      await copyText(element.dataset.copy);
       element.classList.add("copied");
-      setTimeout(() => element.classList.remove("copied"), 1200);
+      document.getElementById("said").textContent = "copied";
+      setTimeout(() => { element.classList.remove("copied"); document.getElementById("said").textContent = ""; }, 1200);
     } catch {
       // A browser may refuse the clipboard; the text can still be selected.
     }
+  }
+
+  document.addEventListener("click", (event) => {
+    const element = event.target.closest("[data-copy]");
+    if (element && window.getSelection().isCollapsed) copy(element);
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && event.target.matches("[data-copy]")) copy(event.target);
   });
 
   // The navigation folds on narrow screens.

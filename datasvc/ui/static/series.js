@@ -4,35 +4,42 @@
 
 (() => {
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const MAX_WIDTH = 560;
+  const MINOR_MARK = 10;
+  const AXIS = /^(-?[\d.e+-]+)\.\.(-?[\d.e+-]+)$/;
 
-  // Checkpoints and stalls are dashed lines.
+  // Stalls are dashed lines; checkpoints are short lines on the axis, because there may be very many.
   function drawMarks(plot, marks) {
     const { ctx, bbox } = plot;
     ctx.save();
-    ctx.setLineDash([4, 4]);
-    for (const [step, , isProblem] of marks) {
+    for (const [step, , isProblem, , isMinor] of marks) {
       const x = plot.valToPos(step, "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.setLineDash(isMinor ? [] : [4, 4]);
       ctx.strokeStyle = colour(isProblem ? "--error" : "--soft");
       ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
+      ctx.moveTo(x, isMinor ? bbox.top + bbox.height - MINOR_MARK * devicePixelRatio : bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
     }
     ctx.restore();
   }
 
-  // The range of an axis: a single value is not at the edge, and rates begin at zero.
+  // The range of an axis: a single value is not at the edge, rates begin at zero, and shares end at one.
   function rangeOf(isFromZero) {
     return (plot, low, high) => {
       if (low == null) return [0, 1];
       const least = isFromZero ? Math.min(0, low) : low;
       const space = (high - least) * 0.05 || Math.abs(high) * 0.1 || 1;
-      return [isFromZero && low >= 0 ? 0 : least - space, high + space];
+      const isShare = low >= 0 && high <= 1 && high > 0.5;
+      const bottom = low >= 0 && (isFromZero || least - space < 0) ? 0 : least - space;
+      return [bottom, isShare ? Math.min(1, high + space) : high + space];
     };
   }
 
-  // The mark at the cursor: its text stands below the chart.
+  const textOf = (value) => (value == null ? "no value" : Number(value.toPrecision(4)).toLocaleString("en"));
+
+  // The mark at the cursor.
   function markAt(plot, marks) {
     const left = plot.cursor.left;
     if (left == null || left < 0) return undefined;
@@ -52,18 +59,18 @@
   }
 
   // The drawings of the server follow the cursor of the charts, and the charts that of the drawings.
-  const plots = [];
+  const plots = new Set();
   let isFollowing = false;
 
-  function shareCursor(x) {
-    if (!isFollowing) document.dispatchEvent(new CustomEvent("datasvc:cursor", { detail: { x, from: "series" } }));
+  function shareCursor(x, over) {
+    if (!isFollowing) document.dispatchEvent(new CustomEvent("datasvc:cursor", { detail: { x, over, from: "series" } }));
   }
 
   document.addEventListener("datasvc:cursor", (event) => {
-    const { x, from } = event.detail;
+    const { x, over, from } = event.detail;
     if (from === "series") return;
     isFollowing = true;
-    for (const plot of plots) {
+    for (const { plot } of [...plots].filter((each) => each.over === over)) {
       const left = x === null ? -10 : plot.valToPos(x, "x");
       const isInside = left >= 0 && left <= plot.over.clientWidth;
       plot.setCursor(isInside ? { left, top: plot.over.clientHeight / 2 } : { left: -10, top: -10 });
@@ -71,50 +78,103 @@
     isFollowing = false;
   });
 
+  // The range that is zoomed, as `x=10..40` in the address, is that of all charts of a page; null: all values.
+  let zoomed = (([text]) => {
+    const found = AXIS.exec(text || "");
+    const ends = found && [Number(found[1]), Number(found[2])];
+    return ends && ends[0] < ends[1] ? ends : null;
+  })(address.read("x"));
+  let isZooming = false;
+
+  function zoomAll(range) {
+    zoomed = range;
+    address.write("x", range ? [range.map((end) => Number(end.toPrecision(6))).join("..")] : []);
+    isZooming = true;
+    for (const { plot, ends } of plots) {
+      const [min, max] = range || ends();
+      plot.setScale("x", { min, max });
+    }
+    isZooming = false;
+  }
+
   function draw(element) {
     let chart = JSON.parse(element.dataset.series);
     if (!chart.x.length) return;
-    const axis = { stroke: colour("--text"), grid: { stroke: colour("--line") }, ticks: { stroke: colour("--line") } };
-    const markText = document.createElement("p");
-    markText.className = "mark-text";
+    const grid = { stroke: () => colour("--line"), width: 1 };
+    const axis = { stroke: () => colour("--text"), grid, ticks: grid };
+    const over = chart.axis || "step";
+    const text = document.createElement("p");
+    text.className = "mark-text";
+    const widthOf = () => Math.max(280, Math.min(element.clientWidth, MAX_WIDTH));
+    // One value has an axis too: it begins and ends beside it.
+    const ends = () => {
+      const [first, last] = [chart.x[0], chart.x[chart.x.length - 1]];
+      return first < last ? [first, last] : [first - 1, last + 1];
+    };
+    const describe = (plot) => {
+      const [at, mark] = [plot.cursor.idx, markAt(plot, chart.marks)];
+      const values = at == null ? [] : [`${over} ${textOf(chart.x[at])}`, `${chart.name}: ${textOf(chart.y[at])} ${chart.unit || ""}`.trim()];
+      return [...values, ...(mark ? [mark[1]] : [])].join("; ");
+    };
     const options = {
       title: chart.unit ? `${chart.name}, ${chart.unit}` : chart.name,
-      width: Math.max(280, Math.min(element.clientWidth, chart.width || 640)),
+      width: widthOf(),
       height: 220,
-      cursor: { sync: { key: "run" } },
-      scales: { x: { time: false }, y: { range: rangeOf(chart.from_zero) } },
-      axes: [{ ...axis, label: chart.axis || "step" }, { ...axis, size: 72 }],
+      cursor: { sync: { key: over, setSeries: false } },
+      legend: { show: false },
+      scales: { x: { time: false, range: (plot, min, max) => (min < max ? [min, max] : ends()) }, y: { range: rangeOf(chart.from_zero) } },
+      axes: [
+        { ...axis, label: over, labelSize: 20, size: 36 },
+        { ...axis, size: (plot, values) => Math.max(40, 16 + 7.5 * Math.max(0, ...(values || []).map((value) => value.length))) },
+      ],
       series: [
-        { label: chart.axis || "step" },
-        { label: chart.name, stroke: colour(chart.colour), width: 1.5, points: { show: chart.x.length < 60 } },
+        { label: over },
+        { label: chart.name, stroke: () => colour(chart.colour), width: 1.5, points: { show: chart.x.length < 60 } },
       ],
       hooks: {
         draw: [(plot) => drawMarks(plot, chart.marks)],
         setCursor: [(plot) => {
-          markText.textContent = (markAt(plot, chart.marks) || [, ""])[1];
+          text.textContent = describe(plot);
           // Only from the chart under the pointer, which has an event: the others may have no point at its step.
-          if (plot.cursor.event) shareCursor(plot.cursor.idx == null ? null : chart.x[plot.cursor.idx]);
+          if (plot.cursor.event) shareCursor(plot.cursor.idx == null ? null : chart.x[plot.cursor.idx], over);
+        }],
+        setScale: [(plot, key) => {
+          if (key !== "x" || isZooming || !element.dataset.points) return;
+          const { min, max } = plot.scales.x;
+          const [first, last] = ends();
+          zoomAll(min > first || max < last ? [min, max] : null);
         }],
       },
     };
     element.replaceChildren();
     const plot = new uPlot(options, [chart.x, chart.y], element);
-    element.append(markText);
-    plots.push(plot);
+    element.append(text);
+    const entry = { plot, ends, over };
+    plots.add(entry);
+    isZooming = true;
+    if (zoomed) plot.setScale("x", { min: zoomed[0], max: zoomed[1] });
+    isZooming = false;
     openOnClick(plot, () => (markAt(plot, chart.marks) || [])[3] || (chart.links || [])[plot.cursor.idx]);
     element.addEventListener("datasvc:series", (event) => {
-      const { min, max } = plot.scales.x;
-      const isZoomed = min > chart.x[0] || max < chart.x[chart.x.length - 1];
       chart = JSON.parse(event.detail);
+      isZooming = true;
+      plot.setData([chart.x, chart.y], false);
       // A reader who has zoomed in stays there.
-      plot.setData([chart.x, chart.y], !isZoomed);
-      if (isZoomed) plot.redraw();
+      const [min, max] = zoomed || ends();
+      plot.setScale("x", { min, max });
+      isZooming = false;
       element.dataset.points = chart.x.length;
     });
+    new ResizeObserver(() => { if (plot.width !== widthOf()) plot.setSize({ width: widthOf(), height: 220 }); }).observe(element);
+    window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => plot.redraw());
     element.dataset.points = chart.x.length;
   }
 
-  const drawAll = () => document.querySelectorAll("[data-series]:not([data-points])").forEach(draw);
+  function drawAll() {
+    plots.forEach((entry) => { if (!entry.plot.root.isConnected) { entry.plot.destroy(); plots.delete(entry); } });
+    document.querySelectorAll("[data-series]:not([data-points])").forEach(draw);
+  }
+
   document.addEventListener("DOMContentLoaded", drawAll);
   document.addEventListener("htmx:afterSettle", drawAll);
 })();

@@ -4,15 +4,20 @@
 (() => {
   const MAX_ZOOM = 16;
 
+  // What is shown is in the address: x, y and width of the view, by the name of the drawing in `data-zoom`.
   function enable(frame) {
     const svg = frame.querySelector("svg");
     const region = frame.querySelector(".scroll");
     if (!svg || !region) return;
-    const full = svg.viewBox.baseVal;
-    const whole = { x: full.x, y: full.y, width: full.width, height: full.height };
+    const [left, top, fullWidth, fullHeight] = svg.getAttribute("viewBox").split(" ").map(Number);
+    const whole = { x: left, y: top, width: fullWidth, height: fullHeight };
     let view = { ...whole };
 
-    const show = () => svg.setAttribute("viewBox", `${view.x} ${view.y} ${view.width} ${view.height}`);
+    function show() {
+      svg.setAttribute("viewBox", `${view.x} ${view.y} ${view.width} ${view.height}`);
+      const isWhole = view.x === whole.x && view.y === whole.y && view.width === whole.width;
+      address.write(frame.dataset.zoom, isWhole ? [] : [[view.x, view.y, view.width].map(Math.round).join(",")]);
+    }
     function zoom(factor, x = view.x + view.width / 2, y = view.y + view.height / 2) {
       const width = Math.min(Math.max(view.width / factor, whole.width / MAX_ZOOM), whole.width * 2);
       const scale = width / view.width;
@@ -22,6 +27,12 @@
     function pointOf(event) {
       const box = svg.getBoundingClientRect();
       return [view.x + ((event.clientX - box.x) / box.width) * view.width, view.y + ((event.clientY - box.y) / box.height) * view.height];
+    }
+
+    const [x, y, width] = (address.read(frame.dataset.zoom)[0] || "").split(",").map(Number);
+    if (width >= whole.width / MAX_ZOOM && width <= whole.width * 2 && Number.isFinite(x) && Number.isFinite(y)) {
+      view = { x, y, width, height: (whole.height * width) / whole.width };
+      show();
     }
 
     const bar = document.createElement("div");
@@ -57,9 +68,9 @@
       moved = moved || Math.abs(dx) + Math.abs(dy) > 4;
       if (!moved) return;
       view = { ...view, x: start.view.x - (dx / box.width) * view.width, y: start.view.y - (dy / box.height) * view.height };
-      show();
+      svg.setAttribute("viewBox", `${view.x} ${view.y} ${view.width} ${view.height}`);
     });
-    window.addEventListener("pointerup", () => { start = null; });
+    window.addEventListener("pointerup", () => { if (start && moved) show(); start = null; });
     // A drag that ends on a link does not open it.
     svg.addEventListener("click", (event) => { if (moved) { event.preventDefault(); moved = false; } }, true);
     svg.addEventListener("dragstart", (event) => event.preventDefault());

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -53,6 +54,7 @@ def make_environment() -> Environment:
     }
     environment.globals |= {
         "navigation": NAVIGATION,
+        "fact": fact,
         **{name: getattr(links, name) for name in dir(links) if name.endswith(("_link", "with_query"))},
     }
     return environment
@@ -124,6 +126,19 @@ def metric(value: object) -> str:
     return f"{value:.4g}"
 
 
+def fact(name: str, value: object) -> Markup | str:
+    """Return a fact of a log as text; names of numbers end in their units: "wait 2.5 s" for `wait_s`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return f"{name} {metric(value)}"
+    if name.endswith("_per_s"):
+        return f"{name.removesuffix('_per_s')} {metric(value)}/s"
+    if name.endswith("_s"):
+        return f"{name.removesuffix('_s')} {metric(value)} s"
+    if name.endswith("_bytes") and value >= 0 and math.isfinite(value):
+        return Markup("{} {}").format(escape_controls(name.removesuffix("_bytes")), size(value))
+    return f"{name} {metric(value)}"
+
+
 def size(value: float | None) -> Markup | str:
     """Return a number of bytes as text, such as "1.50 GB", with the exact number in its title; "-" for None."""
     if value is None:
@@ -132,10 +147,10 @@ def size(value: float | None) -> Markup | str:
 
 
 def digest(value: str) -> Markup:
-    """Return the first characters of a digest; a click copies it whole."""
+    """Return the first characters of a digest; a click, or Enter where it has the focus, copies it whole."""
     algorithm, colon, digits = str(value).rpartition(":")
     short = f"{algorithm}{colon}{digits[:_SHORT_DIGEST_CHARS]}"
-    return Markup('<code class="digest" title="{}" data-copy="{}">{}</code>').format(value, value, short)
+    return Markup('<code class="digest" tabindex="0" title="{}" data-copy="{}">{}</code>').format(value, value, short)
 
 
 def json_text(value: object) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from datasvc.drawing import HistogramBin, Markup, format_quantity, number_head
+from datasvc.drawing.numbers import drawable
 from datasvc.ui.web.links import with_query
 from datasvc.ui.web.page import Query
 
 _ROWS_PER_PAGE: Final = 100
+_MIN_PICTURED: Final = 20  # values of a histogram
+_NUM_BINS: Final = 12
 
 
 @dataclass(frozen=True)
@@ -20,11 +24,13 @@ class Column:
         text: its head.
         key: of its value in a row; None if the table is not sorted by it.
         kind: what the values are. Numbers and times are sorted with the largest or newest first at the first click.
+        unit: unit of numbers, as in `format_quantity`.
     """
 
     text: str
     key: str | None = None
     kind: Literal["text", "number", "time"] = "text"
+    unit: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,12 +42,16 @@ class ColumnHead:
         is_number: whether its values are numbers, aligned on the right.
         link: address of the table sorted by this column, or the other way round; None if it is not sorted by it.
         sorted_as: "ascending" or "descending", the value of `aria-sort`; None if another order is in effect.
+        picture: histogram of the values of all rows, of all pages; None if there are few values, or no numbers.
+        range: the smallest and the largest value, as text; "" without a histogram.
     """
 
     text: str
     is_number: bool
     link: str | None
     sorted_as: str | None
+    picture: Markup | None = None
+    range: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,10 @@ def view_table(
     shown = _sorted(rows, sort)[number * _ROWS_PER_PAGE : (number + 1) * _ROWS_PER_PAGE]
     # A new order begins on the first page.
     orders = {**query, page_name: ""}
-    heads = [_head(column, sort, lambda value: with_query(path, orders, **{sort_name: value})) for column in columns]
+    heads = [
+        _with_picture(_head(column, sort, lambda value: with_query(path, orders, **{sort_name: value})), column, rows)
+        for column in columns
+    ]
     return TableView(shown, heads, with_query(path, orders), page_name, number, last + 1)
 
 
@@ -116,3 +129,23 @@ def _head(column: Column, sort: str, link: Callable[[str], str]) -> ColumnHead:
     first, second = (ascending, descending) if column.kind == "text" else (descending, ascending)
     sorted_as = {ascending: "ascending", descending: "descending"}.get(sort)
     return ColumnHead(column.text, is_number, link(second if sort == first else first), sorted_as)
+
+
+def _with_picture(head: ColumnHead, column: Column, rows: Sequence[Mapping[str, Any]]) -> ColumnHead:
+    """Return a head with the histogram of the numbers of its column."""
+    if column.kind != "number" or column.key is None:
+        return head
+    found = [row.get(column.key) for row in rows]
+    values = [value for each in found if isinstance(each, (int, float)) and (value := drawable(each)) is not None]
+    if len(values) < _MIN_PICTURED or not min(values) < max(values):
+        return head
+    low, high = min(values), max(values)
+    edges = [low + (high - low) * number / _NUM_BINS for number in range(_NUM_BINS)] + [high]
+    counts = [0] * _NUM_BINS
+    for value in values:
+        counts[min(int((value - low) / (high - low) * _NUM_BINS), _NUM_BINS - 1)] += 1
+    bins = [HistogramBin(start, stop, count) for start, stop, count in zip(edges, edges[1:], counts, strict=False)]
+    ends = " to ".join(format_quantity(end, column.unit) for end in (low, high))
+    return replace(
+        head, picture=number_head(bins, title=column.text, unit=column.unit, count_unit="rows"), range=ends
+    )

@@ -13,6 +13,7 @@ from datasvc.printable import count_text
 from datasvc.shards.query.histogram import Histogram
 from datasvc.shards.versions.dataset import DatasetVersion
 from datasvc.threads import map_in_threads
+from datasvc.ui.pages.charts.layout import CHART_WIDTH
 from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import dataset_link, samples_link
 from datasvc.ui.web.site import Site
@@ -80,7 +81,7 @@ def count_columns(
 
 
 def draw_histogram(counted: Histogram, ref: str, split: str) -> dict[str, Any]:
-    """Return the picture and the table of a histogram.
+    """Return the picture and the table of a histogram, and what it counts in words.
 
     Its bars select what all histograms of the page count; a bar that is selected is marked, and its link ends the
     selection. The rows of the table lead to the samples.
@@ -91,6 +92,7 @@ def draw_histogram(counted: Histogram, ref: str, split: str) -> dict[str, Any]:
         return samples_link(ref, split, where=selection.added(where))
 
     title = f"{counted.column}, {_read_text(counted)}"
+    words = {"note": f"Number of samples, {_read_text(counted)}.", "constant": _constant(counted)}
     if counted.kind == "numbers":
         bins = [drawing.HistogramBin(bar.start or 0.0, bar.stop or 0.0, bar.count) for bar in counted.bins]
         links = [
@@ -100,7 +102,8 @@ def draw_histogram(counted: Histogram, ref: str, split: str) -> dict[str, Any]:
         rows = [replace(part, href=samples(bar.where)) for part, bar in zip(bins, counted.bins, strict=True)]
         unit = "bytes" if counted.is_size else ""
         return {
-            "picture": drawing.histogram(links, title=title, unit=unit),
+            **words,
+            "picture": drawing.histogram(links, title=title, unit=unit, width=CHART_WIDTH, with_title=False),
             "table": drawing.histogram_table(rows, title=title, unit=unit),
         }
     bars = [
@@ -109,7 +112,8 @@ def draw_histogram(counted: Histogram, ref: str, split: str) -> dict[str, Any]:
     ]
     named = [drawing.NamedBar(bar.label, bar.count, samples(bar.where)) for bar in counted.bins]
     return {
-        "picture": drawing.bar_chart(bars, title=title),
+        **words,
+        "picture": drawing.bar_chart(bars, title=title, width=CHART_WIDTH, with_title=False),
         "table": drawing.bar_table(named, title=title),
     }
 
@@ -129,8 +133,23 @@ def _conditions(where: str | None) -> list[str]:
     return conditions if where is None else [where, *conditions]
 
 
+def _constant(counted: Histogram) -> str | None:
+    """Return in words that all counted samples have one value; None if they do not: a picture shows more then."""
+    filled = [bar for bar in counted.bins if bar.count]
+    if counted.null or counted.other or len(filled) != 1 or counted.where is not None:
+        return None
+    if counted.kind != "numbers":
+        value = filled[0].label
+    elif counted.low is None or counted.low != counted.high:
+        return None
+    else:
+        value = drawing.format_quantity(counted.low, "bytes" if counted.is_size else "")
+    return f"{value} in {_read_text(counted)}"
+
+
 def _read_text(counted: Histogram) -> str:
-    """Return how many samples were counted, such as "500,000 samples from 20 of 4,000 shards"."""
+    """Return which samples were counted, such as "the samples of 20 of 4,000 shards"."""
     shards = count_text(counted.num_shards, "shard")
-    part = "all samples" if counted.read_shards == counted.num_shards else f"{counted.read_shards} of {shards}"
+    is_all = counted.read_shards == counted.num_shards
+    part = "all samples" if is_all else f"the samples of {counted.read_shards} of {shards}"
     return part if counted.where is None else f"{part} where {counted.where}"

@@ -10,12 +10,13 @@ from typing import Any, Final
 from datasvc.cache.forecast.cost import CostForecast, EpochCost, Prices
 from datasvc.cache.forecast.forecast import Forecast
 from datasvc.cache.forecast.plan_options import PlanOptions, RunPlan, plan_run
-from datasvc.drawing import ChartMark, ChartSeries, Markup, chart_table, line_chart
+from datasvc.drawing import ChartMark, ChartSeries, chart_table, line_chart
 from datasvc.errors import CacheFullError, ConfigError, DatasvcError
 from datasvc.order import OrderConfig
 from datasvc.printable import count_text
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.sizes import format_size
+from datasvc.ui.pages.charts.layout import CHART_WIDTH
 from datasvc.ui.pages.planning.planner_form import NUMBERS, SLIDERS, PlannerForm
 from datasvc.ui.pages.planning.step_prediction import StepPrediction, predict_steps
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
@@ -25,6 +26,7 @@ from datasvc.ui.web.site import Site
 _MAX_CURVE_SHARDS: Final = 2000
 _BUDGET_SHARES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
 _MAX_NAMES: Final = 200
+_FED_LIMIT: Final = 2.0  # times what is trained: what feeds more is drawn at the upper edge
 _USUAL_SPLIT: Final = "train"
 
 
@@ -62,7 +64,9 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
         steps = None
         problems.append(Problem(f"the time of steps is not predicted: {error}"))
     if steps is not None:
-        panels["steps"] = Panel(steps.to_dict())
+        imports = "from datasvc.ui.pages.planning.planner_form import PlannerForm"
+        imports += "\nfrom datasvc.ui.pages.planning.step_prediction import predict_steps"
+        panels["steps"] = Panel(steps.to_dict(), python=f"{imports}\npredict_steps({form!r}).to_dict()")
         view["charts"] += _step_charts(steps, form)
     if data is not None:
         _add_plan(site, form, data, steps, panels, problems, view)
@@ -108,15 +112,30 @@ def _add_plan(
     view |= {"version": version, "split": split, "splits": list(splits), "options": options}
     values = {**_options(options, split), "--prices": None if prices is None else str(prices)}
     command = site.command("cache", "plan", version, "--json", *_flags(options), options=values)
+    python = _python(site, version, split, options)
     try:
         plan = plan_run(table.samples_per_shard, table.bytes_per_shard, options)
     except CacheFullError as error:
-        panels["plan"] = Panel({"error": str(error)}, command)
+        panels["plan"] = Panel({"error": str(error)}, command, python)
         problems.append(Problem(str(error)))
     else:
-        panels["plan"] = Panel(plan.to_dict(), command)
+        panels["plan"] = Panel(plan.to_dict(), command, python)
         view |= {"plan": plan, "order": _order_text(plan.workload.order), "costs": _cost_rows(plan.cost)}
     view["charts"] = [*_plan_charts(planned, options, form, steps), *view["charts"]]
+
+
+def _python(site: Site, version: str, split: str, options: PlanOptions) -> str:
+    """Return the lines of Python that give the forecast."""
+    prices = site.settings.prices
+    given = repr(replace(options, prices=None))
+    imports = ["from datasvc.cache.forecast.plan_options import PlanOptions, plan_run"]
+    imports += ["from datasvc.cache.forecast.workload import Rates"]
+    if prices is not None:
+        imports += ["from datasvc.cache.forecast.cost import Prices"]
+        given = given.replace("prices=None", f"prices=Prices.read({str(prices)!r})")
+    table = f"table = datasvc.open({site.url!r}).dataset({version!r})[{split!r}].table"
+    call = f"plan_run(table.samples_per_shard, table.bytes_per_shard, {given}).to_dict()"
+    return "\n".join([*imports, table, call])
 
 
 def _order_text(order: OrderConfig) -> str:
@@ -160,7 +179,7 @@ def _flags(options: PlanOptions) -> list[str]:
 
 def _plan_charts(
     planned: PlannedSplit, options: PlanOptions, form: PlannerForm, steps: StepPrediction | None
-) -> list[dict[str, Markup]]:
+) -> list[dict[str, Any]]:
     """Return the curves of the caches: traffic over the budget, and what feeds and limits over the nodes."""
     data_bytes = planned.table.size_bytes
     budgets = sorted({*(int(data_bytes * share) for share in _BUDGET_SHARES), options.budget_bytes})
@@ -190,11 +209,13 @@ def _plan_charts(
         fed.append(ChartSeries("trained", nodes, [steps.images_per_second(count) for count in nodes], "c0"))
     if fed:
         here = ChartMark(form.nodes, f"chosen: {form.nodes} nodes")
-        charts.append(_chart(fed, "Samples per second of all nodes", "samples/s", "nodes", here))
+        # Caches may feed a thousand times what is trained: the question is which of them is below it.
+        limit = None if steps is None else _FED_LIMIT * max(steps.images_per_second(count) for count in nodes)
+        charts.append(_chart(fed, "Samples per second of all nodes", "samples/s", "nodes", here, limit))
     return charts
 
 
-def _step_charts(steps: StepPrediction, form: PlannerForm) -> list[dict[str, Markup]]:
+def _step_charts(steps: StepPrediction, form: PlannerForm) -> list[dict[str, Any]]:
     """Return the curves of the prediction of steps over the nodes."""
     nodes = [prediction.cluster.num_nodes for prediction in steps.predictions]
     modes = list(steps.predictions[0].step_s)
@@ -207,9 +228,24 @@ def _step_charts(steps: StepPrediction, form: PlannerForm) -> list[dict[str, Mar
     ]
 
 
-def _chart(series: Sequence[ChartSeries], title: str, unit: str, x_label: str, mark: ChartMark) -> dict[str, Markup]:
+def _chart(
+    series: Sequence[ChartSeries], title: str, unit: str, x_label: str, mark: ChartMark, limit: float | None = None
+) -> dict[str, Any]:
+    is_cut = limit is not None and any(y is not None and y > limit for each in series for y in each.ys)
     return {
-        "svg": line_chart(series, title=title, unit=unit, x_label=x_label, marks=[mark], from_zero=True),
+        "note": "A line at the upper edge is above it; the cursor and the table have its values." if is_cut else "",
+        "title": title,
+        "over": x_label.partition(",")[0],
+        "svg": line_chart(
+            series,
+            title=title,
+            unit=unit,
+            x_label=x_label,
+            marks=[mark],
+            from_zero=True,
+            width=CHART_WIDTH,
+            y_limit=limit,
+        ),
         "table": chart_table(series, title=title, unit=unit, x_label=x_label),
     }
 

@@ -131,7 +131,7 @@ SLIDERS: Final = {
     "gpus": ("GPUs per node", 1, 16, ""),
     "budget": ("Budget of a node's cache", 1, 150, "% of the data"),
     "lanes": ("Lanes", 1, 64, ""),
-    "block": ("Block", 0, 20, "(2 to this power of samples; 0: derived)"),
+    "block": ("Block", 0, 20, "2 to this power of samples (0: derived)"),
     "link": ("Link of a node", 1, 400, "Gbit/s"),
     "origin": ("Origin, all nodes together", 0, 400, "Gbit/s (0: unknown)"),
 }
@@ -142,7 +142,7 @@ NUMBERS: Final = {
     "loader_ms": "Loader per batch, ms",
     "update_ms": "Optimizer's step, ms",
     "gradients_mb": "Gradients, MB",
-    "latency_us": "Latency between nodes, us",
+    "latency_us": "Latency between nodes, microseconds",
 }
 
 

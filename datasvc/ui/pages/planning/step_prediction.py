@@ -10,7 +10,7 @@ from typing import Any
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 from datasvc.trainer.recipes.profiling.predict.costs import Message, StepCosts
-from datasvc.trainer.recipes.profiling.predict.limit import find_limit
+from datasvc.trainer.recipes.profiling.predict.limit import Bound, StepLimit, find_limit
 from datasvc.trainer.recipes.profiling.predict.predict import Prediction, costs_on, predict
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 from datasvc.ui.pages.planning.planner_form import PlannerForm
@@ -22,11 +22,13 @@ class StepPrediction:
 
     Attributes:
         predictions: by number of nodes, ascending.
-        limit: what limits the steps on the chosen cluster, in words.
+        limit: what limits the steps on the chosen cluster, as a profile prints it.
+        words: the same in a sentence.
     """
 
     predictions: Sequence[Prediction]
     limit: str
+    words: str
 
     def images_per_second(self, nodes: int) -> float:
         """Return the samples per second of all ranks on `nodes` nodes, with overlapped all-reduces."""
@@ -62,7 +64,28 @@ def predict_steps(form: PlannerForm) -> StepPrediction | None:
     link = Link(form.link_bytes_per_s, form.latency_us / 1e6)
     clusters = [Cluster(number, link, form.gpus) for number in form.node_counts()]
     chosen = Cluster(form.nodes, link, form.gpus)
-    return StepPrediction([predict(costs, cluster) for cluster in clusters], str(find_limit(costs_on(costs, chosen))))
+    on_chosen = costs_on(costs, chosen)
+    limit = find_limit(on_chosen)
+    step_s = predict(costs, chosen).step_s[StepMode.OVERLAPPED]
+    predictions = [predict(costs, cluster) for cluster in clusters]
+    return StepPrediction(predictions, str(limit), _describe(limit, on_chosen, step_s))
+
+
+def _describe(limit: StepLimit, costs: StepCosts, step_s: float) -> str:
+    """Return how long a step takes, what limits it, and what would help."""
+    device_s = costs.caller_s + costs.transfer_s + costs.compute_s + costs.launch_s + costs.update_s
+    reasons = {
+        Bound.DATA: f"the loader limits it, which needs {_ms(costs.ahead_s)} for a batch",
+        Bound.COMMUNICATION: f"communication limits it: the all-reduces take {_ms(costs.reduce_s)}, longer than the "
+        f"{_ms(device_s)} of all other work, so no overlap hides them",
+        Bound.PROCESSORS: "the processors limit it: other threads take them from the training thread",
+        Bound.COMPUTE: "computation limits it: batches and all-reduces are ready in time",
+    }
+    return f"A step takes {_ms(step_s)}; {reasons[limit.bound]}. What helps: {limit.advice}."
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.1f} ms"
 
 
 def _parse_costs(text: str) -> StepCosts:
