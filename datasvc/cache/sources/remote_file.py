@@ -14,7 +14,7 @@ from datasvc.durable import is_plain_name
 from datasvc.errors import ConfigError, SourceChangedError
 from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.http_stream import Take
+from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import with_retries

@@ -46,12 +46,18 @@ class StoreLaws:
     odd_names = ODD_NAMES
     # Whether its driver, as fsspec opens it, answers from listings that it has cached.
     caches_listings = False
+    # What `Storage.client` says; None: it does not matter.
+    client = None
     # Sets the time of a file's last change back: (storage, path, age_s). None: nobody can, as on S3.
     make_old = None
 
     @pytest.fixture
     def storage(self, url):
         return Storage(url)
+
+    def test_the_store_is_reached_by_the_client_that_is_meant(self, storage):
+        if self.client is not None:
+            assert storage.client == self.client
 
     def test_what_was_put_is_read_whole_and_in_ranges(self, storage):
         storage.put_bytes("a/b", b"0123456789")

@@ -40,20 +40,37 @@ class TestMemoryStore(StoreLaws):
         return f"memory://{secrets.token_hex(8)}"
 
 
+@pytest.fixture
+def by_fsspec(monkeypatch):
+    monkeypatch.setenv("DATASVC_STORE_CLIENT", "fsspec")
+
+
 class TestS3Store(StoreLaws):
     caches_listings = True
+    client = "obstore"
 
     @pytest.fixture
     def url(self, s3_bucket):
         return f"{s3_bucket}/{secrets.token_hex(8)}"
 
 
+@pytest.mark.usefixtures("by_fsspec")
+class TestS3StoreByFsspec(TestS3Store):
+    client = "S3FileSystem of fsspec, because DATASVC_STORE_CLIENT is set to fsspec"
+
+
 class TestAzureStore(StoreLaws):
     caches_listings = True
+    client = "obstore"
 
     @pytest.fixture
     def url(self, azure_container):
         return f"{azure_container}/{secrets.token_hex(8)}"
+
+
+@pytest.mark.usefixtures("by_fsspec")
+class TestAzureStoreByFsspec(TestAzureStore):
+    client = "AzureBlobFileSystem of fsspec, because DATASVC_STORE_CLIENT is set to fsspec"
 
 
 class TestGoogleStore(StoreLaws):

@@ -1,0 +1,147 @@
+"""`RangeStreams`: ranges of a store's files, passed on by obstore as they arrive, over few buffers.
+
+Each chunk has a time limit, so a silent server and one that sends a few bytes at a time are both detected; the time
+in which the reader processes the bytes does not count. After a failure, only the missing bytes are requested again.
+The client of the store must not retry by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from datasvc.errors import UnavailableError
+from datasvc.repository.store import obstore_loop, retries
+from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_errors import UnsupportedResponseError, convert_errors
+
+if TYPE_CHECKING:
+    from obstore import BytesStream, GetResult
+    from obstore.store import ObjectStore
+
+Take = Callable[[memoryview], None]
+"""Function that receives the next bytes of a stream. The view is valid only during the call."""
+
+# One chunk is passed on while the next one arrives: with what obstore collects, some 1.5 MiB per stream.
+CHUNK_BYTES: Final = 512 << 10
+# After this many bytes without a failure, the next failure counts as the first one again.
+_PROGRESS_BYTES: Final = 16 << 20
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Limits for the time that a client waits for a server.
+
+    Attributes:
+        connect_s: maximum time to connect.
+        silence_s: maximum time until the headers of a response are complete, and without a byte of it. The default is
+            that of botocore: a store may have to load cold data.
+        chunk_s: maximum time for `CHUNK_BYTES`: the minimum throughput is some 9 KB/s.
+    """
+
+    connect_s: float = 15
+    silence_s: float = 60
+    chunk_s: float = 60
+
+
+class RangeStreams:
+    """Reader of ranges of one store; thread-safe.
+
+    Args:
+        store: client of obstore, without retries.
+        timeouts: limits of waiting; its own limits are `connect_s` and `silence_s`.
+        attempts: number of failures without progress after which a read ends.
+        is_supported: whether obstore can read a response as it is, by the response.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        timeouts: Timeouts,
+        attempts: int,
+        is_supported: Callable[[GetResult], bool] = lambda _response: True,
+    ) -> None:
+        self._store = store
+        self._timeouts = timeouts
+        self._attempts = attempts
+        self._is_supported = is_supported
+
+    def read(
+        self, path: str, offset: int, length: int, take: Take, *, location: str, interrupt: CancellationToken
+    ) -> None:
+        """Pass `length` bytes, at least 1, from `offset` to `take`; for details, see `RangeReader.stream`.
+
+        Also raises UnsupportedResponseError.
+        """
+        with closing(self._stream(path, offset, offset + length, location, interrupt)) as chunks:
+            for chunk in chunks:
+                take(memoryview(chunk))
+
+    def _stream(
+        self, path: str, start: int, stop: int, location: str, interrupt: CancellationToken
+    ) -> Generator[bytes, None, None]:
+        """Yield the bytes of a range as they arrive, with a new request for the missing bytes after a failure."""
+        offset, num_failures, progress_bytes = start, 0, 0
+        while offset < stop:
+            try:
+                with closing(self._stream_response(path, offset, stop, location, interrupt)) as chunks:
+                    for chunk in chunks:
+                        offset, progress_bytes = offset + len(chunk), progress_bytes + len(chunk)
+                        yield chunk
+            except UnsupportedResponseError as error:
+                if offset == start:
+                    raise  # no byte was passed on, so fsspec's client can read the whole range
+                raise UnavailableError(
+                    f"cannot read {location}: the server sends a response of another kind than before; try again"
+                ) from error
+            except UnavailableError:
+                num_failures = 1 if progress_bytes >= _PROGRESS_BYTES else num_failures + 1
+                progress_bytes = 0
+                if num_failures == self._attempts or interrupt.wait(retries.pause_s(num_failures)):
+                    raise
+
+    def _stream_response(
+        self, path: str, offset: int, stop: int, location: str, interrupt: CancellationToken
+    ) -> Generator[bytes, None, None]:
+        """Yield the chunks of one response."""
+        with retries.map_exceptions("read", location), convert_errors():
+            response = obstore_loop.call(self._request(path, offset, stop), interrupt)
+            chunks = response.stream(CHUNK_BYTES)
+            pending = obstore_loop.start(self._receive(chunks))
+            try:
+                while offset < stop:
+                    chunk = obstore_loop.wait(pending, interrupt)
+                    if interrupt.is_set:
+                        raise ConnectionError("the read was cancelled")
+                    if not chunk:
+                        raise ConnectionError(f"the server closed the connection {stop - offset} bytes too early")
+                    offset += len(chunk)
+                    if offset > stop:
+                        raise ConnectionError(f"the server sends {offset - stop} bytes more than it says")
+                    if offset < stop:
+                        pending = obstore_loop.start(self._receive(chunks))
+                    yield chunk
+            finally:
+                pending.cancel()
+
+    async def _request(self, path: str, offset: int, stop: int) -> GetResult:
+        response = await self._store.get_async(path, options={"range": (offset, stop)})
+        if not self._is_supported(response):
+            raise UnsupportedResponseError
+        if response.range != (offset, stop):
+            first, end = response.range
+            raise ConnectionError(f"the server sends the bytes {first}-{end - 1}, expected {offset}-{stop - 1}")
+        return response
+
+    async def _receive(self, chunks: BytesStream) -> bytes:
+        """Return the next chunk, which is shorter than `CHUNK_BYTES` only at the end; b"" after the end."""
+        try:
+            async with asyncio.timeout(self._timeouts.chunk_s):
+                return await obstore_loop.next_of(chunks) or b""
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"too slow: less than {CHUNK_BYTES} bytes in {self._timeouts.chunk_s:g} s"
+            ) from error
