@@ -60,7 +60,7 @@ class ObjectStoreFiles:
 
     def location(self, path: str) -> str:
         """Return the URL of `path`, for messages."""
-        return f"{redact_url(self._url)}/{path}"
+        return f"{redact_url(self._url)}/{path}" if path else redact_url(self._url)
 
     def read(self, path: str) -> bytes:
         """See `Storage.read`."""
@@ -198,8 +198,9 @@ class ObjectStoreFiles:
         return RangeStreams(self._open(timeouts.silence_s, _NO_RETRIES), timeouts, _STREAM_ATTEMPTS)
 
     def _open(self, silence_s: float, retry_config: RetryConfig) -> ObjectStore:
-        allow_http = str(self._bucket.config.get("endpoint", "")).startswith("http://")
-        options = make_client_options(connect_s=Timeouts.connect_s, silence_s=silence_s, allow_http=allow_http)
+        options = make_client_options(
+            connect_s=Timeouts.connect_s, silence_s=silence_s, allow_http=self._bucket.allows_http
+        )
         return open_bucket(self._bucket, options, retry_config)
 
     def _key(self, path: str) -> str:

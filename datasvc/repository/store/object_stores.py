@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 
 from fsspec.config import conf
 
+from datasvc.errors import ConfigError
 from datasvc.repository.store.redaction import redact_url
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ SCHEMES: Final[Mapping[str, Kind]] = {
     **dict.fromkeys(("abfs", "abfss", "az"), "azure"),
     **dict.fromkeys(("gs", "gcs"), "google"),
 }
+_GCLOUD_CREDENTIALS: Final = Path("~/.config/gcloud/application_default_credentials.json")
+# Types of files with credentials of Google, and obstore's setting that reads each.
+_GOOGLE_CREDENTIALS: Final = {"service_account": "service_account", "authorized_user": "application_credentials"}
 _AZURE_HOSTS: Final = (".dfs.core.windows.net", ".blob.core.windows.net")
 # botocore renews credentials that expire sooner than this by itself.
 _CREDENTIALS_LAST: Final = timedelta(minutes=5)
@@ -56,6 +61,12 @@ class Bucket:
     config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may contain keys
     session: Any = field(default=None, repr=False)
 
+    @property
+    def allows_http(self) -> bool:
+        """Whether requests without TLS are allowed: the user has set such an endpoint."""
+        # That of Google is in the file with the credentials, if there is one.
+        return self.kind == "google" or str(self.config.get("endpoint", "")).startswith("http://")
+
 
 def choose_bucket(url: str, environ: Mapping[str, str] = os.environ) -> Bucket | str:
     """Return how obstore reaches the bucket of `url`, or the reason why fsspec's driver must be used, as a phrase.
@@ -63,6 +74,9 @@ def choose_bucket(url: str, environ: Mapping[str, str] = os.environ) -> Bucket |
     Args:
         url: URL of a store.
         environ: environment variables.
+
+    Raises:
+        ConfigError: the AWS profile cannot be read.
     """
     scheme, separator, _ = url.partition("://")
     kind = SCHEMES.get(scheme)
@@ -115,6 +129,9 @@ def make_client_options(
             upload, the limit of the whole request.
         allow_http: whether requests without TLS are allowed.
         headers: headers of all requests.
+
+    Raises:
+        ConfigError: the file that AWS_CA_BUNDLE names cannot be read.
     """
     options: dict[str, Any] = {
         "allow_http": allow_http,
@@ -127,23 +144,39 @@ def make_client_options(
     if headers:
         options["default_headers"] = dict(headers)
     if bundle := os.environ.get("AWS_CA_BUNDLE"):
-        options["root_certificate"] = Path(bundle).read_bytes()
+        try:
+            options["root_certificate"] = Path(bundle).read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read the certificates that AWS_CA_BUNDLE names: {error}; set it to a file in PEM format"
+            ) from error
     return options  # type: ignore[return-value]
 
 
 def _choose_s3(name: str, prefix: str, environ: Mapping[str, str]) -> Bucket | str:
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
-    if environ.get("AWS_ACCESS_KEY_ID") and not environ.get("AWS_PROFILE") and (endpoint or region):
+    has_profiles = (
+        "AWS_PROFILE" in environ or Path(environ.get("AWS_CONFIG_FILE") or "~/.aws/config").expanduser().exists()
+    )
+    if environ.get("AWS_ACCESS_KEY_ID") and not has_profiles and (endpoint or region):
         return Bucket("s3", name, prefix, _s3_config(endpoint, region))
     # Profiles, SSO, roles and their renewal: botocore, which s3fs uses too, finds the same credentials.
     if importlib.util.find_spec("botocore") is None:
         return "its credentials or its region are not in the environment, and botocore is not installed"
-    session_module = importlib.import_module("botocore.session")
-    session = session_module.Session()
-    endpoint = endpoint or session.get_config_variable("endpoint_url")
+    try:
+        return _choose_by_profile(name, prefix, region)
+    except importlib.import_module("botocore.exceptions").BotoCoreError as error:
+        raise ConfigError(f"cannot read the AWS profile: {error}; check AWS_PROFILE and AWS_CONFIG_FILE") from error
+
+
+def _choose_by_profile(name: str, prefix: str, region: str | None) -> Bucket | str:
+    session = importlib.import_module("botocore.session").Session()
+    profile = session.get_scoped_config()
+    provider = importlib.import_module("botocore.configprovider").ConfiguredEndpointProvider
+    endpoint = provider(full_config=session.full_config, scoped_config=profile, client_name="s3").provide()
     region = region or session.get_config_variable("region")
-    if session.get_config_variable("s3"):
+    if profile.get("s3"):
         return "the AWS profile has settings for S3"
     if not endpoint and not region:
         # botocore then asks S3 for the region of the bucket, and obstore does not.
@@ -215,4 +248,13 @@ def _parse_connection_string(text: str) -> dict[str, str]:
 
 
 def _choose_google(name: str, prefix: str, environ: Mapping[str, str]) -> Bucket | str:
-    return "obstore is not used for Google Cloud Storage"
+    if environ.get("STORAGE_EMULATOR_HOST"):
+        return "an emulator of Google Cloud Storage lacks the interface that obstore uses"
+    path = Path(environ.get("GOOGLE_APPLICATION_CREDENTIALS") or _GCLOUD_CREDENTIALS.expanduser())
+    try:
+        kind = json.loads(path.read_bytes()).get("type")
+    except (OSError, ValueError, AttributeError):
+        return f"there are no credentials of Google in {path}"
+    if kind not in _GOOGLE_CREDENTIALS:
+        return f"the credentials in {path} are of the type {kind!r}"
+    return Bucket("google", name, prefix, {_GOOGLE_CREDENTIALS[kind]: str(path)})

@@ -27,7 +27,7 @@ from datasvc.repository.store import exclusive_create, file_age, obstore_loop
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.local_files import LocalFiles
 from datasvc.repository.store.object_store_files import ObjectStoreFiles
-from datasvc.repository.store.object_stores import choose_bucket
+from datasvc.repository.store.object_stores import SCHEMES, choose_bucket
 from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.redaction import redact_url
@@ -105,8 +105,12 @@ class Storage:
             return "obstore"
         if self.is_local:
             return "the operating system"
-        reason = self._client_reason or "this process was forked from one that has used obstore"
-        return f"{type(self._fs).__name__} of fsspec, because {reason}"
+        return f"{type(self._fs).__name__} of fsspec, because {self._reason}"
+
+    @property
+    def _reason(self) -> str:
+        """Why obstore is not used."""
+        return self._client_reason or "this process was forked from one that has used obstore"
 
     def check_writable(self) -> None:
         """Raise ConfigError if commits could be lost, because the store's driver has no atomic create."""
@@ -354,11 +358,19 @@ class Storage:
     def _opened(self) -> tuple[int, fsspec.AbstractFileSystem, str, LocalFiles | RemoteFiles]:
         """Return the driver of fsspec, its root and its files. A forked child opens its own."""
         if self._driver is None or self._driver[0] != os.getpid():
-            driver, root = open_without_listings(self.url)
+            driver, root = self._open_driver()
             is_local = isinstance(driver, LocalFileSystem)
             files = LocalFiles(root) if is_local else RemoteFiles(driver, root, self.url, RangeReader(driver))
             self._driver = os.getpid(), driver, root, files
         return self._driver
+
+    def _open_driver(self) -> tuple[fsspec.AbstractFileSystem, str]:
+        try:
+            return open_without_listings(self.url)
+        except ConfigError as error:
+            if self.url.partition("://")[0] not in SCHEMES:
+                raise
+            raise ConfigError(f"{error}; obstore needs none, but is not used, because {self._reason}") from error
 
     def _full(self, path: str) -> str:
         assert ".." not in path.split("/"), path

@@ -326,9 +326,7 @@ def test_a_path_that_would_be_requested_in_another_form_is_left_to_fsspec(path):
     with FaultyServer(CONTENT) as server:
         encoded = fsspec.filesystem("http", encoded=True, skip_instance_cache=True)
         with pytest.raises(UnsupportedResponseError):
-            HttpRanges(encoded).read(
-                server.url + path, 0, 5, bytes, location="it", interrupt=CancellationToken()
-            )
+            HttpRanges(encoded).read(server.url + path, 0, 5, bytes, location="it", interrupt=CancellationToken())
         assert server.ranges == []
 
 

@@ -159,6 +159,9 @@ def test_a_program_ends_in_peace_while_a_daemon_thread_reads():
     content = bytes(50 << 20)
     with FaultyServer(content, "stall") as server:
         done = subprocess.run(
-            [sys.executable, "-c", ENDING, server.url, str(len(content))], capture_output=True, timeout=120, check=False
+            [sys.executable, "-c", ENDING, server.url, str(len(content))],
+            capture_output=True,
+            timeout=120,
+            check=False,
         )
     assert (done.returncode, done.stderr) == (0, b"")

@@ -1,10 +1,12 @@
 """The laws of stores on every kind of store, and what single kinds do beside them."""
 
+import json
 import os
 import secrets
 import time
 from pathlib import Path
 from typing import ClassVar
+from urllib.request import Request, urlopen
 
 import fsspec
 import pytest
@@ -16,6 +18,7 @@ from datasvc.repository import Repository, Storage
 from datasvc.repository.store.redaction import redact_url
 from datasvc.testing import FaultyStore
 from tests import gcs_process
+from tests.moto_process import GOOGLE, MotoServer
 from tests.repository.store.store_laws import StoreLaws, make_memory_file_old
 
 
@@ -66,6 +69,32 @@ class TestAzureStore(StoreLaws):
     @pytest.fixture
     def url(self, azure_container):
         return f"{azure_container}/{secrets.token_hex(8)}"
+
+
+@pytest.fixture(scope="session")
+def google_xml_bucket(tmp_path_factory):
+    """The URL of a bucket on a stand-in for the interface of Google Cloud Storage that obstore uses."""
+    server = MotoServer(GOOGLE).start()
+    credentials = tmp_path_factory.mktemp("google") / "credentials.json"
+    account = {"client_email": "", "private_key": "", "private_key_id": "", "disable_oauth": True}
+    credentials.write_text(json.dumps({"type": "service_account", "gcs_base_url": server.url, **account}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+        patch.setitem(fsspec.config.conf, "gs", {})
+        patch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(credentials))
+        bucket = f"datasvc{secrets.token_hex(4)}"  # without "-", which obstore escapes and moto does not unescape
+        urlopen(Request(f"{server.url}/{bucket}", method="PUT"))
+        yield f"gs://{bucket}"
+    server.close()
+
+
+class TestGoogleStoreByObstore(StoreLaws):
+    has_driver = False
+    client = "obstore"
+
+    @pytest.fixture
+    def url(self, google_xml_bucket):
+        return f"{google_xml_bucket}/{secrets.token_hex(8)}"
 
 
 @pytest.mark.usefixtures("by_fsspec")

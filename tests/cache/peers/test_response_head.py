@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from datasvc.repository.store import response_head
-from datasvc.repository.store.response_head import read_head
+from datasvc.cache.peers import response_head
+from datasvc.cache.peers.response_head import read_head
 from tests.dripping_server import HEAD, DrippingServer
 
 
