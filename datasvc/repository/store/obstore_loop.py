@@ -13,7 +13,7 @@ import asyncio
 import atexit
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from typing import Any, Final, TypeVar
 
@@ -42,6 +42,10 @@ class _ObstoreLoop:
         """Start a request on the loop."""
         assert self.is_usable, "obstore was used before the fork"
         return asyncio.run_coroutine_threadsafe(request, self._started())
+
+    def run_soon(self, callback: Callable[[], object]) -> None:
+        """Call a function on the loop."""
+        self._started().call_soon_threadsafe(callback)
 
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._lock:
@@ -91,6 +95,11 @@ def is_usable() -> bool:
 def start(request: Coroutine[Any, Any, _Result]) -> Future[_Result]:
     """Start a request, for `wait`. The caller must cancel it if it does not wait for its end."""
     return _process_loop.submit(request)
+
+
+def run_soon(callback: Callable[[], object]) -> None:
+    """Call a function on the loop, soon."""
+    _process_loop.run_soon(callback)
 
 
 def wait(request: Future[_Result], interrupt: CancellationToken = _never) -> _Result:

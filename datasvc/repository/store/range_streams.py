@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import UnavailableError
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
 Take = Callable[[memoryview], None]
 """Function that receives the next bytes of a stream. The view is valid only during the call."""
 
-# One chunk is passed on while the next one arrives: with what obstore collects, some 3 MiB per stream. Smaller chunks
-# take more processor time: with 512 KiB a third more.
+# Smaller chunks take more processor time: 512 KiB a third more.
 CHUNK_BYTES: Final = 1 << 20
+# Chunks of a stream in memory while one is passed on. With what obstore collects, a stream takes some 4 MiB.
+_PREFETCHED_CHUNKS: Final = 2
 # After this many bytes without a failure, the next failure counts as the first one again.
 _PROGRESS_BYTES: Final = 16 << 20
 
@@ -109,24 +111,40 @@ class RangeStreams:
     ) -> Generator[bytes, None, None]:
         """Yield the chunks of one response."""
         with retries.map_exceptions("read", location), convert_errors():
-            response = obstore_loop.call(self._request(path, offset, stop), interrupt)
-            chunks = response.stream(CHUNK_BYTES)
-            pending = obstore_loop.start(self._receive(chunks))
+            chunks: SimpleQueue[bytes | None] = SimpleQueue()  # None: no chunk follows
+            free = asyncio.Semaphore(_PREFETCHED_CHUNKS)
+            request = obstore_loop.start(self._receive(path, offset, stop, chunks, free))
+            request.add_done_callback(lambda _request: chunks.put(None))
             try:
-                while offset < stop:
-                    chunk = obstore_loop.wait(pending, interrupt)
-                    if interrupt.is_set:
-                        raise ConnectionError("the read was cancelled")
-                    if not chunk:
-                        raise ConnectionError(f"the server closed the connection {stop - offset} bytes too early")
-                    offset += len(chunk)
-                    if offset > stop:
-                        raise ConnectionError(f"the server sends {offset - stop} bytes more than it says")
-                    if offset < stop:
-                        pending = obstore_loop.start(self._receive(chunks))
-                    yield chunk
+                with interrupt.on_cancel(request.cancel):
+                    while offset < stop:
+                        chunk = chunks.get()
+                        if interrupt.is_set:
+                            raise ConnectionError("the read was cancelled")
+                        if chunk is None:
+                            obstore_loop.wait(request)  # raises its exception
+                            raise ConnectionError(f"the server closed the connection {stop - offset} bytes too early")
+                        offset += len(chunk)
+                        if offset > stop:
+                            raise ConnectionError(f"the server sends {offset - stop} bytes more than it says")
+                        yield chunk
+                        obstore_loop.run_soon(free.release)
             finally:
-                pending.cancel()
+                request.cancel()
+
+    async def _receive(
+        self, path: str, offset: int, stop: int, chunks: SimpleQueue[bytes | None], free: asyncio.Semaphore
+    ) -> None:
+        """Request a range and put its chunks into a queue, each when `free` has a place for it."""
+        # The next chunk is requested here, and not by the thread that takes it: the socket is read without a pause.
+        stream = (await self._request(path, offset, stop)).stream(CHUNK_BYTES)
+        while offset < stop:
+            await free.acquire()
+            chunk = await self._next(stream)
+            if not chunk:
+                return
+            offset += len(chunk)
+            chunks.put(chunk)
 
     async def _request(self, path: str, offset: int, stop: int) -> GetResult:
         response = await self._store.get_async(path, options={"range": (offset, stop)})
@@ -137,7 +155,7 @@ class RangeStreams:
             raise ConnectionError(f"the server sends the bytes {first}-{end - 1}, expected {offset}-{stop - 1}")
         return response
 
-    async def _receive(self, chunks: BytesStream) -> bytes:
+    async def _next(self, chunks: BytesStream) -> bytes:
         """Return the next chunk, which is shorter than `CHUNK_BYTES` only at the end; b"" after the end."""
         try:
             async with asyncio.timeout(self._timeouts.chunk_s):

@@ -284,7 +284,7 @@ def test_an_interrupt_ends_a_stream_over_https(certificate, tls, monkeypatch):
 
         def take(view):
             arrived.extend(view)
-            if len(arrived) >= 2 * CHUNK_BYTES:
+            if len(arrived) >= CHUNK_BYTES:
                 half.set()
 
         reading = pool.submit(patient.read, f"{server.url}/file", 0, SIZE, take, location="it", interrupt=interrupt)
