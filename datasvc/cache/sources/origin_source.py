@@ -95,7 +95,7 @@ class RequestPool:
     """Limits the requests to origins that this process has in progress, over all objects, and runs them.
 
     Args:
-        num_requests: maximum number of requests at once, at least 1. Each needs 512 KiB of memory if the store's
+        num_requests: maximum number of requests at once, at least 1. Each needs some 4 MiB of memory if the store's
             client can stream. Otherwise each needs up to 16 MiB, and `_WRITING_THREADS` more answers may be in memory
             until they are written.
     """
