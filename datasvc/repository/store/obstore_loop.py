@@ -13,16 +13,53 @@ import asyncio
 import atexit
 import os
 import threading
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from datasvc.repository.store.cancellation import CancellationToken
 
 _Result = TypeVar("_Result")
 
-_STOP_TIMEOUT_S: Final = 5  # limit of the wait for cancelled requests at the exit of the program
+_END_TIMEOUT_S: Final = 3  # limit of the wait for cancelled requests at the exit of the program
+_POLL_S: Final = 0.001
 _never = CancellationToken()
+
+
+class _RequestFuture(asyncio.Future[Any]):
+    """Future that obstore completes. At the end of a request, even a cancelled one, its thread calls `cancelled`."""
+
+    def cancelled(self) -> bool:
+        loop = self.get_loop()
+        if isinstance(loop, _CountingLoop) and threading.get_ident() != loop.thread_id:
+            loop.unfinished.discard(self)
+        return super().cancelled()
+
+
+class _CountingLoop(asyncio.SelectorEventLoop):
+    """Loop that counts the futures which obstore has not completed yet, beside those of asyncio in use.
+
+    Attributes:
+        unfinished: the futures.
+        thread_id: the thread that runs the loop.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unfinished: weakref.WeakSet[_RequestFuture] = weakref.WeakSet()
+        self.thread_id = 0
+
+    def create_future(self) -> _RequestFuture:
+        future = _RequestFuture(loop=self)
+        self.unfinished.add(future)
+        return future
+
+    def run_forever(self) -> None:
+        self.thread_id = threading.get_ident()
+        super().run_forever()
 
 
 class _ObstoreLoop:
@@ -35,43 +72,46 @@ class _ObstoreLoop:
     def __init__(self) -> None:
         self.is_usable = True
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._loop: _CountingLoop | None = None
+        self._has_ended = False
 
     def submit(self, request: Coroutine[Any, Any, _Result]) -> Future[_Result]:
-        """Start a request on the loop."""
+        """Start a request on the loop. Raises ConnectionError at the exit of the program."""
         assert self.is_usable, "obstore was used before the fork"
-        return asyncio.run_coroutine_threadsafe(request, self._started())
+        with self._lock:
+            if self._has_ended:
+                request.close()
+                raise ConnectionError("the program is ending")
+            if self._loop is None:
+                self._loop = self._start()
+            return asyncio.run_coroutine_threadsafe(request, self._loop)
 
     def run_soon(self, callback: Callable[[], object]) -> None:
         """Call a function on the loop."""
-        self._started().call_soon_threadsafe(callback)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(callback)
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _start(self) -> _CountingLoop:
+        loop = _CountingLoop()
+        threading.Thread(target=loop.run_forever, name="datasvc-obstore", daemon=True).start()
+        # `atexit` calls this after all threads of the program but daemons have ended, with their requests.
+        atexit.register(self._end)
+        return loop
+
+    def _end(self) -> None:
+        """Cancel all requests, and wait for their ends.
+
+        A thread of obstore that calls Python after the end of the interpreter would abort the process.
+        """
         with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="datasvc-obstore", daemon=True)
-                self._thread.start()
-                # The threads of obstore must not call Python while the interpreter ends: no request may be left then.
-                # `atexit` calls this after all threads of the program but daemons have ended, with their requests.
-                atexit.register(self._stop)
-            return self._loop
-
-    def _stop(self) -> None:
-        loop, thread = self._loop, self._thread
-        if loop is None or thread is None or not self.is_usable:
+            self._has_ended = True
+        if self._loop is None or not self.is_usable:
             return
-
-        async def cancel_all() -> None:
-            requests = asyncio.all_tasks() - {asyncio.current_task()}
-            for request in requests:
-                request.cancel()
-            await asyncio.wait([asyncio.create_task(_settle(requests))], timeout=_STOP_TIMEOUT_S)
-            loop.stop()
-
-        asyncio.run_coroutine_threadsafe(cancel_all(), loop)
-        thread.join(2 * _STOP_TIMEOUT_S)
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_END_TIMEOUT_S)
+        while self._loop.unfinished and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def forget(self) -> None:
         """Drop the parent's loop in a forked child."""
@@ -79,7 +119,10 @@ class _ObstoreLoop:
         self._lock = threading.Lock()  # another thread of the parent may have held it
 
 
-async def _settle(requests: set[asyncio.Task[Any]]) -> None:
+async def _cancel_all() -> None:
+    requests = asyncio.all_tasks() - {asyncio.current_task()}
+    for request in requests:
+        request.cancel()
     await asyncio.gather(*requests, return_exceptions=True)
 
 

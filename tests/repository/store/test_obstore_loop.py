@@ -112,6 +112,7 @@ print("ready", flush=True)
 try:
     Storage("s3://bucket").read("file")
 except KeyboardInterrupt:
+    sys.stdin.read()
     sys.exit(7)
 """
 
@@ -136,9 +137,11 @@ def test_ctrl_c_ends_a_request_that_is_not_answered(silent):
         with connection:
             assert connection.recv(4) == b"GET "
             program.send_signal(signal.SIGINT)
-            assert program.wait(60) == 7
+            connection.settimeout(60)
             while connection.recv(4096):  # the rest of the request, then the end: the client has hung up
                 pass
+            program.stdin.close()
+            assert program.wait(60) == 7
 
 
 ENDING = """
@@ -147,21 +150,24 @@ from datasvc.repository import Storage
 from datasvc.repository.store.cancellation import CancellationToken
 
 def read():
-    Storage(sys.argv[1]).stream_range("file", 0, int(sys.argv[2]), lambda _view: arrived.set(), CancellationToken())
+    while True:
+        Storage(sys.argv[1]).stream_range("file", 0, int(sys.argv[2]), take, CancellationToken())
+
+def take(_view):
+    arrived.set()
 
 arrived = threading.Event()
-threading.Thread(target=read, daemon=True).start()
+for _ in range(8):
+    threading.Thread(target=read, daemon=True).start()
 arrived.wait()
 """
 
 
-def test_a_program_ends_in_peace_while_a_daemon_thread_reads():
-    content = bytes(50 << 20)
-    with FaultyServer(content, "stall") as server:
-        done = subprocess.run(
-            [sys.executable, "-c", ENDING, server.url, str(len(content))],
-            capture_output=True,
-            timeout=120,
-            check=False,
-        )
-    assert (done.returncode, done.stderr) == (0, b"")
+@pytest.mark.parametrize("fault", [None, "stall"])
+def test_programs_end_well_while_daemon_threads_read(fault):
+    """Without care, a thread of obstore calls Python too late and aborts the process, in half of the runs."""
+    content = bytes(20 << 20)
+    with FaultyServer(content, fault) as server:
+        command = [sys.executable, "-c", ENDING, server.url, str(len(content))]
+        programs = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(4)]
+        assert [program.wait(120) for program in programs] == [0] * 4
