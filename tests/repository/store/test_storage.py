@@ -174,6 +174,13 @@ class ListingCache(MemoryFileSystem):
             self.dircache.pop(path, None)  # of this folder alone, not of those that it lies in
 
 
+def test_obstore_gives_nothing_beyond_the_end_of_a_file(s3_bucket):
+    storage = Storage(f"{s3_bucket}/{secrets.token_hex(8)}")
+    for content in (b"", b"0123456789"):
+        storage.put_bytes("a", content)
+        assert storage.read_range("a", len(content), 5) == b""
+
+
 def test_a_google_store_that_ignores_the_condition_of_a_create_is_refused():
     for url in gcs_process.serve(gcs_process.UNCONDITIONAL):
         with pytest.raises(ConfigError, match="overwrite"):
