@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from datasvc.errors import NotFoundError, UnavailableError
 from datasvc.repository.store import exclusive_create, file_age, obstore_loop
 from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.object_stores import Bucket, make_client_options, open_bucket
+from datasvc.repository.store.object_stores import ObjectBucket, make_client_options, open_bucket
 from datasvc.repository.store.obstore_errors import RangeBeyondEndError, UnsupportedResponseError, convert_errors
 from datasvc.repository.store.range_streams import RangeStreams, Take, Timeouts
 from datasvc.repository.store.redaction import redact_url
@@ -54,7 +54,7 @@ class ObjectStoreFiles:
         url: URL of the root for messages.
     """
 
-    def __init__(self, bucket: Bucket, url: str) -> None:
+    def __init__(self, bucket: ObjectBucket, url: str) -> None:
         self._bucket = bucket
         self._url = url
 

@@ -44,7 +44,7 @@ _IDLE: Final = timedelta(seconds=4)
 
 
 @dataclass(frozen=True)
-class Bucket:
+class ObjectBucket:
     """A bucket, or a container of Azure, that obstore can reach.
 
     Attributes:
@@ -68,7 +68,7 @@ class Bucket:
         return self.kind == "google" or str(self.config.get("endpoint", "")).startswith("http://")
 
 
-def choose_bucket(url: str, environ: Mapping[str, str] = os.environ) -> Bucket | str:
+def choose_bucket(url: str, environ: Mapping[str, str] = os.environ) -> ObjectBucket | str:
     """Return how obstore reaches the bucket of `url`, or the reason why fsspec's driver must be used, as a phrase.
 
     Args:
@@ -99,7 +99,7 @@ def choose_bucket(url: str, environ: Mapping[str, str] = os.environ) -> Bucket |
     return _choose_google(parts.netloc, prefix, environ)
 
 
-def open_bucket(bucket: Bucket, client_options: ClientConfig, retry_config: RetryConfig) -> ObjectStore:
+def open_bucket(bucket: ObjectBucket, client_options: ClientConfig, retry_config: RetryConfig) -> ObjectStore:
     """Return a client of a bucket."""
     from obstore import store
 
@@ -153,14 +153,14 @@ def make_client_options(
     return options  # type: ignore[return-value]
 
 
-def _choose_s3(name: str, prefix: str, environ: Mapping[str, str]) -> Bucket | str:
+def _choose_s3(name: str, prefix: str, environ: Mapping[str, str]) -> ObjectBucket | str:
     endpoint = environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION")
     has_profiles = (
         "AWS_PROFILE" in environ or Path(environ.get("AWS_CONFIG_FILE") or "~/.aws/config").expanduser().exists()
     )
     if environ.get("AWS_ACCESS_KEY_ID") and not has_profiles and (endpoint or region):
-        return Bucket("s3", name, prefix, _s3_config(endpoint, region))
+        return ObjectBucket("s3", name, prefix, _s3_config(endpoint, region))
     # Profiles, SSO, roles and their renewal: botocore, which s3fs uses too, finds the same credentials.
     if importlib.util.find_spec("botocore") is None:
         return "its credentials or its region are not in the environment, and botocore is not installed"
@@ -170,7 +170,7 @@ def _choose_s3(name: str, prefix: str, environ: Mapping[str, str]) -> Bucket | s
         raise ConfigError(f"cannot read the AWS profile: {error}; check AWS_PROFILE and AWS_CONFIG_FILE") from error
 
 
-def _choose_by_profile(name: str, prefix: str, region: str | None) -> Bucket | str:
+def _choose_by_profile(name: str, prefix: str, region: str | None) -> ObjectBucket | str:
     session = importlib.import_module("botocore.session").Session()
     profile = session.get_scoped_config()
     provider = importlib.import_module("botocore.configprovider").ConfiguredEndpointProvider
@@ -183,7 +183,7 @@ def _choose_by_profile(name: str, prefix: str, region: str | None) -> Bucket | s
         return "neither AWS_REGION nor an endpoint is set"
     if session.get_credentials() is None:
         return "there are no AWS credentials"
-    return Bucket("s3", name, prefix, _s3_config(endpoint, region), session)
+    return ObjectBucket("s3", name, prefix, _s3_config(endpoint, region), session)
 
 
 def _s3_config(endpoint: str | None, region: str | None) -> dict[str, str]:
@@ -209,7 +209,7 @@ class _BotocoreCredentials:
         }
 
 
-def _choose_azure(host: str, prefix: str, environ: Mapping[str, str]) -> Bucket | str:
+def _choose_azure(host: str, prefix: str, environ: Mapping[str, str]) -> ObjectBucket | str:
     container, at, account_host = host.partition("@")
     config = _parse_connection_string(environ.get("AZURE_STORAGE_CONNECTION_STRING", ""))
     if at:
@@ -229,7 +229,7 @@ def _choose_azure(host: str, prefix: str, environ: Mapping[str, str]) -> Bucket 
         return "the environment has no account of Azure"
     if not has_key and not has_application:
         return "the environment has no key, token or application of Azure"
-    return Bucket("azure", container, prefix, config)
+    return ObjectBucket("azure", container, prefix, config)
 
 
 def _parse_connection_string(text: str) -> dict[str, str]:
@@ -247,7 +247,7 @@ def _parse_connection_string(text: str) -> dict[str, str]:
     return {name: value for name, value in config.items() if value}
 
 
-def _choose_google(name: str, prefix: str, environ: Mapping[str, str]) -> Bucket | str:
+def _choose_google(name: str, prefix: str, environ: Mapping[str, str]) -> ObjectBucket | str:
     if environ.get("STORAGE_EMULATOR_HOST"):
         return "an emulator of Google Cloud Storage lacks the interface that obstore uses"
     path = Path(environ.get("GOOGLE_APPLICATION_CREDENTIALS") or _GCLOUD_CREDENTIALS.expanduser())
@@ -257,4 +257,4 @@ def _choose_google(name: str, prefix: str, environ: Mapping[str, str]) -> Bucket
         return f"there are no credentials of Google in {path}"
     if kind not in _GOOGLE_CREDENTIALS:
         return f"the credentials in {path} are of the type {kind!r}"
-    return Bucket("google", name, prefix, {_GOOGLE_CREDENTIALS[kind]: str(path)})
+    return ObjectBucket("google", name, prefix, {_GOOGLE_CREDENTIALS[kind]: str(path)})

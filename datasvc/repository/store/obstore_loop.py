@@ -26,17 +26,19 @@ _Result = TypeVar("_Result")
 
 _END_TIMEOUT_S: Final = 3  # limit of the wait for cancelled requests at the exit of the program
 _POLL_S: Final = 0.001
+_RETURN_S: Final = 0.02
 _never = CancellationToken()
 
 
 class _RequestFuture(asyncio.Future[Any]):
-    """Future that obstore completes. At the end of a request, even a cancelled one, its thread calls `cancelled`."""
+    """Future that obstore completes. At the end of a request, obstore calls `cancelled`, and then sets a result."""
 
     def cancelled(self) -> bool:
+        is_cancelled = super().cancelled()
         loop = self.get_loop()
-        if isinstance(loop, _CountingLoop) and threading.get_ident() != loop.thread_id:
-            loop.unfinished.discard(self)
-        return super().cancelled()
+        if is_cancelled and isinstance(loop, _CountingLoop) and threading.get_ident() != loop.thread_id:
+            loop.unfinished.discard(self)  # no result follows
+        return is_cancelled
 
 
 class _CountingLoop(asyncio.SelectorEventLoop):
@@ -56,6 +58,15 @@ class _CountingLoop(asyncio.SelectorEventLoop):
         future = _RequestFuture(loop=self)
         self.unfinished.add(future)
         return future
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *arguments: Any, context: Any = None
+    ) -> asyncio.Handle:
+        """Schedule a callback. obstore calls this to set the result of the future among the arguments."""
+        try:
+            return super().call_soon_threadsafe(callback, *arguments, context=context)
+        finally:
+            self.unfinished -= {each for each in arguments if isinstance(each, _RequestFuture)}
 
     def run_forever(self) -> None:
         self.thread_id = threading.get_ident()
@@ -101,7 +112,8 @@ class _ObstoreLoop:
     def _end(self) -> None:
         """Cancel all requests, and wait for their ends.
 
-        A thread of obstore that calls Python after the end of the interpreter would abort the process.
+        A thread of obstore that runs Python after the end of the interpreter aborts the process. The thread that has
+        set the result of the last request may still run when a program exits right after it.
         """
         with self._lock:
             self._has_ended = True
@@ -112,6 +124,8 @@ class _ObstoreLoop:
             asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_END_TIMEOUT_S)
         while self._loop.unfinished and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+        # The threads have made their last call, but may not have returned from Python yet, which takes microseconds.
+        time.sleep(_RETURN_S)
 
     def forget(self) -> None:
         """Drop the parent's loop in a forked child."""

@@ -333,12 +333,12 @@ def test_a_path_that_would_be_requested_in_another_form_is_left_to_fsspec(path):
 def test_the_query_of_a_signed_url_is_sent_with_every_request():
     seen = []
 
-    class Server(FaultyServer):
+    class RecordingServer(FaultyServer):
         def answer(self, handler):
             seen.append(handler.path)
             super().answer(handler)
 
-    with Server(CONTENT, faults=[503]) as server:
+    with RecordingServer(CONTENT, faults=[503]) as server:
         assert read(stream_of(), server, 0, 10, path="/a%20b/c?X-Sig=a%2Bb&n=1") == CONTENT[:10]
     assert seen == ["/a%20b/c?X-Sig=a%2Bb&n=1"] * 2
 

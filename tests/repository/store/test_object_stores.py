@@ -11,7 +11,7 @@ from fsspec.config import conf
 from datasvc.errors import ConfigError
 from datasvc.repository import Storage
 from datasvc.repository.store import object_stores
-from datasvc.repository.store.object_stores import Bucket, choose_bucket, make_client_options
+from datasvc.repository.store.object_stores import ObjectBucket, choose_bucket, make_client_options
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 S3 = {**KEYS, "AWS_REGION": "eu-central-1"}
@@ -32,8 +32,8 @@ def without_settings(monkeypatch, tmp_path):
 
 
 def test_a_bucket_is_taken_with_the_keys_of_the_environment():
-    assert choose_bucket("s3://bucket/a/b/", S3) == Bucket("s3", "bucket", "a/b", {"region": "eu-central-1"})
-    assert choose_bucket("s3a://bucket", S3) == Bucket("s3", "bucket", "", {"region": "eu-central-1"})
+    assert choose_bucket("s3://bucket/a/b/", S3) == ObjectBucket("s3", "bucket", "a/b", {"region": "eu-central-1"})
+    assert choose_bucket("s3a://bucket", S3) == ObjectBucket("s3", "bucket", "", {"region": "eu-central-1"})
 
 
 def test_an_endpoint_needs_no_region():
@@ -65,7 +65,7 @@ def test_other_urls_are_left_to_fsspec_with_a_reason(url, reason):
 def test_a_scheme_that_fsspec_is_configured_for_is_left_to_it(monkeypatch):
     monkeypatch.setitem(conf, "s3", {"anon": True})
     assert choose_bucket("s3a://bucket", S3) == "fsspec is configured for s3a://"
-    assert isinstance(choose_bucket("az://container", AZURE), Bucket)
+    assert isinstance(choose_bucket("az://container", AZURE), ObjectBucket)
 
 
 def test_a_user_can_ask_for_fsspec():

@@ -1,7 +1,9 @@
 """Requests of obstore end by Ctrl-C, by a token and with the program; a forked child does without obstore."""
 
 import asyncio
+import atexit
 import os
+import queue
 import secrets
 import signal
 import socket
@@ -163,11 +165,58 @@ arrived.wait()
 """
 
 
-@pytest.mark.parametrize("fault", [None, "stall"])
-def test_programs_end_well_while_daemon_threads_read(fault):
-    """Without care, a thread of obstore calls Python too late and aborts the process, in half of the runs."""
+def test_a_program_ends_well_while_daemon_threads_read():
     content = bytes(20 << 20)
-    with FaultyServer(content, fault) as server:
+    with FaultyServer(content, "stall") as server:
         command = [sys.executable, "-c", ENDING, server.url, str(len(content))]
-        programs = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(4)]
-        assert [program.wait(120) for program in programs] == [0] * 4
+        assert subprocess.run(command, stderr=subprocess.DEVNULL, check=False, timeout=120).returncode == 0
+
+
+def test_the_exit_waits_until_obstore_has_ended_what_was_cancelled():
+    """A thread of obstore that calls Python after the end of the interpreter aborts the process."""
+    loop, ended, going = obstore_loop._ObstoreLoop(), [], threading.Event()
+    requested: queue.SimpleQueue[asyncio.Future] = queue.SimpleQueue()
+
+    async def request():
+        future = asyncio.get_running_loop().create_future()
+        future.add_done_callback(lambda _future: going.set())
+        requested.put(future)
+        await future
+
+    def obstore():
+        future = requested.get()
+        assert going.wait(60)  # it is cancelled
+        ended.append("obstore")
+        assert future.cancelled()
+
+    def end():
+        loop._end()
+        ended.append("exit")
+
+    loop.submit(request())
+    threads = [threading.Thread(target=obstore), threading.Thread(target=end)]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    assert ended == ["obstore", "exit"]
+    with pytest.raises(ConnectionError, match="the program is ending"):
+        loop.submit(answer())
+    atexit.unregister(loop._end)
+
+
+SHORT = """
+import sys
+from datasvc.repository import Storage
+from datasvc.repository.store.cancellation import CancellationToken
+
+Storage(sys.argv[1]).stream_range("file", 0, 1000, len, CancellationToken())
+"""
+
+
+@pytest.mark.slow
+def test_programs_end_well_right_after_a_request():
+    """The thread of obstore that has set the result of the request may still run Python."""
+    with FaultyServer(bytes(1000)) as server:
+        command = [sys.executable, "-c", SHORT, server.url]
+        for _ in range(4):
+            programs = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(6)]
+            assert [program.wait(120) for program in programs] == [0] * 6
