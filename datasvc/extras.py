@@ -18,6 +18,7 @@ from datasvc.errors import MissingPackageError
 CORE: Final = (
     "pyarrow>=21",
     "fsspec>=2025.9",
+    "obstore>=0.12",
     "duckdb>=2.0",
     "lmdb>=1.6",
     "zstandard>=0.23",

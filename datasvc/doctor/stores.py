@@ -29,6 +29,8 @@ def examine_repository(url: str) -> Iterator[Finding]:
     except DatasvcError as error:
         yield Finding("repository", "problem", str(error))
         return
+    if not storage.is_local:
+        yield Finding("repository client", "ok", f"{shown} is read by {storage.client}")
     try:
         yield from _examine_writing(storage, shown)
     except DatasvcError as error:

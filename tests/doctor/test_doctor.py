@@ -64,6 +64,15 @@ def test_a_store_that_cannot_be_reached_is_a_problem(monkeypatch):
     assert "secret-of-the-test" not in finding.text
 
 
+def test_the_client_of_a_store_is_named(s3_bucket, monkeypatch):
+    url = f"{s3_bucket}/doctor"
+    Repository.create(url)
+    assert by_check(examine_repository(url))["repository client"].text == f"{url} is read by obstore"
+    monkeypatch.setenv("DATASVC_STORE_CLIENT", "fsspec")
+    text = by_check(examine_repository(url))["repository client"].text
+    assert text.endswith("S3FileSystem of fsspec, because DATASVC_STORE_CLIENT is set to fsspec")
+
+
 def refuse(*_):
     raise ConfigError("access denied")
 

@@ -18,14 +18,14 @@ from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
+from datasvc.cache.peers.min_throughput import MinThroughput
 from datasvc.cache.peers.peer_health import PeerHealth
+from datasvc.cache.peers.response_head import read_head
 from datasvc.cache.sources.origin_source import Kind
 from datasvc.cache.sources.range_requests import Sink
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
-from datasvc.repository.store.min_throughput import MinThroughput
 from datasvc.repository.store.redaction import redact_url
-from datasvc.repository.store.response_head import read_head
 
 _BUFFER_BYTES = 1 << 20
 _REFUSALS: dict[int, str] = {

@@ -18,7 +18,7 @@ from datasvc.cache.sources.range_requests import GATHERED_PARTS, STREAMED_PARTS,
 from datasvc.errors import CorruptDataError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.http_stream import Take
+from datasvc.repository.store.range_streams import Take
 from datasvc.threads import run_before_threads_end
 
 Kind = Literal["origin", "peer"]
@@ -95,7 +95,7 @@ class RequestPool:
     """Limits the requests to origins that this process has in progress, over all objects, and runs them.
 
     Args:
-        num_requests: maximum number of requests at once, at least 1. Each needs 512 KiB of memory if the store's
+        num_requests: maximum number of requests at once, at least 1. Each needs some 4 MiB of memory if the store's
             client can stream. Otherwise each needs up to 16 MiB, and `_WRITING_THREADS` more answers may be in memory
             until they are written.
     """

@@ -13,8 +13,11 @@ from blake3 import blake3
 from datasvc.durable import is_plain_name
 from datasvc.errors import ConfigError, SourceChangedError
 from datasvc.repository import Digest, ObjectInfo, Repository
+from datasvc.repository.store import obstore_loop
 from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.http_stream import Take
+from datasvc.repository.store.object_store_files import ObjectStoreFiles
+from datasvc.repository.store.object_stores import choose_bucket
+from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import with_retries
@@ -67,6 +70,8 @@ class RemoteFile:
                 "of the file could not be detected; download the file instead of staging it"
             )
         self._ranges = RangeReader(self._fs)
+        bucket = choose_bucket(url)
+        self._objects = None if isinstance(bucket, str) else ObjectStoreFiles(bucket, url)
         # The digest of this text names the object, because the digest of the content is not known before the fetch.
         identity = f"datasvc file\0{url}\0{state}\0{metadata['size']}"
         self.info = ObjectInfo(Digest(blake3(identity.encode()).hexdigest()), int(metadata["size"]))
@@ -90,17 +95,22 @@ class RemoteFile:
 
     def read_range(self, _digest: Digest, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`. Raises NotFoundError or UnavailableError."""
+        if self._objects is not None and obstore_loop.is_usable():
+            return self._objects.read_range("", offset, length)
         return self._ranges.read(self._path, offset, length, location=redact_url(self.url))
 
     @property
     def can_stream(self) -> bool:
         """Whether `stream_range` needs little memory for a range of any length."""
-        return self._ranges.can_stream
+        return (self._objects is not None and obstore_loop.is_usable()) or self._ranges.can_stream
 
     def stream_range(
         self, _digest: Digest, offset: int, length: int, take: Take, interrupt: CancellationToken
     ) -> None:
         """Pass `length` bytes from `offset` to `take` as they arrive; see `RangeReader.stream`."""
+        if self._objects is not None and obstore_loop.is_usable():
+            self._objects.stream_range("", offset, length, take, interrupt)
+            return
         location = redact_url(self.url)
         self._ranges.stream(self._path, offset, length, take, location=location, interrupt=interrupt)
 

@@ -13,7 +13,7 @@ from datasvc.errors import NotFoundError, UnavailableError
 from datasvc.node.transfers.token_bucket import TokenBucket
 from datasvc.repository import Repository, Storage
 from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.http_stream import Take
+from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.redaction import redact_url
 
 

@@ -16,7 +16,7 @@ class CancellationToken:
     def __init__(self) -> None:
         self._event = threading.Event()
         self._lock = threading.Lock()
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
     @property
     def is_set(self) -> bool:
@@ -35,7 +35,7 @@ class CancellationToken:
                 callback()
 
     @contextmanager
-    def on_cancel(self, callback: Callable[[], None]) -> Iterator[None]:
+    def on_cancel(self, callback: Callable[[], object]) -> Iterator[None]:
         """Call `callback` if the token is set before or during the block.
 
         Args:

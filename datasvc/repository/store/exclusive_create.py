@@ -16,8 +16,8 @@ import fsspec
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from datasvc.errors import ConfigError, NotFoundError, UnavailableError, UnknownOutcomeError
-from datasvc.repository.store.redaction import redact_text
+from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, UnknownOutcomeError
+from datasvc.repository.store.redaction import redact_text, safe_cause
 
 WRITABLE_STORES: Final = (
     "a local folder, S3 or a compatible store (s3://), Google Cloud Storage (gs://), Azure Blob Storage "
@@ -56,6 +56,35 @@ def create(file_system: fsspec.AbstractFileSystem, path: str, content: bytes) ->
     lock: AbstractContextManager[object] = _memory_lock if isinstance(inner, MemoryFileSystem) else nullcontext()
     with lock:
         file_system.pipe_file(path, content, mode="create")
+
+
+def create_and_read_back(
+    create_file: Callable[[], object], read: Callable[[], bytes], content: bytes, location: str
+) -> None:
+    """Create a file in a remote store, and read it to find out whether this call has written it.
+
+    Args:
+        create_file: function that creates the file with `content` if it does not exist; it may raise any exception.
+        read: function that reads the file, with the errors of `map_exceptions`.
+        content: bytes that no other writer writes.
+        location: URL of the file for messages.
+
+    Raises:
+        ConflictError, UnavailableError, UnknownOutcomeError: see `Storage.create`.
+    """
+    failure: Exception | None = None
+    try:
+        create_file()
+    except Exception as error:  # noqa: BLE001 - after any error, only a read shows the outcome
+        failure = error
+    # Read even after a success: a store may ignore the condition and report success to two writers.
+    stored = read_back(read, location, failure)
+    if stored == content:
+        return
+    if stored is not None:
+        raise ConflictError(f"{location} exists already") from (failure and safe_cause(failure))
+    reason = redact_text(str(failure)) if failure else "it does not exist after the write"
+    raise UnavailableError(f"cannot create {location}: {reason}") from (failure and safe_cause(failure))
 
 
 def read_back(read: Callable[[], bytes], location: str, failure: Exception | None) -> bytes | None:

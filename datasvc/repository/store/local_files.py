@@ -9,12 +9,16 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from datasvc import durable
 from datasvc.errors import ConflictError, NotFoundError, UnavailableError, UnknownOutcomeError
 from datasvc.repository.store import exclusive_create, file_age
+from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.range_streams import Take
+from datasvc.repository.store.ranges import stream_blocks
 from datasvc.repository.store.retries import map_exceptions
 
 
@@ -52,6 +56,11 @@ class LocalFiles:
             while filled < len(out) and (length := file.readinto(out[filled:])):
                 filled += length
             return filled
+
+    def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
+        """Pass exactly `length` bytes from `offset` to `take`, in blocks; see `RangeReader.stream`."""
+        read, location = partial(self.read_range, path), self.location(path)
+        stream_blocks(read, offset, length, take, location=location, interrupt=interrupt)
 
     def size(self, path: str) -> int | None:
         """See `Storage.size`."""

@@ -1,17 +1,22 @@
 """Ranged reads of a store's files, returned as bytes or passed on as they arrive.
 
-`stream` reads plain web servers by `http_stream`, and other stores in blocks by fsspec's client.
+`stream` reads plain web servers by `http_ranges`, and other stores in blocks by fsspec's client.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import fsspec
 
 from datasvc.errors import UnavailableError
+from datasvc.repository.store import obstore_loop
 from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.http_stream import HttpStream, Take, UnsupportedResponseError
+from datasvc.repository.store.http_ranges import HttpRanges
+from datasvc.repository.store.obstore_errors import UnsupportedResponseError
+from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.retries import with_retries
 
 _BLOCK_BYTES: Final = 16 << 20
@@ -22,12 +27,15 @@ class RangeReader:
 
     def __init__(self, file_system: fsspec.AbstractFileSystem) -> None:
         self._fs = file_system
-        self._http = HttpStream.of(file_system)
+        self._http = HttpRanges.of(file_system)
 
     @property
     def can_stream(self) -> bool:
-        """Whether `stream` passes on bytes as they arrive, not in blocks. An unsupported response ends this."""
-        return self._http is not None
+        """Whether `stream` passes on bytes as they arrive, not in blocks.
+
+        An unsupported response ends this, and a fork does in the child, see `obstore_loop`.
+        """
+        return self._http is not None and obstore_loop.is_usable()
 
     def read(self, path: str, offset: int, length: int, *, location: str) -> bytes:
         """Return `length` bytes from `offset`, or fewer at the end of the file; for errors, see `with_retries`."""
@@ -53,18 +61,32 @@ class RangeReader:
             UnavailableError: see `retries.map_exceptions`; or the read was cancelled, or the file is too short.
         """
         http = self._http
-        if http is not None and length:
+        if http is not None and length and obstore_loop.is_usable():
             try:
                 http.read(path, offset, length, take, location=location, interrupt=interrupt)
             except UnsupportedResponseError:
                 self._http = None  # from now on, use fsspec's client
             else:
                 return
-        for start in range(offset, offset + length, _BLOCK_BYTES):
-            block_bytes = min(_BLOCK_BYTES, offset + length - start)
-            if interrupt.is_set:
-                raise UnavailableError(f"cannot read {location}: the read was cancelled")
-            content = self.read(path, start, block_bytes, location=location)
-            if len(content) != block_bytes:
-                raise UnavailableError(f"cannot read {location}: received {len(content)} of {block_bytes} bytes")
-            take(memoryview(content))
+        read_block = partial(self.read, path, location=location)
+        stream_blocks(read_block, offset, length, take, location=location, interrupt=interrupt)
+
+
+def stream_blocks(
+    read: Callable[[int, int], bytes],
+    offset: int,
+    length: int,
+    take: Take,
+    *,
+    location: str,
+    interrupt: CancellationToken,
+) -> None:
+    """Pass a range to `take` in blocks, each read by `read(offset, length)`; see `RangeReader.stream`."""
+    for start in range(offset, offset + length, _BLOCK_BYTES):
+        block_bytes = min(_BLOCK_BYTES, offset + length - start)
+        if interrupt.is_set:
+            raise UnavailableError(f"cannot read {location}: the read was cancelled")
+        content = read(start, block_bytes)
+        if len(content) != block_bytes:
+            raise UnavailableError(f"cannot read {location}: received {len(content)} of {block_bytes} bytes")
+        take(memoryview(content))

@@ -14,10 +14,12 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from datasvc.errors import ConflictError, NotFoundError, UnavailableError
+from datasvc.errors import NotFoundError
 from datasvc.repository.store import exclusive_create, file_age
+from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.ranges import RangeReader
-from datasvc.repository.store.redaction import redact_text, redact_url, safe_cause
+from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions, with_retries
 
 _Result = TypeVar("_Result")
@@ -57,6 +59,16 @@ class RemoteFiles:
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """See `Storage.read_range`."""
         return self._ranges.read(self.full(path), offset, length, location=self.location(path))
+
+    @property
+    def can_stream(self) -> bool:
+        """See `Storage.can_stream`."""
+        return self._ranges.can_stream
+
+    def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
+        """Pass exactly `length` bytes from `offset` to `take` as they arrive; see `RangeReader.stream`."""
+        location = self.location(path)
+        self._ranges.stream(self.full(path), offset, length, take, location=location, interrupt=interrupt)
 
     def size(self, path: str) -> int | None:
         """See `Storage.size`."""
@@ -98,21 +110,13 @@ class RemoteFiles:
                 yield file_age.StoredFile(path, int(info["size"]), file_age.modified_s(info, self.location(path)))
 
     def create(self, path: str, content: bytes) -> None:
-        """See `Storage.create`: the file is read to find out whether this call has written it."""
-        failure: Exception | None = None
-        try:
-            exclusive_create.create(self._fs, self.full(path), content)
-        except Exception as error:  # noqa: BLE001 - after any error, only a read shows the outcome
-            failure = error
-        # Read even after a success: a store may ignore the condition and report success to two writers.
-        stored = exclusive_create.read_back(lambda: self.read(path), self.location(path), failure)
-        if stored == content:
-            return
-        if stored is not None:
-            raise ConflictError(f"{self.location(path)} exists already") from failure
-        reason = redact_text(str(failure)) if failure else "it does not exist after the write"
-        cause = safe_cause(failure) if failure else None
-        raise UnavailableError(f"cannot create {self.location(path)}: {reason}") from cause
+        """See `Storage.create`."""
+        exclusive_create.create_and_read_back(
+            lambda: exclusive_create.create(self._fs, self.full(path), content),
+            lambda: self.read(path),
+            content,
+            self.location(path),
+        )
 
     def write_temporary(self, path: str, content: bytes) -> None:
         """See `Storage.create_temporary`."""

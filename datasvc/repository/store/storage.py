@@ -1,14 +1,16 @@
 """File operations on a store: read, ranged read, list, write, and create-only write.
 
-`LocalFiles` and `RemoteFiles` do them; `Storage` has what both share. Every commit uses `create`. For a local file,
-it links a finished temporary file. For a remote file, it calls fsspec's `pipe_file(mode="create")` of an atomic
-driver (see `exclusive_create`), and then reads the file. The read is needed because a store may write the file and
-then report an error, or may replace an existing file without an error. All exceptions are converted to those of
-`datasvc.errors`.
+`LocalFiles`, `ObjectStoreFiles` and `RemoteFiles` do them; `Storage` has what they share. `ObjectStoreFiles` uses
+obstore, for the stores that `object_stores.choose_bucket` accepts; `RemoteFiles` uses the driver of fsspec, for all
+others and in forked processes. Every commit uses `create`. For a local file, it links a finished temporary file. For
+a remote file, it sends a create-only write of obstore or of an atomic driver (see `exclusive_create`), and then reads
+the file. The read is needed because a store may write the file and then report an error, or may replace an existing
+file without an error. All exceptions are converted to those of `datasvc.errors`.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +18,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
+import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from datasvc import durable
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, UnavailableError
-from datasvc.repository.store import exclusive_create, file_age
+from datasvc.repository.store import exclusive_create, file_age, obstore_loop
 from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.http_stream import Take
 from datasvc.repository.store.local_files import LocalFiles
+from datasvc.repository.store.object_store_files import ObjectStoreFiles
+from datasvc.repository.store.object_stores import SCHEMES, choose_bucket
+from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.remote_files import RemoteFiles
@@ -60,23 +65,27 @@ class Storage:
     """
 
     def __init__(self, url: str) -> None:
-        self._fs, self._root = open_without_listings(url)
-        self.is_local = isinstance(self._fs, LocalFileSystem)
-        self._ranges = RangeReader(self._fs)
-        self.url = self._root if self.is_local else url.rstrip("/")
-        self._files: LocalFiles | RemoteFiles = (
-            LocalFiles(self._root) if self.is_local else RemoteFiles(self._fs, self._root, self.url, self._ranges)
-        )
+        self.url = url.rstrip("/") or url
+        bucket = choose_bucket(self.url)
+        self._objects = None if isinstance(bucket, str) else ObjectStoreFiles(bucket, self.url)
+        self._client_reason = bucket if isinstance(bucket, str) else ""
+        # The driver of fsspec with its files, and the process that has opened it; opened when it is needed.
+        self._driver: tuple[int, fsspec.AbstractFileSystem, str, LocalFiles | RemoteFiles] | None = None
+        self.is_local = self._objects is None and isinstance(self._fs, LocalFileSystem)
+        if self.is_local:
+            self.url = self._root
         # When the store's clock was read, by `time.time()`, and the store's time minus `time.monotonic()`.
         self._store_clock: tuple[float, float] | None = None
-        self._is_writable = self.is_local or exclusive_create.creates_exclusively(self._fs)
+        self._is_writable = (
+            self.is_local or self._objects is not None or exclusive_create.creates_exclusively(self._fs)
+        )
 
     def __repr__(self) -> str:
         return f"Storage({redact_url(self.url)!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         # Do not pickle clients: copies of their sockets and threads do not work in another process.
-        return {"url": url_to_pickle(self._fs, self.url)}
+        return {"url": self.url if self._objects is not None else url_to_pickle(self._fs, self.url)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["url"])  # type: ignore[misc]
@@ -88,6 +97,20 @@ class Storage:
     def location(self, path: str) -> str:
         """Return `path` as a full URL or local path, for messages."""
         return self._files.location(path)
+
+    @property
+    def client(self) -> str:
+        """Name of the client of the store; for fsspec's, with the reason why it is not obstore, for people."""
+        if isinstance(self._files, ObjectStoreFiles):
+            return "obstore"
+        if self.is_local:
+            return "the operating system"
+        return f"{type(self._fs).__name__} of fsspec, because {self._reason}"
+
+    @property
+    def _reason(self) -> str:
+        """Why obstore is not used."""
+        return self._client_reason or "this process was forked from one that has used obstore"
 
     def check_writable(self) -> None:
         """Raise ConfigError if commits could be lost, because the store's driver has no atomic create."""
@@ -165,11 +188,12 @@ class Storage:
     @property
     def can_stream(self) -> bool:
         """Whether the memory that `stream_range` needs does not depend on the length of the range."""
-        return self._ranges.can_stream
+        files = self._files
+        return isinstance(files, ObjectStoreFiles) or (isinstance(files, RemoteFiles) and files.can_stream)
 
     def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
         """Pass exactly `length` bytes from `offset` to `take` as they arrive; see `RangeReader.stream`."""
-        self._ranges.stream(self._full(path), offset, length, take, location=self.location(path), interrupt=interrupt)
+        self._files.stream_range(path, offset, length, take, interrupt)
 
     def size(self, path: str) -> int | None:
         """Return the size of a file in bytes, or None if it does not exist. Raises the errors of `map_exceptions`."""
@@ -316,6 +340,37 @@ class Storage:
         uploaded in parts. Raises the errors of `map_exceptions`.
         """
         self._files.adopt(path, finished)
+
+    @property
+    def _files(self) -> LocalFiles | ObjectStoreFiles | RemoteFiles:
+        if self._objects is not None and obstore_loop.is_usable():
+            return self._objects
+        return self._opened()[3]
+
+    @property
+    def _fs(self) -> fsspec.AbstractFileSystem:
+        return self._opened()[1]
+
+    @property
+    def _root(self) -> str:
+        return self._opened()[2]
+
+    def _opened(self) -> tuple[int, fsspec.AbstractFileSystem, str, LocalFiles | RemoteFiles]:
+        """Return the driver of fsspec, its root and its files. A forked child opens its own."""
+        if self._driver is None or self._driver[0] != os.getpid():
+            driver, root = self._open_driver()
+            is_local = isinstance(driver, LocalFileSystem)
+            files = LocalFiles(root) if is_local else RemoteFiles(driver, root, self.url, RangeReader(driver))
+            self._driver = os.getpid(), driver, root, files
+        return self._driver
+
+    def _open_driver(self) -> tuple[fsspec.AbstractFileSystem, str]:
+        try:
+            return open_without_listings(self.url)
+        except ConfigError as error:
+            if self.url.partition("://")[0] not in SCHEMES:
+                raise
+            raise ConfigError(f"{error}; obstore needs none, but is not used, because {self._reason}") from error
 
     def _full(self, path: str) -> str:
         assert ".." not in path.split("/"), path

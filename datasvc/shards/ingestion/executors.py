@@ -32,7 +32,7 @@ EngineName = Literal["local", "ray"]
 _QUEUED_PER_WORKER: Final = 2  # the unit in progress and the next one, so that the worker never waits for a unit
 _PROGRESS_INTERVAL_S: Final = 0.25
 # Libraries whose threads or network clients do not work in a forked process.
-_NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "aiohttp", "gcsfs", "adlfs", "duckdb")
+_NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "obstore", "aiohttp", "gcsfs", "adlfs", "duckdb")
 
 
 def build_unit(

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from datasvc.cache.peers import response_head
 from datasvc.cache.peers.membership import FixedMembership
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
@@ -20,7 +21,6 @@ from datasvc.cache.sources.received_parts import PART_BYTES
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo
 from datasvc.repository.objects.objects import digest_of
-from datasvc.repository.store import response_head
 from tests.cache.peer_server import PeerServer, Strangers
 from tests.cache.sources import object_source_laws
 from tests.cache.sources.object_source_laws import ObjectSourceLaws

@@ -1,10 +1,12 @@
 """The laws of stores on every kind of store, and what single kinds do beside them."""
 
+import json
 import os
 import secrets
 import time
 from pathlib import Path
 from typing import ClassVar
+from urllib.request import Request, urlopen
 
 import fsspec
 import pytest
@@ -16,6 +18,7 @@ from datasvc.repository import Repository, Storage
 from datasvc.repository.store.redaction import redact_url
 from datasvc.testing import FaultyStore
 from tests import gcs_process
+from tests.moto_process import GOOGLE, MotoServer
 from tests.repository.store.store_laws import StoreLaws, make_memory_file_old
 
 
@@ -40,20 +43,63 @@ class TestMemoryStore(StoreLaws):
         return f"memory://{secrets.token_hex(8)}"
 
 
+@pytest.fixture
+def by_fsspec(monkeypatch):
+    monkeypatch.setenv("DATASVC_STORE_CLIENT", "fsspec")
+
+
 class TestS3Store(StoreLaws):
     caches_listings = True
+    client = "obstore"
 
     @pytest.fixture
     def url(self, s3_bucket):
         return f"{s3_bucket}/{secrets.token_hex(8)}"
 
 
+@pytest.mark.usefixtures("by_fsspec")
+class TestS3StoreByFsspec(TestS3Store):
+    client = "S3FileSystem of fsspec, because DATASVC_STORE_CLIENT is set to fsspec"
+
+
 class TestAzureStore(StoreLaws):
     caches_listings = True
+    client = "obstore"
 
     @pytest.fixture
     def url(self, azure_container):
         return f"{azure_container}/{secrets.token_hex(8)}"
+
+
+@pytest.fixture(scope="session")
+def google_xml_bucket(tmp_path_factory):
+    """The URL of a bucket on a stand-in for the interface of Google Cloud Storage that obstore uses."""
+    server = MotoServer(GOOGLE).start()
+    credentials = tmp_path_factory.mktemp("google") / "credentials.json"
+    account = {"client_email": "", "private_key": "", "private_key_id": "", "disable_oauth": True}
+    credentials.write_text(json.dumps({"type": "service_account", "gcs_base_url": server.url, **account}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("STORAGE_EMULATOR_HOST", raising=False)
+        patch.setitem(fsspec.config.conf, "gs", {})
+        patch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(credentials))
+        bucket = f"datasvc{secrets.token_hex(4)}"  # without "-", which obstore escapes and moto does not unescape
+        urlopen(Request(f"{server.url}/{bucket}", method="PUT"))
+        yield f"gs://{bucket}"
+    server.close()
+
+
+class TestGoogleStoreByObstore(StoreLaws):
+    has_driver = False
+    client = "obstore"
+
+    @pytest.fixture
+    def url(self, google_xml_bucket):
+        return f"{google_xml_bucket}/{secrets.token_hex(8)}"
+
+
+@pytest.mark.usefixtures("by_fsspec")
+class TestAzureStoreByFsspec(TestAzureStore):
+    client = "AzureBlobFileSystem of fsspec, because DATASVC_STORE_CLIENT is set to fsspec"
 
 
 class TestGoogleStore(StoreLaws):
@@ -126,6 +172,13 @@ class ListingCache(MemoryFileSystem):
             self.dircache.clear()
         else:
             self.dircache.pop(path, None)  # of this folder alone, not of those that it lies in
+
+
+def test_obstore_gives_nothing_beyond_the_end_of_a_file(s3_bucket):
+    storage = Storage(f"{s3_bucket}/{secrets.token_hex(8)}")
+    for content in (b"", b"0123456789"):
+        storage.put_bytes("a", content)
+        assert storage.read_range("a", len(content), 5) == b""
 
 
 def test_a_google_store_that_ignores_the_condition_of_a_create_is_refused():

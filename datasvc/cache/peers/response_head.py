@@ -1,7 +1,7 @@
 """Reads the head of an HTTP response (status and headers) within a time limit.
 
 The timeout of a socket applies to each read, so a server that sends one byte at a time would keep its client waiting
-without end. Reads from web servers and from peers use this module. For the body, `MinThroughput` has the same role.
+without end. For the body, `MinThroughput` has the same role.
 """
 
 from __future__ import annotations

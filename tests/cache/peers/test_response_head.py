@@ -6,15 +6,10 @@ from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
 
-import fsspec
 import pytest
 
-from datasvc.errors import UnavailableError
-from datasvc.repository.store import http_connections, response_head
-from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.http_stream import HttpStream
-from datasvc.repository.store.response_head import read_head
-from datasvc.repository.store.retries import ATTEMPTS
+from datasvc.cache.peers import response_head
+from datasvc.cache.peers.response_head import read_head
 from tests.dripping_server import HEAD, DrippingServer
 
 
@@ -41,14 +36,6 @@ def requested(address):
 def test_a_head_that_drips_is_given_up_at_its_deadline(dripping):
     with requested(dripping.address) as connection, pytest.raises(TimeoutError, match="a whole head within 5 s"):
         read_head(connection, silence_s=600, head_s=5)
-
-
-def test_a_file_whose_head_drips_is_unavailable_after_a_few_tries(dripping, monkeypatch):
-    monkeypatch.setattr("datasvc.repository.store.retries.FIRST_PAUSE_S", 0.001)
-    stream = HttpStream(fsspec.filesystem("http", skip_instance_cache=True), http_connections.Timeouts(silence_s=5))
-    with pytest.raises(UnavailableError, match="whole head within 5 s"):
-        stream.read(f"{dripping.url}/file", 0, 4, bytes, location="here", interrupt=CancellationToken())
-    assert dripping.num_connections == ATTEMPTS
 
 
 def test_after_its_head_an_answer_is_read_as_before():

@@ -1,6 +1,6 @@
 """Detection of a sender whose throughput is too low, although bytes still arrive.
 
-A timeout for silence never ends a stream that sends a few bytes at a time. Web and peer reads use this check.
+A timeout for silence never ends a stream that sends a few bytes at a time.
 """
 
 from __future__ import annotations

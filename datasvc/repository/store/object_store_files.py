@@ -1,0 +1,244 @@
+"""`ObjectStoreFiles`: the operations of `Storage` on S3, Azure and compatible stores, by obstore.
+
+obstore retries requests by itself, and renews credentials. It caches no listings. Exceptions are converted to those
+of `datasvc.errors`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from datasvc.errors import NotFoundError, UnavailableError
+from datasvc.repository.store import exclusive_create, file_age, obstore_loop
+from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.object_stores import ObjectBucket, make_client_options, open_bucket
+from datasvc.repository.store.obstore_errors import RangeBeyondEndError, UnsupportedResponseError, convert_errors
+from datasvc.repository.store.range_streams import RangeStreams, Take, Timeouts
+from datasvc.repository.store.redaction import redact_url
+from datasvc.repository.store.retries import map_exceptions
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
+    from obstore.store import ObjectStore, RetryConfig
+
+_Result = TypeVar("_Result")
+
+# Larger files are uploaded in parts of this size, several at once. S3 allows 10,000 parts.
+_PART_BYTES: Final = 8 << 20
+_MAX_PARTS: Final = 10_000
+_PARALLEL_PARTS: Final = 8
+# The limit of one request includes the upload of its part.
+_REQUEST_SILENCE_S: Final = 120
+_STREAM_ATTEMPTS: Final = 6
+_MIN_BYTES_S: Final = 16 << 10  # lowest throughput of a read into memory
+_LISTED_AT_ONCE: Final = 1000
+_RETRIES: Final[RetryConfig] = {
+    "max_retries": 5,
+    "backoff": {"init_backoff": timedelta(seconds=0.2), "max_backoff": timedelta(seconds=5), "base": 2},
+    "retry_timeout": timedelta(minutes=3),
+}
+_NO_RETRIES: Final[RetryConfig] = {"max_retries": 0}
+
+
+class ObjectStoreFiles:
+    """Files below the root of a bucket, by their paths relative to it; see `Storage`.
+
+    Args:
+        bucket: the bucket and the path of the root.
+        url: URL of the root for messages.
+    """
+
+    def __init__(self, bucket: ObjectBucket, url: str) -> None:
+        self._bucket = bucket
+        self._url = url
+
+    def location(self, path: str) -> str:
+        """Return the URL of `path`, for messages."""
+        return f"{redact_url(self._url)}/{path}" if path else redact_url(self._url)
+
+    def read(self, path: str) -> bytes:
+        """See `Storage.read`."""
+
+        async def request() -> bytes:
+            result = await self._store.get_async(self._key(path))
+            return bytes(await _with_limit(result.bytes_async(), result.meta["size"]))
+
+        with self._converting("read", path):
+            return obstore_loop.call(request())
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """See `Storage.read_range`."""
+        if not length:
+            return b""
+
+        async def request() -> bytes:
+            content = self._store.get_range_async(self._key(path), start=offset, length=length)
+            return bytes(await _with_limit(content, length))
+
+        with map_exceptions("read", self.location(path)):
+            try:
+                with convert_errors():
+                    return obstore_loop.call(request())
+            except RangeBeyondEndError:
+                return b""
+
+    def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
+        """Pass exactly `length` bytes from `offset` to `take` as they arrive; see `RangeReader.stream`."""
+        if not length:
+            return
+        location = self.location(path)
+        try:
+            self._streams.read(self._key(path), offset, length, take, location=location, interrupt=interrupt)
+        except UnsupportedResponseError as error:
+            raise UnavailableError(f"cannot read {location}: {error}") from error
+
+    def size(self, path: str) -> int | None:
+        """See `Storage.size`."""
+        file = self.stored_file(path)
+        return None if file is None else file.size_bytes
+
+    def stored_file(self, path: str) -> file_age.StoredFile | None:
+        """Return the size and the modification time of a file, or None if it does not exist."""
+        try:
+            meta = self._call("look up", path, lambda: self._store.head_async(self._key(path)))
+        except NotFoundError:
+            return None
+        return file_age.StoredFile(path, meta["size"], meta["last_modified"].timestamp())
+
+    def names(self, folder: str) -> set[str]:
+        """Return the names directly below `folder`; see `Storage.list`."""
+        key = self._key(folder)
+        try:
+            listing = self._call("list", folder, lambda: self._store.list_with_delimiter_async(key or None))
+        except NotFoundError:
+            return set()
+        paths = [*listing["common_prefixes"], *(meta["path"] for meta in listing["objects"])]
+        return {path.rstrip("/").rpartition("/")[2] for path in paths if path.strip("/") != key}
+
+    def find(self, folder: str) -> Sequence[str]:
+        """See `Storage.find`."""
+        prefix = f"{folder}/" if folder else ""
+        return [file.path[len(prefix) :] for file in self.walk(folder)]
+
+    def walk(self, folder: str) -> Iterator[file_age.StoredFile]:
+        """See `Storage.walk`."""
+        root = f"{self._bucket.prefix}/" if self._bucket.prefix else ""
+        for meta in self._list(folder):
+            yield file_age.StoredFile(meta["path"][len(root) :], meta["size"], meta["last_modified"].timestamp())
+
+    def create(self, path: str, content: bytes) -> None:
+        """See `Storage.create`."""
+
+        async def request() -> object:
+            return await self._store.put_async(self._key(path), content, mode="create")
+
+        def create() -> None:
+            with convert_errors():
+                obstore_loop.call(request())
+
+        exclusive_create.create_and_read_back(create, lambda: self.read(path), content, self.location(path))
+
+    def write_temporary(self, path: str, content: bytes) -> None:
+        """See `Storage.create_temporary`."""
+        self._put(path, content)
+
+    def remove(self, path: str) -> None:
+        """Remove a file. Raises the errors of `map_exceptions`."""
+        self._call("delete", path, lambda: self._store.delete_async(self._key(path)))
+
+    def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool) -> None:  # noqa: ARG002
+        """See `Storage.put_bytes`."""
+        self._put(path, memoryview(content).cast("B"))
+
+    def delete_if_older(self, path: str, before_s: float) -> bool:
+        """See `Storage.delete_if_older`."""
+        file = self.stored_file(path)
+        if file is None or file.modified_s >= before_s:
+            return False
+        try:
+            self.remove(path)
+        except NotFoundError:
+            return False
+        return True
+
+    def delete_folder(self, folder: str) -> None:
+        """See `Storage.delete_folder`."""
+        paths = [file.path for file in self.walk(folder)]
+        for start in range(0, len(paths), _LISTED_AT_ONCE):
+            some = paths[start : start + _LISTED_AT_ONCE]
+            keys = [self._key(path) for path in some]
+            try:
+                self._call("delete", folder, partial(self._store.delete_async, keys))
+            except NotFoundError:  # another process has deleted some of them
+                for path in some:
+                    with suppress(NotFoundError):
+                        self.remove(path)
+
+    def adopt(self, path: str, finished: Path) -> None:
+        """See `Storage.adopt`."""
+        part_bytes = max(_PART_BYTES, -(-finished.stat().st_size // _MAX_PARTS))
+        self._put(path, finished, part_bytes)
+        with map_exceptions("delete", str(finished)):
+            finished.unlink()
+
+    @cached_property
+    def _store(self) -> ObjectStore:
+        """Client for all requests but streams."""
+        return self._open(_REQUEST_SILENCE_S, _RETRIES)
+
+    @cached_property
+    def _streams(self) -> RangeStreams:
+        timeouts = Timeouts()
+        return RangeStreams(self._open(timeouts.silence_s, _NO_RETRIES), timeouts, _STREAM_ATTEMPTS)
+
+    def _open(self, silence_s: float, retry_config: RetryConfig) -> ObjectStore:
+        options = make_client_options(
+            connect_s=Timeouts.connect_s, silence_s=silence_s, allow_http=self._bucket.allows_http
+        )
+        return open_bucket(self._bucket, options, retry_config)
+
+    def _key(self, path: str) -> str:
+        """Return the full path of a file in the bucket."""
+        assert ".." not in path.split("/"), path
+        return f"{self._bucket.prefix}/{path}".strip("/")
+
+    def _list(self, folder: str) -> Iterator[ObjectMeta]:
+        """Yield obstore's details of every file below `folder`; nothing if it does not exist."""
+        with suppress(NotFoundError), self._converting("list", folder):
+            pages = self._store.list(self._key(folder) or None, chunk_size=_LISTED_AT_ONCE)
+
+            while page := obstore_loop.call(obstore_loop.next_of(pages)):
+                yield from page
+
+    def _put(self, path: str, content: bytes | memoryview | Path, part_bytes: int = _PART_BYTES) -> None:
+        put = partial(
+            self._store.put_async, self._key(path), content, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS
+        )
+        self._call("write", path, put)
+
+    def _call(self, action: str, path: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
+        """Return the result of a request. obstore's functions need a running loop, so `request` is called on it."""
+
+        async def run() -> _Result:
+            return await request()
+
+        with self._converting(action, path):
+            return obstore_loop.call(run())
+
+    @contextmanager
+    def _converting(self, action: str, path: str) -> Iterator[None]:
+        with map_exceptions(action, self.location(path)), convert_errors():
+            yield
+
+
+async def _with_limit(content: Awaitable[_Result], size_bytes: int) -> _Result:
+    """Return the awaited content, and raise TimeoutError if it arrives too slowly."""
+    limit_s = _REQUEST_SILENCE_S + size_bytes / _MIN_BYTES_S
+    async with asyncio.timeout(limit_s):
+        return await content

@@ -1,0 +1,188 @@
+"""The event loop on which the requests of obstore run; one thread per process.
+
+obstore's own blocking calls are not used: they neither end by Ctrl-C nor by a `CancellationToken`. A request on the
+loop does: the thread that waits for it cancels it, and obstore then closes its connection.
+
+The threads of obstore do not survive a fork, and a request in a forked child would wait for ever, even with a new
+client. So a child of a process that has used obstore cannot use it: `is_usable` is False there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
+from typing import Any, Final, TypeVar
+
+from datasvc.repository.store.cancellation import CancellationToken
+
+_Result = TypeVar("_Result")
+
+_END_TIMEOUT_S: Final = 3  # limit of the wait for cancelled requests at the exit of the program
+_POLL_S: Final = 0.001
+_RETURN_S: Final = 0.02
+_never = CancellationToken()
+
+
+class _RequestFuture(asyncio.Future[Any]):
+    """Future that obstore completes. At the end of a request, obstore calls `cancelled`, and then sets a result."""
+
+    def cancelled(self) -> bool:
+        is_cancelled = super().cancelled()
+        loop = self.get_loop()
+        if is_cancelled and isinstance(loop, _CountingLoop) and threading.get_ident() != loop.thread_id:
+            loop.unfinished.discard(self)  # no result follows
+        return is_cancelled
+
+
+class _CountingLoop(asyncio.SelectorEventLoop):
+    """Loop that counts the futures which obstore has not completed yet, beside those of asyncio in use.
+
+    Attributes:
+        unfinished: the futures.
+        thread_id: the thread that runs the loop.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unfinished: weakref.WeakSet[_RequestFuture] = weakref.WeakSet()
+        self.thread_id = 0
+
+    def create_future(self) -> _RequestFuture:
+        future = _RequestFuture(loop=self)
+        self.unfinished.add(future)
+        return future
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Any, *arguments: Any, context: Any = None
+    ) -> asyncio.Handle:
+        """Schedule a callback. obstore calls this to set the result of the future among the arguments."""
+        try:
+            return super().call_soon_threadsafe(callback, *arguments, context=context)
+        finally:
+            self.unfinished -= {each for each in arguments if isinstance(each, _RequestFuture)}
+
+    def run_forever(self) -> None:
+        self.thread_id = threading.get_ident()
+        super().run_forever()
+
+
+class _ObstoreLoop:
+    """The loop of this process; started by the first request.
+
+    Attributes:
+        is_usable: False in a forked child whose parent had started its loop.
+    """
+
+    def __init__(self) -> None:
+        self.is_usable = True
+        self._lock = threading.Lock()
+        self._loop: _CountingLoop | None = None
+        self._has_ended = False
+
+    def submit(self, request: Coroutine[Any, Any, _Result]) -> Future[_Result]:
+        """Start a request on the loop. Raises ConnectionError at the exit of the program."""
+        assert self.is_usable, "obstore was used before the fork"
+        with self._lock:
+            if self._has_ended:
+                request.close()
+                raise ConnectionError("the program is ending")
+            if self._loop is None:
+                self._loop = self._start()
+            return asyncio.run_coroutine_threadsafe(request, self._loop)
+
+    def run_soon(self, callback: Callable[[], object]) -> None:
+        """Call a function on the loop."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(callback)
+
+    def _start(self) -> _CountingLoop:
+        loop = _CountingLoop()
+        threading.Thread(target=loop.run_forever, name="datasvc-obstore", daemon=True).start()
+        # `atexit` calls this after all threads of the program but daemons have ended, with their requests.
+        atexit.register(self._end)
+        return loop
+
+    def _end(self) -> None:
+        """Cancel all requests, and wait for their ends.
+
+        A thread of obstore that runs Python after the end of the interpreter aborts the process. The thread that has
+        set the result of the last request may still run when a program exits right after it.
+        """
+        with self._lock:
+            self._has_ended = True
+        if self._loop is None or not self.is_usable:
+            return
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        with suppress(TimeoutError):
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result(_END_TIMEOUT_S)
+        while self._loop.unfinished and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        # The threads have made their last call, but may not have returned from Python yet, which takes microseconds.
+        time.sleep(_RETURN_S)
+
+    def forget(self) -> None:
+        """Drop the parent's loop in a forked child."""
+        self.is_usable = self.is_usable and self._loop is None
+        self._lock = threading.Lock()  # another thread of the parent may have held it
+
+
+async def _cancel_all() -> None:
+    requests = asyncio.all_tasks() - {asyncio.current_task()}
+    for request in requests:
+        request.cancel()
+    await asyncio.gather(*requests, return_exceptions=True)
+
+
+_process_loop = _ObstoreLoop()
+os.register_at_fork(after_in_child=_process_loop.forget)
+
+
+def is_usable() -> bool:
+    """Return whether this process can send requests by obstore; see the docstring of this module."""
+    return _process_loop.is_usable
+
+
+def start(request: Coroutine[Any, Any, _Result]) -> Future[_Result]:
+    """Start a request, for `wait`. The caller must cancel it if it does not wait for its end."""
+    return _process_loop.submit(request)
+
+
+def run_soon(callback: Callable[[], object]) -> None:
+    """Call a function on the loop, soon."""
+    _process_loop.run_soon(callback)
+
+
+def wait(request: Future[_Result], interrupt: CancellationToken = _never) -> _Result:
+    """Return the result of a request of `start`, or raise its exception. Any exception in here cancels the request.
+
+    Raises:
+        ConnectionError: `interrupt` has cancelled the request.
+    """
+    try:
+        with interrupt.on_cancel(request.cancel):
+            return request.result()
+    except CancelledError as error:
+        raise ConnectionError("the read was cancelled") from error
+    finally:
+        request.cancel()  # does nothing after the end of the request; else this is Ctrl-C or another exception
+
+
+def call(request: Coroutine[Any, Any, _Result], interrupt: CancellationToken = _never) -> _Result:
+    """Run a request and return its result; see `wait`."""
+    return wait(start(request), interrupt)
+
+
+async def next_of(stream: AsyncIterator[_Result]) -> _Result | None:
+    """Return the next element of a stream of obstore, or None at its end."""
+    # Not `anext(stream, None)`: obstore's streams return futures, with which it raises SystemError at the end.
+    try:
+        return await stream.__anext__()
+    except StopAsyncIteration:
+        return None
