@@ -104,7 +104,7 @@ class RunCheckpoints:
     def is_due(self, step: int) -> bool:
         """Return whether to save after `step`, the same on all ranks; see `CheckpointManager.should_save`."""
         manager = self.open()
-        is_due = manager.should_save(step)
+        is_due = bool(manager.should_save(step))
         self.stop_signal = manager.stop_signal
         return is_due
 
