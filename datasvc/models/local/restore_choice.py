@@ -1,6 +1,6 @@
 """Chooses what a restore without a reference returns: a version on the nodes, or one of the repository. Pure.
 
-The rule is: of the branch that the nodes continue, the version with the most steps, on the nodes or in the repository,
+The rule is: of the branch that the nodes continue, the version with the most steps, on nodes or in the repository,
 unless another branch has committed to the repository since. What is lost is never left out in silence: it is in the
 choice, and a start from nothing is refused where there was something.
 """

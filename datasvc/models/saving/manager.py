@@ -92,9 +92,9 @@ class CheckpointManager:
         fallback: other repositories, or their URLs, that may have copies of objects; tried in this order.
         trusted_keys: files of public keys; a restored version must be signed by one of them. See `restore.restore`.
         local: folder on a disk of each node, or `LocalSaves`, for versions on the nodes: each save writes one there,
-            and `restore` without a reference takes the newest one if the repository has none with more steps. A failed
-            save there is logged; `close` raises an error if the last one failed. One job at a time uses a folder for
-            a model. If the repository does not answer, it is checked by the first save to it.
+            and `restore` without a reference takes the newest one, if the repository has none with more steps. A
+            failed save there is logged; `close` raises an error if the last one failed. One job at a time uses a
+            folder for a model. If the repository does not answer, the first save to it checks it.
         every_local: number of steps between two saves to the nodes, for `should_save`; only with `local`. Without
             `every` and `max_stall`, such a save is one to the repository too whenever none is being written there.
 

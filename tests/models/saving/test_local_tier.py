@@ -1,4 +1,4 @@
-"""Versions on the disk of a node: where saves go, what a run finds after a kill, and what the repository then says."""
+"""Versions on the disk of a node: where saves go, what a run finds after a kill, and what the repository says."""
 
 import itertools
 import logging

@@ -17,7 +17,7 @@ class LookUp(NamedTuple):
     Attributes:
         error: error of rank 0, as all ranks raise it; None: it has found the answer.
         version: version of the reference; None: the model has none.
-        head: newest version of the model; None after an error.
+        head: newest version of the model; None: it could not be read.
     """
 
     error: DatasvcError | None
@@ -42,19 +42,20 @@ def look_up(channel: RankChannel, repository: Repository, name: str, ref: str | 
     version, head = None, None
     try:
         if channel.rank == 0:
+            head = _read_head(repository, name)
             other = parse_reference(ref or name, "model").name
             if not has_default or repository.newest("models", other) is not None:
                 version = str(repository.resolve("models", ref or name))
-            head = _read_head(repository, name)
     except Exception as failure:  # noqa: BLE001 - returned on all ranks
         error = failure
     answers = channel.exchange([describe_error(error), version, head])
+    _, version, found = answers[0]
+    head = None if found is None else RepositoryHead(*found)
     try:
         raise_on_all_ranks([answer[0] for answer in answers], error)
     except DatasvcError as failure:
-        return LookUp(failure, None, None)
-    _, version, found = answers[0]
-    return LookUp(None, version, RepositoryHead(*found))
+        return LookUp(failure, None, head)
+    return LookUp(None, version, head)
 
 
 def _read_head(repository: Repository, name: str) -> RepositoryHead:
