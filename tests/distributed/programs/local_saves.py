@@ -61,7 +61,7 @@ def kill_node(folder):
 
 
 def train(folder, rank):
-    """Save each step; the last node dies when the nodes publish the last one, and have sent each other the objects."""
+    """Save each step; the last node dies as the nodes publish the last one, and have sent each other the objects."""
     Path(f"{folder}/{rank}.pid").write_text(str(os.getpid()))
     manager = manager_of(folder, rank)
     found = None
