@@ -201,6 +201,11 @@ class CheckpointManager:
         return self._writer.newest
 
     @property
+    def has_nodes(self) -> bool:
+        """Whether versions are saved on the disks of the nodes too (`local`)."""
+        return self._local is not None
+
+    @property
     def cost(self) -> SaveCost:
         """Training time of this rank that saves have taken so far, as measured by `should_save` and `save`."""
         return self._scheduler.cost
