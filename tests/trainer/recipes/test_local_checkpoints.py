@@ -77,7 +77,7 @@ def test_a_killed_run_continues_from_the_disk_of_the_node_and_ends_with_the_same
     # The version names all that was consumed since the run began.
     (use,) = describe_model(repository, "killed").entry["data"]
     assert use["spans"][0]["start"] == [0, 0]
-    assert datasvc.open(repository.url).models.lineage("killed@1").gaps == ()
+    assert datasvc.open(repository.url).models.lineage("killed@1").gaps == []
 
 
 def test_a_run_whose_last_state_is_on_the_node_only_is_complete_and_commits_it(
