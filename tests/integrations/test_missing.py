@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from datasvc.errors import MissingPackageError
+import datasvc
+from datasvc.errors import ConfigError, MissingPackageError
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def train(config: TrainConfig) -> str:
     """Train until the run is complete or stopped; return the last committed version, such as "digits-cnn@9".
 
     Every rank reports the events `start` and `restored`, and in an elastic run `round` at the start of each round.
-    Rank 0 also reports `step`, `evaluation`, `checkpoint`, `refused` and `failed` (for a checkpoint; the run
-    continues), `profile`, and finally `end`, or `stopped` if a signal ended the run.
+    Rank 0 also reports `step`, `evaluation`, `checkpoint`, `local_checkpoint`, `refused` and `failed` (for a
+    checkpoint; the run continues), `profile`, and finally `end`, or `stopped` if a signal ended the run.
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
