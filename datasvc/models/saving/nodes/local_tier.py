@@ -84,14 +84,17 @@ class LocalTier:
         self._queue.wait_for_slot()
 
     def submit(self, metadata: VersionMetadata, flat_state: FlatState, began_s: float) -> SaveHandle:
-        """Copy the state, and queue the write."""
-        self.wait_for_slot()
-        copies: HostCopies | Exception
+        """Copy the state, and queue the write. If the copy fails or is interrupted, queue a save that fails."""
+        copies: HostCopies | Exception = DatasvcError(f"the save of step {metadata.step} was interrupted")
         try:
+            self.wait_for_slot()
             copies = self._buffer.copy(flat_state.all_tensors)
         except Exception as failure:  # noqa: BLE001 - the save thread raises it, on all ranks
             copies = failure
-        return self.submit_copies(metadata, flat_state, copies, self._buffer, began_s)
+        finally:
+            # Also after Ctrl-C: the other ranks queue this save, and would wait for this rank.
+            handle = self.submit_copies(metadata, flat_state, copies, self._buffer, began_s)
+        return handle
 
     def submit_copies(
         self,
