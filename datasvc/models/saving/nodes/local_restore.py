@@ -37,7 +37,7 @@ _OTHER_NODES: Final = "peer"
 
 
 @dataclass(frozen=True)
-class _Survey:
+class _Holdings:
     """What the nodes have of a version.
 
     Attributes:
@@ -159,7 +159,7 @@ class LocalRestore:
             candidates.append(NodeCandidate(base, "none of these nodes has it"))
         return candidates
 
-    def _survey(self, version: LocalVersion) -> _Survey:
+    def _survey(self, version: LocalVersion) -> _Holdings:
         """Return what the nodes have of a version; damaged tables and entries are removed."""
         folder = self._nodes.folder
 
@@ -173,7 +173,7 @@ class LocalRestore:
         answers = self._nodes.on_leaders(look)
         objects = [answer[0] for answer in answers]
         sizes, participants = next(((answer[1], answer[2]) for answer in answers if answer[1]), ({}, {}))
-        return _Survey(objects, participants, self._describe_missing(sizes, objects, participants))
+        return _Holdings(objects, participants, self._describe_missing(sizes, objects, participants))
 
     def _describe_missing(
         self, sizes: dict[Digest, int | None], objects: list[dict[Digest, int]], participants: dict[str, str]
@@ -207,7 +207,7 @@ class LocalRestore:
         assert checkpoint is not None
         return replace(checkpoint, version=version)
 
-    def _share_description(self, version: LocalVersion) -> _Survey:
+    def _share_description(self, version: LocalVersion) -> _Holdings:
         """Give all nodes the entry, the tensor table and the state of a version, and publish it; return a survey.
 
         Raises:
