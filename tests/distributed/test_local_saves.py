@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_node_that_is_killed_and_lost_loses_nothing_and_two_lose_what_the_repository_lacks(tmp_path):
     words = [sys.executable, ROOT / "tests/distributed/programs/local_saves.py", tmp_path]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=True)
     sys.stderr.write(done.stderr)
     trained, one_lost, two_lost = map(json.loads, done.stdout.splitlines())
     lost = [5, "LostRankError"]

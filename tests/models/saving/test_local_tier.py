@@ -294,15 +294,17 @@ def test_a_killed_job_holds_no_lock_even_if_a_worker_of_it_lives_on(repo, node):
     ended, end = os.pipe()
     child = multiprocessing.get_context("fork").Process(target=_hold, args=(repo.repository.url, node, told, ended))
     child.start()
-    os.read(is_open, 1)
-    with pytest.raises(BusyError, match=f"process {child.pid} on"):
-        repo.models.manager("m", local=node)
-    child.kill()
-    child.join()
-    repo.models.manager("m", local=node).close()
-    os.write(end, b"1")
-    for descriptor in (is_open, told, ended, end):
-        os.close(descriptor)
+    try:
+        os.read(is_open, 1)
+        with pytest.raises(BusyError, match=f"process {child.pid} on"):
+            repo.models.manager("m", local=node)
+        child.kill()
+        child.join()
+        repo.models.manager("m", local=node).close()
+    finally:
+        os.write(end, b"1")
+        for descriptor in (is_open, told, ended, end):
+            os.close(descriptor)
 
 
 def test_a_version_with_a_lost_object_gives_way_to_the_repository_and_says_what_is_lost(repo, node, caplog):
