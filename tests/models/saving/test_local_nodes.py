@@ -196,6 +196,23 @@ def test_a_node_that_dies_while_versions_are_published_loses_nothing(ranks, repo
         check(checkpoint, 2)
 
 
+def test_a_version_that_one_node_has_not_published_is_whole_with_what_it_has(ranks, repo, tmp_path, monkeypatch):
+    def dying(folder, version):
+        if folder._root.name == "node1" and version.step == 2:
+            for meeting in ranks._meetings:
+                meeting.barrier.abort()
+            raise LostRankError("killed")
+        publish(folder, version)
+
+    publish = LocalFolder.publish
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFolder, "publish", dying)
+        train(ranks, repo, tmp_path, [1, 2], copies=1)
+    assert list((tmp_path / "node1/m").glob(".incoming-*-0000000002-*"))
+    for checkpoint in restore(ranks, repo, tmp_path):
+        check(checkpoint, 2)
+
+
 def test_a_save_that_did_not_reach_all_nodes_is_no_loss(ranks, repo, tmp_path, monkeypatch, caplog):
     def dying(folder, version, entry):
         if folder._root.name == "node1" and version.step == 2:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from torch.utils.data import DataLoader
 import datasvc
 from datasvc.errors import BusyError, ConfigError, DatasvcError, UnavailableError
 from datasvc.loaders.torch import Dataset, OrderBatchSampler
-from datasvc.models import LocalSaves, LocalVersion, SaveTo, read_lineage
+from datasvc.models import LocalSaves, LocalVersion, SaveTo, read_lineage, restore
 from datasvc.models.local.local_folder import LocalFolder
 from datasvc.models.saving import shared_store
+from datasvc.models.saving.staging_buffer import HostBuffer
 from datasvc.testing import small_dataset
 
 
@@ -154,6 +156,38 @@ def test_without_every_a_save_is_written_to_the_repository_whenever_none_is_bein
     manager.wait()
     assert manager.should_save(6) is SaveTo.REPOSITORY
     manager.close()
+
+
+def test_the_copy_of_a_state_is_not_overwritten_before_the_node_has_it(repo, node, monkeypatch):
+    manager = repo.models.manager("m", every=100, local=LocalSaves(node, keep=9), every_local=1)
+    is_held, has_come = threading.Event(), threading.Event()
+    queue, copy, write = manager._local._queue, HostBuffer.copy, manager._local._queue._write
+
+    def wait_for_slot(real=queue.wait_for_slot):
+        has_come.set()
+        real()
+
+    def copy_and_tell(*arguments):
+        copies = copy(*arguments)
+        has_come.set()
+        return copies
+
+    queue._write = lambda task: (is_held.wait(), write(task))[1]
+    manager.save(state(1), step=1, to="nodes")
+    has_come.clear()
+    monkeypatch.setattr(queue, "wait_for_slot", wait_for_slot)
+    monkeypatch.setattr(HostBuffer, "copy", copy_and_tell)
+    second = threading.Thread(target=manager.save, args=(state(2),), kwargs={"step": 2, "to": "nodes"})
+    second.start()
+    has_come.wait()
+    is_held.set()
+    second.join()
+    manager.wait()
+    leave(manager)
+    for version in LocalFolder(node, "m").versions():
+        found = restore(LocalFolder(node, "m").repository(version), "m@1")
+        assert torch.equal(found.state["weights"], state(version.step)["weights"])
+    assert steps_on(node) == [1, 2]
 
 
 def test_a_failed_last_save_to_the_node_raises_at_the_end(repo, node, monkeypatch, caplog):

@@ -199,10 +199,8 @@ class LocalRestore:
         except Exception as failure:
             if copies.has_failed_on_all:
                 raise
-            if not copies.has_asked:
-                # The other ranks tell each other what they need: take part, so that this error is raised on all.
-                self._nodes.share(None, failure)
             error = failure
+        # If this rank failed before it told the others what it needs, they are waiting for that: they get the error.
         self._nodes.share(None, error)
         assert checkpoint is not None
         return replace(checkpoint, version=version)
@@ -235,14 +233,13 @@ class NodeCopies(StoredCopies):
         objects: objects on each node, with their sizes in bytes.
 
     Attributes:
-        has_asked: whether this rank has told the others what it needs.
-        has_failed_on_all: whether all ranks have raised the same error then.
+        has_failed_on_all: whether all ranks have raised the same error when they told each other what they need.
     """
 
     def __init__(self, nodes: NodeGroup, version: LocalVersion, objects: Sequence[dict[Digest, int]]) -> None:
         super().__init__(nodes.folder.repository(version))
         self._nodes, self._version, self._objects = nodes, version, objects
-        self.has_asked = self.has_failed_on_all = False
+        self.has_failed_on_all = False
 
     @contextmanager
     def open_source(self, records: Sequence[TensorRecord]) -> Iterator[ChunkSource]:
@@ -256,7 +253,7 @@ class NodeCopies(StoredCopies):
 
     def _fetch(self, needed: Collection[Digest]) -> set[Digest]:
         """Copy what this node needs for its ranks; return what it lacked."""
-        self.has_asked = self.has_failed_on_all = True
+        self.has_failed_on_all = True
         wanted_by_node = [
             {digest for wanted in by_rank for digest in wanted}
             for by_rank in self._nodes.by_node(self._nodes.share(sorted(needed), None))
