@@ -24,22 +24,26 @@ __version__ = "0.1.0"
 __all__ = ["DatasvcError", "__version__", "ingest", "open"]
 
 
-def open(url: str, *, create: bool = False) -> DataRepository:  # noqa: A001 - users write `datasvc.open(url)`
+def open(  # noqa: A001 - users write `datasvc.open(url)`
+    url: str, *, create: bool = False, unavailable_ok: bool = False
+) -> DataRepository:
     """Open the repository at `url`.
 
     Args:
         url: local folder or any fsspec URL.
         create: create the repository if it does not exist.
+        unavailable_ok: open it also if the store does not respond now, for a run that can continue from the disks of
+            the nodes (`repo.models.manager(local=)`); what reads or writes it raises the error then.
 
     Raises:
         NotFoundError: there is no repository at `url`, and `create` is false.
         ConfigError: the repository has a later format; no driver for the URL is installed; or, with `create`, the
             store has no create-only write, which every commit needs.
-        UnavailableError: the store does not respond.
+        UnavailableError: the store does not respond, and `unavailable_ok` is false.
     """
     from datasvc.api import DataRepository
 
-    return DataRepository.open(url, create=create)
+    return DataRepository.open(url, create=create, unavailable_ok=unavailable_ok)
 
 
 def ingest(

@@ -14,21 +14,25 @@ KEY, SECRET = "TESTKEY", "MOTOSECRET"  # it accepts any; tests look for these in
 
 
 class MotoServer:
-    """The server, running from `start` to `close`.
+    """The server at an address of this machine, running from `start` to `close`.
 
     Args:
         words: `GOOGLE`, or nothing.
+        address: address at which it listens.
     """
 
-    def __init__(self, *words):
-        self._words = words
+    def __init__(self, *words, address="127.0.0.1"):
+        self._words, self._address = words, address
 
     def start(self):
         """Start it; returns when it answers."""
         self._process = subprocess.Popen(
-            [sys.executable, __file__, *self._words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, self._address, *self._words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        self.url = f"http://127.0.0.1:{int(self._process.stdout.readline())}"
+        self.url = f"http://{self._address}:{int(self._process.stdout.readline())}"
         return self
 
     def close(self):
@@ -51,7 +55,7 @@ def main():
             return answer(self, environ, start_response)
 
         DomainDispatcherApplication.__call__ = answer_google
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address=sys.argv[1], port=0, verbose=False)
     server.start()
     sys.stdout.write(f"{server.get_host_and_port()[1]}\n")
     sys.stdout.flush()

@@ -132,7 +132,7 @@ ROOMS = {
     "datasvc.models": [
         "tensors",
         "versions",
-        "restoring search",
+        "restoring search local",
         "saving",
         "interop dcp",
         "registry",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
 from datasvc.api.datasets import Datasets
 from datasvc.api.models import Models
 from datasvc.api.operation import Operation
 from datasvc.api.runs import Runs
+from datasvc.errors import UnavailableError
 from datasvc.gc import gc
-from datasvc.repository import Repository
+from datasvc.repository import Repository, Storage
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.versions.dataset import open_dataset
+
+logger = logging.getLogger(__name__)
 
 
 class DataRepository:
@@ -33,10 +38,16 @@ class DataRepository:
         self.runs = Runs(repository)
 
     @classmethod
-    def open(cls, url: str, *, create: bool = False) -> DataRepository:
+    def open(cls, url: str, *, create: bool = False, unavailable_ok: bool = False) -> DataRepository:
         """Open the repository at `url`; for arguments and errors, see `datasvc.open`."""
-        # `Repository.create` also opens a repository that exists.
-        return cls(Repository.create(url) if create else Repository.open(url))
+        try:
+            # `Repository.create` also opens a repository that exists.
+            return cls(Repository.create(url) if create else Repository.open(url))
+        except UnavailableError as error:
+            if not unavailable_ok:
+                raise
+            logger.warning("the repository is opened without a look at it: %s", error)
+            return cls(Repository(Storage(url)))
 
     def __repr__(self) -> str:
         return f"datasvc.open({redact_url(self.repository.url)!r})"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from datasvc.api import DataRepository
+from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
 from datasvc.models import CheckpointManager, ConsumptionTracker, ReadLoader
 from datasvc.repository import Resolved
@@ -35,7 +36,8 @@ class RunCheckpoints:
         repo: repository of the versions.
         name: name of the model.
         config: configuration of the run, JSON values, which each version keeps.
-        **options: arguments of `repo.models.manager`, such as `every="10min"`, `max_stall="3%"`, `grace="30s"`.
+        **options: arguments of `repo.models.manager`, such as `every="10min"`, `max_stall="3%"`, `grace="30s"`; not
+            `local`.
 
     Attributes:
         stop_signal: signal for which all ranks have agreed to end the run; None: continue.
@@ -44,6 +46,11 @@ class RunCheckpoints:
     def __init__(
         self, repo: DataRepository, name: str, *, config: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
+        if options.get("local") is not None:
+            raise ConfigError(
+                "local= is not for the adapters of frameworks, which restore from the repository; use "
+                "repo.models.manager(local=) in a training loop of your own"
+            )
         self.repo, self.name = repo, name
         self._config, self._options = config, options
         self._manager: CheckpointManager | None = None
@@ -104,7 +111,7 @@ class RunCheckpoints:
     def is_due(self, step: int) -> bool:
         """Return whether to save after `step`, the same on all ranks; see `CheckpointManager.should_save`."""
         manager = self.open()
-        is_due = manager.should_save(step)
+        is_due = bool(manager.should_save(step))
         self.stop_signal = manager.stop_signal
         return is_due
 

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from datasvc.models.local.local_saves import LocalSaves, LocalVersion, SaveTo
     from datasvc.models.provenance.find_consumers import find_consumers
     from datasvc.models.provenance.lineage import Lineage, read_lineage
     from datasvc.models.provenance.sample_uses import ConsumerReport, SampleUse, VersionUses
@@ -35,6 +36,8 @@ __all__ = [
     "DataUse",
     "Execution",
     "Lineage",
+    "LocalSaves",
+    "LocalVersion",
     "ModelVersion",
     "ModelVersions",
     "ReadLoader",
@@ -42,6 +45,7 @@ __all__ = [
     "RetentionPolicy",
     "SampleUse",
     "SaveHandle",
+    "SaveTo",
     "VersionUses",
     "describe_code",
     "describe_environment",
@@ -72,6 +76,9 @@ _MODULES = {
     "model_log": "registry.registry",
     "RetentionPolicy": "registry.retention",
     "load_into": "restoring.load_into_module",
+    "LocalSaves": "local.local_saves",
+    "LocalVersion": "local.local_saves",
+    "SaveTo": "local.local_saves",
     "Checkpoint": "restoring.restore",
     "restore": "restoring.restore",
     "CheckpointManager": "saving.manager",

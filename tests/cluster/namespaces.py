@@ -121,6 +121,10 @@ class NamespaceNode(Node):
             settled = f"lladdr {_NO_STATION} nud permanent dev eth0"
             self._space.configure(*(f"neighbour replace {address} {settled}" for address in addresses))
 
+    def cut(self, *addresses):
+        """Have no route to these addresses until the node is booted again: a connection to them fails at once."""
+        self._space.configure(*(f"route add unreachable {address}" for address in addresses))
+
     def find_all(self):
         """Undo every `lose`."""
         if self._lost and self.is_up:

@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from datasvc.errors import MissingPackageError
+import datasvc
+from datasvc.errors import ConfigError, MissingPackageError
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,10 @@ def test_an_integration_without_its_package_names_the_extra(module, extra, monke
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingPackageError, match=rf"^{name} needs {package}, .* pip install '\.\[{extra}\]'$"):
         importlib.import_module(name)
+
+
+def test_versions_on_the_disks_of_nodes_are_refused(repository):
+    from datasvc.integrations.run_checkpoints import RunCheckpoints
+
+    with pytest.raises(ConfigError, match="local= is not for the adapters"):
+        RunCheckpoints(datasvc.open(repository.url), "m", local="/nvme")

@@ -7,6 +7,7 @@ A ResNet-50 is trained on digits, once with SGD and momentum and once with AdamW
   checking, not the disk;
 - `sizes`: what ten of them take, of one run and without a spread; and how long that takes to be restored which takes
   `delta` longest, from the page cache and from the disk;
+- `previews`: what `restore(planes=2)` reads of them, and how far its numbers are from the stored ones;
 - `overhead`: the same training (of a ResNet-18, whose steps are short enough) with saves as often as `max_stall`
   allows and without, by turns, on all processors: so what is stored in the background takes time from the steps.
 
@@ -21,12 +22,13 @@ import tempfile
 import warnings
 from pathlib import Path
 
+from models_previews import measure_previews
 from models_sizes import measure_frozen, measure_restores, measure_sizes
 from models_speed import measure_speed
 from models_states import MB, run_apart, size_of, train
 from report import Report, make_parser
 
-PARTS = ("speed", "sizes", "overhead")
+PARTS = ("speed", "sizes", "previews", "overhead")
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -42,9 +44,13 @@ def measure_states(report: Report, settings: argparse.Namespace, optimizer: str,
     report.add_row(f"{optimizer}: state", "MB", [size_of(states[-1]) / MB])
     if "speed" in settings.parts:
         measure_speed(report, states, folder, optimizer=optimizer, repeats=settings.repeats)
+    weights = [{"model": each["model"]} for each in states]
+    kinds = {"weights": weights, "whole states": states}
+    if "previews" in settings.parts:
+        for kind, each in kinds.items():
+            measure_previews(report, each, folder / "previews", what=f"{optimizer}: {len(states)} {kind}")
     if "sizes" in settings.parts:
-        weights = [{"model": each["model"]} for each in states]
-        for kind, each in {"weights": weights, "whole states": states}.items():
+        for kind, each in kinds.items():
             what = f"{optimizer}: {len(states)} {kind}"
             measure_sizes(report, each, folder / "sizes", what=what)
             measure_restores(report, each, folder / "sizes", what=what, repeats=settings.repeats)
@@ -87,7 +93,7 @@ def main() -> None:
     report = Report(f"Checkpoints of {settings.model}, {settings.steps} steps apart")
     for optimizer in [settings.optimizer] if settings.optimizer else OPTIMIZERS:
         with tempfile.TemporaryDirectory(prefix="datasvc-bench-") as folder:
-            if set(settings.parts) & {"speed", "sizes"}:
+            if set(settings.parts) & {"speed", "sizes", "previews"}:
                 measure_states(report, settings, optimizer, Path(folder))
             if "overhead" in settings.parts:
                 measure_overhead(report, settings, optimizer, Path(folder))

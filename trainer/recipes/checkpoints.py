@@ -23,9 +23,10 @@ from datasvc.cache import Cache
 from datasvc.errors import BusyError, ConfigError, StateMismatchError
 from datasvc.loaders import ImageLoader
 from datasvc.loaders.core.mixture import splits_of
-from datasvc.models import Checkpoint, CheckpointManager, Execution
+from datasvc.models import Checkpoint, CheckpointManager, Execution, LocalVersion, SaveTo
 from datasvc.models.restoring.fit import TensorSpec, plan_load
-from datasvc.models.restoring.stored_version import StoredVersion, read_version
+from datasvc.models.restoring.restore import IntoState
+from datasvc.models.restoring.stored_version import StoredVersion
 from datasvc.models.versions.execution import Parallelism
 from datasvc.models.versions.tracker_runs import TRACKERS, config_of_run, runs_in_config
 from datasvc.progress import NO_PROGRESS, byte_progress
@@ -65,16 +66,19 @@ def open_checkpoints(repo: DataRepository, config: TrainConfig, cache: Cache | N
         # A failed save does not end the run: the next save stores a newer state. Only the last one must succeed.
         failures="log",
         grace=config.grace if is_main else None,
+        local=config.local_checkpoints,
+        every_local=config.every_local,
     )
 
 
-def commit(run: Run, *, due: bool = False) -> None:
+def commit(run: Run, *, due: bool = False, to: SaveTo = SaveTo.REPOSITORY) -> None:
     """Save the run and its metrics in the background. Every rank must call this.
 
     Args:
         run: run of this rank.
         due: whether this save is periodic. With `checkpoint_overlap="refuse"`, a periodic save is refused while an
             earlier one is running. Any other save must not be refused, so it waits.
+        to: where to save.
     """
     run.recorder.report_busy("checkpoint")
     if not due and run.config.checkpoint_overlap == "refuse":
@@ -127,13 +131,15 @@ def commit(run: Run, *, due: bool = False) -> None:
             ),
             parent=None if run.has_saved else run.parent,
             run=run.ref,
+            to=to,
         )
     except BusyError:
         # Only a periodic save is refused. Nothing is lost: the next save has a newer state.
         if hvd.rank() == 0:
             run.events.report("refused", step=run.step, epoch=run.loader.epoch)
     else:
-        run.has_saved = True
+        # What is on the nodes only is no parent of a version in the repository.
+        run.has_saved |= to is SaveTo.REPOSITORY
         run.saves.append((handle, run.loader.epoch))
 
 
@@ -144,6 +150,8 @@ def report_commits(run: Run) -> None:
         facts = {"step": handle.step, "epoch": epoch}
         if handle.version is None:
             event, details = "failed", {**facts, "error": str(handle.error)}
+        elif isinstance(handle.version, LocalVersion):
+            event, details = "local_checkpoint", {**facts, "stall_s": handle.stall_s}
         else:
             run.version = str(handle.version)
             event, details = "checkpoint", {"version": run.version, **facts, "stall_s": handle.stall_s}
@@ -151,14 +159,35 @@ def report_commits(run: Run) -> None:
             run.events.report(event, **details)
 
 
-def restore(run: Run, ref: str, *, only: Collection[str] = (), into: Mapping[str, Any] | None = None) -> Checkpoint:
+def restore(
+    run: Run, ref: str | None, *, only: Collection[str] = (), into: IntoState | None = None
+) -> Checkpoint | None:
     """Read a checkpoint, and report the time and bytes that this rank needed for it. Every rank must call this.
 
     On a terminal, rank 0 shows a progress bar. For `only`, `into` and errors, see `CheckpointManager.restore`.
+
+    Args:
+        run: run of this rank.
+        ref: version to restore; None: the newest, on the disks of the nodes or in the repository.
+        only: tensors to restore.
+        into: state to fill.
+
+    Returns:
+        The checkpoint; None only without `ref`: there is none.
     """
-    bar = byte_progress(f"restoring {ref}") if hvd.rank() == 0 else contextlib.nullcontext(NO_PROGRESS)
+    bar = (
+        byte_progress(f"restoring {ref or run.config.name}")
+        if hvd.rank() == 0
+        else contextlib.nullcontext(NO_PROGRESS)
+    )
     with bar as progress:
-        checkpoint = run.checkpoints.restore(ref, only=only, into=into, progress=progress)
+        if ref is None:
+            newest: Checkpoint | None = run.checkpoints.restore(default=None, into=into, progress=progress)
+            if newest is None:
+                return None
+            checkpoint = newest
+        else:
+            checkpoint = run.checkpoints.restore(ref, only=only, into=into, progress=progress)
     report = checkpoint.report
     run.events.report(
         "restored",
@@ -166,24 +195,23 @@ def restore(run: Run, ref: str, *, only: Collection[str] = (), into: Mapping[str
         version=str(checkpoint.version),
         seconds=report.seconds,
         size_bytes=report.size_bytes,
+        lost_steps=report.lost_steps,
         **{f"{source}_bytes": num_bytes for source, num_bytes in report.came_bytes.items()},
     )
     return checkpoint
 
 
-def plan_restore(run: Run, repo: DataRepository, ref: str) -> dict[str, Any] | None:
+def plan_restore(run: Run, stored: StoredVersion) -> dict[str, Any] | None:
     """Return the state that a restore fills on this rank: its part of the model, and the state of its parameters.
 
     Returns None if every rank has the whole model and optimizer, and therefore restores all of the checkpoint. The
-    checkpoint may be from a run with another layout. Every rank must call this.
+    checkpoint `stored` may be from a run with another layout. Every rank must call this.
 
     Raises:
         ConfigError: the checkpoint belongs to another model, or its tensors are not those of the model.
-        NotFoundError, CorruptDataError, UnavailableError: see `models.restore`.
     """
     if not isinstance(run.optimizer, LayoutOptimizer):
         return None
-    stored = read_version(repo.repository, ref)
     records = stored.records
     # Check it here: a restore into the tensors of another model would fail first, on each rank with its own tensors.
     saved = (stored.entry.get("config") or {}).get("model") or run.config.model

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from datasvc.models import Checkpoint, CheckpointManager
+from datasvc.models import Checkpoint, CheckpointManager, LocalVersion
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 
 
@@ -16,12 +16,13 @@ class Newest:
     """Describes the state from which the job continues.
 
     Attributes:
-        source: "memory" for the state of a surviving rank, "repository" for a checkpoint.
+        source: "memory" for the state of a surviving rank, "nodes" for a checkpoint on the disks of the nodes,
+            "repository" for another one.
         step: step of the state.
         seconds: how long this rank took to receive the state.
     """
 
-    source: Literal["memory", "repository"]
+    source: Literal["memory", "nodes", "repository"]
     step: int
     seconds: float
 
@@ -41,6 +42,17 @@ def take_newest(state: Any, model: CheckpointManager, load: Callable[[Checkpoint
         CorruptDataError, NotFoundError, UnavailableError: see `CheckpointManager.restore`.
     """
     began_s = time.perf_counter()
+    if model.has_nodes and not state.step:
+        # No rank has a state: continue the newest version, which may be on the disks of the nodes only.
+        newest = model.restore(default=None)
+        if newest is not None:
+            load(newest)
+            state.save()
+            source: Literal["nodes", "repository"] = (
+                "nodes" if isinstance(newest.version, LocalVersion) else "repository"
+            )
+            return Newest(source, state.step, time.perf_counter() - began_s)
+        return Newest("memory", state.step, state.sync_s)
     # Only rank 0 looks the newest step up: if a save completes now, some ranks would find it and others would not.
     stored = call_on_first_rank(model.newest_step, name="newest_step")
     if stored is None or stored <= state.step:

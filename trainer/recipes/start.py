@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.batch import check_gpu
-from datasvc.models import ConsumptionTracker
+from datasvc.models import Checkpoint, ConsumptionTracker, LocalVersion
 from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.environment import describe_environment
 from datasvc.node.peers import open_peers
@@ -120,13 +121,17 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
         )
         # The manager installs signal handlers; closing it restores the old ones.
         run.checkpoints = stack.enter_context(open_checkpoints(repo, config, cache))
+        checkpoint = None
         if snapshot is not None:
             load_snapshot(run, snapshot)
-        elif run.version is not None:
-            resume(run, restore(run, run.version, into=plan_restore(run, repo, run.version)))
-        elif init_version is not None:
-            initialise(run, repo, init_version)
+        else:
+            checkpoint = restore_start(run)
+            if checkpoint is None and init_version is not None:
+                initialise(run, repo, init_version)
         run.reading = ConsumptionTracker(run.loader, step=run.step)
+        if checkpoint is not None and isinstance(checkpoint.version, LocalVersion):
+            # The next version of the repository has consumed what this version has, since the one that it continues.
+            run.reading.load_state_dict(checkpoint.entry["data"][0])
         if snapshot is not None:
             run.reading.load_state_dict(snapshot.reading)
         compile_model(run.model, config.compile)
@@ -142,6 +147,22 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
             run.log_ids |= call_on_first_rank(lambda: open_run_logs(run), name="logs")
         stack.pop_all()
     return run
+
+
+def restore_start(run: Run) -> Checkpoint | None:
+    """Restore the checkpoint that a run continues, and return it; None: there is none.
+
+    With `--local-checkpoints` and `--resume auto`, it is the newest on the disks of the nodes or in the repository.
+    """
+    is_newest = run.config.local_checkpoints is not None and run.config.resume == "auto"
+    if run.version is None and not is_newest:
+        return None
+    checkpoint = restore(run, None if is_newest else run.version, into=partial(plan_restore, run))
+    if checkpoint is not None:
+        resume(run, checkpoint)
+        newest = run.checkpoints.version
+        run.version = None if newest is None else str(newest)
+    return checkpoint
 
 
 def build_learner(

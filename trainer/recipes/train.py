@@ -39,8 +39,8 @@ def train(config: TrainConfig) -> str:
     """Train until the run is complete or stopped; return the last committed version, such as "digits-cnn@9".
 
     Every rank reports the events `start` and `restored`, and in an elastic run `round` at the start of each round.
-    Rank 0 also reports `step`, `evaluation`, `checkpoint`, `refused` and `failed` (for a checkpoint; the run
-    continues), `profile`, and finally `end`, or `stopped` if a signal ended the run.
+    Rank 0 also reports `step`, `evaluation`, `checkpoint`, `local_checkpoint`, `refused` and `failed` (for a
+    checkpoint; the run continues), `profile`, and finally `end`, or `stopped` if a signal ended the run.
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
@@ -81,8 +81,8 @@ def train_once(config: TrainConfig, events: LoggedEvents, watch: LostRankWatch |
         reached = {"--epochs": run.is_served, "--max-steps": run.has_all_steps, "--patience": run.stop.is_reached}
         limits = " and ".join(option for option, is_reached in reached.items() if is_reached)
         sys.stderr.write(
-            f"nothing is left to train: {run.version} is complete, at step {run.step}; to continue it, "
-            f"raise {limits}\n"
+            f"nothing is left to train: {run.version or run.config.name} is complete, at step {run.step}; to "
+            f"continue it, raise {limits}\n"
         )
     try:
         with explaining_lost_ranks(watch):
@@ -160,10 +160,10 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
                 report_step(run, clock, epoch=batch.epoch, loss=shown_loss, rate=rate)
             run.recorder.compare_ranks(run.step)
             report_commits(run)
-            if run.checkpoints.should_save(run.step) and not run.is_over:
+            if (to := run.checkpoints.should_save(run.step)) and not run.is_over:
                 # The metrics of an earlier evaluation do not describe this state.
                 run.metrics, run.average_statistics = {}, {}
-                commit(run, due=run.checkpoints.stop_signal is None)
+                commit(run, due=run.checkpoints.stop_signal is None, to=to)
                 if run.checkpoints.stop_signal is not None:
                     return
             if memory is not None and run.step % run.config.commit_every == 0 and not run.is_over:
@@ -310,6 +310,9 @@ def report_profile(run: Run, path: str, epoch: int) -> None:
 def end(run: Run) -> None:
     """Close the run's resources, and report its end from rank 0."""
     report_commits(run)
+    if run.checkpoints.version is not None:
+        # The manager has committed the newest version at its end, if that was on the nodes only.
+        run.version = str(run.checkpoints.version)
     run.loader.close()
     for loader in (run.val_loader, run.statistics_loader):
         if loader is not None:

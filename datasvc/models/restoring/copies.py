@@ -37,6 +37,7 @@ class StoredCopies:
     For the arguments see `restore.restore`.
 
     Attributes:
+        repository: see `restore.restore`.
         direct: source over the repository and the fallbacks, without the cache.
 
     Raises:
@@ -56,6 +57,7 @@ class StoredCopies:
             raise ConfigError(
                 "peers need a node's cache: pass the cache's folder as cache=, or pass a Cache that has peers"
             )
+        self.repository = repository
         self._cache, self._peers = cache, peers
         fallbacks = [fallback] if isinstance(fallback, str | Repository) else fallback
         self._repositories = [repository, *map(_open_fallback, fallbacks)]

@@ -44,14 +44,17 @@ class RestoreReport:
         seconds: time from the look-up of the version to the last tensor.
         size_bytes: size of the tensors in memory.
         came_bytes: stored bytes by place: "resident" (in the node's cache before), "peer" and "origin" (fetched into
-            the cache), "direct" (read without the cache).
+            the cache), "direct" (read without the cache). Of a version on the nodes, "resident" is the disk of this
+            node, and "peer" another node.
         bad_copies: copies that were unusable.
+        lost_steps: steps of a newer version on the nodes that are lost, because they no longer have all of it.
     """
 
     seconds: float
     size_bytes: int
     came_bytes: Mapping[str, int]
     bad_copies: tuple[BadCopy, ...]
+    lost_steps: int = 0
 
     @property
     def bytes_s(self) -> float:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from datasvc.errors import ConfigError
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.fill_state import fill_state
 from datasvc.models.restoring.report import RestoreReport
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.restoring.stored_version import StoredVersion, read_version
 from datasvc.models.tensors.container_types import tied_tensors
 from datasvc.models.tensors.name_filter import map_names, select_names
 from datasvc.models.tensors.partial_read import PLANES
@@ -25,6 +25,9 @@ from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unf
 from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
+
+IntoState = Mapping[str, Any] | Callable[[StoredVersion], Mapping[str, Any] | None]
+"""Type of the argument `into` of `restore`."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def restore(
     only: Collection[str] = (),
     exclude: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
-    into: Mapping[str, Any] | None = None,
+    into: IntoState | None = None,
     planes: int | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
@@ -79,7 +82,8 @@ def restore(
             part of this rank is read, however the version was sharded. `Checkpoint.state` is this tree, with stored
             values in place of all parts without tensors; a part that the version lacks stays as it is. A dict below
             the root also gets stored values without tensors that it lacks. Nothing else is read. Not with `only`,
-            `exclude` or `rename`.
+            `exclude` or `rename`. A function gets the version without its tensors (`stored_version.StoredVersion`),
+            and returns such a tree, or None to restore all.
         planes: for a preview, read only this number of high bytes, 2 or 3, of each float32 and complex64 (of float64
             and complex128 one more), where they are stored separately. With 2, the relative error is below 2^-7, with
             3 below 2^-15; see `PartialReader.read`. Other numbers are exact. What is read in part is not verified,
@@ -99,11 +103,38 @@ def restore(
             is not signed by a trusted key.
         UnavailableError: a store did not answer.
     """
-    began = time.monotonic()
     if planes is not None:
         _check_planes(planes, is_cached=cache is not None, is_filled=into is not None)
-    copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
-    stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
+    return restore_from(
+        StoredCopies(repository, cache=cache, peers=peers, fallback=fallback),
+        ref,
+        only=only,
+        exclude=exclude,
+        rename=rename,
+        into=into,
+        planes=planes,
+        trusted_keys=trusted_keys,
+        progress=progress,
+    )
+
+
+def restore_from(
+    copies: StoredCopies,
+    ref: str | Resolved,
+    *,
+    only: Collection[str] = (),
+    exclude: Collection[str] = (),
+    rename: Mapping[str, str] | None = None,
+    into: IntoState | None = None,
+    planes: int | None = None,
+    trusted_keys: Sequence[str | Path] | None = None,
+    progress: Progress = NO_PROGRESS,
+) -> Checkpoint:
+    """Return the checkpoint that `ref` resolves to in the repository of `copies`. For the rest see `restore`."""
+    began = time.monotonic()
+    stored = read_version(copies.repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
+    if callable(into):
+        into = into(stored)
     # Check the patterns and the state before the tensors are read, because the tensors are by far the largest part.
     is_part = bool(only or exclude or rename)
     if is_part and into is not None:

@@ -1,8 +1,9 @@
 """`CheckpointManager`: saves and restores the checkpoints of one model during a run.
 
-A training loop calls `should_save` after each step, and `save` if it returns True. The calling thread copies the
+A training loop calls `should_save` after each step, and `save` if the result is true. The calling thread copies the
 state to host memory. A second thread, the save thread of `SaveQueue`, writes the copy while the training continues.
-All ranks save together, and get the same version or the same error.
+All ranks save together, and get the same version or the same error. With `local`, a third thread writes the copy to
+the disks of the nodes (`nodes.local_tier`).
 """
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ from typing import Any, Final, Self, TypeVar, overload
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.models.restoring.restore import Checkpoint, restore
+from datasvc.models.local.local_saves import LocalSaves, SaveTo, check_target
+from datasvc.models.local.restore_choice import RepositoryHead
+from datasvc.models.restoring.restore import Checkpoint, IntoState, restore
 from datasvc.models.saving.flat_state import FlatState, flatten_state
+from datasvc.models.saving.nodes.local_restore import LocalRestore
+from datasvc.models.saving.nodes.local_tier import LocalTier
+from datasvc.models.saving.nodes.promotion import promote_newest
+from datasvc.models.saving.nodes.repository_head import look_up
 from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.queue import OVERLAPS, SaveQueue
 from datasvc.models.saving.rank_channel import describe_error, open_channels, raise_on_all_ranks
 from datasvc.models.saving.recorded_data import RecordedData
+from datasvc.models.saving.save_agreement import SaveAgreement
 from datasvc.models.saving.save_policy import SaveCost, SaveScheduler, parse_duration, parse_policy
 from datasvc.models.saving.save_task import SaveHandle, SaveTask
-from datasvc.models.saving.shared_plan import HeldTensor, SharedPlan, outline, plan_shared
 from datasvc.models.saving.shared_store import check_same_store
 from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
 from datasvc.models.saving.writer import VersionWriter
@@ -41,10 +48,10 @@ from datasvc.models.versions.data_use import DataUse
 from datasvc.models.versions.entry_fields import read_step
 from datasvc.models.versions.execution import Execution
 from datasvc.models.versions.metadata import VersionMetadata, check_step
+from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name, parse_reference
-from datasvc.repository.objects.objects import digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +91,12 @@ class CheckpointManager:
         peers: other nodes to fetch from; only if `cache` is a folder.
         fallback: other repositories, or their URLs, that may have copies of objects; tried in this order.
         trusted_keys: files of public keys; a restored version must be signed by one of them. See `restore.restore`.
+        local: folder on a disk of each node, or `LocalSaves`, for versions on the nodes: each save writes one there,
+            and `restore` without a reference takes the newest one, if the repository has none with more steps. A
+            failed save there is logged; `close` raises an error if the last one failed. One job at a time uses a
+            folder for a model. If the repository does not answer, the first save to it checks it.
+        every_local: number of steps between two saves to the nodes, for `should_save`; only with `local`. Without
+            `every` and `max_stall`, such a save is one to the repository too whenever none is being written there.
 
     Attributes:
         name: name of the model.
@@ -92,6 +105,7 @@ class CheckpointManager:
     Raises:
         ConfigError: a setting is invalid; `grace` is set outside of the main thread; the ranks do not store to the
             same repository (raised on all ranks); or the store is not writable, see `Storage.check_writable`.
+        BusyError: another job uses the folder of `local` on a node.
         UnavailableError: the ranks cannot connect, or the store does not answer.
     """
 
@@ -112,6 +126,8 @@ class CheckpointManager:
         peers: Peers | None = None,
         fallback: Sequence[Repository | str] | Repository | str = (),
         trusted_keys: Sequence[str | Path] | None = None,
+        local: LocalSaves | str | Path | None = None,
+        every_local: int | None = None,
     ) -> None:
         self.name = check_name(name, "model")
         settings = (("codec", codec, CODECS), ("failures", failures, FAILURES), ("overlap", overlap, OVERLAPS))
@@ -123,29 +139,41 @@ class CheckpointManager:
         self._restore = partial(
             restore, repository, cache=cache, peers=peers, fallback=fallback, trusted_keys=trusted_keys
         )
+        if every_local is not None and local is None:
+            raise ConfigError("every_local needs the folder of each node; give local='/nvme/ckpt' too")
+        if local is not None and load_trusted_keys(trusted_keys):
+            raise ConfigError(
+                "local= does not go with trusted keys (trusted_keys= or DATASVC_TRUSTED_KEYS): nothing signs the "
+                "versions on the nodes; give local= or trusted keys"
+            )
         self._policy = parse_policy(every, max_stall)
         self._is_closed = False
         self._scheduler = SaveScheduler(self._policy)
         grace_s = None if grace is None else parse_duration(grace)
         # Open two channels, because the calling thread and the save thread run collectives at the same time.
         self._main_channel, self._save_channel = open_channels(group, timeout_s)
+        self._local: LocalTier | None = None
         try:
-            check_same_store(self._main_channel, repository.storage)
+            is_store_checked = check_same_store(self._main_channel, repository.storage, is_needed=local is None)
+            if local is not None:
+                saves = local if isinstance(local, LocalSaves) else LocalSaves(local)
+                self._local = LocalTier(saves, name, every=every_local, group=group, timeout_s=timeout_s)
         except BaseException:
             self._main_channel.close()
             self._save_channel.close()
             raise
+        self._look_up = partial(look_up, self._main_channel, repository, name)
         if self._main_channel.rank == 0:
             # Record the code revision now: the files may be edited before the first save is committed.
             capture_code()
         self._preemption = None if grace_s is None else Preemption(grace_s)
-        self._writer = VersionWriter(repository, name, codec, self._save_channel)
+        self._pushes_when_idle = every_local is not None and every is None and max_stall is None
+        self._writer = VersionWriter(repository, name, codec, self._save_channel, is_store_checked=is_store_checked)
         self._queue = SaveQueue(self._writer.write, limit=_NUM_BUFFERS, overlap=overlap)
         self._buffers = deque(HostBuffer() for _ in range(_NUM_BUFFERS))
         # Saves whose device copies are not yet counted in the cost, oldest first.
         self._copying: deque[SaveHandle] = deque()
-        # Digests of what the ranks held when the plan of their sharded or different tensors was made, and the plan.
-        self._planned: tuple[list[Any], SharedPlan] | None = None
+        self._agreement = SaveAgreement(self._main_channel, self._queue.mark_reported)
         self._recorded_data = RecordedData()
         self._next_check = 0  # step at which the ranks next exchange messages in `should_save`
         self.stop_signal: int | None = None
@@ -157,7 +185,8 @@ class CheckpointManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self.close()
+            # After an error, ranks may have ended, so what needs all of them is left out.
+            self._close(promotes=error is None)
         except DatasvcError as close_error:
             if error is None:
                 raise
@@ -172,30 +201,46 @@ class CheckpointManager:
         return self._writer.newest
 
     @property
+    def has_nodes(self) -> bool:
+        """Whether versions are saved on the disks of the nodes too (`local`)."""
+        return self._local is not None
+
+    @property
     def cost(self) -> SaveCost:
         """Training time of this rank that saves have taken so far, as measured by `should_save` and `save`."""
         return self._scheduler.cost
 
-    def should_save(self, step: int) -> bool:
-        """Return whether to save now, the same on all ranks. Every rank calls this after each step.
+    def should_save(self, step: int) -> SaveTo:
+        """Return where to save now, the same on all ranks; false: nowhere. Every rank calls this after each step.
 
-        Also True after SIGTERM or Ctrl-C, if `grace` is set: `stop_signal` is then set, and the run must end.
+        With `local`, pass the result on: `if to := manager.should_save(step): manager.save(state, step=step, to=to)`.
+
+        After SIGTERM or Ctrl-C, if `grace` is set, the result is `SaveTo.REPOSITORY`: `stop_signal` is then set, and
+        the run must end.
 
         Raises:
             ConfigError: the ranks are at different steps.
             UnavailableError: a rank is lost.
         """
+        is_local_due = self._local is not None and self._local.is_due(step)
+        if self._is_due(step, if_idle=is_local_due and self._pushes_when_idle):
+            return SaveTo.REPOSITORY
+        return SaveTo.NODES if is_local_due else SaveTo.NOWHERE
+
+    def _is_due(self, step: int, *, if_idle: bool) -> bool:
+        """Return whether a save to the repository is due, see `should_save`. `if_idle`: it is, if none is running."""
         self._count_device_copies()
         is_saving = self._queue.is_busy
         self._scheduler.end_step(is_saving=is_saving)
         # Rank 0 has computed `_next_check` for all ranks, so all of them skip the same exchanges.
-        if self._main_channel.size > 1 and step < self._next_check:
+        if self._main_channel.size > 1 and step < self._next_check and not if_idle:
             return False
         decision = self._scheduler.decide(step, is_saving=is_saving)
+        is_due = decision.is_due or (if_idle and not is_saving)
         signal_number = None if self._preemption is None else self._preemption.received
-        answers: list[Any] = [[step, decision.is_due, decision.next_step, signal_number]]  # of each rank
+        answers: list[Any] = [[step, is_due, decision.next_step, signal_number]]  # of each rank
         # Without a clock and signals, the decision depends only on the step number, so the ranks need no exchange.
-        if self._policy.needs_clock or self._preemption is not None:
+        if self._policy.needs_clock or self._preemption is not None or if_idle:
             answers = self._main_channel.exchange(answers[0])
         steps = [answer[0] for answer in answers]
         if len(set(steps)) > 1:
@@ -220,6 +265,7 @@ class CheckpointManager:
         message: str = "",
         execution: Execution | None = None,
         run: str | None = None,
+        to: SaveTo | str = SaveTo.REPOSITORY,
         wait: bool = False,
     ) -> SaveHandle:
         """Copy a state to host memory and return; the write continues in the background. Every rank calls this.
@@ -239,10 +285,12 @@ class CheckpointManager:
             message: free text for readers of the log.
             execution: how the ranks of the run compute its steps; None: not recorded.
             run: run whose log describes the training, `RunLog.ref`; None: none.
+            to: the result of `should_save`, or "repository" or "nodes". With `local`, a save to the repository is
+                written to the nodes too.
             wait: whether to return only after the commit.
 
         Returns:
-            A handle; its `result()` waits for the version.
+            A handle; its `result()` waits for the version. With `to="nodes"` it is a `LocalVersion`.
 
         Raises:
             ConfigError: a value cannot be stored (the message names it), the ranks have different tensors, or the
@@ -254,13 +302,18 @@ class CheckpointManager:
         """
         if self._is_closed:
             raise ConfigError(f"the manager of model {self.name!r} is closed; open it again to save")
+        if self._local is not None and self._local.branch is None:
+            # Nothing was restored: what other jobs have left on the nodes is not continued.
+            self._local.begin_branch(self._look_up(None, has_default=True).head)
         began_s = time.perf_counter()
         error: Exception | None = None
         metadata, flat_state = None, None
         reported: list[int] = []  # numbers of the earlier saves whose errors this call reports
         try:
             step = check_step(step)
-            self._queue.check(step)
+            to = check_target(to, has_nodes=self._local is not None)
+            if to is SaveTo.REPOSITORY:
+                self._queue.check(step)
             reported, error = self._take_failure()
             if error is None:
                 # Resolve a tag now: it may point at another version by the time this save is committed.
@@ -280,8 +333,15 @@ class CheckpointManager:
                 flat_state = flatten_state(state, rank_state, self._main_channel.rank)
         except Exception as failure:  # noqa: BLE001 - `_agree` raises it, on all ranks
             error = failure
-        flat_state = self._agree(step, flat_state, reported, error)
+        flat_state = self._agreement.agree(step, to, flat_state, reported, error)
         assert metadata is not None
+        if to == SaveTo.NODES:
+            assert self._local is not None
+            handle = self._local.submit(self._with_parent(metadata), flat_state, began_s)
+            self._scheduler.record_local_stall(time.perf_counter() - began_s)
+            if wait:
+                handle.result()
+            return handle
         self._count_device_copies()
         try:
             handle = self._submit(metadata, flat_state, began_s)
@@ -303,7 +363,7 @@ class CheckpointManager:
         only: Collection[str] = (),
         exclude: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
-        into: Mapping[str, Any] | None = None,
+        into: IntoState | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Checkpoint: ...
 
@@ -316,7 +376,7 @@ class CheckpointManager:
         only: Collection[str] = (),
         exclude: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
-        into: Mapping[str, Any] | None = None,
+        into: IntoState | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Checkpoint | _Default: ...
 
@@ -328,10 +388,16 @@ class CheckpointManager:
         only: Collection[str] = (),
         exclude: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
-        into: Mapping[str, Any] | None = None,
+        into: IntoState | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> Any:
         """Return a verified checkpoint, the same on every rank. Its version becomes the parent of the next save.
+
+        With `local`, and without `ref`, the checkpoint may be a `LocalVersion`. The version of the repository that it
+        continues becomes the parent of the next save. If the nodes have lost a part of their newest version, an older
+        one is restored, of the nodes or of the repository, and `Checkpoint.report.lost_steps` says how many steps are
+        lost. A restore with `ref`, or of a version of the repository, leaves what is on the nodes: later restores do
+        not return it.
 
         Every rank calls this. It waits for running saves first: their parent is still the version from before the
         restore. For errors see `models.restore`.
@@ -339,7 +405,8 @@ class CheckpointManager:
         Args:
             ref: a version or tag of any model; None: the newest version of this model.
             default: value to return on all ranks if the model has no version at all. If only the version of `ref` is
-                missing, NotFoundError is raised even with a default.
+                missing, NotFoundError is raised even with a default. So is UnavailableError, if the nodes have only a
+                part of a version, and the repository has none.
             only: see `models.restore`.
             exclude: see `models.restore`.
             rename: see `models.restore`.
@@ -347,36 +414,58 @@ class CheckpointManager:
             progress: see `models.restore`.
         """
         self._queue.finish()
-        error: Exception | None = None
-        version, checkpoint = None, None
-        try:
-            if self._main_channel.rank == 0:
-                # Rank 0 resolves the reference for all ranks, because a tag may be moved between two look-ups.
-                name = parse_reference(ref or self.name, "model").name
-                if default is _NO_DEFAULT or self._repository.newest("models", name) is not None:
-                    version = str(self._repository.resolve("models", ref or self.name))
-        except Exception as failure:
-            if self._main_channel.size == 1:
-                raise  # with its original type and traceback
-            error = failure
-        answers = self._main_channel.exchange([describe_error(error), version])
-        raise_on_all_ranks([answer[0] for answer in answers], error)
-        resolved = answers[0][1]
-        if resolved is None:
+        options: dict[str, Any] = {
+            "only": only, "exclude": exclude, "rename": rename, "into": into, "progress": progress
+        }  # fmt: skip
+        error, version, head = self._look_up(ref, has_default=default is not _NO_DEFAULT)
+        lost_steps = 0
+        if self._local is not None and ref is None:
+            found = LocalRestore(self._local).restore_newest(head, options)
+            if found.checkpoint is not None:
+                self._continue_local(found.checkpoint, head)
+                return found.checkpoint
+            lost_steps = found.choice.lost_steps
+        if error is not None:
+            raise error
+        if version is None:
+            self._leave_local(head)
             return default
+        checkpoint, failure = None, None
         try:
-            checkpoint = self._restore(
-                resolved, only=only, exclude=exclude, rename=rename, into=into, progress=progress
-            )
-        except Exception as failure:
+            checkpoint = self._restore(version, **options)
+        except Exception as own_failure:
             if self._main_channel.size == 1:
                 raise
-            error = failure
-        raise_on_all_ranks(self._main_channel.exchange(describe_error(error)), error)
+            failure = own_failure
+        raise_on_all_ranks(self._main_channel.exchange(describe_error(failure)), failure)
         assert checkpoint is not None
-        self._writer.newest = checkpoint.version
+        self._leave_local(head)
+        self._writer.set_newest(checkpoint.version, read_step(checkpoint.entry, checkpoint.version))
         self._recorded_data = RecordedData(read_step(checkpoint.entry, checkpoint.version))
+        if lost_steps:
+            checkpoint = replace(checkpoint, report=replace(checkpoint.report, lost_steps=lost_steps))
         return checkpoint
+
+    def _leave_local(self, head: RepositoryHead | None) -> None:
+        """Leave what is on the nodes: the job continues another version, or none."""
+        if self._local is not None:
+            self._local.begin_branch(head)
+
+    def _continue_local(self, checkpoint: Checkpoint, head: RepositoryHead | None) -> None:
+        """Make the next version of the repository continue the one that a version on the nodes continues.
+
+        It has consumed all that was consumed since: a version that only the nodes have is no part of the history.
+        """
+        assert self._local is not None
+        assert self._local.branch is not None
+        parent = parse_reference(checkpoint.entry["parent"] or self.name, "model")
+        name, number, step = parent.name, parent.version, -1
+        if head is not None and head.branch == self._local.branch.id:
+            # The branch has committed this since, while the version was saved to the nodes.
+            name, number, step = self.name, head.number, head.step
+        self._writer.set_newest(Resolved("models", name, number) if number else None, step)
+        uses = map(DataUse.from_dict, checkpoint.entry["data"])
+        self._recorded_data = RecordedData(read_step(checkpoint.entry, checkpoint.version), earlier=tuple(uses))
 
     def newest_step(self) -> int | None:
         """Return the step of the newest version in the repository, None if the model has no version.
@@ -390,23 +479,47 @@ class CheckpointManager:
         return None if newest is None else read_step(self._repository.entry(newest).content, newest)
 
     def wait(self) -> None:
-        """Wait for all saves. Raises DatasvcError: a save failed and its error was not reported yet."""
+        """Wait for all saves. The failure of a save to the nodes was logged.
+
+        Raises:
+            DatasvcError: a save failed and its error was not reported yet.
+        """
+        if self._local is not None:
+            self._local.finish()
         self._queue.wait()
 
     def close(self) -> None:
         """Wait for all saves, then release signal handlers, memory and connections to the other ranks.
 
+        If the newest version of this manager is on the nodes only, it is committed to the repository first. (If an
+        exception ends the `with` block, it is not, and stays on the nodes for the next run.)
+
         After a stop signal the wait ends with the grace period. A signal that `should_save` has not reported is
         raised again, so that the handler that was installed before this manager receives it.
 
         Raises:
-            DatasvcError: a save failed and its error was not reported yet.
+            DatasvcError: a save failed and its error was not reported yet; or the newest version is on the nodes
+                only and cannot be committed to the repository; or the last save to the nodes failed.
             UnavailableError: a save has not ended within the grace period; it continues until the process exits.
         """
+        self._close(promotes=True)
+
+    def _close(self, *, promotes: bool) -> None:
         preemption = self._preemption
         try:
-            self._queue.wait(None if preemption is None or preemption.received is None else preemption.remaining_s)
+            try:
+                if self._local is not None:
+                    self._local.finish()
+                self._queue.wait(
+                    None if preemption is None or preemption.received is None else preemption.remaining_s
+                )
+            finally:
+                # Also after a failed save: the nodes may have what it did not commit.
+                if self._local is not None and not self._is_closed and not self._queue.is_busy:
+                    promote_newest(self._local, self._writer, is_allowed=promotes)
         finally:
+            if self._local is not None:
+                self._local.close()
             # A save that continues still needs the channels and the buffers.
             if not self._queue.is_busy:
                 self._release()
@@ -425,42 +538,6 @@ class CheckpointManager:
             if received is not None and self.stop_signal is None:
                 signal.raise_signal(received)
 
-    def _agree(
-        self, step: int, flat_state: FlatState | None, reported: list[int], error: Exception | None
-    ) -> FlatState:
-        """Check that no rank has an error, and that all ranks save the same step; return the state with its plan.
-
-        `reported`: numbers of the earlier saves whose errors this rank reports in this call. For errors see `save`.
-        """
-        channel = self._main_channel
-        if channel.size == 1:
-            if error is not None:
-                raise error
-            assert flat_state is not None
-            if not flat_state.parts:
-                return flat_state
-        # What a rank holds is a long text, so send its digest; send the text only if the ranks hold different things.
-        digests = [] if flat_state is None else [digest_of(text.encode()) for text in flat_state.descriptions]
-        # A rank with an error takes part too: otherwise the other ranks would wait for it.
-        answers = channel.exchange([describe_error(error), None if error else step, digests, reported])
-        # A save fails on all ranks. If one rank reports the error, the others must not report it again.
-        self._queue.mark_reported({number for answer in answers for number in answer[3]})
-        raise_on_all_ranks([answer[0] for answer in answers], error)
-        if len({answer[1] for answer in answers}) > 1:
-            raise ConfigError(f"the ranks save different steps; by rank: {[answer[1] for answer in answers]}")
-        assert flat_state is not None
-        digests_by_rank = [answer[2] for answer in answers]
-        if not flat_state.parts and all(digests == digests_by_rank[0] for digests in digests_by_rank):
-            return flat_state
-        # Sharded tensors, or ranks with different tensors. Both stay the same during a run, and so does the plan.
-        if self._planned is None or self._planned[0] != digests_by_rank:
-            described = channel.exchange([flat_state.held, outline(flat_state.skeleton)])
-            held = [
-                {name: HeldTensor.from_json(tensor) for name, tensor in tensors.items()} for tensors, _ in described
-            ]
-            self._planned = digests_by_rank, plan_shared(held, [skeleton for _, skeleton in described])
-        return replace(flat_state, plan=self._planned[1])
-
     def _submit(self, metadata: VersionMetadata, flat_state: FlatState, began_s: float) -> SaveHandle:
         """Copy the state, and queue the write. If the copy fails or is interrupted, queue a save that fails."""
         handle = SaveHandle(metadata.step)
@@ -468,8 +545,10 @@ class CheckpointManager:
         copies: HostCopies | Exception
         try:
             # After this wait, fewer saves are unfinished than there are buffers. The buffers are used in turn, so no
-            # save uses `buffer`.
+            # save uses `buffer`; nor does one to the nodes.
             self._queue.wait_for_slot()
+            if self._local is not None:
+                self._local.wait_for_slot()
             self._buffers.rotate()
             try:
                 copies = buffer.copy(flat_state.all_tensors)
@@ -484,8 +563,17 @@ class CheckpointManager:
         finally:
             handle.stall_s = time.perf_counter() - began_s
             self._copying.append(handle)
-            self._queue.submit(SaveTask(handle, metadata, flat_state, copies, buffer, next_buffer, began_s))
+            extra = {}
+            if self._local is not None and self._local.branch is not None:
+                extra["branch"] = self._local.branch.id
+                self._local.submit_copies(self._with_parent(metadata), flat_state, copies, buffer, began_s)
+            self._queue.submit(SaveTask(handle, metadata, flat_state, copies, buffer, next_buffer, began_s, extra))
         return handle
+
+    def _with_parent(self, metadata: VersionMetadata) -> VersionMetadata:
+        """Return the metadata of a version on the nodes: its parent is what is in the repository now."""
+        newest = self.version
+        return metadata if metadata.parent or newest is None else replace(metadata, parent=str(newest))
 
     def _count_device_copies(self) -> None:
         """Add the device copies that have ended since the last call to the cost of saving."""

@@ -53,6 +53,18 @@ class RankChannel:
         """Return the element-wise maximum, int64[n], over the ranks. Raises UnavailableError: a rank is lost."""
         return numbers
 
+    def swap(self, sent: tuple[int, bytes] | None, received: tuple[int, int] | None) -> bytes:
+        """Send bytes to one rank and receive bytes from another at the same time; return those, b"" without any.
+
+        Args:
+            sent: rank that calls `swap` to receive from this one, and the bytes for it; None: nothing is sent.
+            received: rank that sends, and the number of bytes that it sends; None: nothing is received.
+
+        Raises:
+            UnavailableError: a rank is lost.
+        """
+        raise NotImplementedError("a single rank has no other rank to send to")
+
     def close(self) -> None:
         """Close the connections to the other ranks."""
 
@@ -107,6 +119,27 @@ class GroupChannel(RankChannel):
         self._run_collective(lambda group: dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group))
         return largest
 
+    def swap(self, sent: tuple[int, bytes] | None, received: tuple[int, int] | None) -> bytes:
+        """See `RankChannel.swap`."""
+        import torch
+        import torch.distributed as dist
+
+        buffer = None if received is None else torch.empty(max(received[1], 1), dtype=torch.uint8)
+
+        def run(group: Any) -> None:
+            # Post the receive first: both directions then use the connection at the same time.
+            waiting = []
+            if buffer is not None and received is not None:
+                waiting.append(dist.irecv(buffer, group=group, group_src=received[0]))
+            if sent is not None:
+                waiting.append(dist.isend(_padded(sent[1], 1), group=group, group_dst=sent[0]))
+            for work in waiting:
+                assert work is not None
+                work.wait()
+
+        self._run_collective(run)
+        return b"" if buffer is None or received is None else buffer.numpy().tobytes()[: received[1]]
+
     def close(self) -> None:
         """Close the connections to the other ranks. Later messages raise UnavailableError."""
         import torch.distributed as dist
@@ -145,14 +178,15 @@ class GroupChannel(RankChannel):
             ) from error
 
 
-def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChannel]:
-    """Return two channels between the ranks of `group`: for the calling thread and for the save thread.
+def open_channels(group: Any, timeout_s: float, number: int = 2) -> list[RankChannel]:
+    """Return channels between the ranks of `group`, such as for the calling thread and for the save thread.
 
     Every rank of the group must call this, in the same order relative to other calls that make groups.
 
     Args:
         group: torch.distributed group; None: the default group, or a single rank if there is none.
         timeout_s: seconds without an answer after which a rank counts as lost.
+        number: number of channels.
 
     Raises:
         UnavailableError: the ranks could not connect.
@@ -160,17 +194,17 @@ def open_channels(group: Any, timeout_s: float) -> tuple[RankChannel, RankChanne
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
-        return RankChannel(), RankChannel()
+        return [RankChannel() for _ in range(number)]
     group_settings: dict[str, Any] = {}
     if group:
         # With local synchronization, ranks outside of the group need not take part.
         group_settings = {"ranks": dist.get_process_group_ranks(group), "use_local_synchronization": True}
     timeout = dt.timedelta(seconds=timeout_s)
     try:
-        main, background = (dist.new_group(backend="gloo", timeout=timeout, **group_settings) for _ in range(2))
+        groups = [dist.new_group(backend="gloo", timeout=timeout, **group_settings) for _ in range(number)]
     except RuntimeError as error:
         raise LostRankError(f"the ranks could not connect for saving: {error}") from error
-    return GroupChannel(main, timeout_s), GroupChannel(background, timeout_s)
+    return [GroupChannel(opened, timeout_s) for opened in groups]
 
 
 def describe_error(error: BaseException | None) -> Mapping[str, str] | None:

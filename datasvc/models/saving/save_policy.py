@@ -176,6 +176,12 @@ class SaveScheduler:
             self._record_slowdown(slowdown_s)
         self.overhead_s = max(0.0, self.overhead_s - self._max_stall * step_s)
 
+    def record_local_stall(self, stall_s: float) -> None:
+        """Record the stall of a save on the nodes alone, which delays no save to the repository."""
+        self._last_end = self._now()
+        self._add_cost(stall_s=stall_s, training_s=stall_s)
+        self._was_saving = True
+
     def record_stall(self, stall_s: float) -> None:
         """Record that a save stopped the training for `stall_s` seconds, outside of any step."""
         self._last_end = self._last_save = self._now()

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from datasvc.errors import ConfigError, DatasvcError, UnavailableError
 from datasvc.models.saving.flat_state import FlatState
@@ -114,6 +116,7 @@ class SaveTask:
         buffer: host memory of `copies`.
         next_buffer: buffer that the next save fills.
         began_s: time at which `save` was called, by `time.perf_counter`.
+        extra: further fields of the entry.
     """
 
     handle: SaveHandle
@@ -123,6 +126,7 @@ class SaveTask:
     buffer: HostBuffer
     next_buffer: HostBuffer
     began_s: float
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 def check_process(pid: int) -> None:

@@ -9,18 +9,21 @@ which `gc` removes.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Final, NamedTuple
 
-from datasvc.errors import ConfigError, NotFoundError
-from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
+from datasvc.errors import ConfigError, NotFoundError, UnavailableError
+from datasvc.models.saving.rank_channel import LostRankError, RankChannel, describe_error, raise_on_all_ranks
 from datasvc.repository import Storage
 from datasvc.repository.logs.version_numbers import describe_numbers
 from datasvc.repository.store.redaction import redact_url
 from datasvc.threads import map_in_threads
+
+logger = logging.getLogger(__name__)
 
 _REQUESTS_AT_ONCE: Final = 16
 
@@ -46,14 +49,35 @@ def can_read_marker(storage: Storage, marker: Marker) -> bool:
         return False
 
 
-def check_same_store(channel: RankChannel, storage: Storage) -> None:
+def check_same_store(channel: RankChannel, storage: Storage, *, is_needed: bool = True) -> bool:
     """Check that all ranks store to the same place; every rank calls this, and all raise the same error.
+
+    Args:
+        channel: channel between the ranks.
+        storage: the store of this rank.
+        is_needed: whether to raise an error if the store does not answer; otherwise that is logged.
+
+    Returns:
+        Whether the check has passed; False: the store does not answer.
 
     Raises:
         ConfigError: some ranks cannot read the marker of rank 0 (the message names these ranks); or the store is not
             writable.
         UnavailableError: the store did not answer, or a rank is lost.
     """
+    try:
+        _check_same_store(channel, storage)
+    except LostRankError:
+        raise
+    except UnavailableError as error:
+        if is_needed:
+            raise
+        logger.warning("the repository does not answer; the first save to it checks it: %s", error)
+        return False
+    return True
+
+
+def _check_same_store(channel: RankChannel, storage: Storage) -> None:
     error: Exception | None = None
     marker, is_visible = None, False
     with ExitStack() as stack:

@@ -22,6 +22,7 @@ from datasvc.models.saving.distributed_save import (
 from datasvc.models.saving.flat_state import FlatState
 from datasvc.models.saving.rank_channel import RankChannel
 from datasvc.models.saving.save_task import SaveTask
+from datasvc.models.saving.shared_store import check_same_store
 from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.models.tensors.write import Codec, StoredState
 from datasvc.models.versions.commit import base_records, commit
@@ -35,15 +36,34 @@ class VersionWriter:
     No other thread may use its `channel` to the other ranks. With the codec "delta", chunks are stored as
     differences to the chunks of an earlier version, the base: the parent, or else the newest version of the model.
 
+    Args:
+        repository: repository that all ranks write to.
+        name: name of the model.
+        codec: see `store_tensors`.
+        channel: channel of the save thread.
+        is_store_checked: whether `check_same_store` has passed; otherwise the first save checks it.
+
     Attributes:
+        repository: see above.
+        codec: see above.
         newest: version that was committed or restored last; None: none yet.
+        newest_step: its number of optimizer steps; -1 without a version, or if it is unknown.
     """
 
-    def __init__(self, repository: Repository, name: str, codec: Codec, channel: RankChannel) -> None:
-        self._repository = repository
+    def __init__(
+        self,
+        repository: Repository,
+        name: str,
+        codec: Codec,
+        channel: RankChannel,
+        *,
+        is_store_checked: bool = True,
+    ) -> None:
+        self.repository = repository
         self._name = name
-        self._codec: Codec = codec
+        self.codec: Codec = codec
         self._channel = channel
+        self._is_store_checked = is_store_checked
         # Reference and records of the version that this rank committed last; ("", ()): none. Only rank 0 commits.
         self._committed: tuple[str, Sequence[TensorRecord]] = ("", ())
         # State of the last save, with its tensors in a host buffer. A later save may overwrite them while they are
@@ -51,6 +71,7 @@ class VersionWriter:
         self._base_state: FlatState | None = None
         self._is_base_usable = True  # False after a save that failed
         self.newest: Resolved | None = None
+        self.newest_step = -1
 
     def write(self, task: SaveTask) -> Resolved:
         """Store and commit a state; every rank calls this and gets the same version or the same error.
@@ -63,6 +84,7 @@ class VersionWriter:
         """
         channel, state = self._channel, task.state
         part, version = None, None
+        self.check_store()
         # `_is_base_usable` becomes True again only after success, so that every kind of failure leaves it False.
         is_base_usable = self._is_base_usable
         self._is_base_usable = False
@@ -75,15 +97,15 @@ class VersionWriter:
         differing = agree_on_tensors(channel, task.metadata.step, state, error)
         try:
             # After a failure, store in full: if the base lacks objects, every difference to it would fail too.
-            base = self._base(task.metadata) if self._codec == "delta" and is_base_usable else ()
+            base = self._base(task.metadata) if self.codec == "delta" and is_base_usable else ()
             part = store_part(
                 channel,
-                self._repository.objects,
+                self.repository.objects,
                 state,
                 differing,
                 base=base,
                 base_chunks=self._base_state.chunks() if base and self._base_state is not None else (),
-                codec=self._codec,
+                codec=self.codec,
             )
         except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
             error = failure
@@ -96,8 +118,18 @@ class VersionWriter:
         version = share_outcome(channel, version, error)
         self._is_base_usable = True
         self._base_state = state
-        self.newest = version
+        self.set_newest(version, task.metadata.step)
         return version
+
+    def set_newest(self, version: Resolved | None, step: int) -> None:
+        """Set the version that the next one continues, and its number of optimizer steps."""
+        self.newest, self.newest_step = version, step
+
+    def check_store(self) -> None:
+        """Check that all ranks write to one store, if that is not known yet. For errors see `check_same_store`."""
+        if not self._is_store_checked:
+            check_same_store(self._channel, self.repository.storage)
+            self._is_store_checked = True
 
     def release_copies(self) -> None:
         """Delete the references to the copies of the last save, so that their memory can be freed."""
@@ -115,19 +147,19 @@ class VersionWriter:
         if parent is not None and committed == parent:
             # Use the cached records only if the version still exists: after a removal, `gc` may delete its objects.
             with suppress(NotFoundError):
-                self._repository.resolve("models", parent)
+                self.repository.resolve("models", parent)
                 return records
         self._committed = ("", ())
-        return base_records(self._repository, self._name, parent)
+        return base_records(self.repository, self._name, parent)
 
     def _commit(self, stored: StoredState, task: SaveTask) -> Resolved:
         duration = {"stall_s": task.handle.stall_s, "total_s": time.perf_counter() - task.began_s}
         version = commit(
-            self._repository,
+            self.repository,
             self._name,
             stored,
             replace(task.metadata, parent=self._parent(task.metadata)),
-            extra={"duration": {name: round(seconds, 6) for name, seconds in duration.items()}},
+            extra={"duration": {name: round(seconds, 6) for name, seconds in duration.items()}, **task.extra},
         )
         # The next save stores differences to this version. Keep the records, so that it need not read the table.
         self._committed = (str(version), stored.records)

@@ -50,6 +50,26 @@ def commit(
             the entry names is no longer in the repository.
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
+    entry, referenced = prepare_entry(repository, name, state, metadata, extra=extra)
+    # Check before the append: an entry must never name an object that is missing.
+    check_present(repository.objects, {*referenced, *extra_objects}, f"{name!r}")
+    # Commit point: the version is visible from here on.
+    committed = repository.versions("models", name).append(lambda _head: entry)
+    return Resolved("models", name, committed.number)
+
+
+def prepare_entry(
+    repository: Repository,
+    name: str,
+    state: StoredState,
+    metadata: VersionMetadata,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, Any], set[Digest]]:
+    """Store the tensor table, the state and the code of a version; return its entry, and the objects that it names.
+
+    For the arguments and errors see `commit`, which appends the entry.
+    """
     check_name(name, "model")
     table_digest = repository.objects.put(encode_table(state.records)).digest
     state_digest = repository.objects.put(encode_state(state.skeleton)).digest
@@ -75,14 +95,10 @@ def commit(
         **({} if metadata.run is None else {"run": metadata.run}),
         **(extra or {}),
     }
-    # Check before the append: an entry must never name an object that is missing.
     referenced = {link.object for record in state.records for chunk in record.chunks for link in chunk.chain}
     code_objects = () if code.diff is None else (parse_digest(code.diff),)
-    referenced.update((table_digest, state_digest), extra_objects, code_objects)
-    check_present(repository.objects, referenced, f"{name!r}")
-    # Commit point: the version is visible from here on.
-    committed = repository.versions("models", name).append(lambda _head: entry)
-    return Resolved("models", name, committed.number)
+    referenced.update((table_digest, state_digest), code_objects)
+    return entry, referenced
 
 
 def exact_version(repository: Repository, ref: str) -> str:

@@ -127,6 +127,7 @@ _FIELDS: Final[Mapping[str, _FieldRule]] = {
     "stored_bytes": _FieldRule(_is_count, "an integer from 0 on", is_required=False),
     "num_nonfinite": _FieldRule(_is_counts, "counts by tensor", is_required=False),
     "content": _FieldRule(_is_text, "a text", is_required=False),
+    "branch": _FieldRule(_is_text, "a text", is_required=False),
     "sharding": _FieldRule(_is_digest, "a digest of 64 hex digits", is_required=False),
     "duration": _FieldRule(_is_mapping, "values by name", is_required=False),
     "imported": _FieldRule(_is_mapping, "values by name", is_required=False),

@@ -7,7 +7,6 @@ import torch
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes import checkpoints
 from datasvc.trainer.recipes.checkpoints import describe_execution, plan_restore
 from datasvc.trainer.recipes.choose_layout import read_layout
 from datasvc.trainer.recipes.layouts.layout import Layout
@@ -76,32 +75,31 @@ def linear_run(**sizes):
     return SimpleNamespace(optimizer=optimizer, config=config, model=layer, average=None, model_sizes=sizes)
 
 
-def test_a_checkpoint_of_another_model_is_refused_before_its_tensors_are_read(monkeypatch, one_rank):
+def test_a_checkpoint_of_another_model_is_refused_before_its_tensors_are_read(one_rank):
     def records(**shapes):
         return tuple(
             SimpleNamespace(name=f"model.{name}", dtype="float32", shape=shape) for name, shape in shapes.items()
         )
 
     stored = SimpleNamespace(version="net@1", entry={}, records=records(weight=(2, 3), bias=(2,)))
-    monkeypatch.setattr(checkpoints, "read_version", lambda _repository, _ref: stored)
-    repo, run = SimpleNamespace(repository=None), linear_run(layers=2, heads=4)
-    assert plan_restore(run, repo, "net@1")["model"].keys() == {"weight", "bias"}
+    run = linear_run(layers=2, heads=4)
+    assert plan_restore(run, stored)["model"].keys() == {"weight", "bias"}
     stored.entry = {"config": {"model": "gpt2"}}
     with pytest.raises(ConfigError, match="net@1 has the model 'gpt2', this run has 'gpt'; use another --name"):
-        plan_restore(run, repo, "net@1")
+        plan_restore(run, stored)
     stored.entry = {"config": {"model": "gpt", "model_sizes": {"layers": 2, "heads": 2, "old": 1}}}
     message = (
         "net@1 has a model with layers=2, heads=2, and .* has layers=2, heads=4; .*--model-option heads=2.*, or use"
     )
     with pytest.raises(ConfigError, match=message):
-        plan_restore(run, repo, "net@1")
+        plan_restore(run, stored)
     # Sizes that one of the two lacks are not compared.
     stored.entry["config"]["model_sizes"] = {"layers": 2, "old": 1}
-    assert plan_restore(run, repo, "net@1")
+    assert plan_restore(run, stored)
     for other in (records(weight=(2, 3)), records(weight=(2, 3), bias=(3,)), records(weight=(2, 3), bias=(2,), b=())):
         stored.records = other
         with pytest.raises(ConfigError, match="net@1 does not fit the model 'gpt' of this run: "):
-            plan_restore(run, repo, "net@1")
+            plan_restore(run, stored)
 
 
 def test_only_the_first_rank_lists_how_a_version_differs_from_the_model(monkeypatch):

@@ -43,3 +43,20 @@ def test_a_state_in_memory_is_taken_unless_the_repository_has_a_later_one(reposi
     ]
     assert min(found.seconds for found in (first, second, third)) > 0
     assert (net.weight == 5).all()
+
+
+def test_a_job_without_a_state_continues_from_the_disks_of_the_nodes(repository, tmp_path):
+    state = hvd.elastic.ObjectState(step=0)
+    options = {"local": tmp_path / "node", "every": 100, "every_local": 1}
+    manager = datasvc.open(repository.url).models.manager("net", **options)
+    manager.save({"w": torch.ones(3)}, step=5, to="nodes", wait=True)
+    manager.__exit__(None, RuntimeError("killed"), None)
+
+    @hvd.elastic.run
+    def begin(state):
+        manager = datasvc.open(repository.url).models.manager("net", **options)
+        found = take_newest(state, manager, lambda checkpoint: setattr(state, "step", checkpoint.entry["step"]))
+        manager.__exit__(None, RuntimeError("killed"), None)
+        return found.source, found.step
+
+    assert [begin(state), begin(state)] == [("nodes", 5), ("memory", 5)]

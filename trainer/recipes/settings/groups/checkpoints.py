@@ -25,6 +25,9 @@ class CheckpointSettings(SettingGroup):
         codec: storage of weights: "none": raw; "planes": compressed; "delta": the difference to the previous
             checkpoint, where that is smaller.
         grace: maximum time from SIGTERM or Ctrl-C to the end of the run, which saves a last checkpoint.
+        local_checkpoints: folder on a disk of each node for checkpoints between those in the repository; each is kept
+            on two nodes. A run that is started again continues the newest, also after the loss of a node. None: none.
+        every_local: steps between two checkpoints on the disks of the nodes; less than `checkpoint_every`.
     """
 
     title: ClassVar[str] = "checkpoints"
@@ -36,12 +39,27 @@ class CheckpointSettings(SettingGroup):
     checkpoint_overlap: Literal["queue", "refuse"] = "queue"
     codec: Literal["none", "planes", "delta"] = "delta"
     grace: Annotated[str, Metavar("DURATION")] = "30s"
+    local_checkpoints: Annotated[str | None, Metavar("FOLDER")] = None
+    every_local: Annotated[int | None, Metavar("STEPS"), Range(1)] = None
 
     def check(self) -> None:
-        """Check the name and the forms of share and duration."""
+        """Check the name, the forms of share and duration, and that the settings of the nodes go together."""
         check_name(self.name, "model")
         parse_policy(self.checkpoint_every, self.max_stall)
         parse_duration(self.grace)
+        if (self.local_checkpoints is None) != (self.every_local is None):
+            raise ConfigError(
+                f"local_checkpoints is {self.local_checkpoints!r} and every_local is {self.every_local!r}; give both "
+                "--local-checkpoints FOLDER and --every-local STEPS, or neither"
+            )
+        if self.local_checkpoints == "":
+            raise ConfigError("local_checkpoints is empty; give a folder on a disk of the node, such as /nvme/ckpt")
+        if self.every_local is not None and self.every_local >= self.checkpoint_every:
+            raise ConfigError(
+                f"every_local is {self.every_local} and checkpoint_every is {self.checkpoint_every}: each checkpoint "
+                "in the repository is on the nodes too, so there would be none between two of them; give fewer steps "
+                "for --every-local, or leave out --local-checkpoints"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Keeps versions on the disks of the nodes, beside those of the repository: the folder, its lock, and the plans."""
