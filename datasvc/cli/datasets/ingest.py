@@ -124,13 +124,13 @@ def ingest(
     samples. --json prints one event per line.
     """
     from datasvc.repository import Repository
-    from datasvc.repository.logs.references import check_name
+    from datasvc.repository.logs.references import parse_line
     from datasvc.shards.ingestion.dry_run import dry_run_ingest
     from datasvc.shards.ingestion.ingest import ingest as run_ingest
     from datasvc.shards.sources import SourceOptions
     from datasvc.shards.sources.choose import open_source
 
-    check_name(name, "data set")
+    parse_line(name)
     shard_bytes = parse_size(shard_size)
     options = SourceOptions(
         format,

@@ -25,13 +25,13 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError
 from datasvc.repository import Entry, Repository, Resolved
-from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Log, decode_entry, list_logs
+from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Log, decode_log_entry, list_logs
 from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.logs.tags import version_of
 from datasvc.repository.logs.version_numbers import decode_numbers
 from datasvc.repository.removal import remove_untagged
 from datasvc.repository.repository import describe_damage
-from datasvc.shards.versions.dataset import renamed_to
+from datasvc.shards.lines.commit import renamed_to
 from datasvc.shards.versions.version_entry import derived_entry
 
 # Field of the move that ends a tag of the old name: the number of the rename's entry.
@@ -230,7 +230,7 @@ def _copy_entry(repository: Repository, name: str, new_name: str, path: str, *, 
 
     def checked(raw: bytes, location: str) -> bytes:
         if check:
-            decode_entry(raw, location)
+            decode_log_entry(raw, location)
         return raw
 
     raw = storage.read_checked(f"datasets/{name}/{path}", checked, max_bytes=MAX_ENTRY_BYTES)

@@ -26,4 +26,6 @@ def dataset_nodes(
     """
     entries = readable_versions(repository, name, last=last)
     state = repository.state("datasets", name)
-    return entry_nodes(name, reversed(entries), tags=state.tags, removed=state.removed, href=href)
+    return entry_nodes(
+        name, reversed(entries), tags=state.tags, branches=state.branches, removed=state.removed, href=href
+    )
