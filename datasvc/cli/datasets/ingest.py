@@ -47,7 +47,7 @@ SplitOverlapOption = Annotated[
 
 def ingest(
     source: Annotated[str, typer.Argument(help="Folder, file or pattern, local or any fsspec URL.")],
-    name: Annotated[str, typer.Argument(help="Name of the data set.")],
+    name: Annotated[str, typer.Argument(help="Name of the data set, or NAME@BRANCH.")],
     repo: RepoOption,
     format: Annotated[str | None, typer.Option(help="Format of SOURCE; default: detected from its files.")] = None,  # noqa: A002
     split: Annotated[str | None, typer.Option(help="Put all samples into this split.")] = None,

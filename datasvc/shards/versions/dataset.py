@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
@@ -17,12 +18,13 @@ from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.notebook.tables import to_frame
 from datasvc.printable import count_text
-from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage
+from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage, parse_reference
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.repository import keep_valid, warn_unreadable
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.lines.ancestors import ancestors_of
 from datasvc.shards.lines.commit import renamed_to
 from datasvc.shards.notebook.columns import choose_columns, read_columns
 from datasvc.shards.notebook.dataset_log import DatasetLog
@@ -421,11 +423,19 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
 def readable_versions(repository: Repository, name: str, *, last: int | None = None) -> DatasetLog:
     """Return the entries of the `last` newest versions of a data set (None: all), oldest first, with removed ones.
 
+    The versions are those of all branches; of NAME@BRANCH, its head and the ancestors of this version.
+
     An entry that cannot be read, or has no valid splits, is left out with an `UnreadableVersionWarning`. For errors,
-    see `Repository.entries`.
+    see `Repository.entries`, and `ancestors_of` for a branch.
     """
-    entries = repository.entries("datasets", name, last=last)
-    return DatasetLog(name, keep_valid("datasets", name, entries, check_splits), repository)
+    reference = parse_reference(name)
+    if reference.tag is None or reference.tag not in repository.branches(reference.name):
+        entries = repository.entries("datasets", name, last=last)
+    else:
+        numbers = islice(ancestors_of(repository, repository.resolve("datasets", name)), last)
+        entries = repository.readable_entries("datasets", reference.name, sorted(numbers))
+    valid = keep_valid("datasets", reference.name, entries, check_splits)
+    return DatasetLog(reference.name, valid, repository)
 
 
 def choose_split(dataset: DatasetVersion, split: str | None) -> list[Split]:
