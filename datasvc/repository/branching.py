@@ -106,7 +106,7 @@ def read_branches(repository: Repository, name: str) -> dict[str, BranchState]:
         NotFoundError: there is no such data set.
         UnavailableError: the store does not respond.
     """
-    heads = repository.resolve_with_state("datasets", check_name(name, "data set"), removed=True)[1].branches
+    heads = repository.known_state("datasets", check_name(name, "data set")).branches
     branches = repository.branches(name)
     return {
         branch: BranchState(

@@ -339,6 +339,13 @@ class Repository:
         """
         return self._state(kind, name, self._list_logs(kind, name))
 
+    def known_state(self, kind: Kind, name: str) -> NameState:
+        """Like `state`, but raise NotFoundError, which lists the names, for an unknown name."""
+        state = self.state(kind, name)
+        if not state.versions:
+            raise self._missing(kind, name)
+        return state
+
     def resolve_with_state(self, kind: Kind, ref: str, *, removed: bool = False) -> tuple[Resolved, NameState]:
         """Return the version that `ref` refers to, and the state of its name, with one listing; see `resolve`."""
         reference = parse_reference(str(ref), KIND_NAMES[kind])

@@ -77,7 +77,7 @@ def plan_branches(logs: TargetLogs, branches: Sequence[tuple[str, Resolved]]) ->
                     f"the branch {name}@{branch} at {at} cannot be set to {head}, because that is not a new version "
                     f"of the branch: `datasvc branch {name} {branch} --remove` there, then copy it again"
                 )
-            logs.carried[head.name, line] = existing
+            logs.carried[head.name, line] = existing, head
         planned.append(CarriedBranch(branch, head, existing is None))
     return planned
 

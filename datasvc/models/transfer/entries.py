@@ -46,7 +46,8 @@ class TargetLogs:
     Attributes:
         source: repository to copy from.
         target: repository to copy to.
-        carried: branches of the target that grow by the copied versions, by data set and line at the source.
+        carried: branches of the target that grow by the copied versions, and their heads at the source, by data set
+            and line at the source.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class TargetLogs:
         self._logs: dict[tuple[Kind, str], _TargetLog] = {}
         self._entry_reader = EntryReader(source)
         self._source_commits: dict[str, frozenset[str]] = {}
-        self.carried: dict[tuple[str, str], Branch] = {}
+        self.carried: dict[tuple[str, str], tuple[Branch, Resolved]] = {}
 
     def content(self, version: Resolved) -> Mapping[str, Any]:
         """Return the content of a version's entry at the source. For errors see `Repository.entry`."""
@@ -156,25 +157,38 @@ class TargetLogs:
         if branch is None:
             return fields_on_line(self.target, name, MAIN, head)
         carried = self.carried.get((version.name, str(self.content(version)[BRANCH])))
-        if carried is None:
-            return fields_on_line(self.target, name, branch_line(branch, 0), head)
-        self.check_continues(version, branch)
-        return fields_on_line(self.target, name, carried.line, head)
+        if carried is not None:
+            at_target, head_at_source = carried
+            if version == head_at_source:
+                self.check_continues(version, branch)
+            # A version that the other side has merged since is an ancestor of the head, but not of what is there now.
+            if version == head_at_source or self._not_continued(version, branch) is None:
+                return fields_on_line(self.target, name, at_target.line, head)
+        self.target.branch_logs(name).declare(branch)
+        return fields_on_line(self.target, name, branch_line(branch, 0), head)
 
     def check_continues(self, version: Resolved, branch: str) -> None:
         """Raise ConflictError if the head of a branch at the target is not a copy of an ancestor of a version."""
+        head = self._not_continued(version, branch)
+        if head is None:
+            return
+        raise ConflictError(
+            f"the branch {head.name}@{branch} at {redact_url(self.target.url)} has {head}, which {version} does not "
+            f"continue: bring it to {redact_url(self.source.url)}, merge it there, and copy the branch again"
+        )
+
+    def _not_continued(self, version: Resolved, branch: str) -> Resolved | None:
+        """Return the head of a branch at the target if it is no copy of an ancestor of a version, otherwise None."""
         name = self.target_name(version)
         head = self.target.state("datasets", name).branches.get(branch)
         if head is None:
-            return
-        head_identity = find_identity(self.target.entry(Resolved("datasets", name, head)).content)
+            return None
+        resolved = Resolved("datasets", name, head)
+        head_identity = find_identity(self.target.entry(resolved).content)
         for number in ancestors_of(self.source, version):
             if find_identity(self.content(Resolved("datasets", version.name, number))) == head_identity:
-                return
-        raise ConflictError(
-            f"the branch {name}@{branch} at {redact_url(self.target.url)} has {name}@{head}, which {version} does "
-            f"not continue: bring it to {redact_url(self.source.url)}, merge it there, and copy the branch again"
-        )
+                return None
+        return resolved
 
     def target_name(self, version: Resolved) -> str:
         """Return the name that the data set or model of a version has at the target."""

@@ -175,6 +175,15 @@ class Branches:
 
         log.append(build)
 
+    def declare(self, branch: str) -> None:
+        """Write a log of a branch that does not exist, unless there is a log of some branch.
+
+        Call this before the commit of a version that is on no branch of the repository: readers then look at entries,
+        see the module. For errors, see `Log.append`.
+        """
+        if not self.list_moves():
+            self._log(branch).append(lambda _head: {"version": None, "message": "of another repository"}, head=0)
+
     def first_after(self, branch: str) -> int:
         """Return `Branch.after` of the first branch of this name, or 0 if not known. For errors, see `Log.read`."""
         try:

@@ -123,7 +123,7 @@ def list_dataset_versions(site: Site, parts: Parts, query: Query) -> DatasetVers
 
 def _read_state(repository: Repository, kind: Kind, parts: Parts) -> NameState:
     """Return the state of a name. Raise ConfigError if it is not a name, NotFoundError if it does not exist."""
-    return repository.resolve_with_state(kind, check_name(parts["name"], KIND_NAMES[kind]), removed=True)[1]
+    return repository.known_state(kind, check_name(parts["name"], KIND_NAMES[kind]))
 
 
 def _describe_name(name: str, state: NameState) -> RegisteredName:
