@@ -370,10 +370,9 @@ class Repository:
         try:
             newest = heads.main
             on_branches = {branch.name: heads.head_of(branch) for branch in branches.values()}
-        except CorruptDataError as error:
+        except (CorruptDataError, ConfigError):
             # Tags and removals are listed all the same. What needs a head gets the error.
             newest, on_branches = None, {}
-            warn_unreadable(Resolved(kind, name, logs["versions"][-1]), error)
         return NameState(logs["versions"], tags, valid_removals, newest, on_branches)
 
     def newest(self, kind: Kind, name: str) -> Resolved | None:

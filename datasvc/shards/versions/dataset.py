@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 import numpy as np
 import pyarrow as pa
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.notebook.tables import to_frame
 from datasvc.printable import count_text
@@ -406,7 +406,7 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
     for name in filter(is_name, repository.storage.list("datasets")):
         try:
             newest = repository.newest("datasets", name)
-        except CorruptDataError as error:
+        except (CorruptDataError, ConfigError) as error:
             warn_unreadable(Resolved("datasets", name, repository.versions("datasets", name).head()), error)
             continue
         for entry in repository.readable_entries("datasets", name, [newest.version]) if newest else ():

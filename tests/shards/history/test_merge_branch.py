@@ -154,7 +154,7 @@ def test_the_main_line_is_merged_into_a_branch_as_well(pets):
 
 
 def test_several_common_ancestors_must_agree(pets):
-    """Both sides have merged the other, and then the branch takes its change of `a` back: which one counts is open."""
+    """Both sides have merged the other, and then the branch takes its change of `a` back: which counts is open."""
     put(pets, "pets", "ab", "main")
     put(pets, "pets@work", "c", "work")
     merge_branch(pets, "pets@3", "pets")

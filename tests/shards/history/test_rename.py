@@ -342,7 +342,7 @@ def check_branched(repository):
     assert (state.newest, state.branches, state.living) == (3, {"work": 5}, [1, 3, 4, 5])
     assert [move.content["version"] for move in branch_history(repository, "animals", "done")] == [1, None]
     assert repository.branches("pets") == {}
-    with pytest.raises(NotFoundError, match="pets has no (tag|branch) 'work'"):
+    with pytest.raises(NotFoundError, match=r"pets has no (tag|branch) 'work'"):
         delete(repository, "pets@work", keys=["c"])
 
 
