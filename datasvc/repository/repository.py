@@ -20,7 +20,7 @@ from datasvc.errors import (
     NotFoundError,
     UnreadableVersionWarning,
 )
-from datasvc.repository.logs.branches import BRANCHES, Branch, Branches
+from datasvc.repository.logs.branches import BRANCHES, Branch, BranchLogs
 from datasvc.repository.logs.heads import Heads, PositionReader
 from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log, list_logs
@@ -193,7 +193,7 @@ class Repository:
     def _read_branches(
         self, name: str, move_numbers: Mapping[str, Sequence[int]] | None, *, strict: bool = False
     ) -> dict[str, Branch]:
-        """Return the result of `branches`; for `move_numbers`, see `Branches.current`."""
+        """Return the result of `branches`; for `move_numbers`, see `BranchLogs.current`."""
         branches, errors = self.branch_logs(name).current(move_numbers)
         for branch, error in errors.items():
             text = f"{error}; `datasvc branch {name} {branch} --remove` ends the branch"
@@ -203,9 +203,9 @@ class Repository:
             warnings.warn(UnreadableVersionWarning(f"{name}@{branch}", message), stacklevel=3)
         return branches
 
-    def branch_logs(self, name: str) -> Branches:
+    def branch_logs(self, name: str) -> BranchLogs:
         """Return the logs of the branches of a data set. Raise ConfigError if `name` is not a valid name."""
-        return Branches(self.storage, self._folder("datasets", name))
+        return BranchLogs(self.storage, self._folder("datasets", name))
 
     def positions(self, name: str) -> PositionReader:
         """Return a reader of the lines of the versions of a data set.

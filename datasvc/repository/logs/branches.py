@@ -57,7 +57,7 @@ def check_branch(branch: str) -> str:
     return check_tag(branch, "branch")
 
 
-class Branches:
+class BranchLogs:
     """The branches of one data set.
 
     Args:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Final
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.repository.logs.branches import BRANCHES, Branch, Branches
+from datasvc.repository.logs.branches import BRANCHES, Branch, BranchLogs
 from datasvc.repository.logs.lines import MAIN, LinePosition, find_head
 from datasvc.repository.logs.log import Entry, Log
 
@@ -78,7 +78,7 @@ class Heads:
         moves: numbers of the moves of each branch, ascending.
     """
 
-    branches: Branches
+    branches: BranchLogs
     read: PositionReader
     numbers: Sequence[int]
     removed: Collection[int]
@@ -86,7 +86,7 @@ class Heads:
 
     @classmethod
     def of_logs(
-        cls, branches: Branches, read: PositionReader, logs: Mapping[str, Sequence[int]], removed: Collection[int]
+        cls, branches: BranchLogs, read: PositionReader, logs: Mapping[str, Sequence[int]], removed: Collection[int]
     ) -> Heads:
         """Return the heads of a data set from a listing of its logs, which has the numbers of entries by path."""
         prefix = f"{BRANCHES}/"

@@ -116,7 +116,7 @@ def merge_branch(
         )
     given_base = None if base is None else repository.resolve("datasets", base, removed=True)
     sides = _SidesByKey.of(on_conflict, ours, theirs)
-    build = _MergeBuild(repository, line, merged, given_base, sides, on_split_overlap, message)
+    build = _BranchMergeBuild(repository, line, merged, given_base, sides, on_split_overlap, message)
     if dry_run:
         head = head_of_line(repository, line, repository.versions("datasets", line.name).head())
         with suppress(_NothingToMergeError):
@@ -155,7 +155,7 @@ class _SidesByKey:
 
 
 @dataclass(eq=False)
-class _MergeBuild:
+class _BranchMergeBuild:
     """Builds the log entry. `commit_on_line` calls an instance again if the line has another version by then.
 
     Attributes:

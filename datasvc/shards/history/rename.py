@@ -52,8 +52,8 @@ def rename(repository: Repository, name: str, new_name: str, *, message: str = "
     """Give a data set a new name, with all its versions, their numbers, its tags, branches and removals.
 
     The versions of the old name are then removed, and its tags and branches end. Entries of models that name them
-    stay, and so does the history of the old name. After an interruption, the same call continues. Until it is continued,
-    the new name may lack versions and tags.
+    stay, and so does the history of the old name. After an interruption, the same call continues. Until then, the new
+    name may lack versions and tags.
 
     Args:
         repository: the repository that stores the data set.

@@ -110,7 +110,7 @@ def plan_three_way(
     return MergePlan(splits, conflicts)
 
 
-class _Since:
+class _ChangedKeys:
     """The keys that a side has deleted and changed since a common ancestor."""
 
     def __init__(self, objects: Objects, base: Split | None, side: Split | None) -> None:
@@ -121,7 +121,7 @@ class _Since:
             self.deleted, self.changed = set(difference.deleted), set(difference.changed)
 
 
-_ChangesOf = Callable[[str, _Since, _Since], tuple[Change, Change]]
+_ChangesOf = Callable[[str, _ChangedKeys, _ChangedKeys], tuple[Change, Change]]
 
 
 @dataclass
@@ -145,7 +145,8 @@ class _SplitPlanner:
             return SplitPlan(True, added, changed, deleted)
         plan = SplitPlan()
         self._since = [
-            (_Since(self.objects, base, self.ours), _Since(self.objects, base, self.theirs)) for base in self.bases
+            (_ChangedKeys(self.objects, base, self.ours), _ChangedKeys(self.objects, base, self.theirs))
+            for base in self.bases
         ]
         for key, shard, row in difference.added.places():
             if self._settle(key, _only_theirs, choose) == "theirs":
@@ -173,18 +174,18 @@ class _SplitPlanner:
         return side
 
 
-def _only_theirs(key: str, ours: _Since, theirs: _Since) -> tuple[Change, Change]:
+def _only_theirs(key: str, ours: _ChangedKeys, theirs: _ChangedKeys) -> tuple[Change, Change]:
     if key not in ours.deleted:
         return "unchanged", "added"  # no common ancestor has it
     return "deleted", "changed" if key in theirs.changed else "unchanged"
 
 
-def _only_ours(key: str, ours: _Since, theirs: _Since) -> tuple[Change, Change]:
+def _only_ours(key: str, ours: _ChangedKeys, theirs: _ChangedKeys) -> tuple[Change, Change]:
     theirs_change, ours_change = _only_theirs(key, theirs, ours)
     return ours_change, theirs_change
 
 
-def _in_both(key: str, ours: _Since, theirs: _Since) -> tuple[Change, Change]:
+def _in_both(key: str, ours: _ChangedKeys, theirs: _ChangedKeys) -> tuple[Change, Change]:
     if key not in ours.changed and key not in theirs.changed:
         return "added", "added"  # the samples differ, so the common ancestor does not have the key
     return "changed" if key in ours.changed else "unchanged", "changed" if key in theirs.changed else "unchanged"
