@@ -114,7 +114,9 @@ def test_a_branch_that_went_on_at_the_target_is_not_set_back(pets, target):
     assert heads(target) == before  # it has all of the source already
     put(pets, "pets@work", "e", "here")
     for dry_run in (True, False):
-        with pytest.raises(ConflictError, match=r"has pets@4, which pets@5 does not continue: bring it to"):
+        with pytest.raises(
+            ConflictError, match=r"has pets@4, which pets@5 does not continue: copy pets@4 by its number"
+        ):
             transfer_datasets(pets, target, ["pets@work"], dry_run=dry_run)
     assert heads(target) == before
     # What the message advises.
