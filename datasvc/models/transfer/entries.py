@@ -174,8 +174,8 @@ class TargetLogs:
             return
         raise ConflictError(
             f"the branch {head.name}@{branch} at {redact_url(self.target.url)} has {head}, which {version} does not "
-            f"continue: copy {head} by its number to {redact_url(self.source.url)}, merge it into the branch there, and "
-            "copy the branch again"
+            f"continue: copy {head} by its number to {redact_url(self.source.url)}, merge it into the branch there, "
+            "and copy the branch again"
         )
 
     def _not_continued(self, version: Resolved, branch: str) -> Resolved | None:
