@@ -20,11 +20,13 @@ from datasvc.gc import GRACE_S, Garbage, discard_referenced, gc, list_old, refer
 from datasvc.models import describe_model, restore, save
 from datasvc.models.registry.removal import remove
 from datasvc.repository import Repository
+from datasvc.repository.branching import create_branch, remove_branch
 from datasvc.repository.logs.log import encode_entry
+from datasvc.repository.removal import remove_versions
 from datasvc.repository.store.storage import Storage
 from datasvc.runs import RunLog, list_runs, read_run
 from datasvc.runs.sweep import delete_run
-from datasvc.shards import open_dataset
+from datasvc.shards import ingest, open_dataset
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.verify import verify
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
@@ -580,3 +582,21 @@ def test_what_gc_asked_the_time_with_is_removed_by_the_next_one_if_it_was_killed
     repository.storage.now_s()
     make_old(repository)
     assert len(gc(repository, dry_run=False).temporary_files) == 1
+
+
+def test_gc_keeps_what_a_version_on_a_branch_has_until_the_version_itself_is_removed(repository):
+    write_version(repository, "pets", {"train": [[{"key": "a", "text": "a"}]]})
+    create_branch(repository, "pets", "work")
+    ingest(repository, [{"key": "b", "text": "b"}], "pets@work", append=True)
+    only_there = {shard.digest for shard in open_dataset(repository, "pets@work")["train"].table.shards()} - {
+        shard.digest for shard in open_dataset(repository, "pets")["train"].table.shards()
+    }
+    assert len(only_there) == 1
+    for act in (lambda: None, lambda: remove_branch(repository, "pets", "work")):
+        act()
+        gc(repository, grace_s=0, no_writers=True, dry_run=False)
+        assert [sample["key"] for sample in open_dataset(repository, "pets@2")["train"]] == ["a", "b"]
+    remove_versions(repository, "datasets", ["pets@2"])
+    report = gc(repository, grace_s=0, no_writers=True, dry_run=False, now_s=repository.storage.now_s() + 10)
+    assert only_there <= {info.digest for info in report.objects}
+    assert [sample["key"] for sample in open_dataset(repository, "pets")["train"]] == ["a"]

@@ -126,7 +126,7 @@ ALLOWED["datasvc.integrations"] = ALLOWED["datasvc.api"] | {
 # folder of the package itself; its `__init__` is on top unless it is listed.
 ROOMS = {
     "datasvc.repository": ["store", "objects", "logs", "."],
-    "datasvc.shards": ["format images", "sources notebook", "versions", "history ingestion query export"],
+    "datasvc.shards": ["format images lines", "sources notebook", "versions", "history ingestion query export"],
     "datasvc.shards.sources": ["common", "tabular tar mds arrays records text", "images", "."],
     "datasvc.cache": ["catalogue sources", "peers", "fetch", ".", "prefetch", "forecast"],
     "datasvc.models": [

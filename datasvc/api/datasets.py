@@ -10,9 +10,11 @@ from datasvc.api.operation import Collection, Operation
 from datasvc.models.transfer import TransferReport, transfer_datasets
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository
+from datasvc.repository.branching import branch_history, create_branch, read_branches, remove_branch
 from datasvc.repository.removal import RemovalReport, remove_versions
 from datasvc.shards.export import export
 from datasvc.shards.history.delete_damaged import delete_damaged
+from datasvc.shards.history.merge_branch import merge_branch
 from datasvc.shards.history.rename import rename
 from datasvc.shards.history.repair import repair_dataset
 from datasvc.shards.history.revert import revert
@@ -52,6 +54,11 @@ class Datasets(Collection):
     merge = Operation(merge)
     name_classes = Operation(name_classes)
     revert = Operation(revert)
+    branch = Operation(create_branch)
+    branches = Operation(read_branches)
+    branch_history = Operation(branch_history)
+    remove_branch = Operation(remove_branch)
+    merge_branch = Operation(merge_branch)
     rename = Operation(rename)
     open = Operation(open_dataset)
     describe = Operation(describe_version)
@@ -84,6 +91,7 @@ class Datasets(Collection):
         name: str | None = None,
         with_parents: bool = False,
         with_tags: bool = False,
+        with_branches: bool = False,
         dry_run: bool = False,
         progress: Progress = NO_PROGRESS,
     ) -> TransferReport:

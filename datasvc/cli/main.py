@@ -26,6 +26,7 @@ _COMMANDS: Final = {
     "sql": ("datasets.show", "sql"),
     "log": ("datasets.listing", "log"),
     "tag": ("datasets.tags", "tag"),
+    "branch": ("datasets.branches", "branch"),
     "delete": ("datasets.versions", "delete"),
     "classes": ("datasets.versions", "classes"),
     "diff": ("datasets.versions", "diff"),

@@ -1,4 +1,4 @@
-"""The graph of versions: one lane per branch, newest on top, tags as labels, a removed version as a hollow node."""
+"""The graph of versions: one lane per branch, newest on top, tags and branches as labels, removed versions hollow."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class VersionNode:
         href: address of its page.
         is_removed: whether it was removed.
         title: text on hover; by default its name, parents and note.
+        branches: names of the branches that it is the head of.
     """
 
     name: str
@@ -42,6 +43,7 @@ class VersionNode:
     href: str | None = None
     is_removed: bool = False
     title: str = ""
+    branches: tuple[str, ...] = ()
 
 
 def version_graph(
@@ -101,7 +103,7 @@ def version_table(
     rows = [
         (
             link(node.name, node.href),
-            ", ".join(node.tags),
+            ", ".join([*node.tags, *(f"{branch} (branch)" for branch in node.branches)]),
             ", ".join(node.parents),
             "removed" if node.is_removed else "",
             node.note,
@@ -161,9 +163,9 @@ def _node(node: VersionNode, lane: int, row: int, text_x: int) -> Markup:
     )
     x_next = text_x + text_width(label) + 12
     boxes = []
-    for tag in _shown_tags(node):
-        boxes.append(_tag(tag, x_next, y))
-        x_next += text_width(tag) + 16
+    for text, colour_of_label in _labels(node, colour):
+        boxes.append(_box(text, x_next, y, colour_of_label))
+        x_next += text_width(text) + 16
     note = (
         element("text", shorten(node.note, _MAX_NOTE), x=x_next, y=y + 4, class_="quiet") if node.note else Markup()
     )
@@ -174,21 +176,37 @@ def _label(node: VersionNode) -> str:
     return shorten(node.name, _MAX_LABEL) + (" (removed)" if node.is_removed else "")
 
 
-def _shown_tags(node: VersionNode) -> list[str]:
-    tags = [shorten(tag, _MAX_LABEL) for tag in node.tags[:_MAX_TAGS]]
-    return [*tags, f"and {len(node.tags) - _MAX_TAGS} more"] if len(node.tags) > _MAX_TAGS else tags
+def _labels(node: VersionNode, lane_colour: str) -> list[tuple[str, str]]:
+    """Return the text and the colour of each label; that of a branch has the colour of its lane."""
+    tags = [(shorten(tag, _MAX_LABEL), "accent") for tag in node.tags[:_MAX_TAGS]]
+    if len(node.tags) > _MAX_TAGS:
+        tags.append((f"and {len(node.tags) - _MAX_TAGS} more", "accent"))
+    branches = [(shorten(branch, _MAX_LABEL), lane_colour) for branch in node.branches[:_MAX_TAGS]]
+    if len(node.branches) > _MAX_TAGS:
+        branches.append((f"and {len(node.branches) - _MAX_TAGS} more", lane_colour))
+    return [*branches, *tags]
 
 
-def _tag(tag: str, x: float, y: int) -> Markup:
-    width = text_width(tag) + 10
+def _box(text: str, x: float, y: int, colour: str) -> Markup:
+    width = text_width(text) + 10
+    kind = "tag" if colour == "accent" else "branch"
     return element(
         "g",
-        element("rect", x=x, y=y - 9, width=width, height=18, rx=4, class_="line accent", fill="none"),
-        element("text", tag, x=x + width / 2, y=y + 4, text_anchor="middle"),
-        class_="tag",
+        element(
+            "rect",
+            x=x,
+            y=y - 9,
+            width=width,
+            height=18,
+            rx=4 if kind == "tag" else 9,
+            class_=f"line {colour}",
+            fill="none",
+        ),
+        element("text", text, x=x + width / 2, y=y + 4, text_anchor="middle"),
+        class_=kind,
     )
 
 
 def _row_width(node: VersionNode) -> float:
-    tags = sum(text_width(tag) + 16 for tag in _shown_tags(node))
-    return text_width(_label(node)) + 12 + tags + text_width(shorten(node.note, _MAX_NOTE))
+    boxes = sum(text_width(text) + 16 for text, _ in _labels(node, ""))
+    return text_width(_label(node)) + 12 + boxes + text_width(shorten(node.note, _MAX_NOTE))

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.repository.branching import refuse_branch
 from datasvc.repository.logs.references import parse_reference, refuse_text
-from datasvc.repository.removal import remove_tagged, tags_on
+from datasvc.repository.removal import refuse_branched, remove_tagged, tags_on
 from datasvc.repository.repository import Kind, Repository, Resolved
 
 
@@ -39,8 +40,8 @@ def mark_lost(
         message: message of the commit.
 
     Raises:
-        ConfigError: the entry of a version can be read, or has a later format; a reference is a name alone; or a
-            version is tagged and `force` is not set. Nothing was changed.
+        ConfigError: the entry of a version can be read, or has a later format; a reference is a name alone or a
+            branch; a version is tagged and `force` is not set; or a branch begins at a version. Nothing was changed.
         NotFoundError: a version does not exist. Nothing was changed.
         ConflictError: another process moved a tag of one of the versions meanwhile. Versions that it tagged are not
             lost, and keep their tags.
@@ -52,10 +53,14 @@ def mark_lost(
         reference = parse_reference(ref)
         if reference.version is None and reference.tag is None:
             raise ConfigError(f"{ref!r} names no version; expected a version or a tag, such as {ref}@3")
+        if kind == "datasets":
+            refuse_branch(repository, reference.name, reference.tag, "give the numbers of versions")
         version = repository.resolve(kind, ref, removed=True)
         _check_unreadable(repository, version)
         numbers.setdefault(version.name, set()).add(version.version)
     tags = {name: tags_on(repository, kind, name, versions) for name, versions in numbers.items()}
+    for name, versions in numbers.items():
+        refuse_branched(repository, kind, name, versions)
     tagged = [f"{name}@{tag}" for name, tags_of_name in tags.items() for tag in tags_of_name]
     if tagged and not force:
         raise ConfigError(

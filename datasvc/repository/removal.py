@@ -1,7 +1,8 @@
 """Remove versions of data sets and models: a commit marks them as removed, and a later `gc` deletes their bytes.
 
 The number of a removed version is never used again. Its entry stays, so that lineage remains complete. A version with
-a tag is never removed: if another process tags a version during its removal, the removal is reverted.
+a tag, or at which a branch begins, is never removed: if another process tags a version during its removal, or makes
+a branch there, the removal is reverted.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from datasvc.errors import ConfigError, ConflictError, DatasvcError, NotFoundError
+from datasvc.repository.branching import branches_at, refuse_branch
 from datasvc.repository.logs.references import parse_reference, refuse_text
 from datasvc.repository.repository import KIND_NAMES, Kind, Repository, Resolved
 
@@ -41,8 +43,8 @@ def remove_versions(
         message: message of the commit.
 
     Raises:
-        ConfigError: `refs` is a string, a reference is a name alone, or a version is tagged and `force` is not set;
-            nothing was removed.
+        ConfigError: `refs` is a string, a reference is a name alone or a branch, a version is tagged and `force` is
+            not set, or a branch begins at a version; nothing was removed.
         NotFoundError: a version does not exist or was removed earlier; nothing was removed now.
         ConflictError: another process moved a tag of one of the versions during the removal. The message lists the
             removed versions. The tags of the other versions are restored.
@@ -54,9 +56,19 @@ def remove_versions(
         reference = parse_reference(ref, KIND_NAMES[kind])
         if reference.version is None and reference.tag is None:
             raise ConfigError(f"{ref!r} names no version; expected a version or a tag for each, such as {ref}@3")
+        if kind == "datasets":
+            refuse_branch(
+                repository,
+                reference.name,
+                reference.tag,
+                f"give the numbers of versions; `datasvc branch {reference.name} {reference.tag} --remove` removes "
+                "the branch",
+            )
         version = repository.resolve(kind, ref)
         numbers.setdefault(version.name, set()).add(version.version)
     tags = {name: tags_on(repository, kind, name, versions) for name, versions in numbers.items()}
+    for name, versions in numbers.items():
+        refuse_branched(repository, kind, name, versions)
     # Check the tags of all names before the first commit, so that a refusal changes nothing.
     if not force:
         _refuse_tagged(tags)
@@ -136,14 +148,18 @@ def remove_untagged(
         removals.add(versions, message)
     # This function reads the tags after it wrote the removal. `Repository.tag` reads the removals after it wrote the
     # tag. Of two concurrent calls, at least one therefore reads the change of the other.
-    tagged = tags_on(repository, kind, name, versions)
-    if tagged:
+    protected = tags_on(repository, kind, name, versions)
+    if kind == "datasets":
+        protected |= {
+            branch: found.start for branch, found in branches_at(repository, name, frozenset(versions)).items()
+        }
+    if protected:
         # Only the tagged versions: others may have been removed before this call.
-        restored = set(tagged.values())
-        removals.restore(restored, f"tagged meanwhile: {', '.join(sorted(tagged))}")
+        restored = set(protected.values())
+        removals.restore(restored, f"tagged meanwhile: {', '.join(sorted(protected))}")
         raise ConflictError(
-            f"another process moved tags of {name} during the removal: {tagged} stay, the other versions are "
-            f"{'marked as lost' if lost else 'removed'}"
+            f"another process moved tags of {name} or made branches during the removal: {protected} stay, the other "
+            f"versions are {'marked as lost' if lost else 'removed'}"
         )
 
 
@@ -154,7 +170,7 @@ def swept_versions(repository: Repository, kind: Kind, name: str, before_s: floa
     """
     removed = repository.removals(kind, name).removed_before(before_s)
     # Read the tags after the removals: a tag that causes the reversal of a removal was set before the reversal.
-    return removed - set(repository.tags(kind, name, strict=True).values()) if removed else removed
+    return removed - repository.protected(kind, name, strict=True) if removed else removed
 
 
 def tags_on(repository: Repository, kind: Kind, name: str, versions: Iterable[int]) -> dict[str, int]:
@@ -162,6 +178,16 @@ def tags_on(repository: Repository, kind: Kind, name: str, versions: Iterable[in
     numbers = set(versions)
     tags = repository.tags(kind, name, strict=True)
     return {tag: version for tag, version in tags.items() if version in numbers}
+
+
+def refuse_branched(repository: Repository, kind: Kind, name: str, versions: Iterable[int]) -> None:
+    """Raise ConfigError if a branch begins at one of the versions; for other errors, see `branches_at`."""
+    at = branches_at(repository, name, frozenset(versions)) if kind == "datasets" else {}
+    for branch, found in at.items():
+        raise ConfigError(
+            f"the branch {name}@{branch} begins at {name}@{found.start}; nothing was removed: remove the branch "
+            f"first: `datasvc branch {name} {branch} --remove`"
+        )
 
 
 def _refuse_tagged(tags: Mapping[str, Mapping[str, int]]) -> None:

@@ -20,6 +20,8 @@ from datasvc.errors import (
     NotFoundError,
     UnreadableVersionWarning,
 )
+from datasvc.repository.logs.branches import BRANCHES, Branch, BranchLogs
+from datasvc.repository.logs.heads import Heads, PositionReader
 from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log, list_logs
 from datasvc.repository.logs.metric_mode import MetricMode, choose_metric_mode
@@ -55,17 +57,22 @@ class Resolved:
 
 @dataclass(frozen=True)
 class NameState:
-    """Versions, tags and removals of one data set or model, from one listing of its logs.
+    """Versions, tags, branches and removals of one data set or model, from one listing of its logs.
 
     Attributes:
         versions: numbers of all versions, ascending.
         tags: version that each tag points at; a tag that cannot be read is left out.
-        removed: numbers of the removed versions; without tagged ones, whose removal is not valid.
+        removed: numbers of the removed versions; without those that a tag points at, or at which a branch begins:
+            their removal is not valid.
+        newest: newest version of the main line that is not removed; None if there is none, or it is not known.
+        branches: head of each branch; a branch whose head is not known is left out.
     """
 
     versions: Sequence[int]
     tags: Mapping[str, int]
     removed: frozenset[int]
+    newest: int | None
+    branches: Mapping[str, int]
 
     @property
     def living(self) -> list[int]:
@@ -184,6 +191,43 @@ class Repository:
             warnings.warn(UnreadableVersionWarning(f"{name}@{tag}", message), stacklevel=3)
         return versions
 
+    def branches(self, name: str, *, strict: bool = False) -> dict[str, Branch]:
+        """Return the branches of a data set by name; for `strict` and errors, see `tags`."""
+        return self._read_branches(name, None, strict=strict)
+
+    def _read_branches(
+        self, name: str, move_numbers: Mapping[str, Sequence[int]] | None, *, strict: bool = False
+    ) -> dict[str, Branch]:
+        """Return the result of `branches`; for `move_numbers`, see `BranchLogs.current`."""
+        branches, errors = self.branch_logs(name).current(move_numbers)
+        for branch, error in errors.items():
+            text = f"{error}; `datasvc branch {name} {branch} --remove` ends the branch"
+            if strict:
+                raise type(error)(text) from error
+            message = f"{name}@{branch} is left out: {text}"
+            warnings.warn(UnreadableVersionWarning(f"{name}@{branch}", message), stacklevel=3)
+        return branches
+
+    def branch_logs(self, name: str) -> BranchLogs:
+        """Return the logs of the branches of a data set. Raise ConfigError if `name` is not a valid name."""
+        return BranchLogs(self.storage, self._folder("datasets", name))
+
+    def positions(self, name: str) -> PositionReader:
+        """Return a reader of the lines of the versions of a data set.
+
+        Raise ConfigError: `name` is not a valid name.
+        """
+        return PositionReader(self.versions("datasets", name), is_local=self.storage.is_local)
+
+    def protected(self, kind: Kind, name: str, *, strict: bool = False) -> frozenset[int]:
+        """Return the versions that cannot be removed: those that tags point at, or at which branches begin.
+
+        For `strict` and errors, see `tags`.
+        """
+        tagged = self.tags(kind, name, strict=strict).values()
+        branches = self.branches(name, strict=strict).values() if kind == "datasets" else ()
+        return frozenset([*tagged, *(branch.start for branch in branches)])
+
     def tag_history(self, kind: Kind, name: str, tag: str) -> list[Entry]:
         """Return every move of a tag, oldest first; [] if the tag never existed. For errors, see `Log.entries`."""
         return self._tags(kind, name).history(tag)
@@ -199,7 +243,8 @@ class Repository:
 
         Raises:
             NotFoundError: `ref` does not resolve.
-            ConfigError: `tag` is not a valid tag, or is "latest", which means the newest version, and not set yet.
+            ConfigError: `tag` is not a valid tag, or is "latest", which means the newest version, and not set yet; or
+                a branch has this name.
             CorruptDataError: `expect` is given, but the newest move of the tag is damaged.
             ConflictError: the tag does not point at `expect`, or the version was removed concurrently; or see
                 `Log.append`.
@@ -232,11 +277,17 @@ class Repository:
             )
         if previous == target.version and expect in {None, previous}:
             return target
+        if not previous and self._heads(kind, target.name, logs, removed).find(tag) is not None:
+            raise ConfigError(f"{target.name} has a branch {tag!r}: choose another name for the tag")
         tags.move(tag, target.version, expect=expect, newest=newest)
         # Read the removals after the commit, see the invariant of this module.
         if self._is_removed(target):
             outcome = self._move_back(target, tag, previous)
             raise ConflictError(f"{target} was removed while tag {tag!r} was moved to it; the tag {outcome}")
+        # In the same way, `create_branch` reads the tags after its commit.
+        if kind == "datasets" and not previous and self.branch_logs(target.name).find(tag) is not None:
+            outcome = self._move_back(target, tag, previous)
+            raise ConflictError(f"a branch {tag!r} of {target.name} was created at the same time; the tag {outcome}")
         return target
 
     def _move_back(self, target: Resolved, tag: str, previous: int) -> str:
@@ -266,13 +317,17 @@ class Repository:
 
         Args:
             kind: "datasets" or "models".
-            ref: reference, or a resolved version. A name alone refers to the newest version that is not removed, and
-                so does NAME@latest, if there is no tag of this name. For NAME@best:METRIC, see `best`.
+            ref: reference, or a resolved version. A name alone refers to the newest version that is not removed, of a
+                data set on its main line, and so does NAME@latest, if there is no tag of this name. For
+                NAME@best:METRIC, see `best`.
             removed: accept a removed version, whose entry still exists but whose objects may be deleted.
 
         Raises:
             ConfigError: `ref` is not a reference.
-            NotFoundError: the name, version or tag does not exist (the message lists what does), or was removed.
+            NotFoundError: the name, version, tag or branch does not exist (the message lists what does), or was
+                removed.
+            ConflictError: a tag and a branch have this name.
+            CorruptDataError: it is not known which branch a version is on, because its entry cannot be read.
             UnavailableError: the store does not respond.
         """
         reference = parse_reference(str(ref), KIND_NAMES[kind])
@@ -289,6 +344,13 @@ class Repository:
         """
         return self._state(kind, name, self._list_logs(kind, name))
 
+    def known_state(self, kind: Kind, name: str) -> NameState:
+        """Like `state`, but raise NotFoundError, which lists the names, for an unknown name."""
+        state = self.state(kind, name)
+        if not state.versions:
+            raise self._missing(kind, name)
+        return state
+
     def resolve_with_state(self, kind: Kind, ref: str, *, removed: bool = False) -> tuple[Resolved, NameState]:
         """Return the version that `ref` refers to, and the state of its name, with one listing; see `resolve`."""
         reference = parse_reference(str(ref), KIND_NAMES[kind])
@@ -297,7 +359,7 @@ class Repository:
         if reference.tag is not None and not reference.moves_back:
             # `state` has the present version of each tag, so no further request is needed.
             tagged = state.tags.get(reference.tag)
-            if tagged is not None and tagged in state.versions:
+            if tagged is not None and tagged in state.versions and reference.tag not in state.branches:
                 return Resolved(kind, reference.name, tagged), state
         return self._resolve(kind, reference, logs, state.removed, accept_removed=removed), state
 
@@ -306,13 +368,26 @@ class Repository:
         move_numbers = {
             path.removeprefix("tags/"): numbers for path, numbers in logs.items() if path.startswith("tags/")
         }
-        tags = self._read_tags(kind, name, move_numbers)
-        return NameState(logs["versions"], tags, self._removed(kind, name, logs) - set(tags.values()))
+        tags, removed = self._read_tags(kind, name, move_numbers), self._removed(kind, name, logs)
+        heads = self._heads(kind, name, logs, removed)
+        branches = self._read_branches(name, heads.moves) if heads.moves else {}
+        valid_removals = removed - set(tags.values()) - {branch.start for branch in branches.values()}
+        try:
+            newest = heads.main
+            on_branches = {branch.name: heads.head_of(branch) for branch in branches.values()}
+        except (CorruptDataError, ConfigError):
+            # Tags and removals are listed all the same. What needs a head gets the error.
+            newest, on_branches = None, {}
+        return NameState(logs["versions"], tags, valid_removals, newest, on_branches)
 
     def newest(self, kind: Kind, name: str) -> Resolved | None:
-        """Return the newest version of `name` that is not removed, or None; for errors, see `living`."""
-        numbers = self.living(kind, name)
-        return Resolved(kind, name, numbers[-1]) if numbers else None
+        """Return the newest version of `name` that is not removed, of a data set on its main line, or None.
+
+        For errors, see `resolve`.
+        """
+        logs = self._list_logs(kind, name)
+        number = self._heads(kind, name, logs, self._removed(kind, name, logs)).main
+        return None if number is None else Resolved(kind, name, number)
 
     def best(self, name: str, metric: str, *, mode: MetricMode | None = None) -> Resolved:
         """Return the version of a model with the best value of a metric; of equal values, the newest.
@@ -400,28 +475,72 @@ class Repository:
         if not numbers:
             raise self._missing(kind, name)
         living = [number for number in numbers if number not in removed]
-        # If all versions are removed, choose the newest: the error below reports its removal.
-        newest = living[-1] if living else numbers[-1]
-        if reference.metric is not None:
+        heads = self._heads(kind, name, logs, removed)
+        if reference.version is not None:
+            version = reference.version
+        elif reference.metric is not None:
             version = self._find_best(kind, reference, living)
-        elif reference.tag is not None:
-            version = self._find_tagged(kind, reference, logs.get(f"tags/{reference.tag}", ()), newest)
+        elif reference.tag is not None and (on_branch := heads.find(reference.tag)) is not None:
+            version = self._find_on_branch(reference, logs.get(f"tags/{reference.tag}", ()), on_branch)
+        elif reference.tag is not None and (reference.tag != LATEST or reference.moves_back):
+            version = self._find_tagged(kind, reference, logs)
         else:
-            version = newest if reference.version is None else reference.version
+            moves = logs.get(f"tags/{LATEST}", ()) if reference.tag == LATEST else ()
+            version = version_of(self._tags(kind, name).newest(LATEST, moves)) or self._newest_of(heads, living)
         resolved = Resolved(kind, name, version)
-        # A removal of a tagged version is not valid, even if the process that removed it ended before reverting it.
-        if version in removed and not accept_removed and version not in self.tags(kind, name).values():
+        # A removal of a protected version is not valid, even if its process ended before it reverted the removal.
+        if version in removed and not accept_removed and version not in self.protected(kind, name):
             raise NotFoundError(self._removal_message(resolved, living))
         if version not in numbers:
             raise NotFoundError(f"{name} has no version {version}; it has {describe_numbers(living)}")
         return resolved
 
-    def _find_tagged(self, kind: Kind, reference: Reference, moves: Sequence[int], newest: int) -> int:
-        """Return the version that a tag points at; `newest` for "latest", if there is no tag of this name."""
-        tag, tags = str(reference.tag), self._tags(kind, reference.name)
-        if tag == LATEST and not reference.moves_back:
-            return version_of(tags.newest(tag, moves)) or newest
-        return tags.version_at(tag, reference.moves_back, moves)
+    def _newest_of(self, heads: Heads, living: Sequence[int]) -> int:
+        """Return the version that a name alone refers to, which may be a removed one; for errors, see `resolve`."""
+        if heads.main is not None:
+            return heads.main
+        if not living:
+            # All versions are removed: the error of the caller reports the removal of the newest.
+            return heads.numbers[-1]
+        name = heads.branches.name
+        raise NotFoundError(
+            f"{name} has no version on its main line; it has {describe_numbers(living)}, and the branches: "
+            f"{', '.join(heads.branches.current(heads.moves)[0]) or 'none'}"
+        )
+
+    def _find_tagged(self, kind: Kind, reference: Reference, logs: Mapping[str, Sequence[int]]) -> int:
+        """Return the version that a tag points at, or pointed at; for errors, see `resolve`."""
+        tag = str(reference.tag)
+        try:
+            return self._tags(kind, reference.name).version_at(tag, reference.moves_back, logs.get(f"tags/{tag}", ()))
+        except NotFoundError as error:
+            branches = self._read_branches(reference.name, None) if kind == "datasets" else {}
+            if not branches:
+                raise
+            raise NotFoundError(f"{error}; its branches: {', '.join(branches)}") from error
+
+    def _find_on_branch(self, reference: Reference, tag_moves: Sequence[int], head: int) -> int:
+        """Return the version that a reference to a branch with this head refers to; for errors, see `resolve`."""
+        name, branch = reference.name, str(reference.tag)
+        if version_of(self._tags("datasets", name).newest(branch, tag_moves)):
+            raise ConflictError(
+                f"{name} has a tag and a branch {branch!r}, as an earlier release set the tag: give a number, or "
+                f"remove one: `datasvc tag {name} {branch} --remove`, `datasvc branch {name} {branch} --remove`"
+            )
+        number = head
+        for _ in range(reference.moves_back):
+            parent = self.entry(Resolved("datasets", name, number)).content.get("parent")
+            if parent is None:
+                raise NotFoundError(
+                    f"{name}@{branch}~{reference.moves_back} does not exist: {name}@{number} is the first"
+                )
+            number = parse_reference(str(parent)).version or 0
+        return number
+
+    def _heads(self, kind: Kind, name: str, logs: Mapping[str, Sequence[int]], removed: frozenset[int]) -> Heads:
+        """Return the heads of `name`; `logs` is the result of `_list_logs`. A model has the main line only."""
+        own = logs if kind == "datasets" else {"versions": logs["versions"]}
+        return Heads.of_logs(self.branch_logs(name), self.positions(name), own, removed)
 
     def _find_best(self, kind: Kind, reference: Reference, numbers: Sequence[int]) -> int:
         """Return the version with the best value of the reference's metric; for errors, see `best`."""
@@ -445,7 +564,13 @@ class Repository:
 
     def _list_logs(self, kind: Kind, name: str) -> dict[str, list[int]]:
         """Return the entry numbers of all logs of `name`, by path such as "versions" or "tags/best"; one request."""
-        return {"versions": [], **list_logs(self.storage, self._folder(kind, name))}
+        folder = self._folder(kind, name)
+        logs = {"versions": [], **list_logs(self.storage, folder)}
+        if kind == "datasets" and self.storage.is_local and not any(path.startswith(BRANCHES) for path in logs):
+            # A walk of a local folder lists names in any order, so a first branch, and a version on it, may have been
+            # committed during it, and only the version found.
+            logs |= {f"{BRANCHES}/{branch}": moves for branch, moves in self.branch_logs(name).list_moves().items()}
+        return logs
 
     def _removed(self, kind: Kind, name: str, logs: Mapping[str, list[int]]) -> frozenset[int]:
         """Return the removed versions of `name`; `logs` is the result of `_list_logs`."""

@@ -63,6 +63,9 @@ class Repositories:
         for step in (1, 2):
             repo.models.save("m", state(step), step=step)
         repo.models.tag("m@2", "best")
+        small_dataset(repo, "dogs", samples=12, shard_bytes=SHARD_BYTES)
+        repo.datasets.branch("dogs", "work")
+        repo.datasets.delete("dogs@work", where="label = 0")
         small_dataset(repo, "cats", samples=30, image_size=40, shard_bytes=SHARD_BYTES)
         with Cache(self.cache, budget=400_000) as cache:
             cache.stage(list(repo.dataset("pets").values()))
@@ -82,6 +85,10 @@ def versions_of(repo):
     """Return the data and models of a repository by version, everything read and verified."""
     content = {}
     for name in repo.datasets.names():
+        content[f"lines of {name}"] = {
+            "": str(repo.datasets.resolve(name)),
+            **{branch: str(state.head) for branch, state in repo.datasets.branches(name).items()},
+        }
         for version in repo.datasets.versions(name):
             splits = repo.dataset(str(version))
             content[str(version)] = {split: [dict(sample) for sample in splits[split]] for split in splits}
@@ -110,6 +117,18 @@ def append(at):
 
 def delete(at):
     at.open().datasets.delete("pets@1", where="label = 1")
+
+
+def branch(at):
+    at.open().datasets.branch("dogs@2", "more")
+
+
+def grow(at):
+    at.open().datasets.delete("dogs@work", where="label = 1")
+
+
+def merge(at):
+    at.open().datasets.merge_branch("dogs@work", "dogs")
 
 
 def save(at):
@@ -147,6 +166,9 @@ DONE = {
     ingest: lambda old, new: "new@1" in new,
     append: lambda old, new: "pets@2" in new,
     delete: lambda old, new: "pets@2" in new,
+    branch: lambda old, new: new["lines of dogs"].get("more") == "dogs@2",
+    grow: lambda old, new: new["lines of dogs"] == {"": "dogs@1", "work": "dogs@3"},
+    merge: lambda old, new: new["lines of dogs"] == {"": "dogs@3", "work": "dogs@2"},
     save: lambda old, new: "m@3" in new,
     tag: lambda old, new: new["tags of m"]["best"] == 1,
     remove: lambda old, new: "m@1" not in new,
@@ -157,6 +179,10 @@ def check_repository(at, old, operation, succeeded):
     """All that was there is still there, or what the operation removes; all that is visible is complete."""
     new = versions_of(at.open())
     for ref, value in old.items():
+        if ref.startswith("lines of "):
+            # All is as before or as after: a version is on its line as soon as it is there at all.
+            assert new[ref] == value or (operation in DONE and DONE[operation](old, new)), new[ref]
+            continue
         if operation is remove and ref in ("m@1", "tags of m"):
             continue
         if operation is tag and ref == "tags of m":

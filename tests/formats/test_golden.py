@@ -14,9 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 from xxhash import xxh3_128
 
+from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import AugmentConfig, plan_random_windows
 from datasvc.models.tensors import codec
 from datasvc.models.tensors.container_types import tied_tensors
@@ -25,9 +27,13 @@ from datasvc.models.tensors.state_tree import decode_state, encode_state, flatte
 from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, encode_table, read_table
 from datasvc.order import AccessOrder, OrderConfig, OrderState
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
-from datasvc.repository.logs.log import decode_entry, encode_entry
+from datasvc.repository.branching import create_branch, remove_branch
+from datasvc.repository.logs.lines import line_fields
+from datasvc.repository.logs.log import decode_entry, decode_log_entry, encode_entry
+from datasvc.repository.logs.references import LineName
 from datasvc.repository.objects.intact import mark_intact
 from datasvc.repository.objects.objects import digest_of
+from datasvc.repository.removal import remove_versions
 from datasvc.runs import RunEvent
 from datasvc.runs.content import Content
 from datasvc.runs.part import Part, PartRange, decode_part, encode_part
@@ -38,6 +44,7 @@ from datasvc.shards.format.partial_reader import PartialShard
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.shard_table import TableRow
 from datasvc.shards.ingestion.plan import plan_shards
+from datasvc.shards.lines.commit import commit_on_line
 from datasvc.shards.sources import ImageFile
 from datasvc.shards.versions.deletions import Deletions
 
@@ -173,6 +180,36 @@ def table():
     return dataclasses.replace(built.with_column("deleted", [0, 1]), deletions=Digest("ef" * 32))
 
 
+def branch_entry():
+    """Return an entry on a branch, after a main line of two versions and another branch."""
+    fields = line_fields("experiment/1", {"": 2, "other/3": 3})
+    return encode_entry({**ENTRY, **fields, "parent": "pets@2", "merged": ["pets@1"]})
+
+
+def branches_bytes(folder):
+    """Return all files of the log of a data set with branches, as JSON by path; ids and times are made up."""
+    repository = Repository.create(str(folder / "branched"))
+    ids = iter(range(100))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasvc.repository.logs.log.secrets.token_hex", lambda size: f"{next(ids):0{2 * size}x}")
+        patch.setattr("datasvc.repository.logs.log._now", lambda: ENTRY["created"])
+        splits = {"splits": ENTRY["splits"], "message": ""}
+        log = repository.versions("datasets", "pets")
+        log.append(lambda _head: splits)
+        for branch in ("experiment", "gone"):
+            create_branch(repository, "pets", branch, message="größer")
+        for line in (
+            LineName("pets", "experiment"), LineName("pets"), LineName("pets", "gone"), LineName("pets", "experiment")
+        ):  # fmt: skip
+            commit_on_line(repository, line, lambda parent: {**splits, "parent": str(parent)})
+        remove_branch(repository, "pets", "gone")
+        create_branch(repository, "pets@3", "gone")
+        remove_versions(repository, "datasets", ["pets@5"])
+    files = sorted((folder / "branched/datasets").rglob("*.json"))
+    contents = {str(path.relative_to(folder / "branched")): path.read_text() for path in files}
+    return json.dumps(contents, indent=1, ensure_ascii=False).encode()
+
+
 def marker_bytes(folder):
     Repository.create(str(folder))
     return (folder / "datasvc.json").read_bytes()
@@ -189,6 +226,8 @@ def written(folder):
     return {
         "repository-1.json": marker_bytes(folder),
         "entry-1.json": encode_entry(ENTRY),
+        "entry-2.json": branch_entry(),
+        "branches-1.json": branches_bytes(folder),
         "shard-1.arrow": shard_bytes(),
         "table-2.arrow": table().encode(),
         "index-2.arrow": index().encode(),
@@ -227,6 +266,32 @@ def test_a_repository_of_format_1_opens(tmp_path):
 
 def test_an_entry_of_format_1_opens():
     assert decode_entry(golden("entry-1.json"), "golden") == ENTRY
+
+
+def test_an_entry_of_format_2_opens():
+    content = decode_log_entry(golden("entry-2.json"), "golden")
+    assert (content["branch"], content["lines"]) == ("experiment/1", {"": 2, "other/3": 3})
+    assert {name: content[name] for name in ENTRY if name != "format"} == {
+        name: value for name, value in ENTRY.items() if name != "format"
+    }  # fmt: skip
+    # As a release without branches reads it, and as a log that has none.
+    with pytest.raises(ConfigError, match="has format 2; this datasvc reads up to 1: upgrade datasvc"):
+        decode_entry(golden("entry-2.json"), "golden")
+
+
+def test_a_data_set_with_branches_of_format_1_opens(tmp_path):
+    (tmp_path / "datasvc.json").write_bytes(golden("repository-1.json"))
+    for path, content in json.loads(golden("branches-1.json")).items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(content, encoding="utf-8")
+    repository = Repository.open(str(tmp_path))
+    refs = ["pets", "pets@experiment", "pets@experiment~1", "pets@gone", "pets@4"]
+    assert [repository.resolve("datasets", ref).version for ref in refs] == [3, 2, 1, 3, 4]
+    state = repository.state("datasets", "pets")
+    assert (state.newest, state.branches, state.removed) == (3, {"experiment": 2, "gone": 3}, {5})
+    assert [repository.versions("datasets", "pets").read(number).content["format"] for number in range(1, 6)] == [
+        1, 2, 1, 2, 2
+    ]  # fmt: skip
 
 
 def test_a_shard_of_format_1_opens():

@@ -92,6 +92,21 @@ def test_every_command_of_the_page_on_export_runs(tmp_path):
 
 
 @pytest.mark.slow
+def test_every_command_of_the_page_on_branches_runs(tmp_path):
+    blocks = [block for block in read_blocks("branches.md") if block.language]
+    printed = run_blocks(blocks, tmp_path)
+    # The text that the page shows for the conflict is what the command prints.
+    shown = next(block.text for block in read_blocks("branches.md") if not block.language)
+    assert "train/cat1: changed in pets@7, changed in pets@6" in shown
+    assert "committed pets@8, pets@6 merged into pets@7 (common ancestor pets@3): changed 1 train" in printed
+    repository = Repository.open(str(tmp_path / "repo"))
+    assert {sample["key"]: sample["text"] for sample in open_dataset(repository, "pets@8")["train"]} == {
+        "cat1": "of the branch", "cat3": "cat3", "dog2": "dog2", "emu1": "emu1", "emu2": "emu2"
+    }  # fmt: skip
+    assert "[8, None]" in printed
+
+
+@pytest.mark.slow
 def test_the_script_of_the_first_steps_resumes_and_has_nothing_left_to_do_when_it_has_ended(tmp_path):
     blocks = read_blocks("start.md")
     script = next(block for block in blocks if block.language == "python")

@@ -8,6 +8,7 @@ import pytest
 
 import datasvc
 from datasvc.runs import RunLog
+from datasvc.testing import small_dataset
 from datasvc.ui.registry.routes import ROUTES
 from tests.doc_blocks import read_blocks, replace_in, run_blocks
 from tests.ui.conftest import fill_repository, running_ui
@@ -98,7 +99,7 @@ def test_the_fields_are_stable(document):
         "ArtefactList": "repository items",
         "ChunkFacts": "start shape digest",
         "DatasetDetails": "name version ref created message splits entry",
-        "DatasetRow": "version ref created message samples bytes tags removed",
+        "DatasetRow": "version ref created message samples bytes tags removed branch",
         "DatasetVersionsPage": "items next unreadable",
         "LineageFacts": "version models datasets shards gaps",
         "ModelDetails": "name version ref created message step metrics data parents run tensors entry",
@@ -108,7 +109,7 @@ def test_the_fields_are_stable(document):
         "ObjectFacts": "digest size_bytes path",
         "ObjectsPage": "repository num_objects total_bytes items next",
         "ProblemDetails": "title status detail",
-        "RegisteredName": "name newest num_versions removed tags",
+        "RegisteredName": "name newest num_versions removed tags branches",
         "RegisteredTag": "name tag version ref",
         "RunFacts": "ref name id state message started_s last_s step latest versions data world_size verdict",
         "RunsPage": "items next",
@@ -283,3 +284,21 @@ def test_the_lines_of_the_page_run(tmp_path, server):
     printed = run_blocks(replace_in(blocks, known), tmp_path, TOKEN=TOKEN)
     assert "prod is cnn@3" in printed
     assert (tmp_path / "table").stat().st_size > 0
+
+
+def test_the_branches_of_a_data_set_are_listed_with_their_heads_and_are_no_tags(tmp_path):
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    small_dataset(repo, "pets", samples=12)
+    repo.datasets.branch("pets", "work")
+    repo.datasets.delete("pets@work", where="label = 0")
+    with running_ui(repo.repository.url) as server:
+        described = read(server, "/datasets/pets")
+        assert (described["newest"], described["branches"], described["tags"]) == (1, {"work": 2}, {})
+        rows = {row["version"]: row["branch"] for row in read(server, "/datasets/pets/versions")["items"]}
+        assert rows == {1: None, 2: "work"}
+        assert server.get("/v1/datasets/pets/tags/work")[0] == 404
+        assert read(server, "/datasets")["items"][0]["branches"] == {"work": 2}
+        _, _, page = server.get("/datasets/pets@work")
+        assert "on branch work" in page
+        assert "3 fewer than pets@1" in page
+        assert "branch work=2" in server.get("/datasets")[2]

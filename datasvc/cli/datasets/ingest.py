@@ -47,7 +47,7 @@ SplitOverlapOption = Annotated[
 
 def ingest(
     source: Annotated[str, typer.Argument(help="Folder, file or pattern, local or any fsspec URL.")],
-    name: Annotated[str, typer.Argument(help="Name of the data set.")],
+    name: Annotated[str, typer.Argument(help="Name of the data set, or NAME@BRANCH.")],
     repo: RepoOption,
     format: Annotated[str | None, typer.Option(help="Format of SOURCE; default: detected from its files.")] = None,  # noqa: A002
     split: Annotated[str | None, typer.Option(help="Put all samples into this split.")] = None,
@@ -124,13 +124,13 @@ def ingest(
     samples. --json prints one event per line.
     """
     from datasvc.repository import Repository
-    from datasvc.repository.logs.references import check_name
+    from datasvc.repository.logs.references import parse_line
     from datasvc.shards.ingestion.dry_run import dry_run_ingest
     from datasvc.shards.ingestion.ingest import ingest as run_ingest
     from datasvc.shards.sources import SourceOptions
     from datasvc.shards.sources.choose import open_source
 
-    check_name(name, "data set")
+    parse_line(name)
     shard_bytes = parse_size(shard_size)
     options = SourceOptions(
         format,

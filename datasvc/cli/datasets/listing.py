@@ -36,7 +36,9 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
             f"no data sets in {redact_url(repository.url)}; `datasvc ingest SOURCE NAME` creates one", err=True
         )
     else:
-        print_table(("name", "version", "samples", "bytes", "tags"), [_row(row) for row in rows])
+        has_branches = any(row["branches"] for row in rows)
+        columns = ("name", "version", "samples", "bytes", "tags", *(["branches"] if has_branches else []))
+        print_table(columns, [_row(row, has_branches=has_branches) for row in rows])
 
 
 def log(
@@ -52,8 +54,11 @@ def log(
     """List the versions of a data set: newest first in the table, oldest first with --json.
 
     Example: datasvc log pets --svg pets.svg --repo ./repo
+
+    NAME@BRANCH lists the versions of a branch and those that it comes from.
     """
     from datasvc.repository import Repository
+    from datasvc.repository.logs.lines import branch_of
     from datasvc.shards.versions.dataset import readable_versions
     from datasvc.shards.versions.describe import describe_log
 
@@ -71,18 +76,22 @@ def log(
         print_json([*describe_log(repository, name, last=last), *unreadable_facts()])
         return
     entries = readable_versions(repository, name, last=last)
-    removed = repository.state("datasets", name).removed
+    removed = repository.state("datasets", entries.name).removed
     # People read the newest version first; programs get the order of the log.
+    branches = {entry.number: branch_of(entry.content) for entry in entries}
+    # A data set without branches has no column of them.
+    has_branches = any(branches.values())
     rows = [
         (
-            f"{name}@{entry.number}{' (removed)' if entry.number in removed else ''}",
+            f"{entries.name}@{entry.number}{' (removed)' if entry.number in removed else ''}",
+            *([branches[entry.number] or "-"] if has_branches else []),
             entry.content.get("created", "-"),
             sum(split["samples"] for split in entry.content["splits"].values()),
             entry.content.get("message") or "-",
         )
         for entry in reversed(entries)
     ]
-    print_table(("version", "created", "samples", "message"), rows)
+    print_table(("version", *(["branch"] if has_branches else []), "created", "samples", "message"), rows)
 
 
 def _print_bytes(repository: Repository, name: str, *, last: int | None, as_json: bool) -> None:
@@ -93,12 +102,16 @@ def _print_bytes(repository: Repository, name: str, *, last: int | None, as_json
         print_json([*(each.to_json() for each in compared), *unreadable_facts()])
         return
     rows = [
-        (f"{name}@{each.version}", *map(format_size, (each.total_bytes, each.new_bytes, each.unique_bytes)))
+        (
+            f"{name.partition('@')[0]}@{each.version}",
+            *map(format_size, (each.total_bytes, each.new_bytes, each.unique_bytes)),
+        )
         for each in reversed(compared)
     ]
     print_table(("version", "bytes", "new in it", "only in it"), rows)
 
 
-def _row(row: dict[str, Any]) -> tuple[object, ...]:
-    tags = ", ".join(f"{tag}={version}" for tag, version in row["tags"].items()) or "-"
-    return row["name"], row["version"], row["samples"], format_size(row["bytes"]), tags
+def _row(row: dict[str, Any], *, has_branches: bool) -> tuple[object, ...]:
+    names = ("tags", "branches") if has_branches else ("tags",)
+    labels = [", ".join(f"{label}={version}" for label, version in row[name].items()) or "-" for name in names]
+    return row["name"], row["version"], row["samples"], format_size(row["bytes"]), *labels

@@ -64,7 +64,13 @@ def show(
     print_facts({"version": facts["version"], **removal_line(facts.get("removal"))})
     if facts.get("tags"):
         print_facts({"tags": ", ".join(facts["tags"])})
-    head = {name: facts[name] for name in ("created", "parent", "change") if facts.get(name) is not None}
+    if facts.get("head_of"):
+        print_facts({"head of branch": ", ".join(facts["head_of"])})
+    head = {
+        name: facts[name]
+        for name in ("created", "branch", "parent", "merged", "change")
+        if facts.get(name) is not None
+    }
     try:
         head |= {"message": facts["message"] or "-", "source": facts["source"]["url"], "skipped": facts["skipped"]}
     except (KeyError, TypeError) as error:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from datasvc.repository import Repository
 
 RefsArgument = Annotated[
-    list[str], typer.Argument(metavar="REF...", help="NAME, NAME@VERSION or NAME@TAG; one or more.")
+    list[str],
+    typer.Argument(metavar="REF...", help="NAME, NAME@VERSION or NAME@TAG, of a data set NAME@BRANCH; one or more."),
 ]
 ToOption = Annotated[str, typer.Option("--to", metavar="URL", help="Target repository: a folder or any fsspec URL.")]
 FromOption = Annotated[str, typer.Option("--from", metavar="URL", help="Source repository.")]
@@ -30,6 +31,9 @@ NameOption = Annotated[
 ParentsOption = Annotated[bool, typer.Option("--with-parents", help="Also copy all ancestors of the versions.")]
 TagsOption = Annotated[
     bool, typer.Option("--with-tags", help="Also copy the tags of the versions; a tag of the target is not moved.")
+]
+BranchesOption = Annotated[
+    bool, typer.Option("--with-branches", help="Also carry all branches of the data sets; NAME@BRANCH carries one.")
 ]
 CreateOption = Annotated[bool, typer.Option("--create", help="Create the target repository if it does not exist.")]
 DryRunOption = Annotated[
@@ -44,6 +48,7 @@ def push(
     name: NameOption = None,
     with_parents: ParentsOption = False,
     with_tags: TagsOption = False,
+    with_branches: BranchesOption = False,
     create: CreateOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
@@ -69,6 +74,7 @@ def push(
             name=name,
             with_parents=with_parents,
             with_tags=with_tags,
+            with_branches=with_branches,
         ),
         dry_run=dry_run,
         as_json=as_json,
@@ -82,6 +88,7 @@ def pull(
     name: NameOption = None,
     with_parents: ParentsOption = False,
     with_tags: TagsOption = False,
+    with_branches: BranchesOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -104,6 +111,7 @@ def pull(
             name=name,
             with_parents=with_parents,
             with_tags=with_tags,
+            with_branches=with_branches,
         ),
         dry_run=dry_run,
         as_json=as_json,
@@ -154,11 +162,15 @@ def transfer_and_print(
             for copy in result.versions
         ]
         totals = {"objects": result.num_objects, "bytes": result.bytes, "tags": list(result.tags), "dry_run": dry_run}
+        if result.branches:
+            totals["branches"] = list(result.branches)
         print_json({"versions": versions, **totals})
         return
     rows = [(copy.source, copy.target, "new" if copy.is_new else "existed") for copy in result.versions]
     print_table(("source", "target", ""), rows)
     if result.tags:
         print_line(f"{'would tag' if dry_run else 'tagged'} {', '.join(result.tags)}")
+    if result.branches:
+        print_line(f"{'would carry' if dry_run else 'carried'} the branch {', '.join(result.branches)}")
     verb = "would copy" if dry_run else "copied"
     print_line(f"{verb} {count_text(result.num_objects, 'object')}, {format_size(result.bytes)}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from datasvc.cli.datasets.branches import merge_one
 from datasvc.cli.datasets.ingest import SplitOverlapOption, format_counts, overlap_facts
 from datasvc.cli.datasets.key_file import read_keys, read_lines
 from datasvc.cli.terminal.output import (
@@ -148,13 +149,36 @@ def diff(
 
 
 def merge(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Data set to commit to; created if missing.")],
-    refs: Annotated[list[str], typer.Argument(metavar="REF...", help="Two or more versions.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Data set to commit to, created if missing; or NAME@BRANCH.")
+    ],
+    refs: Annotated[
+        list[str],
+        typer.Argument(metavar="REF...", help="One version of another line of NAME; or two or more versions."),
+    ],
     repo: RepoOption,
     on_common: Annotated[
         Literal["fail", "drop", "first", "last"],
         typer.Option(help="If several versions have the same key: the choices are described above."),
     ] = "fail",
+    on_conflict: Annotated[
+        Literal["fail", "ours", "theirs"],
+        typer.Option(
+            help="With one REF, if both sides changed a sample: fail, or keep that of NAME, or take that of REF."
+        ),
+    ] = "fail",
+    ours: Annotated[
+        str | None, typer.Option("--ours", metavar="FILE", help="Keys of conflicts to take from NAME, one per line.")
+    ] = None,
+    theirs: Annotated[
+        str | None, typer.Option("--theirs", metavar="FILE", help="Keys of conflicts to take from REF, one per line.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="REF", help="With one REF: version that both sides come from.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With one REF: print the changes and conflicts, and commit nothing.")
+    ] = False,
     on_split_overlap: SplitOverlapOption = "fail",
     key_prefix: Annotated[
         list[str] | None,
@@ -166,18 +190,43 @@ def merge(
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Commit the samples of several versions as the next version of NAME.
+    """Merge a branch, or combine the samples of several versions, as the next version of NAME.
+
+    Example: datasvc merge pets pets@experiment --repo ./repo
 
     Example: datasvc merge animals pets zoo@3 --repo ./repo
 
-    Only shards whose labels or keys change are copied.
+    With one REF, the changes that REF has since the common ancestor are merged, sample by sample, by key. A sample
+    that both sides changed differently is a conflict. Only shards whose labels or keys change are copied.
 
-    If several versions have a key in the same split: "fail" commits nothing; "drop" keeps one of equal samples and
-    fails if they differ; "first" and "last" keep the sample of the first or of the last version.
+    With several, all samples are taken. If several versions have a key in the same split: "fail" commits nothing;
+    "drop" keeps one of equal samples and fails if they differ; "first" and "last" keep the sample of the first or of
+    the last version.
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.merge import merge as run_merge
 
+    if len(refs) == 1:
+        if on_common != "fail" or key_prefix:
+            raise ConfigError("--on-common and --key-prefix are for a merge of several versions; leave them out")
+        merge_one(
+            Repository.open(repo),
+            name,
+            refs[0],
+            on_conflict=on_conflict,
+            ours=[] if ours is None else read_keys(ours),
+            theirs=[] if theirs is None else read_keys(theirs),
+            base=base,
+            on_split_overlap=on_split_overlap,
+            dry_run=dry_run,
+            message=message,
+            as_json=as_json,
+        )
+        return
+    if on_conflict != "fail" or dry_run or not (ours is theirs is base is None):
+        raise ConfigError(
+            "--on-conflict, --ours, --theirs, --base and --dry-run are for the merge of one version; leave them out"
+        )
     report = run_merge(
         Repository.open(repo),
         refs,
@@ -223,6 +272,9 @@ def _parse_prefixes(texts: Sequence[str]) -> dict[str, str]:
 def revert(
     ref: Annotated[str, typer.Argument(metavar="REF", help="The old version: NAME@VERSION or NAME@TAG.")],
     repo: RepoOption,
+    branch: Annotated[
+        str | None, typer.Option("--branch", help="Branch to commit to; default: the main line.")
+    ] = None,
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -233,7 +285,7 @@ def revert(
     from datasvc.repository import Repository
     from datasvc.shards.history.revert import revert as run_revert
 
-    report = run_revert(Repository.open(repo), ref, message=message)
+    report = run_revert(Repository.open(repo), ref, branch=branch, message=message)
     if as_json:
         facts = {"version": str(report.version), "equal_to": str(report.equal_to), "committed": report.is_new}
         print_json(facts)

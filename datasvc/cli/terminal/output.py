@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 RepoOption = Annotated[
     str, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
 ]
-RefArgument = Annotated[str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG.")]
+RefArgument = Annotated[
+    str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG; a data set: also NAME@BRANCH.")
+]
 SplitOption = Annotated[str | None, typer.Option(help="Only this split; default: all splits.")]
 MessageOption = Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

@@ -16,6 +16,7 @@ from datasvc.repository import Digest, Objects, Repository
 from datasvc.repository.logs.references import parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.lines.ancestors import parents_of
 from datasvc.shards.versions.diff import diff_versions
 from datasvc.threads import map_in_threads
 
@@ -110,8 +111,10 @@ def query_deleted(
     parent = repository.entry(version).content.get("parent")
     if parent is None and version.version == 1:
         raise NotFoundError(f"{version} is the first version of {version.name}, so it deleted no samples")
-    # An entry without `parent` was made from the version before it.
-    parent = parent or f"{version.name}@{version.version - 1}"
+    if parent is None:
+        # An entry without `parent` was made from the version before it on its line.
+        before = parents_of(repository.positions(version.name), version.version)
+        parent = f"{version.name}@{before[0] if before else version.version - 1}"
     splits = diff_versions(repository, repository.resolve("datasets", parent, removed=True), version).splits
     entries = repository.entries("datasets", version.name)
     tables = {entry.number: split_tables(entry.content, f"{version.name}@{entry.number}") for entry in entries}

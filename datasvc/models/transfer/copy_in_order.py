@@ -45,6 +45,8 @@ class TransferReport:
         bytes: size of these objects.
         tags: tags of the copies, such as "pets@stable", that the target has now; only if they were to be copied.
         is_dry_run: whether nothing was written.
+        branches: branches of data sets, such as "pets@experiment", that the target has now; only if they were asked
+            for.
     """
 
     versions: tuple[Transferred, ...]
@@ -52,6 +54,7 @@ class TransferReport:
     bytes: int
     tags: tuple[str, ...] = ()
     is_dry_run: bool = False
+    branches: tuple[str, ...] = ()
 
 
 def open_both(source: Repository | str, target: Repository | str) -> tuple[Repository, Repository]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.models.provenance.segments import history_of
 from datasvc.models.registry.ancestry import HISTORY
 from datasvc.models.registry.registry import parse_version
@@ -20,12 +20,18 @@ from datasvc.models.versions.entry_fields import check_fields
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.printable import count_text
 from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_reference
+from datasvc.repository.continuation import fields_on_line
+from datasvc.repository.logs.branches import Branch
+from datasvc.repository.logs.lines import BRANCH, LINES, MAIN, branch_line, branch_of
 from datasvc.repository.store.redaction import redact_url
+from datasvc.shards.lines.ancestors import ancestors_of
 from datasvc.shards.versions.dataset import find_renamed
 from datasvc.shards.versions.version_entry import VAL_FRACTION, read_val_fraction
 
 # `Log.append` writes these fields itself, so they are not copied.
 _LOG_FIELDS: Final = frozenset({"format", "commit", "created", "checksum"})
+# Those of a line of a data set are set for the target.
+_LINE_FIELDS: Final = frozenset({BRANCH, LINES})
 
 
 class TargetLogs:
@@ -40,6 +46,8 @@ class TargetLogs:
     Attributes:
         source: repository to copy from.
         target: repository to copy to.
+        carried: branches of the target that grow by the copied versions, and their heads at the source, by data set
+            and line at the source.
     """
 
     def __init__(
@@ -53,6 +61,7 @@ class TargetLogs:
         self._logs: dict[tuple[Kind, str], _TargetLog] = {}
         self._entry_reader = EntryReader(source)
         self._source_commits: dict[str, frozenset[str]] = {}
+        self.carried: dict[tuple[str, str], tuple[Branch, Resolved]] = {}
 
     def content(self, version: Resolved) -> Mapping[str, Any]:
         """Return the content of a version's entry at the source. For errors see `Repository.entry`."""
@@ -128,13 +137,59 @@ class TargetLogs:
                 raise _AlreadyThere(number)
             # Check again for this head: another process may have created a data set of this name meanwhile.
             self.check_related(version)
-            return content
+            return {**content, **self._line_fields(version, log.name, head)}
 
         try:
             number, is_new = self.target.versions(version.kind, log.name).append(build).number, True
         except _AlreadyThere as existing:
             number, is_new = existing.number, False
         return Resolved(version.kind, log.name, number), is_new
+
+    def _line_fields(self, version: Resolved, name: str, head: int) -> Mapping[str, Any]:
+        """Return the fields of the line at the target: of the same branch if it is carried, never of the main line.
+
+        Raises:
+            ConflictError: the branch of the target has a version that the copied one does not continue.
+        """
+        if version.kind != "datasets":
+            return {}
+        branch = branch_of(self.content(version))
+        if branch is None:
+            return fields_on_line(self.target, name, MAIN, head)
+        carried = self.carried.get((version.name, str(self.content(version)[BRANCH])))
+        if carried is not None:
+            at_target, head_at_source = carried
+            if version == head_at_source:
+                self.check_continues(version, branch)
+            # A version that the other side has merged since is an ancestor of the head, but not of what is there now.
+            if version == head_at_source or self._not_continued(version, branch) is None:
+                return fields_on_line(self.target, name, at_target.line, head)
+        self.target.branch_logs(name).declare(branch)
+        return fields_on_line(self.target, name, branch_line(branch, 0), head)
+
+    def check_continues(self, version: Resolved, branch: str) -> None:
+        """Raise ConflictError if the head of a branch at the target is not a copy of an ancestor of a version."""
+        head = self._not_continued(version, branch)
+        if head is None:
+            return
+        raise ConflictError(
+            f"the branch {head.name}@{branch} at {redact_url(self.target.url)} has {head}, which {version} does not "
+            f"continue: copy {head} by its number to {redact_url(self.source.url)}, merge it into the branch there, "
+            "and copy the branch again"
+        )
+
+    def _not_continued(self, version: Resolved, branch: str) -> Resolved | None:
+        """Return the head of a branch at the target if it is no copy of an ancestor of a version, otherwise None."""
+        name = self.target_name(version)
+        head = self.target.state("datasets", name).branches.get(branch)
+        if head is None:
+            return None
+        resolved = Resolved("datasets", name, head)
+        head_identity = find_identity(self.target.entry(resolved).content)
+        for number in ancestors_of(self.source, version):
+            if find_identity(self.content(Resolved("datasets", version.name, number))) == head_identity:
+                return None
+        return resolved
 
     def target_name(self, version: Resolved) -> str:
         """Return the name that the data set or model of a version has at the target."""
@@ -148,7 +203,8 @@ class TargetLogs:
     def _rewrite(self, version: Resolved) -> dict[str, Any]:
         """Return the content that the version's entry gets at the target."""
         content = self.content(version)
-        rewritten = {field: value for field, value in content.items() if field not in _LOG_FIELDS}
+        left_out = _LOG_FIELDS | _LINE_FIELDS if version.kind == "datasets" else _LOG_FIELDS
+        rewritten = {field: value for field, value in content.items() if field not in left_out}
         # A version that is copied again keeps its first origin.
         rewritten["origin"] = content["origin"] if is_copied(content) else self._origin(version, content)
         if version.kind == "datasets" and VAL_FRACTION not in content:
@@ -161,6 +217,8 @@ class TargetLogs:
         if isinstance(content.get("merged"), list):
             names = (self._reference_at_target(version.kind, str(parent)) for parent in content["merged"])
             rewritten["merged"] = [name for name in names if name]
+        if version.kind == "datasets" and isinstance(content.get("change"), Mapping):
+            rewritten["change"] = self._rewrite_change(content["change"])
         loses_parents = version.kind == "models" and len(_parents(rewritten)) < len(_parents(content))
         if loses_parents and HISTORY not in rewritten:
             # The version also consumed the data of its ancestors, and some ancestors are not at the target. Record
@@ -171,6 +229,13 @@ class TargetLogs:
         if isinstance(content.get("data"), list):
             rewritten["data"] = [self._rewrite_use(use) for use in content["data"]]
         return rewritten
+
+    def _rewrite_change(self, change: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a change with the common ancestors of a merge by their names at the target, if it has them."""
+        if not isinstance(change.get("bases"), list):
+            return change
+        bases = (self._reference_at_target("datasets", str(base)) for base in change["bases"])
+        return {**change, "bases": [base for base in bases if base]}
 
     def _origin(self, version: Resolved, content: Mapping[str, Any]) -> dict[str, Any]:
         return {

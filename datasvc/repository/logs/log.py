@@ -22,6 +22,8 @@ from datasvc.repository.store.storage import Storage
 from datasvc.threads import map_in_threads
 
 ENTRY_FORMAT = 1
+BRANCH_FORMAT = 2
+"""Format of an entry on a branch, see `lines`: releases without branches would take it for one of the main line."""
 MAX_ENTRY_BYTES = 16 << 20
 """Maximum size of an entry; large data belongs in objects. Parsed, an entry takes some twenty times its size."""
 
@@ -71,8 +73,13 @@ def encode_entry(content: Mapping[str, Any]) -> bytes:
     return f"{text}\n".encode()
 
 
-def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
+def decode_entry(raw: bytes, location: str, *, latest: int = ENTRY_FORMAT) -> dict[str, Any]:
     """Verify the checksum of an entry, and return its content without the checksum.
+
+    Args:
+        raw: bytes of the entry.
+        location: where it is, for messages.
+        latest: latest format that is read.
 
     Raises:
         CorruptDataError: the entry is not JSON, or its checksum does not match.
@@ -82,20 +89,26 @@ def decode_entry(raw: bytes, location: str) -> dict[str, Any]:
         content: dict[str, Any] = json.loads(raw)
         checksum = content.pop("checksum", None)
         # Report a later format even if the checksum does not match: then advise an upgrade, not a restore.
-        is_later_format = int(content.get("format", 0)) > ENTRY_FORMAT
+        is_later_format = int(content.get("format", 0)) > latest
         is_intact = checksum == _checksum(content)
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CorruptDataError(f"{location} is corrupt: {error}; restore it from another copy") from error
-    if is_later_format and not is_intact and checksum == _checksum({**content, "format": ENTRY_FORMAT}):
-        # The checksum matches if the format number is replaced by ours, so only that number is damaged.
+    formats = range(1, latest + 1) if is_later_format and not is_intact else ()
+    if any(checksum == _checksum({**content, "format": known}) for known in formats):
+        # The checksum matches if the format number is replaced by one of ours, so only that number is damaged.
         raise CorruptDataError(f"{location} is corrupt: its format number was changed; restore it from another copy")
     if is_later_format:
         raise ConfigError(
-            f"{location} has format {content['format']}; this datasvc reads up to {ENTRY_FORMAT}: upgrade datasvc"
+            f"{location} has format {content['format']}; this datasvc reads up to {latest}: upgrade datasvc"
         )
     if not is_intact:
         raise CorruptDataError(f"{location} is corrupt: its checksum does not match; restore it from another copy")
     return content
+
+
+def decode_log_entry(raw: bytes, location: str) -> dict[str, Any]:
+    """Like `decode_entry`, for an entry of a log, which may be on a branch."""
+    return decode_entry(raw, location, latest=BRANCH_FORMAT)
 
 
 def _checksum(content: Mapping[str, Any]) -> str:
@@ -127,7 +140,7 @@ class Log:
             CorruptDataError, ConfigError, UnavailableError: see `decode_entry`, `Storage.read_checked`.
         """
         try:
-            content = self._storage.read_checked(self.path_of(number), decode_entry, max_bytes=MAX_ENTRY_BYTES)
+            content = self._storage.read_checked(self.path_of(number), decode_log_entry, max_bytes=MAX_ENTRY_BYTES)
         except NotFoundError as error:
             existing = describe_numbers(self.numbers())
             raise NotFoundError(f"{self.path} has no entry {number}; it has {existing}") from error
@@ -190,7 +203,8 @@ class Log:
 
         Args:
             build: function that is called once per attempt with the number of the newest entry (0: empty log), and
-                returns the content. All objects that the content references must be stored already.
+                returns the content. All objects that the content references must be stored already. Its `format` is
+                set to 1, unless it is `BRANCH_FORMAT`.
             head: number of the newest entry; an outdated number costs an attempt. None: list the log to find it.
 
         Raises:
@@ -202,8 +216,9 @@ class Log:
         commit = secrets.token_hex(16)
         head = self.head() if head is None else head
         for _ in range(_APPEND_ATTEMPTS):
-            log_fields = {"format": ENTRY_FORMAT, "commit": commit, "created": _now()}
-            content = {**build(head), **log_fields}
+            built = build(head)
+            entry_format = BRANCH_FORMAT if built.get("format") == BRANCH_FORMAT else ENTRY_FORMAT
+            content = {**built, "format": entry_format, "commit": commit, "created": _now()}
             encoded = encode_entry(content)
             if len(encoded) > MAX_ENTRY_BYTES:
                 raise ConfigError(

@@ -3,6 +3,9 @@
 A reference is `NAME`, `NAME@3`, `NAME@tag`, or `NAME@tag~1`: the version to which the tag pointed before its last
 move. `NAME@latest` is the newest version, unless there is a tag of this name. `NAME@best:METRIC` is the version with
 the best value of a metric; no tag can have this name, because a tag has no colon.
+
+Of a data set, `NAME` is the newest version of the main line, and `NAME@branch` that of a branch; `NAME@branch~1` is
+the version that this one continues. Tags and branches have one space of names.
 """
 
 from __future__ import annotations
@@ -29,10 +32,10 @@ class Reference:
     Attributes:
         name: name of a data set or model.
         version: number of a version.
-        tag: name of a tag; or "latest" or "best:METRIC", which refer to a version without a tag.
+        tag: name of a tag or branch; or "latest" or "best:METRIC", which refer to a version without a tag.
         metric: metric whose best value defines the version.
         mode: whether a high or a low value of `metric` is better; None: derived from its name, see `metric_mode`.
-        moves_back: number of moves of the tag to go back; 0 is its present version.
+        moves_back: number of moves of the tag, or versions of the branch, to go back; 0 is its present version.
     """
 
     name: str
@@ -58,11 +61,38 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
-def check_tag(tag: str) -> str:
-    """Return `tag` if it is a valid name and not a number, otherwise raise ConfigError."""
+def check_tag(tag: str, what: str = "tag") -> str:
+    """Return `tag` if it is a valid name and not a number, otherwise raise ConfigError; `what`: see `check_name`."""
     if tag.isdecimal():
-        raise ConfigError(f"{tag!r} is not a valid tag: NAME@NUMBER is a version; use a name with a letter")
-    return check_name(tag, "tag")
+        raise ConfigError(f"{tag!r} is not a valid {what}: NAME@NUMBER is a version; use a name with a letter")
+    return check_name(tag, what)
+
+
+@dataclass(frozen=True)
+class LineName:
+    """What a new version of a data set is committed to: the main line, or a branch.
+
+    Attributes:
+        name: name of the data set.
+        branch: name of the branch; None: the main line.
+    """
+
+    name: str
+    branch: str | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.branch is None else f"{self.name}@{self.branch}"
+
+
+def parse_line(text: str) -> LineName:
+    """Parse `NAME` or `NAME@BRANCH`. Raise ConfigError if `text` is neither."""
+    reference = parse_reference(text)
+    if reference.version is not None or reference.metric is not None or reference.moves_back:
+        raise ConfigError(
+            f"{text!r} is one version, and a new version is committed to a whole line: give {reference.name}, or "
+            f"{reference.name}@BRANCH"
+        )
+    return LineName(reference.name, reference.tag)
 
 
 def refuse_text(values: object, argument: str, what: str = "references") -> None:

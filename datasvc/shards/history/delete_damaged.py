@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Resolved
 from datasvc.shards.format.reader import Shard, open_shard
@@ -22,8 +22,9 @@ from datasvc.shards.format.salvage import readable_batches, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.lines.commit import check_newest, commit_on_line, find_line, head_of_line
 from datasvc.shards.versions.combine import write_shard
-from datasvc.shards.versions.dataset import continued_version, open_dataset
+from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.delete import DeleteReport
 from datasvc.shards.versions.deletions import Deletions, Flags, load_deletions, with_deletions
 from datasvc.shards.versions.verify import read_unverified
@@ -44,27 +45,20 @@ def delete_damaged(
 
     Args:
         repository: the repository that stores the data set.
-        ref: the version to continue, which must be the newest.
+        ref: the version to continue, which must be the newest of its line.
         dry_run: only count the lost samples, and store nothing.
         message: text stored with the version.
         progress: counts the bytes of each shard.
 
     Raises:
         ConfigError: all samples of a split are lost; nothing was committed.
-        ConflictError: `ref` is not the newest version; or see `Log.append`.
+        ConflictError: `ref` is not the newest version of its line; or see `Log.append`.
         NotFoundError, CorruptDataError: a shard table or the deletions cannot be read: repair the version first.
         UnknownOutcomeError, UnavailableError: see `Log.append`, `Objects.read`.
     """
-    base = repository.resolve("datasets", ref)
-    log = repository.versions("datasets", base.name)
-
-    def check_newest(head: int) -> None:
-        newest = continued_version(repository, base.name, head)
-        if newest != base:
-            raise ConflictError(f"{base} is not the newest version, which is {newest}: give {base.name}")
-
-    head = log.head()
-    check_newest(head)
+    base, line = find_line(repository, ref)
+    head = repository.versions("datasets", base.name).head()
+    check_newest(base, line, head_of_line(repository, line, head))
     dataset = open_dataset(repository, str(base))
     progress.begin(sum(split.table.size_bytes for split in dataset.values()))
     results = {
@@ -79,12 +73,12 @@ def delete_damaged(
     if dry_run or not changed:
         return DeleteReport(base, deleted, dry_run=dry_run)
 
-    def build(head: int) -> Mapping[str, Any]:
-        check_newest(head)
+    def build(newest: Resolved | None) -> Mapping[str, Any]:
+        check_newest(base, line, newest)
         change = {"kind": "delete", "deleted": sum(deleted.values()), "damaged": True}
         return changed_entry(dataset, changed, change, message=message)
 
-    committed = log.append(build, head=head)
+    committed = commit_on_line(repository, line, build, head=head)
     return DeleteReport(Resolved("datasets", base.name, committed.number), deleted)
 
 

@@ -5,9 +5,11 @@ Entries are immutable, so they are copied byte by byte. Objects are shared. The 
 1. *Commit* an entry with the new name to the log of the old name. Nothing has the new name before. Of concurrent
    renames one commits. The others, and later calls, find its entry: with the same new name they finish the rename,
    with another one they are refused. Other writers find the entry too, and so that the data set was renamed.
-2. *Copy* the removals first, so that no removed version is visible; then the versions, newest first, so that an
-   append to the new name never takes the number of an older version.
-3. *End the tags*: copy the moves of each tag, then append a move that ends it and records the number of the rename.
+2. *Copy* the removals first, so that no removed version is visible; then the branches, so that no version of a
+   branch is taken for one of the main line; then the versions, newest first, so that an append to the new name never
+   takes the number of an older version.
+3. *End the tags and branches*: copy the moves of each, then append a move that ends it and records the number of the
+   rename.
 4. *Remove* the versions of the old name and the rename's entry, by one removal.
 
 Each step may be repeated, also by several processes at once. A process does step 4 only after it has found each
@@ -23,15 +25,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from datasvc.errors import ConfigError, ConflictError, CorruptDataError
+from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.repository import Entry, Repository, Resolved
-from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Log, decode_entry, list_logs
+from datasvc.repository.branching import create_branch
+from datasvc.repository.continuation import fields_on_line
+from datasvc.repository.logs.branches import BRANCHES
+from datasvc.repository.logs.lines import MAIN
+from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Log, decode_log_entry, list_logs
 from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.logs.tags import version_of
 from datasvc.repository.logs.version_numbers import decode_numbers
 from datasvc.repository.removal import remove_untagged
 from datasvc.repository.repository import describe_damage
-from datasvc.shards.versions.dataset import renamed_to
+from datasvc.shards.lines.commit import renamed_to
 from datasvc.shards.versions.version_entry import derived_entry
 
 # Field of the move that ends a tag of the old name: the number of the rename's entry.
@@ -43,11 +49,11 @@ class _NothingToCommitError(Exception):
 
 
 def rename(repository: Repository, name: str, new_name: str, *, message: str = "") -> Resolved:
-    """Give a data set a new name, with all its versions, their numbers, its tags and its removals.
+    """Give a data set a new name, with all its versions, their numbers, its tags, branches and removals.
 
-    The versions of the old name are then removed, and its tags are deleted. Entries of models that name them stay,
-    and so does the history of the old name. After an interruption, the same call continues. Until it is continued,
-    the new name may lack versions and tags.
+    The versions of the old name are then removed, and its tags and branches end. Entries of models that name them
+    stay, and so does the history of the old name. After an interruption, the same call continues. Until then, the new
+    name may lack versions and tags.
 
     Args:
         repository: the repository that stores the data set.
@@ -81,7 +87,8 @@ def rename(repository: Repository, name: str, new_name: str, *, message: str = "
         repository.resolve("datasets", name)  # raises NotFoundError, which lists the existing names
         _check_free(repository, new_name)
         _check_readable(repository, name, head)
-        return derived_entry({}, {"kind": "rename", "to": new_name}, message=message, parent=None, source=new_name)
+        entry = derived_entry({}, {"kind": "rename", "to": new_name}, message=message, parent=None, source=new_name)
+        return {**entry, **fields_on_line(repository, name, MAIN, head)}
 
     with suppress(_NothingToCommitError):
         committed = repository.versions("datasets", name).append(build)
@@ -133,6 +140,7 @@ def _check_free(repository: Repository, new_name: str) -> None:
 def _check_readable(repository: Repository, name: str, head: int) -> None:
     """Raise CorruptDataError or ConfigError if what the rename must read after its commit cannot be read."""
     repository.tags("datasets", name, strict=True)
+    repository.branches(name, strict=True)
     Log(repository.storage, f"datasets/{name}/removals").entries()
     # Without the listing: it may lack the newest entries.
     _, errors = repository.versions("datasets", name).try_entries(range(1, head + 1))
@@ -149,9 +157,14 @@ def _finish(repository: Repository, name: str, new_name: str, entry: Entry) -> N
     # A process removes the entry only after it has copied everything.
     if entry.number not in removals.removed(numbers):
         _copy_removals(repository, name, new_name, entry.number)
+        for path in _branch_paths(repository, name):
+            log = Log(repository.storage, f"datasets/{name}/{path}")
+            _copy_moves(repository, name, new_name, path, log.head(), entry.number)
         _copy_versions(repository, name, new_name, entry.number)
     for tag in filter(is_name, list_logs(repository.storage, f"datasets/{name}/tags")):
-        _end_tag(repository, name, new_name, tag, entry.number)
+        _end_moves(repository, name, new_name, f"tags/{tag}", entry.number)
+    for path in _branch_paths(repository, name):
+        _end_moves(repository, name, new_name, path, entry.number)
     _copy_removals(repository, name, new_name, entry.number)  # those that were committed meanwhile
     if left := sorted(set(numbers) - removals.removed(numbers)):
         message = entry.content.get("message")
@@ -180,6 +193,9 @@ def _copy_versions(repository: Repository, name: str, new_name: str, rename_numb
         removals.restore(range(1, number + 1), f"not versions of {name}")
         if number + 1 < rename_number:
             removals.add(range(number + 1, rename_number), f"copies from {name}, which keeps its name")
+        for branch in repository.branches(name):
+            with suppress(NotFoundError):
+                repository.branch_logs(new_name).end(branch, message=f"not a branch of {name}")
         repository.removals("datasets", name).add([rename_number], f"the name {new_name} was taken meanwhile")
         raise ConflictError(
             f"another process committed to {new_name!r} meanwhile (datasets/{new_name}/{path}); {name!r} keeps its "
@@ -187,13 +203,19 @@ def _copy_versions(repository: Repository, name: str, new_name: str, rename_numb
         )
 
 
-def _end_tag(repository: Repository, name: str, new_name: str, tag: str, rename_number: int) -> None:
-    """Copy the moves of a tag; then delete the tag, unless it points at a version after the rename."""
-    log = Log(repository.storage, f"datasets/{name}/tags/{tag}")
+def _branch_paths(repository: Repository, name: str) -> list[str]:
+    """Return the paths of the logs of all branches in the folder of a data set."""
+    return [f"{BRANCHES}/{branch}" for branch in repository.branch_logs(name).list_moves()]
+
+
+def _end_moves(repository: Repository, name: str, new_name: str, path: str, rename_number: int) -> None:
+    """Copy the moves of a tag or branch; then end it, unless it points at a version after the rename."""
+    log = Log(repository.storage, f"datasets/{name}/{path}")
+    folder, _, label = path.rpartition("/")
 
     def build(head: int) -> Mapping[str, Any]:
         # Copied in each attempt: another process may have moved the tag since the last one.
-        ended = _copy_moves(repository, name, new_name, log, head, rename_number)
+        ended = _copy_moves(repository, name, new_name, path, head, rename_number)
         current = version_of(log.read(head)) if head else 0
         if not 1 <= current <= rename_number:
             raise _NothingToCommitError
@@ -201,16 +223,19 @@ def _end_tag(repository: Repository, name: str, new_name: str, tag: str, rename_
             # The tag was set again after its end, so set it under the new name, unless that name has a newer one.
             # ConfigError: the tag is called "latest", which can be copied but not set.
             with suppress(ConflictError, ConfigError):
-                repository.tag("datasets", f"{new_name}@{current}", tag, expect=0)
+                if folder == BRANCHES:
+                    create_branch(repository, f"{new_name}@{current}", label)
+                else:
+                    repository.tag("datasets", f"{new_name}@{current}", label, expect=0)
         return {"version": None, _ENDED_BY: rename_number}
 
     with suppress(_NothingToCommitError):
         log.append(build)
 
 
-def _copy_moves(repository: Repository, name: str, new_name: str, log: Log, last: int, rename_number: int) -> bool:
-    """Copy moves 1 to `last` of a tag, up to its end or a version of a newer data set; return whether it ended."""
-    _, _, tag = log.path.rpartition("/")
+def _copy_moves(repository: Repository, name: str, new_name: str, path: str, last: int, rename_number: int) -> bool:
+    """Copy moves 1 to `last` of a tag or branch, up to its end or a newer data set; return whether it ended."""
+    log = Log(repository.storage, f"datasets/{name}/{path}")
     for number in range(1, last + 1):
         # A damaged move of the past is copied as it is.
         with suppress(CorruptDataError):
@@ -219,7 +244,7 @@ def _copy_moves(repository: Repository, name: str, new_name: str, log: Log, last
                 return True
             if version_of(move) >= rename_number:
                 return False
-        if not _copy_entry(repository, name, new_name, f"tags/{tag}/{number:08d}.json", check=False):
+        if not _copy_entry(repository, name, new_name, f"{path}/{number:08d}.json", check=False):
             return False
     return False
 
@@ -230,7 +255,7 @@ def _copy_entry(repository: Repository, name: str, new_name: str, path: str, *, 
 
     def checked(raw: bytes, location: str) -> bytes:
         if check:
-            decode_entry(raw, location)
+            decode_log_entry(raw, location)
         return raw
 
     raw = storage.read_checked(f"datasets/{name}/{path}", checked, max_bytes=MAX_ENTRY_BYTES)

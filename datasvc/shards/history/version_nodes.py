@@ -17,7 +17,7 @@ def dataset_nodes(
 
     Args:
         repository: repository of the data set.
-        name: name of the data set.
+        name: name of the data set, or NAME@BRANCH for the versions of a branch and their ancestors.
         last: number of versions.
         href: returns the address of the page of a version, by its name such as "pets@3".
 
@@ -25,5 +25,7 @@ def dataset_nodes(
         The errors of `readable_versions`.
     """
     entries = readable_versions(repository, name, last=last)
-    state = repository.state("datasets", name)
-    return entry_nodes(name, reversed(entries), tags=state.tags, removed=state.removed, href=href)
+    state = repository.state("datasets", entries.name)
+    return entry_nodes(
+        entries.name, reversed(entries), tags=state.tags, branches=state.branches, removed=state.removed, href=href
+    )

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from datasvc.errors import BadSampleError
 from datasvc.repository import Repository
+from datasvc.repository.logs.references import parse_line
 from datasvc.shards.format.digests import digest_blob
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.images.header import Reencoding, read_header
@@ -22,6 +23,7 @@ from datasvc.shards.ingestion.ingest import (
     AnySource,
     choose_val_fractions,
     count_workers,
+    find_newest,
     open_any_source,
 )
 from datasvc.shards.ingestion.plan import SHARD_BYTES, BuildOptions, IngestUnit, plan_units
@@ -99,7 +101,9 @@ def dry_run_ingest(
     the repository is not read and may be None. Raise what `ingest` raises.
     """
     opened = open_any_source(source, source_options)
-    _, held_out = choose_val_fractions(repository, name, opened, val_fraction, append=append)
+    line = parse_line(name)
+    newest = find_newest(repository, line) if append and repository is not None else None
+    _, held_out = choose_val_fractions(repository, newest, opened, val_fraction)
     reencoding = Reencoding(max_side, quality)
     options = BuildOptions(shard_bytes, decode_check, reencoding, keep_order, seed, held_out, limit)
     num_workers = count_workers(opened, workers)

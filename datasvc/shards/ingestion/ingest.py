@@ -21,8 +21,9 @@ from datasvc.errors import ConfigError, SourceChangedError, UnavailableError
 from datasvc.processors import count_processors
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
+from datasvc.repository.continuation import find_branch
 from datasvc.repository.logs.journal import Journal
-from datasvc.repository.logs.references import check_name
+from datasvc.repository.logs.references import LineName, parse_line
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import stored_schema
@@ -142,7 +143,7 @@ def ingest(
         repository: the repository to store it in.
         source: path of a folder or file, or an fsspec URL; an opened source; or an iterable of samples, which are
             dicts of Python values by column. An iterable is read once, by this process.
-        name: name of the data set, which is created if it does not exist.
+        name: name of the data set, which is created if it does not exist; or NAME@BRANCH to commit to a branch.
         source_options: format of the source and options for reading it.
         classes: class names for a source whose labels are integers without names, label 0 first.
         shard_bytes: size of the samples in a full shard.
@@ -178,13 +179,16 @@ def ingest(
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`, `combine.append_table`,
             `split_overlap.settle_overlaps`.
     """
-    check_name(name, "data set")
+    line = parse_line(name)
     check_on_overlap(on_split_overlap)
     _check_choice("on_bad", on_bad, ("fail", "skip"))
     _check_choice("duplicates", duplicates, ("keep", "drop", "fail"))
     _check_choice("engine", engine, ("local", "ray"))
     opened = open_any_source(source, source_options)
-    recorded_fraction, held_out = choose_val_fractions(repository, name, opened, val_fraction, append=append)
+    # Also without `append`: before anything is read, a branch that does not exist is an error.
+    found = find_newest(repository, line) if append or line.branch is not None else None
+    newest = found if append else None
+    recorded_fraction, held_out = choose_val_fractions(repository, newest, opened, val_fraction)
     reencoding = Reencoding(max_side, quality)
     options = BuildOptions(shard_bytes, decode_check, reencoding, keep_order, seed, held_out, limit)
     if classes is not None and opened.classes:
@@ -195,7 +199,7 @@ def ingest(
     num_workers = count_workers(opened, workers, engine)
     # An append keeps the labels of the newest version. With other labels, it would have to write the existing shards
     # again. `stored_classes[i]` is the class that is stored with label i.
-    newest_classes = _newest_classes(repository, name) if append and opened.classes else ()
+    newest_classes = _newest_classes(repository, newest) if newest is not None and opened.classes else ()
     stored_classes = combine_classes(newest_classes, [opened.classes])
     progress.begin(opened.size_bytes)
     plan = _make_plan(repository, name, opened, options, stored_classes)
@@ -229,7 +233,7 @@ def ingest(
         }
         commit = IngestCommit(
             repository=repository,
-            name=name,
+            line=line,
             tables=tables,
             metadata=metadata,
             attempt=plan.work.attempt,
@@ -243,7 +247,7 @@ def ingest(
             plan.journal.remove()
     splits = committed.content["splits"]
     return IngestReport(
-        version=Resolved("datasets", name, committed.number),
+        version=Resolved("datasets", line.name, committed.number),
         num_samples={split: description["samples"] for split, description in splits.items()},
         num_shards={split: description["shards"] for split, description in splits.items()},
         size_bytes=sum(description["bytes"] for description in splits.values()),
@@ -397,20 +401,38 @@ def _tables(plan: _Plan, results: Sequence[UnitResult]) -> dict[str, ShardTable]
     }
 
 
+def find_newest(repository: Repository, line: LineName) -> Resolved | None:
+    """Return the newest version of a line; None if the main line has none.
+
+    Raises:
+        NotFoundError: there is no such branch.
+        CorruptDataError, UnavailableError: see `Repository.resolve`.
+    """
+    if line.branch is None:
+        return repository.newest("datasets", line.name)
+    find_branch(repository, line.name, line.branch)
+    return repository.resolve("datasets", str(line))
+
+
 def choose_val_fractions(
-    repository: Repository | None, name: str, source: Source, requested: float | None, *, append: bool
+    repository: Repository | None, newest: Resolved | None, source: Source, requested: float | None
 ) -> tuple[float, float]:
     """Return two fractions of "train" to hold out as "val": one to record with the version, one for this source.
 
     The first is `requested`. If that is None, it is the recorded fraction for an append, and otherwise 0. The second
     equals the first, but it is 0 if `requested` is None and the source has "val" or no "train".
 
+    Args:
+        repository: repository of the data set; may be None without `newest`.
+        newest: the version to append to; None: it is no append, or there is no version.
+        source: the source.
+        requested: the fraction that the caller gave, if any.
+
     Raises:
         ConfigError: `requested` differs from the recorded fraction of the data set appended to.
         CorruptDataError, UnavailableError: the entries of the data set cannot be read.
     """
     recorded = requested or 0.0
-    newest = repository.newest("datasets", name) if append and repository is not None else None
     if newest is not None and repository is not None:
         recorded = read_val_fraction(repository, newest)
         if requested is not None and requested != recorded:
@@ -430,11 +452,8 @@ def choose_val_fractions(
     return recorded, recorded
 
 
-def _newest_classes(repository: Repository, name: str) -> tuple[str, ...]:
-    """Return the longest list of class names of a split of the newest version; () if there is no version."""
-    newest = repository.newest("datasets", name)
-    if newest is None:
-        return ()
+def _newest_classes(repository: Repository, newest: Resolved) -> tuple[str, ...]:
+    """Return the longest list of class names of a split of the newest version."""
     return max((split.classes for split in open_dataset(repository, str(newest)).values()), key=len)
 
 

@@ -17,10 +17,12 @@ import numpy as np
 
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.repository import Entry, Repository, Resolved
+from datasvc.repository.logs.references import LineName
 from datasvc.repository.objects.objects import digest_of
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.lines.commit import commit_on_line
 from datasvc.shards.versions.combine import OnCommon, append_splits, keep_splits
-from datasvc.shards.versions.dataset import continued_version, open_dataset
+from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.diff import find_partners
 from datasvc.shards.versions.split_overlap import (
     ENTRY_FIELD,
@@ -42,7 +44,7 @@ class IngestCommit:
 
     Attributes:
         repository: the repository to commit to.
-        name: name of the data set.
+        line: what to commit to: the main line of a data set, or a branch.
         tables: shard tables by split; all their shards are stored.
         metadata: further fields of the log entry.
         attempt: identifies the attempt of the ingest, see `Journal.begin`.
@@ -52,7 +54,7 @@ class IngestCommit:
     """
 
     repository: Repository
-    name: str
+    line: LineName
     tables: Mapping[str, ShardTable]
     metadata: dict[str, Any]
     attempt: str
@@ -63,10 +65,11 @@ class IngestCommit:
     overlaps: list[Overlap] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._log = self.repository.versions("datasets", self.name)
+        self._log = self.repository.versions("datasets", self.line.name)
         names = [list(table.classes) for table in self.tables.values()]
         choices = [self.append, self.on_common, self.on_overlap, names]
-        options = json.dumps([*choices, self.metadata["message"], self.metadata["source"]], sort_keys=True)
+        target = [] if self.line.branch is None else [self.line.branch]
+        options = json.dumps([*choices, self.metadata["message"], self.metadata["source"], *target], sort_keys=True)
         # Other options make another version of the same shards, so they are part of the id.
         self.metadata["ingest"] = f"{self.attempt}-{digest_of(options.encode())[:16]}"
 
@@ -77,12 +80,12 @@ class IngestCommit:
         if not (self.append and self._log.head()):
             _ = self._settled_new_version
         try:
-            return self._log.append(self._build)
+            return commit_on_line(self.repository, self.line, self._build, continues=self.append)
         except _CommittedError as already:
             return already.entry
 
-    def _build(self, head: int) -> dict[str, Any]:
-        """Return the log entry that follows version `head` (0: none). `Log.append` calls this once per attempt.
+    def _build(self, newest: Resolved | None) -> dict[str, Any]:
+        """Return the log entry that follows version `newest` of the line (None: none), see `commit_on_line`.
 
         Raise _CommittedError if the log already has the version of this ingest.
         """
@@ -90,9 +93,8 @@ class IngestCommit:
         committed = self._find_committed()
         if committed is not None:
             raise _CommittedError(committed)
-        continued = continued_version(self.repository, self.name, head) if self.append else None
-        if continued is not None:
-            return self._build_append(continued)
+        if self.append and newest is not None:
+            return self._build_append(newest)
         # `shared` is the number of samples that two splits share, by kind: by key, or by equal blobs.
         tables, shared, self.overlaps = self._settled_new_version
         added = {split: table.num_samples for split, table in tables.items()}
@@ -157,7 +159,7 @@ class IngestCommit:
         """Return the version that this ingest committed before an interruption, or that an identical one did."""
         numbers = self._log.numbers()
         # A version that was removed since then is ingested again.
-        removed = self.repository.removals("datasets", self.name).removed(numbers)
+        removed = self.repository.removals("datasets", self.line.name).removed(numbers)
         for number in numbers[: -_SEARCHED_ENTRIES - 1 : -1]:
             if number in removed:
                 continue
@@ -179,7 +181,7 @@ def _count_kept(old: ShardTable, new: ShardTable) -> int:
 
 
 class _CommittedError(Exception):
-    """Ends `Log.append` without a commit: the log already has the version of this ingest."""
+    """Ends `commit_on_line` without a commit: the log already has the version of this ingest."""
 
     def __init__(self, entry: Entry) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ from datasvc.drawing import (
     version_table,
 )
 from datasvc.repository import Entry
+from datasvc.repository.logs.lines import branch_of
 from datasvc.repository.repository import NameState
 from datasvc.shards.format.schema import is_blob
 from datasvc.shards.format.shard_table import ShardTable
@@ -40,6 +41,7 @@ def version_html(version: str, content: Mapping[str, Any]) -> Markup:
         "created": str(content.get("created") or "unknown"),
         "message": str(content.get("message") or "") or None,
         "made by": change_of(content),
+        "branch": branch_of(content),
         "from": ", ".join(parents) or (str(source.get("url") or "") if isinstance(source, Mapping) else None),
     }
     rows = [
@@ -67,8 +69,8 @@ def split_html(name: str, table: ShardTable, samples: Sequence[Sample], class_co
 
 def log_html(name: str, entries: Sequence[Entry], state: NameState | None) -> Markup:
     """Return the graph of the versions of a data set, with tags and removals if `state` has them, and a table."""
-    tags, removed = (state.tags, state.removed) if state else ({}, ())
-    nodes = entry_nodes(name, reversed(entries), tags=tags, removed=removed)
+    tags, branches, removed = (state.tags, state.branches, state.removed) if state else ({}, {}, ())
+    nodes = entry_nodes(name, reversed(entries), tags=tags, branches=branches, removed=removed)
     graph = version_graph(nodes, limit=_MAX_GRAPH, title=f"versions of {name}")
     return standalone(graph, folded("as a table", version_table(nodes, limit=_MAX_ROWS)))
 

@@ -47,14 +47,13 @@ def shared_bytes(repository: Repository, name: str, *, last: int | None = None) 
     """
     if last is not None and last < 1:
         raise ConfigError(f"last is {last}; expected 1 or more")
-    removed = repository.state("datasets", name).removed
-    numbers = [
-        entry.number for entry in readable_versions(repository, name, last=last) if entry.number not in removed
-    ]
+    log = readable_versions(repository, name, last=last)
+    removed = repository.state("datasets", log.name).removed
+    numbers = [entry.number for entry in log if entry.number not in removed]
 
     def read(number: int) -> dict[Digest, int]:
         """Return the size of each shard of a version."""
-        splits = read_version(repository, Resolved("datasets", name, number)).values()
+        splits = read_version(repository, Resolved("datasets", log.name, number)).values()
         return {shard.digest: shard.size_bytes for split in splits for shard in split.table.shards()}
 
     sizes = map_in_threads(read, numbers, _READS_AT_ONCE)

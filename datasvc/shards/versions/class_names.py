@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from datasvc.errors import ConfigError, ConflictError
+from datasvc.errors import ConfigError
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import refuse_text
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.dataset import continued_version, open_dataset
+from datasvc.shards.lines.commit import check_newest, commit_on_line, find_line
+from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.labels import check_unnamed, combine_classes
 from datasvc.shards.versions.version_entry import changed_entry
 
@@ -45,26 +46,24 @@ def name_classes(repository: Repository, ref: str, names: Sequence[str], *, mess
 
     Args:
         repository: the repository that stores the data set.
-        ref: the version to continue, which must be the newest.
+        ref: the version to continue, which must be the newest of its line.
         names: class names; label i belongs to the class `names[i]`.
         message: text stored with the version.
 
     Raises:
         ConfigError: see `name_tables`.
-        ConflictError: `ref` is not the newest version; or see `Log.append`.
+        ConflictError: `ref` is not the newest version of its line; or see `Log.append`.
         NotFoundError, CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `open_dataset`.
     """
     refuse_text(names, "names", "names")
-    base = repository.resolve("datasets", ref)
+    base, line = find_line(repository, ref)
 
-    def build(head: int) -> dict[str, Any]:
-        # `append` calls this again after a commit by another writer, and `base` is then no longer the newest version.
-        newest = continued_version(repository, base.name, head)
-        if newest != base:
-            raise ConflictError(f"{base} is not the newest version, which is {newest}: give {base.name}")
+    def build(newest: Resolved | None) -> dict[str, Any]:
+        # Called again after a commit by another writer, and `base` is then no longer the newest version.
+        check_newest(base, line, newest)
         dataset = open_dataset(repository, str(base))
         tables = {name: split.table for name, split in dataset.items()}
         return changed_entry(dataset, name_tables(tables, names), {"kind": "classes"}, message=message)
 
-    committed = repository.versions("datasets", base.name).append(build)
+    committed = commit_on_line(repository, line, build)
     return Resolved("datasets", base.name, committed.number)

@@ -8,21 +8,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 import pyarrow as pa
 
-from datasvc.errors import ConflictError, CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.notebook.tables import to_frame
 from datasvc.printable import count_text
-from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage
+from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage, parse_reference
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.repository import keep_valid, warn_unreadable
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.lines.ancestors import ancestors_of
+from datasvc.shards.lines.commit import renamed_to
 from datasvc.shards.notebook.columns import choose_columns, read_columns
 from datasvc.shards.notebook.dataset_log import DatasetLog
 from datasvc.shards.notebook.sample import Sample, image_columns
@@ -367,14 +370,6 @@ def read_version(repository: Repository, resolved: Resolved) -> DatasetVersion:
     return DatasetVersion(repository, resolved, entry)
 
 
-def renamed_to(entry: Entry) -> str | None:
-    """Return the new name if `entry` records that the data set was renamed, otherwise None."""
-    change = entry.content.get("change")
-    if not isinstance(change, Mapping) or change.get("kind") != "rename":
-        return None
-    return str(change.get("to"))
-
-
 def find_renamed(repository: Repository, version: Resolved) -> Resolved | None:
     """Return a removed version by the present name of its data set; None if the data set was not renamed since.
 
@@ -399,7 +394,7 @@ def find_renamed(repository: Repository, version: Resolved) -> Resolved | None:
 
 
 def list_datasets(repository: Repository) -> list[DatasetVersion]:
-    """Return the newest version of every data set, sorted by name.
+    """Return the newest version of every data set, of its main line, sorted by name.
 
     A data set whose newest version cannot be read is left out with an `UnreadableVersionWarning`. There is no warning
     for one whose versions were all marked as lost (`datasvc mark-lost`).
@@ -409,7 +404,11 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
     """
     datasets = []
     for name in filter(is_name, repository.storage.list("datasets")):
-        newest = repository.newest("datasets", name)
+        try:
+            newest = repository.newest("datasets", name)
+        except (CorruptDataError, ConfigError) as error:
+            warn_unreadable(Resolved("datasets", name, repository.versions("datasets", name).head()), error)
+            continue
         for entry in repository.readable_entries("datasets", name, [newest.version]) if newest else ():
             resolved = Resolved("datasets", name, entry.number)
             if renamed_to(entry):
@@ -424,30 +423,19 @@ def list_datasets(repository: Repository) -> list[DatasetVersion]:
 def readable_versions(repository: Repository, name: str, *, last: int | None = None) -> DatasetLog:
     """Return the entries of the `last` newest versions of a data set (None: all), oldest first, with removed ones.
 
+    The versions are those of all branches; of NAME@BRANCH, its head and the ancestors of this version.
+
     An entry that cannot be read, or has no valid splits, is left out with an `UnreadableVersionWarning`. For errors,
-    see `Repository.entries`.
+    see `Repository.entries`, and `ancestors_of` for a branch.
     """
-    entries = repository.entries("datasets", name, last=last)
-    return DatasetLog(name, keep_valid("datasets", name, entries, check_splits), repository)
-
-
-def continued_version(repository: Repository, name: str, head: int) -> Resolved | None:
-    """Return the version that a new version of a data set continues: the newest up to `head` that is not removed.
-
-    Returns None if there is none, or `head` is 0.
-
-    Raises:
-        ConflictError: the data set was renamed, and has no version of this name since then.
-        CorruptDataError, UnavailableError: see `Log.read`.
-    """
-    # Do not list the versions: a listing of the store may lack the newest one, and an older one would be continued.
-    removed = repository.removals("datasets", name).removed(range(1, head + 1))
-    number = next((number for number in range(head, 0, -1) if number not in removed), None)
-    # If all versions are removed, read the newest entry: it may be the rename that removed them.
-    entries, _ = repository.versions("datasets", name).try_entries([number or head] if head else [])
-    if entries and (new_name := renamed_to(entries[0])):
-        raise ConflictError(f"{name} was renamed to {new_name}; use the new name")
-    return None if number is None else Resolved("datasets", name, number)
+    reference = parse_reference(name)
+    if reference.tag is None or reference.tag not in repository.branches(reference.name):
+        entries = repository.entries("datasets", name, last=last)
+    else:
+        numbers = islice(ancestors_of(repository, repository.resolve("datasets", name)), last)
+        entries = repository.readable_entries("datasets", reference.name, sorted(numbers))
+    valid = keep_valid("datasets", reference.name, entries, check_splits)
+    return DatasetLog(reference.name, valid, repository)
 
 
 def choose_split(dataset: DatasetVersion, split: str | None) -> list[Split]:

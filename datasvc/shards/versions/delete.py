@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from datasvc.errors import ConfigError, ConflictError, NotFoundError
+from datasvc.errors import ConfigError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Objects, Repository, Resolved
 from datasvc.repository.logs.references import refuse_text
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.dataset import DatasetVersion, choose_split, continued_version, open_dataset
+from datasvc.shards.lines.commit import check_newest, commit_on_line, find_line, head_of_line
+from datasvc.shards.versions.dataset import DatasetVersion, choose_split, open_dataset
 from datasvc.shards.versions.deletions import delete_samples
 from datasvc.shards.versions.key_join import first_keys
 from datasvc.shards.versions.keys import SplitKeys
@@ -64,7 +65,7 @@ def delete(
 
     Args:
         repository: the repository that stores the data set.
-        ref: the version to continue, which must be the newest.
+        ref: the version to continue, which must be the newest of its line: NAME, NAME@BRANCH or NAME@VERSION.
         keys: keys of the samples to delete, in every split that has them.
         where: SQL expression over the columns, see `sql_filter.Condition`. Give either this or `keys`.
         split: the only split to delete from; None for all splits.
@@ -76,27 +77,22 @@ def delete(
         ConfigError: both or neither of `keys` and `where` are given; the expression is invalid; all samples of a
             split would be deleted.
         NotFoundError: there is no such version or split; or keys do not exist (the message lists up to ten).
-        ConflictError: `ref` is not the newest version; or see `Log.append`.
+        ConflictError: `ref` is not the newest version of its line; or see `Log.append`.
         CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `Objects.read`.
     """
     if (keys is None) == (where is None):
         raise ConfigError(
             "expected either keys or a condition that selects the samples to delete, not both or neither"
         )
-    base = repository.resolve("datasets", ref)
+    base, line = find_line(repository, ref)
     log = repository.versions("datasets", base.name)
-    newest = continued_version(repository, base.name, log.head())
-    if base != newest:
-        raise ConflictError(
-            f"{base} is not the newest version, which is {newest}; only the newest version can be "
-            f"continued: give {base.name} or {newest}"
-        )
+    check_newest(base, line, head_of_line(repository, line, log.head()))
     build = _DeleteBuild(repository, base, _checked_keys(keys), where, split, ignore_missing, message)
     if dry_run:
-        build.select(base.version)
+        build.select(base)
         return DeleteReport(base, build.deleted, build.missing, dry_run=True)
     try:
-        committed = log.append(build)
+        committed = commit_on_line(repository, line, build)
     except _NothingToDeleteError:
         return DeleteReport(build.parent, {}, build.missing)
     return DeleteReport(Resolved("datasets", base.name, committed.number), build.deleted, build.missing)
@@ -108,7 +104,7 @@ class _NothingToDeleteError(Exception):
 
 @dataclass(eq=False)
 class _DeleteBuild:
-    """Builds the log entry from the newest version. `Log.append` calls it again if another writer committed first.
+    """Builds the log entry from the newest version. `commit_on_line` calls it again if that is another one by then.
 
     Attributes:
         repository, keys, where, split, ignore_missing, message: as in `delete`.
@@ -128,14 +124,16 @@ class _DeleteBuild:
     missing: list[str] = field(default_factory=list)
     _attempts: int = 0
 
-    def select(self, head: int) -> tuple[DatasetVersion, dict[str, ShardTable], dict[str, dict[int, Integers]]]:
-        """Select the samples to delete after version `head`, and set `parent`, `deleted` and `missing`.
+    def select(
+        self, parent: Resolved
+    ) -> tuple[DatasetVersion, dict[str, ShardTable], dict[str, dict[int, Integers]]]:
+        """Select the samples to delete from version `parent`, and set `parent`, `deleted` and `missing`.
 
         Returns:
             The version to continue, its searched tables by split, and the result of `_select_rows`.
         """
         self._attempts += 1
-        self.parent = continued_version(self.repository, self.parent.name, head) or self.parent
+        self.parent = parent
         dataset = open_dataset(self.repository, str(self.parent))
         tables = {opened.name: opened.table for opened in choose_split(dataset, self.split)}
         rows_by_split = self._select_rows(tables)
@@ -147,8 +145,8 @@ class _DeleteBuild:
                 )
         return dataset, tables, rows_by_split
 
-    def __call__(self, head: int) -> Mapping[str, Any]:
-        dataset, tables, rows_by_split = self.select(head)
+    def __call__(self, parent: Resolved | None) -> Mapping[str, Any]:
+        dataset, tables, rows_by_split = self.select(parent or self.parent)
         if not rows_by_split:
             raise _NothingToDeleteError
         objects = self.repository.objects

@@ -22,10 +22,13 @@ _READS_AT_ONCE: Final = 8
 
 
 def summarize_datasets(repository: Repository) -> list[dict[str, Any]]:
-    """Return the newest version of every data set as JSON values: name, version, samples, bytes, created, tags.
+    """Return the newest version of every data set as JSON values.
 
-    See `list_datasets` for what is left out, and for errors.
+    They are name, version, samples, bytes, created, tags, and branches with their heads. See `list_datasets` for what
+    is left out, and for errors.
     """
+    datasets = list_datasets(repository)
+    states = [repository.state("datasets", dataset.resolved.name) for dataset in datasets]
     return [
         {
             "name": dataset.resolved.name,
@@ -33,9 +36,10 @@ def summarize_datasets(repository: Repository) -> list[dict[str, Any]]:
             "samples": sum(split["samples"] for split in dataset.entry.content["splits"].values()),
             "bytes": sum(split["bytes"] for split in dataset.entry.content["splits"].values()),
             "created": dataset.entry.content.get("created"),
-            "tags": repository.tags("datasets", dataset.resolved.name),
+            "tags": dict(state.tags),
+            "branches": dict(state.branches),
         }
-        for dataset in list_datasets(repository)
+        for dataset, state in zip(datasets, states, strict=True)
     ]
 
 
@@ -44,10 +48,11 @@ def describe_log(repository: Repository, name: str, *, last: int | None = None) 
 
     Removed versions have `removed`. For what is left out, and for errors, see `readable_versions`.
     """
-    removed = repository.state("datasets", name).removed
+    log = readable_versions(repository, name, last=last)
+    removed = repository.state("datasets", log.name).removed
     return [
         {**entry.content, "version": entry.number} | ({"removed": True} if entry.number in removed else {})
-        for entry in readable_versions(repository, name, last=last)
+        for entry in log
     ]
 
 
@@ -75,7 +80,12 @@ def describe_version(repository: Repository, ref: str) -> dict[str, Any]:
     resolved, state = repository.resolve_with_state("datasets", ref, removed=True)
     if resolved.version not in state.removed:
         tags = [tag for tag, version in state.tags.items() if version == resolved.version]
-        return {"tags": tags, **describe_dataset(read_version(repository, resolved))}
+        heads = [branch for branch, version in state.branches.items() if version == resolved.version]
+        return {
+            "tags": tags,
+            **({"head_of": heads} if heads else {}),
+            **describe_dataset(read_version(repository, resolved)),
+        }
     entry = repository.entry(resolved)
     removal = repository.removals("datasets", resolved.name).find(resolved.version)
     facts = {**entry.content, "version": str(resolved), "removed": True}

@@ -8,11 +8,11 @@ from typing import Any, Final, Literal
 
 from datasvc.errors import ConfigError
 from datasvc.repository import Repository, Resolved
-from datasvc.repository.logs.references import check_name, parse_reference, refuse_text
+from datasvc.repository.logs.references import LineName, parse_line, refuse_text
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.lines.commit import commit_on_line
 from datasvc.shards.sources.common.options import check_key_prefix
 from datasvc.shards.versions.combine import OnCommon, append_splits, prefix_shards
-from datasvc.shards.versions.dataset import continued_version
 from datasvc.shards.versions.split_overlap import (
     ENTRY_FIELD,
     OnSplitOverlap,
@@ -71,13 +71,15 @@ def merge(
 ) -> MergeReport:
     """Commit the next version of data set `name`, with the samples of all `refs`, split by split.
 
+    All samples of all versions are taken. `merge_branch` is for the changes that were made on a branch.
+
     A reference to `name` without a version or tag means the newest version at the time of the commit, so samples that
     other writers add during the merge are included.
 
     Args:
         repository: the repository that stores all versions.
         refs: two versions or more; the first one determines the order of columns and classes.
-        name: the data set to commit to; created if it does not exist.
+        name: the data set to commit to, created if it does not exist; or NAME@BRANCH.
         on_common: rule for a key that several versions have in the same split.
         on_split_overlap: rule for samples that two splits of the result share, by key or by equal blobs.
         key_prefixes: text to put before each key of a version, by its reference in `refs`; the shards of these
@@ -92,7 +94,7 @@ def merge(
             `split_overlap.settle_overlaps`; or see `Log.append`.
         CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `Objects.read`.
     """
-    check_name(name, "data set")
+    line = parse_line(name)
     refuse_text(refs, "refs")
     if on_common not in _RULES:
         raise ConfigError(f"on_common is {on_common!r}; expected one of {', '.join(_RULES)}")
@@ -104,11 +106,11 @@ def merge(
         raise ConfigError(
             f"there is a key prefix for {unknown[0]!r}, which is not merged; expected one of {', '.join(refs)}"
         )
-    build = _MergeBuild(repository, refs, name, _RULES[on_common], on_split_overlap, prefixes, message)
-    committed = repository.versions("datasets", name).append(build)
+    build = _MergeBuild(repository, refs, line, _RULES[on_common], on_split_overlap, prefixes, message)
+    committed = commit_on_line(repository, line, build)
     tables = build.tables
     return MergeReport(
-        version=Resolved("datasets", name, committed.number),
+        version=Resolved("datasets", line.name, committed.number),
         merged=build.versions,
         num_samples={split: table.num_samples for split, table in tables.items()},
         num_shards={split: table.num_shards for split, table in tables.items()},
@@ -119,10 +121,11 @@ def merge(
 
 @dataclass(eq=False)
 class _MergeBuild:
-    """Builds the log entry. `Log.append` calls an instance again if another writer committed first.
+    """Builds the log entry. `commit_on_line` calls an instance again if another writer committed first.
 
     Attributes:
-        repository, refs, name, on_overlap, prefixes, message: as in `merge`.
+        line: what to commit to.
+        repository, refs, on_overlap, prefixes, message: as in `merge`.
         on_common: rule of `append_splits`, see `_RULES`.
         versions: the versions that the last call merged.
         tables: shard tables of the last call's result by split.
@@ -131,7 +134,7 @@ class _MergeBuild:
 
     repository: Repository
     refs: Sequence[str]
-    name: str
+    line: LineName
     on_common: OnCommon
     on_overlap: OnSplitOverlap
     prefixes: Mapping[str, str]
@@ -143,12 +146,10 @@ class _MergeBuild:
         # Resolved once: a tag that moves between two attempts must not change what is merged.
         self.versions = [self.repository.resolve("datasets", ref) for ref in self.refs]
 
-    def __call__(self, head: int) -> Mapping[str, Any]:
-        # Without a version to continue, no reference resolves to the data set itself, and `parent` is not used.
-        parent = continued_version(self.repository, self.name, head) or Resolved("datasets", self.name, head)
-        for position, ref in enumerate(map(parse_reference, self.refs)):
-            # A reference to the data set without a version or tag means the version that this attempt continues.
-            if ref.name == self.name and ref.version is None and ref.tag is None:
+    def __call__(self, parent: Resolved | None) -> Mapping[str, Any]:
+        for position, ref in enumerate(self.refs):
+            # A reference to the line means the version that this attempt continues. Without one, none resolves to it.
+            if ref == str(self.line) and parent is not None:
                 self.versions[position] = parent
         objects = self.repository.objects
         stored_tables = [read_tables(self.repository, version) for version in self.versions]
@@ -173,15 +174,15 @@ class _MergeBuild:
         merged_tables = [table for tables in stored_tables for table in tables.values()]
         merged_refs = [str(version) for version in self.versions]
         # The new version continues the newest version of `name` only if that version was merged too.
-        continues = parent in self.versions
+        continued = parent if parent in self.versions else None
         return derived_entry(
             describe_tables(objects, self.tables, before=merged_tables),
             {"kind": "merge", "versions": merged_refs} | self._describe_prefixes(),
             message=self.message,
-            parent=parent if continues else None,
+            parent=continued,
             source=", ".join(merged_refs),
             **{
-                VAL_FRACTION: read_val_fraction(self.repository, parent if continues else self.versions[0]),
+                VAL_FRACTION: read_val_fraction(self.repository, continued or self.versions[0]),
                 ENTRY_FIELD: shared,
             },
         )

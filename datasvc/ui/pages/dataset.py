@@ -10,7 +10,8 @@ from typing import Any
 
 from datasvc import drawing
 from datasvc.models.search.query import find_versions
-from datasvc.repository import Repository
+from datasvc.repository import Repository, Resolved
+from datasvc.repository.logs.lines import branch_of
 from datasvc.shards.history.version_nodes import dataset_nodes
 from datasvc.shards.query.histogram import list_columns
 from datasvc.shards.query.shared_bytes import shared_bytes
@@ -73,7 +74,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         with failures.noted():
             panels["quarantine"] = replace(panels["quarantine"], values=read_bad_samples(repository, ref))
     trained = _trained(site, ref, query, failures)
-    previous = _previous(state.living, resolved.version, name)
+    previous = _previous(facts, log, state.living, resolved)
     return Page(
         template="dataset.html",
         title=ref,
@@ -85,6 +86,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "site": site,
             "ref": ref,
             "name": name,
+            "branch": branch_of(facts),
             **_draw_log(site, name, ref, log, query, num_versions=len(state.versions)),
             "previous": previous,
             "trained": trained,
@@ -254,7 +256,16 @@ def _classes(split: Mapping[str, Any], query: Query, path: str) -> dict[str, Any
     }
 
 
-def _previous(living: list[int], version: int, name: str) -> str | None:
-    """Return the version before this one that is not removed; None if there is none."""
-    older = [number for number in living if number < version]
-    return f"{name}@{older[-1]}" if older else None
+def _previous(
+    facts: Mapping[str, Any], log: Sequence[Mapping[str, Any]], living: list[int], version: Resolved
+) -> str | None:
+    """Return the version that this one continues, or the one before it on its line; None if there is none."""
+    parent = str(facts.get("parent"))
+    if parent in {f"{version.name}@{number}" for number in living}:
+        return parent
+    # `log` has the newest versions; an older one has none that is not in it, unless there are no branches.
+    lines = {entry["version"]: entry.get("branch") for entry in log}
+    older = [
+        number for number in living if number < version.version and lines.get(number) == lines.get(version.version)
+    ]
+    return f"{version.name}@{older[-1]}" if older else None

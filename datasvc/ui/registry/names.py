@@ -8,6 +8,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.registry.registry import describe_versions
 from datasvc.models.search.index import map_models
 from datasvc.repository import Kind, Repository, Resolved
+from datasvc.repository.logs.lines import branch_of
 from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.repository import KIND_NAMES, NameState, keep_valid
 from datasvc.shards.versions.dataset import check_splits
@@ -59,6 +60,8 @@ def read_tag(kind: Kind, site: Site, parts: Parts, _: Query) -> RegisteredTag:
     if tag.isdecimal():
         raise ConfigError(f"{tag[:80]!r} is not a tag; the version with this number is at /versions/{tag[:80]}")
     name = check_name(parts["name"], KIND_NAMES[kind])
+    if kind == "datasets" and tag.partition("~")[0] in site.repo.repository.branches(name):
+        raise NotFoundError(f"{tag!r} is a branch, not a tag; /{kind}/{name} has the head of each branch")
     return _describe_tag(tag, site.repo.repository.resolve(kind, f"{name}@{tag}"))
 
 
@@ -111,6 +114,7 @@ def list_dataset_versions(site: Site, parts: Parts, query: Query) -> DatasetVers
             bytes=sum(split["bytes"] for split in entry.content["splits"].values()),
             tags=tuple(tag for tag, number in state.tags.items() if number == entry.number),
             removed=entry.number in state.removed,
+            branch=branch_of(entry.content),
         )
         for entry in entries
     )
@@ -119,13 +123,12 @@ def list_dataset_versions(site: Site, parts: Parts, query: Query) -> DatasetVers
 
 def _read_state(repository: Repository, kind: Kind, parts: Parts) -> NameState:
     """Return the state of a name. Raise ConfigError if it is not a name, NotFoundError if it does not exist."""
-    return repository.resolve_with_state(kind, check_name(parts["name"], KIND_NAMES[kind]), removed=True)[1]
+    return repository.known_state(kind, check_name(parts["name"], KIND_NAMES[kind]))
 
 
 def _describe_name(name: str, state: NameState) -> RegisteredName:
-    living = state.living
-    newest = living[-1] if living else None
-    return RegisteredName(name, newest, len(state.versions), tuple(sorted(state.removed)), state.tags)
+    removed = tuple(sorted(state.removed))
+    return RegisteredName(name, state.newest, len(state.versions), removed, state.tags, state.branches)
 
 
 def _describe_tag(tag: str, version: Resolved) -> RegisteredTag:

@@ -21,10 +21,13 @@ class RegisteredName:
     """A data set or a model."""
 
     name: str
-    newest: Annotated[int | None, "Newest version that is not removed; null: all are removed."]
+    newest: Annotated[
+        int | None, "Newest version that is not removed, of a data set on its main line; null: there is none."
+    ]
     num_versions: Annotated[int, "Number of versions, with removed ones."]
     removed: Annotated[tuple[int, ...], "Removed versions, ascending."]
     tags: Annotated[Mapping[str, int], "Version of each tag."]
+    branches: Annotated[Mapping[str, int], "Head of each branch; a model has none."]
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ class DatasetRow:
     bytes: Annotated[int, "Bytes of all splits."]
     tags: tuple[str, ...]
     removed: bool
+    branch: Annotated[str | None, "Branch that it was committed on; null: the main line."]
 
 
 @dataclass(frozen=True)

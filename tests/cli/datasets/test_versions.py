@@ -140,7 +140,7 @@ def test_data_sets_are_merged(pets):
         (["delete", "pets", "--where", "true", "--split", "test"], 1, "has no split 'test'"),
         (["delete", "cats", "--where", "true"], 1, "no data set 'cats'"),
         (["diff", "pets", "cats"], 1, "no data set 'cats'"),
-        (["merge", "all", "pets"], 2, "needs at least two versions"),
+        (["merge", "all", "pets"], 2, "of different data sets"),
         (["merge", "all", "pets", "wild"], 4, "1 key is on both sides: 'd'"),
         (["merge", "all", "pets", "wild", "--on-common", "any"], 2, "--on-common"),
     ],

@@ -9,11 +9,13 @@ import pytest
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.gc import gc
 from datasvc.repository import Repository
+from datasvc.repository.branching import branch_history, create_branch, remove_branch
 from datasvc.repository.logs.removals import Removals
 from datasvc.repository.lost_versions import mark_lost
 from datasvc.repository.removal import remove_versions
 from datasvc.repository.store.storage import Storage
 from datasvc.shards import ingest, open_dataset
+from datasvc.shards.history.merge_branch import merge_branch
 from datasvc.shards.history.rename import rename
 from datasvc.shards.history.revert import revert
 from datasvc.shards.versions.dataset import list_datasets
@@ -263,14 +265,14 @@ def test_a_rename_that_another_one_overtakes_anywhere_loses_nothing(pets, monkey
 
 
 def test_a_rename_to_a_third_name_is_refused_until_the_interrupted_one_is_finished(pets, monkeypatch):
-    stop_before(monkeypatch, pets, "_end_tag", "pets", "animals")
+    stop_before(monkeypatch, pets, "_end_moves", "pets", "animals")
     with pytest.raises(ConflictError, match=r"pets is being renamed to animals; .* `datasvc rename pets animals`"):
         rename(pets, "pets", "beasts")
     rename(pets, "pets", "animals")
     check_renamed(pets)
 
 
-@pytest.mark.parametrize("step", ["_copy_removals", "_copy_versions", "_end_tag", "remove_untagged"])
+@pytest.mark.parametrize("step", ["_copy_removals", "_copy_versions", "_end_moves", "remove_untagged"])
 def test_a_new_data_set_under_the_old_name_does_not_stop_an_interrupted_rename(pets, folder, monkeypatch, step):
     stop_before(monkeypatch, pets, step, "pets", "animals")
     with pytest.raises(ConflictError, match="pets was renamed to animals"):
@@ -322,3 +324,49 @@ def test_a_tag_that_is_set_during_the_removal_is_moved_by_the_next_call(pets, mo
     rename(pets, "pets", "animals")
     assert pets.tags("datasets", "animals") == {"late": 3, "old": 1, "stable": 1}
     assert pets.living("datasets", "pets") == []
+
+
+@pytest.fixture
+def branched(pets):
+    """Besides, pets@4 and pets@5 on `work`, which begins at pets@1, and a branch `done` that was removed."""
+    create_branch(pets, "pets@1", "done")
+    remove_branch(pets, "pets", "done")
+    create_branch(pets, "pets@1", "work")
+    delete(pets, "pets@work", keys=["a"])
+    delete(pets, "pets@work", keys=["b"])
+    return pets
+
+
+def check_branched(repository):
+    state = repository.state("datasets", "animals")
+    assert (state.newest, state.branches, state.living) == (3, {"work": 5}, [1, 3, 4, 5])
+    assert [move.content["version"] for move in branch_history(repository, "animals", "done")] == [1, None]
+    assert repository.branches("pets") == {}
+    with pytest.raises(NotFoundError, match=r"pets has no (tag|branch) 'work'"):
+        delete(repository, "pets@work", keys=["c"])
+
+
+def test_branches_move_with_their_data_set_and_go_on_there(branched):
+    rename(branched, "pets", "animals")
+    check_branched(branched)
+    write_version(branched, "x", {"train": [texts("n")]})
+    merge(branched, ["animals@work", "x"], "animals@work")
+    assert keys_of(branched, "animals@work") == ["c", "n"]
+    report = merge_branch(branched, "animals@work", "animals")
+    assert ([str(base) for base in report.bases], sorted(keys_of(branched, "animals"))) == (["animals@1"], ["c", "n"])
+
+
+@pytest.mark.parametrize("step", ["_copy_versions", "_end_moves", "remove_untagged"])
+def test_an_interrupted_rename_is_finished_with_its_branches(branched, monkeypatch, step):
+    def stop(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"datasvc.shards.history.rename.{step}", stop)
+        with pytest.raises(KeyboardInterrupt):
+            rename(branched, "pets", "animals")
+    # Meanwhile, nothing is committed to the branch of the old name.
+    with pytest.raises((ConflictError, NotFoundError), match=r"was renamed to animals|has no (branch|tag)"):
+        delete(branched, "pets@work", keys=["c"])
+    rename(branched, "pets", "animals")
+    check_branched(branched)

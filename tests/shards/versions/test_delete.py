@@ -162,7 +162,7 @@ class Losing:
         log = self._repository.versions(kind, name)
         append, losing = log.append, self
 
-        def append_after_another(build):
+        def append_after_another(build, **options):
             def build_late(head):
                 content = build(head)
                 other, losing._other = losing._other, None
@@ -170,7 +170,7 @@ class Losing:
                     other()
                 return content
 
-            return append(build_late)
+            return append(build_late, **options)
 
         log.append = append_after_another
         return log

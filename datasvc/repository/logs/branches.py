@@ -1,0 +1,213 @@
+"""Which branches a data set has: for each branch a log, whose entries begin and end it.
+
+A branch begins at a version, and its own versions follow in the log of versions, see `lines`. So a branch that grows
+changes nothing here. These logs are below the folder of the versions for a reason: an object store lists names in
+order, so a listing that has a version of a branch has the log of the branch too. Without such a log, a reader need
+not look at entries to know that all of them are on the main line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
+from datasvc.repository.logs.lines import branch_line
+from datasvc.repository.logs.log import Entry, Log, list_logs
+from datasvc.repository.logs.references import LATEST, check_tag, is_name
+from datasvc.repository.store.storage import Storage
+from datasvc.threads import map_in_threads
+
+BRANCHES: Final = "versions/branches"
+"""Folder of the logs of branches, in the folder of the data set."""
+_RESERVED: Final = frozenset({LATEST, "main"})  # what people call the main line
+_READS_AT_ONCE: Final = 16
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A branch that exists.
+
+    Attributes:
+        name: its name.
+        begun: number of the move that began it.
+        start: version at which it begins, which is its head until it has a version of its own.
+        after: number of the newest version when it began; its own versions have higher numbers.
+    """
+
+    name: str
+    begun: int
+    start: int
+    after: int
+
+    @property
+    def line(self) -> str:
+        """Line of its own versions, see `lines`."""
+        return branch_line(self.name, self.begun)
+
+
+def check_branch(branch: str) -> str:
+    """Return `branch` if it is a valid name of a branch, otherwise raise ConfigError."""
+    if branch in _RESERVED:
+        raise ConfigError(
+            f"{branch!r} cannot be the name of a branch: the main line is the name of the data set alone; choose "
+            "another name"
+        )
+    return check_tag(branch, "branch")
+
+
+class BranchLogs:
+    """The branches of one data set.
+
+    Args:
+        storage: file tree of the repository.
+        folder: folder of the data set, such as "datasets/pets".
+
+    Attributes:
+        name: name of the data set.
+    """
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self._storage = storage
+        self._folder = f"{folder}/{BRANCHES}"
+        self.name = folder.rpartition("/")[2]
+
+    def list_moves(self) -> dict[str, list[int]]:
+        """Return the numbers of the moves of each branch, ascending; also of branches that have ended."""
+        return {
+            branch: numbers for branch, numbers in list_logs(self._storage, self._folder).items() if is_name(branch)
+        }
+
+    def current(
+        self, move_numbers: Mapping[str, Sequence[int]] | None = None
+    ) -> tuple[dict[str, Branch], dict[str, CorruptDataError | ConfigError]]:
+        """Return the branches by name, sorted, and the errors of those that cannot be read.
+
+        Args:
+            move_numbers: result of `list_moves`, if the caller has it already.
+
+        Raises:
+            UnavailableError: the store does not respond.
+        """
+        numbers = self.list_moves() if move_numbers is None else move_numbers
+        errors: dict[str, CorruptDataError | ConfigError] = {}
+
+        def read(branch: str) -> Branch | None:
+            try:
+                return self.find(branch, numbers[branch])
+            except (CorruptDataError, ConfigError) as error:
+                errors[branch] = error
+                return None
+
+        names = sorted(filter(is_name, numbers))
+        is_parallel = not self._storage.is_local and len(names) > 1
+        found: Iterable[Branch | None] = (
+            map_in_threads(read, names, _READS_AT_ONCE) if is_parallel else map(read, names)
+        )
+        return {branch.name: branch for branch in found if branch is not None}, errors
+
+    def find(self, branch: str, move_numbers: Sequence[int] | None = None) -> Branch | None:
+        """Return a branch, or None if it does not exist.
+
+        Args:
+            branch: name of the branch.
+            move_numbers: numbers of its moves, ascending, if the caller has listed them already.
+
+        Raises:
+            CorruptDataError, ConfigError, UnavailableError: see `Log.read`.
+        """
+        log = self._log(branch)
+        numbers = log.numbers() if move_numbers is None else move_numbers
+        return _branch(branch, log.read(numbers[-1])) if numbers else None
+
+    def history(self, branch: str) -> list[Entry]:
+        """Return every move of a branch, oldest first; [] if it never existed. For errors, see `Log.entries`."""
+        return self._log(branch).entries()
+
+    def begin(self, branch: str, version: int, after: int, message: str = "") -> Branch:
+        """Begin a branch at a version; `after` is the number of the newest version.
+
+        Raises:
+            ConflictError: the branch exists, and nothing was changed; or see `Log.append`.
+            CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`.
+        """
+        log = self._log(branch)
+
+        def build(head: int) -> dict[str, int | str]:
+            if head and _branch(branch, log.read(head)) is not None:
+                raise ConflictError(
+                    f"{self.name} has a branch {branch!r} already; nothing was changed: choose another name, or "
+                    f"remove it first: `datasvc branch {self.name} {branch} --remove`"
+                )
+            return {"version": version, "after": after, "message": message}
+
+        return Branch(branch, log.append(build).number, version, after)
+
+    def end(self, branch: str, *, begun: int | None = None, message: str = "", **more: int) -> None:
+        """End a branch; its history stays.
+
+        Args:
+            branch: name of the branch.
+            begun: end it only if this move began it; None: no condition.
+            message: text stored with the move.
+            **more: further fields of the move.
+
+        Raises:
+            NotFoundError: the branch does not exist.
+            ConflictError: it was begun by another move; or see `Log.append`.
+            CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`.
+        """
+        log = self._log(branch)
+
+        def build(head: int) -> dict[str, int | str | None]:
+            try:
+                current = _branch(branch, log.read(head)) if head else None
+            except CorruptDataError:
+                if begun is not None:
+                    raise
+                return {"version": None, "message": message, **more}  # the way to get rid of a damaged move
+            if current is None:
+                raise NotFoundError(f"{self.name} has no branch {branch!r}; it has: {self._describe()}")
+            if begun is not None and current.begun != begun:
+                raise ConflictError(f"{self.name}@{branch} was begun again meanwhile; nothing was changed")
+            return {"version": None, "message": message, **more}
+
+        log.append(build)
+
+    def declare(self, branch: str) -> None:
+        """Write a log of a branch that does not exist, unless there is a log of some branch.
+
+        Call this before the commit of a version that is on no branch of the repository: readers then look at entries,
+        see the module. For errors, see `Log.append`.
+        """
+        if not self.list_moves():
+            self._log(branch).append(lambda _head: {"version": None, "message": "of another repository"}, head=0)
+
+    def first_after(self, branch: str) -> int:
+        """Return `Branch.after` of the first branch of this name, or 0 if not known. For errors, see `Log.read`."""
+        try:
+            first = _branch(branch, self._log(branch).read(1))
+        except CorruptDataError:
+            return 0
+        return 0 if first is None else first.after
+
+    def path_of(self, branch: str) -> str:
+        """Return the path of the log of a branch."""
+        return self._log(branch).path
+
+    def _log(self, branch: str) -> Log:
+        return Log(self._storage, f"{self._folder}/{check_tag(branch, 'branch')}")
+
+    def _describe(self) -> str:
+        return ", ".join(self.current()[0]) or "none yet"
+
+
+def _branch(name: str, move: Entry) -> Branch | None:
+    """Return the branch that a move begins; None if it ends it. Raise CorruptDataError: its fields are not valid."""
+    version, after = move.content.get("version"), move.content.get("after", move.content.get("version"))
+    if version is None and "version" in move.content:
+        return None
+    if type(version) is not int or type(after) is not int or not 0 < version <= after:
+        raise CorruptDataError(f"entry {move.number} of branch {name!r} has no valid version: {version!r}, {after!r}")
+    return Branch(name, move.number, version, after)

@@ -1,0 +1,1 @@
+"""The lines of a data set, which are its main line and its branches: what a commit continues, common ancestors."""

@@ -1,0 +1,90 @@
+"""Ancestors of the versions of a data set, along `parent` and `merged` of their entries.
+
+Numbers of versions are a topological order: a version has a higher number than what it continues.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from datasvc.errors import ConfigError
+from datasvc.repository import Repository, Resolved, parse_reference
+from datasvc.repository.logs.heads import PositionReader
+from datasvc.repository.logs.lines import MAIN, find_head
+
+MERGED: Final = "merged"
+_OURS, _THEIRS, _STALE = 1, 2, 4
+
+
+def find_common_ancestors(repository: Repository, ours: Resolved, theirs: Resolved) -> list[Resolved]:
+    """Return the newest common ancestors of two versions of a data set, newest first; [] if there are none.
+
+    A version is an ancestor of itself. A common ancestor that is an ancestor of another one is left out. There are
+    several after merges in both directions that did not include each other. Only entries that are newer than the
+    oldest result are read. The method is that of `git merge-base`.
+
+    Raises:
+        CorruptDataError, ConfigError, UnavailableError: see `Log.read`.
+    """
+    assert ours.name == theirs.name, (ours, theirs)
+    read = repository.positions(ours.name)
+    sides: dict[int, int] = {ours.version: _OURS}
+    sides[theirs.version] = sides.get(theirs.version, 0) | _THEIRS
+    pending = [-number for number in sides]
+    heapq.heapify(pending)
+    common = []
+    # All descendants of the highest number were looked at, so its sides are complete.
+    while any(not sides[-number] & _STALE for number in pending):
+        number = -heapq.heappop(pending)
+        flags = sides[number]
+        if flags == _OURS | _THEIRS:
+            common.append(Resolved("datasets", ours.name, number))
+            flags |= _STALE
+        for parent in parents_of(read, number):
+            if parent not in sides:
+                heapq.heappush(pending, -parent)
+            sides[parent] = sides.get(parent, 0) | flags
+    return common
+
+
+def ancestors_of(repository: Repository, version: Resolved) -> Iterator[int]:
+    """Yield the numbers of a version and of all its ancestors, descending; for errors, see `Log.read`."""
+    read = repository.positions(version.name)
+    pending, seen = [-version.version], {version.version}
+    while pending:
+        number = -heapq.heappop(pending)
+        yield number
+        for parent in set(parents_of(read, number)) - seen:
+            seen.add(parent)
+            heapq.heappush(pending, -parent)
+
+
+def parents_of(read: PositionReader, number: int) -> list[int]:
+    """Return the versions of the data set that a version continues.
+
+    An ingest without `append` on the main line takes the place of the version before it, which then is its parent.
+    """
+    content = read.entry(number).content
+    parents = [parent for parent in map(_number_of, recorded_parents(content)) if parent is not None]
+    # In a copy from another repository, the version before it need not be one that it continues there.
+    if not parents and content.get("origin") is None:
+        position = read(number)
+        before = find_head(read, MAIN, position.before(MAIN)) if position.line == MAIN else None
+        parents = [] if before is None else [before]
+    return [parent for parent in parents if 0 < parent < number]
+
+
+def recorded_parents(content: Mapping[str, Any]) -> list[str]:
+    """Return the references in `parent` and `merged` of the entry of a data-set version."""
+    merged = content.get(MERGED)
+    return [str(ref) for ref in (content.get("parent"), *(merged if isinstance(merged, list) else ())) if ref]
+
+
+def _number_of(ref: str) -> int | None:
+    # The name may be an earlier one of the data set, see `rename`; the number is the same.
+    try:
+        return parse_reference(ref).version
+    except ConfigError:
+        return None

@@ -1,0 +1,103 @@
+"""Commits the next version of a line of a data set: of the main line, or of a branch.
+
+All lines have one log, so a commit to another line takes the number that a writer wanted. Then the entry gets the
+next number, and its content stays. Only a commit to the same line makes the writer build its content again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from datasvc.errors import ConflictError
+from datasvc.repository import Entry, Repository, Resolved
+from datasvc.repository.continuation import continue_line
+from datasvc.repository.logs.lines import branch_of
+from datasvc.repository.logs.references import LineName, parse_reference
+
+Build = Callable[[Resolved | None], Mapping[str, Any]]
+"""Returns the content of the entry that continues a version; None: the line has no version that is not removed."""
+
+
+def commit_on_line(
+    repository: Repository, line: LineName, build: Build, *, continues: bool = True, head: int | None = None
+) -> Entry:
+    """Commit the next version of a line; on a branch, its entry records the version that it continues as `parent`.
+
+    Args:
+        repository: the repository that stores the data set.
+        line: what to commit to.
+        build: function that returns the content of the entry; it is called again for each other version to continue.
+        continues: whether the new version has samples of the one before. If not, it may begin a new data set under a
+            name that a renamed one had.
+        head: number of the newest version of all lines, see `Log.append`.
+
+    Raises:
+        NotFoundError: there is no such branch.
+        ConflictError: the data set was renamed, and has no version of this name since then; or see `Log.append`.
+        CorruptDataError: see `continue_line`.
+        UnknownOutcomeError, UnavailableError: see `Log.append`.
+    """
+    built: dict[Resolved | None, Mapping[str, Any]] = {}
+
+    def build_entry(newest: int) -> Mapping[str, Any]:
+        continued = continue_line(repository, line, newest)
+        if continues or line.branch is not None:
+            check_not_renamed(repository, continued.main)
+        parent = continued.parent
+        if parent not in built:
+            built.clear()  # the content may be large
+            built[parent] = build(parent)
+        on_branch = {} if line.branch is None else {"parent": str(parent)}
+        return {**built[parent], **on_branch, **continued.fields}
+
+    return repository.versions("datasets", line.name).append(build_entry, head=head)
+
+
+def head_of_line(repository: Repository, line: LineName, newest: int) -> Resolved | None:
+    """Return the head of a line up to entry `newest`; None if it has no version. For errors, see `commit_on_line`."""
+    continued = continue_line(repository, line, newest)
+    check_not_renamed(repository, continued.main)
+    return continued.parent
+
+
+def find_line(repository: Repository, ref: str) -> tuple[Resolved, LineName]:
+    """Return the version that a reference resolves to, and the line that its next version is committed to.
+
+    `NAME@BRANCH` means the branch. Any other reference means the line that the version itself is on.
+
+    Raises:
+        ConfigError, NotFoundError: see `Repository.resolve`.
+        CorruptDataError, UnavailableError: see `Repository.entry`.
+    """
+    resolved = repository.resolve("datasets", ref)
+    reference = parse_reference(str(ref))
+    if reference.tag is not None and not reference.moves_back and reference.tag in repository.branches(resolved.name):
+        return resolved, LineName(resolved.name, reference.tag)
+    if reference.version is None and reference.tag is None:
+        return resolved, LineName(resolved.name)
+    return resolved, LineName(resolved.name, branch_of(repository.entry(resolved).content))
+
+
+def check_newest(base: Resolved, line: LineName, newest: Resolved | None) -> None:
+    """Raise ConflictError if a version is not the head of its line, which only can be continued."""
+    if base != newest:
+        raise ConflictError(
+            f"{base} is not the newest version, which is {newest}; only the newest version can be continued: give "
+            f"{line} or {newest}"
+        )
+
+
+def check_not_renamed(repository: Repository, main: Resolved | None) -> None:
+    """Raise ConflictError if the newest version of the main line records that the data set was renamed."""
+    entries, _ = repository.versions("datasets", main.name).try_entries([main.version]) if main else ([], {})
+    if main is not None and entries and (new_name := renamed_to(entries[0])):
+        raise ConflictError(f"{main.name} was renamed to {new_name}; use the new name")
+
+
+def renamed_to(entry: Entry) -> str | None:
+    """Return the new name if `entry` records that the data set was renamed, otherwise None."""
+    change = entry.content.get("change")
+    if not isinstance(change, Mapping) or change.get("kind") != "rename":
+        return None
+    return str(change.get("to"))
