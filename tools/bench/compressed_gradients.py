@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> Report:
     accuracies: dict[str, list[float]] = {PLAIN: [], arguments.compression: []}
     sent: dict[str, list[float]] = {PLAIN: [], arguments.compression: []}
     with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([sys.executable, ROOT / "tools" / "make_digits.py", f"{folder}/digits"], check=True)
+        make = [sys.executable, ROOT / "tools" / "make_digits.py", f"{folder}/digits"]
+        subprocess.run(make, stdout=subprocess.DEVNULL, check=True)  # only the figures are printed
         url = f"{folder}/repo"
         datasvc.open(url, create=True).datasets.ingest(f"{folder}/digits", "digits", shard_bytes=256 << 10)
         for seed in range(arguments.repeats):
