@@ -140,7 +140,7 @@ ROOMS = {
         "transfer",
     ],
     "datasvc.node": ["transfers", "http", "."],
-    "datasvc.ui": ["settings thumbnails", "web", "pages registry", "server"],
+    "datasvc.ui": ["settings thumbnails caches", "web", "pages registry", "server"],
     "datasvc.cli": ["terminal", "nodes datasets", "models", "."],
     "datasvc.loaders": [
         "augment profiling ranks",

@@ -133,7 +133,7 @@ def test_the_time_of_a_new_point_and_the_bytes_of_a_refresh_are_measured():
     assert [(row["name"], row["n"]) for row in found["rows"]] == [
         (f"{store}: {what}", 2)
         for store in ("local", "s3")
-        for what in ("report until the page has the point", "a refresh")
+        for what in ("report until the page has the point", "a refresh", "a refresh, compressed")
     ]
     assert all(row["min"] > 0 for row in found["rows"])
 

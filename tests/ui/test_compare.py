@@ -8,8 +8,8 @@ import torch
 
 import datasvc
 from datasvc.errors import UnavailableError
-from datasvc.ui.web import measured_changes
-from datasvc.ui.web.measured_changes import MeasuredChanges
+from datasvc.ui.caches import measured_changes
+from datasvc.ui.caches.measured_changes import MeasuredChanges
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 from tests.ui.test_model import HOSTILE, printed
 

@@ -16,10 +16,10 @@ from datasvc.errors import UnavailableError
 from datasvc.repository import Repository
 from datasvc.shards.format.schema import image_schema
 from datasvc.testing import small_dataset
+from datasvc.ui.caches.kept_pages import KeptPages
 from datasvc.ui.pages import datasets as datasets_page
 from datasvc.ui.pages.planning import planner
 from datasvc.ui.web import node_monitor, routes
-from datasvc.ui.web.kept_pages import KeptPages
 from tests.cli.command import run
 from tests.samples import jpeg
 from tests.shards.written_versions import TEXT_SCHEMA, write_version

@@ -14,7 +14,8 @@ import datasvc
 from datasvc.errors import UnavailableError
 from datasvc.runs import RunLog
 from datasvc.testing import small_dataset
-from datasvc.ui.web import live, run_cache, site
+from datasvc.ui.caches import run_cache
+from datasvc.ui.web import live, site
 from datasvc.ui.web.live import RenderedParts, changed_parts, split_parts
 from tests.cli.command import ROOT
 from tests.ui.conftest import running_ui

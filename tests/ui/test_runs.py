@@ -16,9 +16,10 @@ from datasvc.errors import NotFoundError
 from datasvc.runs import RunLog, RunSummary, list_runs, read_run
 from datasvc.runs.part import PartRange
 from datasvc.testing import small_dataset
+from datasvc.ui.caches import run_cache
 from datasvc.ui.pages import runs as runs_page
 from datasvc.ui.pages.problems import recent_run_problems, run_problems
-from datasvc.ui.web import run_cache, table_view
+from datasvc.ui.web import table_view
 from tests.cli.command import ROOT
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
 
-from datasvc import __version__
 from datasvc.errors import ConfigError, DatasvcError, NotFoundError
 from datasvc.ledger.audit import Audit
 from datasvc.ledger.audit_text import audit_facts, describe_conclusion, describe_counts, describe_outcome, open_names
@@ -52,7 +52,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "header": result.header,
             # A printed proof has no address and no tool-tip: it states itself what was audited, when, and with what.
             "audited_at": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-            "version": __version__,
+            "version": version("datasvc"),
             "repository": site.url,
             "folder": str(path),
             "epochs": [_describe_epoch(result, number) for number in range(len(result.epochs))],

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from datasvc.runs import RunSummary, list_runs
+from datasvc.ui.caches.recent_runs import MAX_RUNS
 from datasvc.ui.pages.cluster import nodes_panel
 from datasvc.ui.pages.datasets import count_names, datasets_panel, datasets_table
 from datasvc.ui.pages.models import models_panel, models_table
@@ -16,7 +17,6 @@ from datasvc.ui.pages.runs import runs_panel
 from datasvc.ui.web.live import PageState
 from datasvc.ui.web.node_monitor import NodeState
 from datasvc.ui.web.page import Page, Panel, Parts, Query, RawResponse
-from datasvc.ui.web.recent_runs import MAX_RUNS
 from datasvc.ui.web.site import Site
 
 _MAX_ENDED: Final = 5  # that are listed if no run is live

@@ -18,8 +18,8 @@ from jinja2 import Environment
 from datasvc.errors import CorruptDataError, DatasvcError, UnavailableError
 from datasvc.node.http.error_responses import status_of
 from datasvc.sql_sandbox import QueryLimits, limited
+from datasvc.ui.caches.kept_pages import KeptPages
 from datasvc.ui.web.access import API, PARTS, REGISTRY, is_for_programs
-from datasvc.ui.web.kept_pages import KeptPages
 from datasvc.ui.web.live import PARTS_HEADER, LivePage, RenderedParts, changed_parts, stream_states
 from datasvc.ui.web.page import Load, Page, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.rendering import render, render_problems

@@ -12,15 +12,15 @@ from typing import Any
 from datasvc.api import DataRepository
 from datasvc.repository import Repository
 from datasvc.repository.store.redaction import redact_url
+from datasvc.ui.caches.measured_changes import MeasuredChanges
+from datasvc.ui.caches.recent_results import RecentResults
+from datasvc.ui.caches.recent_runs import RecentRuns
+from datasvc.ui.caches.run_cache import RunCache
+from datasvc.ui.caches.split_cache import SplitCache
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
-from datasvc.ui.web.measured_changes import MeasuredChanges
 from datasvc.ui.web.node_monitor import NodeMonitor
-from datasvc.ui.web.recent_results import RecentResults
-from datasvc.ui.web.recent_runs import RecentRuns
-from datasvc.ui.web.run_cache import RunCache
 from datasvc.ui.web.seen_faults import SeenFaults
-from datasvc.ui.web.split_cache import SplitCache
 
 
 class Site:

@@ -9,7 +9,7 @@ from datasvc.repository import Repository
 from datasvc.shards.query.histogram import MAX_SHARDS, Histogram, histogram_of
 from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
-from datasvc.ui.web.recent_results import RecentResults
+from datasvc.ui.caches.recent_results import RecentResults
 
 # The server aims at 300 MB of memory. The shard table of 100 million samples takes up to some 20 MB.
 _MAX_VERSIONS: Final = 4
