@@ -31,9 +31,8 @@ from datasvc.repository.logs.removals import Removals
 from datasvc.repository.logs.tags import Tags, version_of
 from datasvc.repository.logs.version_numbers import describe_numbers
 from datasvc.repository.objects.objects import Objects
-from datasvc.repository.store.read_only import ReadOnlyStorage
 from datasvc.repository.store.redaction import redact_url
-from datasvc.repository.store.storage import Storage
+from datasvc.repository.store.storage import ReadOnlyStorage, Storage
 
 REPOSITORY_FORMAT = 1
 MARKER = "datasvc.json"  # file at the root of every repository

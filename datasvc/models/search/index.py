@@ -33,7 +33,7 @@ from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Entry, Repository, Resolved
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import digest_of
-from datasvc.repository.store.read_only import ReadOnlyStorage
+from datasvc.repository.store.storage import ReadOnlyStorage
 from datasvc.shards.format.ipc_reader import PARSE_ERRORS, read_table
 from datasvc.threads import map_in_threads
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -34,7 +34,7 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.remote_files import RemoteFiles
 from datasvc.repository.store.urls import open_without_listings, resolve_url, url_to_pickle
 
-__all__ = ["Storage", "resolve_url", "too_large"]
+__all__ = ["ReadOnlyStorage", "Storage", "resolve_url", "too_large"]
 
 # The clock of a remote store is read again after this time.
 _REREAD_CLOCK_S = 3600
@@ -375,3 +375,38 @@ class Storage:
     def _full(self, path: str) -> str:
         assert ".." not in path.split("/"), path
         return f"{self._root}/{path}" if path else self._root
+
+
+class ReadOnlyStorage(Storage):
+    """A storage that is read only: each method that would write, rename or delete a file raises ConfigError."""
+
+    def check_writable(self) -> None:
+        """Raise ConfigError: `create` and `create_temporary` call it."""
+        self._refuse()
+
+    def remove_temporary(self, path: str) -> None:  # noqa: ARG002
+        """Raise ConfigError."""
+        self._refuse()
+
+    def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool = True) -> None:  # noqa: ARG002
+        """Raise ConfigError."""
+        self._refuse()
+
+    def refresh(self, path: str, size_bytes: int) -> bool:  # noqa: ARG002
+        """Raise ConfigError: the age of a local file would be reset."""
+        self._refuse()
+
+    def delete_if_older(self, path: str, before_s: float) -> bool:  # noqa: ARG002
+        """Raise ConfigError."""
+        self._refuse()
+
+    def delete_folder(self, folder: str) -> None:  # noqa: ARG002
+        """Raise ConfigError."""
+        self._refuse()
+
+    def adopt(self, path: str, finished: Path) -> None:  # noqa: ARG002
+        """Raise ConfigError."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(f"{redact_url(self.url)} was opened read-only; open the repository without read_only=True")

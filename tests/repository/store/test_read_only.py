@@ -6,8 +6,7 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.repository import Repository
-from datasvc.repository.store.read_only import ReadOnlyStorage
-from datasvc.repository.store.storage import Storage
+from datasvc.repository.store.storage import ReadOnlyStorage, Storage
 
 WRITES = {
     "create": ("new", b"x"),
