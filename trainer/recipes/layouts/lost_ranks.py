@@ -35,6 +35,7 @@ _POLL_S: Final = 0.5
 # Time in which all ranks that run have answered. The launcher kills what is left 5 s after the first has failed.
 _ANSWER_S: Final = 2.5
 _LEAVE_S: Final = 3.0  # time in which the main thread leaves its collectives after a report
+_UNWIND_S: Final = 30.0  # time in which it has then closed what it uses, and has ended
 # A store that does not answer for so many times `lost_after_s` is lost. It may be that of a launcher that a user has
 # suspended, so wait longer than for a rank.
 _STORE_FACTOR: Final = 10
@@ -70,7 +71,8 @@ class LostRankWatch:
 
     Args:
         lost_after_s: seconds without a sign of life after which a rank is asked whether it runs.
-        end: called if the main thread does not leave its collectives after a report; default: end the process.
+        end: called if the main thread does not leave its collectives after a report, or leaves them by an error and
+            then does not end; default: end the process.
     """
 
     def __init__(self, *, lost_after_s: float = LOST_AFTER_S, end: Callable[[], None] | None = None) -> None:
@@ -214,8 +216,13 @@ class LostRankWatch:
             _LOG.error("rank %d: %s", self._rank, message)
             self._found.set()
         for group in list(_world.pg_map):
-            group.abort()
-        if not self._left.wait(_LEAVE_S):
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        has_ended = False
+        if self._left.wait(_LEAVE_S):
+            # What it closes may wait too, such as a save that another rank has a part of.
+            has_ended = self._closed.wait(_UNWIND_S) or not hvd.is_initialized()
+        if not has_ended:
             self._end()
 
     def _end_process(self) -> None:

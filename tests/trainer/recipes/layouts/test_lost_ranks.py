@@ -53,7 +53,7 @@ class BrokenStore(SharedStore):
 @pytest.fixture
 def watch(monkeypatch):
     """Return a function that starts the watch of a rank of three, with short times; `ended` has those that end."""
-    for name, seconds in (("_POLL_S", 0.01), ("_ANSWER_S", 0.5), ("_LEAVE_S", 0.1)):
+    for name, seconds in (("_POLL_S", 0.01), ("_ANSWER_S", 0.5), ("_LEAVE_S", 0.1), ("_UNWIND_S", 0.1)):
         monkeypatch.setattr(lost_ranks, name, seconds)
     monkeypatch.setattr(hvd, "size", lambda: 3)
     monkeypatch.setattr(hvd, "is_initialized", lambda: True)
@@ -137,6 +137,17 @@ def test_a_rank_that_has_ended_is_not_lost(watch):
     last.close()
     assert store.values["layout/beat/1"] == b"ended"
     assert "all ranks run" in str(others[0].explain(RuntimeError("gloo: closed")))
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_rank_that_hangs_while_it_ends_after_an_error_is_ended(watch, monkeypatch, goes_on):
+    each = watch(SharedStore(), 0, lost_after_s=1e6)
+    # A program that has caught the error may go on without the job.
+    monkeypatch.setattr(hvd, "is_initialized", lambda: not (goes_on and each._found.is_set()))
+    with pytest.raises(hvd.HorovodInternalError), explaining_lost_ranks(each):
+        raise RuntimeError("gloo: closed")
+    each._threads[0].join(30)
+    assert watch.ended.empty() == goes_on
 
 
 def test_a_store_that_does_not_answer_is_reported(watch):
