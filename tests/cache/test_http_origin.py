@@ -209,7 +209,7 @@ ENDING = """
 import sys, threading
 import fsspec
 from datasvc.cache.sources.origin_source import RequestPool
-from datasvc.repository.store.http_ranges import HttpRanges
+from datasvc.repository.store.ranges import HttpRanges
 from datasvc.repository.store.cancellation import CancellationToken
 
 pool, interrupt = RequestPool(), CancellationToken()

@@ -1,23 +1,28 @@
 """Ranged reads of a store's files, returned as bytes or passed on as they arrive.
 
-`stream` reads plain web servers by `http_ranges`, and other stores in blocks by fsspec's client.
+`RangeReader.stream` reads plain web servers by obstore (`HttpRanges`), and other stores in blocks by fsspec's client.
+fsspec's client collects each response in memory, in one thread for all requests. obstore's client does not, but lacks
+some of what fsspec's has: its settings, and responses that are encoded or have no length. These are left to fsspec.
 """
 
 from __future__ import annotations
 
+import threading
+from base64 import b64encode
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from typing import Any, Final
+from urllib.parse import unquote
 
 import fsspec
 
 from datasvc.errors import UnavailableError
 from datasvc.repository.store import obstore_loop
 from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.http_ranges import HttpRanges
+from datasvc.repository.store.object_stores import make_client_options
 from datasvc.repository.store.obstore_errors import UnsupportedResponseError
-from datasvc.repository.store.range_streams import Take
-from datasvc.repository.store.retries import with_retries
+from datasvc.repository.store.range_streams import RangeStreams, Take, Timeouts
+from datasvc.repository.store.retries import ATTEMPTS, with_retries
 
 _BLOCK_BYTES: Final = 16 << 20
 
@@ -90,3 +95,88 @@ def stream_blocks(
         if len(content) != block_bytes:
             raise UnavailableError(f"cannot read {location}: received {len(content)} of {block_bytes} bytes")
         take(memoryview(content))
+
+
+class HttpRanges:
+    """Reader for HTTP servers over persistent connections; thread-safe.
+
+    Args:
+        file_system: fsspec's HTTP file system, which encodes URLs.
+        timeouts: limits of waiting.
+    """
+
+    def __init__(self, file_system: fsspec.AbstractFileSystem, timeouts: Timeouts | None = None) -> None:
+        self._fs: Any = file_system
+        self._timeouts = timeouts or Timeouts()
+        self._lock = threading.Lock()
+        # By address, user and password, and query: obstore adds a path to a URL that has the others.
+        self._streams: dict[tuple[str, str | None, str | None], RangeStreams] = {}
+
+    @classmethod
+    def of(cls, file_system: fsspec.AbstractFileSystem) -> HttpRanges | None:
+        """Return a reader of the same servers, or None if `file_system` is not fsspec's plain HTTP client."""
+        protocol = file_system.protocol
+        if "http" not in ((protocol,) if isinstance(protocol, str) else protocol):
+            return None
+        from fsspec.implementations import http as fsspec_http
+
+        fs: Any = file_system
+        is_plain = type(fs) is fsspec_http.HTTPFileSystem and fs.get_client is fsspec_http.get_client
+        return cls(fs) if is_plain and not (fs.client_kwargs or fs.kwargs) else None
+
+    def read(
+        self, path: str, offset: int, length: int, take: Take, *, location: str, interrupt: CancellationToken
+    ) -> None:
+        """Pass `length` bytes, at least 1, from `offset` of the URL `path` to `take`; see `RangeStreams.read`."""
+        url = self._fs.encode_url(path)
+        streams = self._streams_of(url)
+        streams.read(_decoded_path(url), offset, length, take, location=location, interrupt=interrupt)
+
+    def _streams_of(self, url: Any) -> RangeStreams:
+        query = f"?{url.raw_query_string}" if url.raw_query_string else ""
+        key = (f"{url.scheme}://{url.host_port_subcomponent}/{query}", url.user, url.password)
+        with self._lock:
+            if key not in self._streams:
+                self._streams[key] = self._open(*key)
+            return self._streams[key]
+
+    def _open(self, base: str, user: str | None, password: str | None) -> RangeStreams:
+        from obstore.store import HTTPStore
+
+        headers = {}
+        if user is not None or password is not None:
+            secret = b64encode(f"{user or ''}:{password or ''}".encode()).decode("ascii")
+            headers["Authorization"] = f"Basic {secret}"
+        options = make_client_options(
+            connect_s=self._timeouts.connect_s,
+            silence_s=self._timeouts.silence_s,
+            allow_http=base.startswith("http://"),
+            headers=headers,
+        )
+        store = HTTPStore(base, client_options=options, retry_config={"max_retries": 0})
+        return RangeStreams(store, self._timeouts, ATTEMPTS, is_supported=_is_plain)
+
+
+def _decoded_path(url: Any) -> str:
+    """Return the path of a URL as obstore takes it, which encodes it again.
+
+    Raises:
+        UnsupportedResponseError: obstore would request another path.
+    """
+    path: str = url.raw_path
+    names = path.removeprefix("/").split("/")
+    if "%2f" in path.lower() or any(name in {"", ".", ".."} for name in map(unquote, names)):
+        raise UnsupportedResponseError("the path of the URL has names that obstore does not accept")
+    try:
+        decoded = unquote(path.removeprefix("/"), errors="strict")
+    except UnicodeDecodeError as error:
+        raise UnsupportedResponseError("the path of the URL is not UTF-8") from error
+    if not decoded.isprintable():
+        raise UnsupportedResponseError("the path of the URL has control characters")
+    return decoded
+
+
+def _is_plain(response: Any) -> bool:
+    """Return whether the body of a response is the file itself, and not a compressed form of it."""
+    encoding: str = response.attributes.get("Content-Encoding", "identity")
+    return encoding == "identity"

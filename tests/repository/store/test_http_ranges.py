@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.http_ranges import HttpRanges
 from datasvc.repository.store.obstore_errors import UnsupportedResponseError
 from datasvc.repository.store.range_streams import CHUNK_BYTES, Timeouts
-from datasvc.repository.store.ranges import RangeReader
+from datasvc.repository.store.ranges import HttpRanges, RangeReader
 from datasvc.repository.store.retries import ATTEMPTS
 from tests.dripping_server import DrippingServer
 from tests.examples import examples

@@ -19,7 +19,7 @@ WRITES = {
     "delete_folder": ("",),
 }
 READS = {
-    "can_stream", "check_writable", "find", "list", "local_path", "location", "read", "read_checked",
+    "can_stream", "check_writable", "client", "find", "list", "local_path", "location", "read", "read_checked",
     "read_into", "read_range", "read_start", "size", "stream_range", "walk",
 }  # fmt: skip
 
