@@ -4,6 +4,7 @@
 """
 
 import ast
+import enum
 import importlib
 import inspect
 import re
@@ -109,6 +110,8 @@ def parameters_of(value):
         return parameters[1:]
     if not callable(value) or getattr(value, "_is_protocol", False):
         return None
+    if inspect.isclass(value) and issubclass(value, enum.Enum):
+        return None  # its signature is that of `Enum`, which differs between releases of Python
     try:
         return list(inspect.signature(value).parameters.values())
     except ValueError:  # an exception class without a constructor of its own

@@ -81,6 +81,14 @@ def use_datasets(folder: Path, images: Path) -> None:
     again = datasvc.ingest(str(images), "again", repo=str(folder / "repo"), keep_order=True)
     assert again.num_samples == {"train": 20, "val": 6}
 
+    assert str(repo.datasets.branch("again", "trial", message="without the first")) == "again@1"
+    first = next(repo.datasets.head("again@trial", 1, split="train")).key
+    assert repo.datasets.delete("again@trial", keys=[first], message="one fewer").num_deleted == 1
+    assert [branch.start.version for branch in repo.datasets.branches("again").values()] == [1]
+    assert len(repo.datasets.branch_history("again", "trial")) == 2
+    assert repo.datasets.merge_branch("again@trial", "again", message="merged").deleted == {"train": 1}
+    assert repo.datasets.remove_branch("again", "trial", message="merged")
+
 
 def use_manager(folder: Path) -> None:
     """Call the methods of `repo.models.manager(...)`."""
@@ -118,6 +126,7 @@ def use_models(folder: Path) -> None:
     assert repo.models.log("net").to_arrow()["version"].to_pylist() == ["net@1", "net@2", "net@3"]
     assert [line.version.version for line in repo.models.history("net", last=1) if line.version] == [3]
     assert repo.models.describe("net@3").entry["step"] == 7
+    assert repo.models.stored_size("net@3").num_chunks
     assert repo.models.sql("select max(metrics.loss) as loss from versions").num_rows == 1
     found = repo.models.find("metrics.loss < 0.5", by="loss", ascending=True, limit=5)
     assert [version.version for version in repo.models.describe_versions(found)] == [3, 2]
@@ -135,6 +144,7 @@ def use_models(folder: Path) -> None:
 
     public = make_key(folder / "key")
     assert repo.models.sign("net@3", load_private_key(folder / "key")).key_id == public.id
+    assert repo.models.signers("net@3") == [public.id]
     assert repo.models.verify("net@prod", deep=True, trusted_keys=[public.source]).problems == ()
 
     attached = repo.models.attach("net@3", public.source, name="key.pub", details={"use": "signatures"})

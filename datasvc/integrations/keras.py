@@ -11,6 +11,7 @@ from datasvc.api import DataRepository
 from datasvc.errors import ConfigError, MissingPackageError
 from datasvc.extras import explain_missing
 from datasvc.integrations.run_checkpoints import RANK_STATE, RunCheckpoints
+from datasvc.trainer.recipes.random_state import capture
 
 with explain_missing("datasvc.integrations.keras"):
     try:
@@ -36,6 +37,9 @@ class LoaderBatches(keras.utils.PyDataset):
         loader: loader of datasvc with `numpy()`, on the CPU.
         transform: makes `(inputs, targets)`, with weights as a third one if there are any, from a batch of NumPy
             arrays; by default `(inputs, labels)`. Images are `[batch, channel, height, width]`.
+
+    Attributes:
+        num_left: batches of the epoch that are not trained yet.
     """
 
     def __init__(self, loader: Any, *, transform: Callable[[Any], Any] = tuple) -> None:
@@ -44,7 +48,7 @@ class LoaderBatches(keras.utils.PyDataset):
         self._trained = loader.state_dict()
         self._handed: deque[Mapping[str, Any]] = deque()  # state after each batch that is handed over and not trained
         self._batches: Iterator[Any] = iter(())
-        self._is_within_epoch = False
+        self._is_beginning, self.num_left = False, len(loader)
         self.split, self.batch_size, self.tail, self.ranks = (
             loader.split,
             loader.batch_size,
@@ -54,14 +58,13 @@ class LoaderBatches(keras.utils.PyDataset):
 
     @property
     def num_batches(self) -> int:
-        """Number of batches of an epoch; within a resumed one, of the rest."""
-        # Keras asks before the epochs for their length, and within one for the batches to read.
-        return len(self.loader) - self._num_skipped if self._is_within_epoch else len(self.loader)
-
-    def __len__(self) -> int:
-        return self.num_batches
+        """Number of batches of an epoch; at the begin of a resumed one, of the rest."""
+        # Keras asks for the length of all epochs, also after it has read a batch to build the model. It asks for the
+        # batches to read when an epoch has begun, before the first of them.
+        return self.num_left if self._is_beginning else len(self.loader)
 
     def __getitem__(self, index: int) -> Any:
+        self._is_beginning = False
         batch = next(self._batches)
         self._handed.append(self.loader.state_dict())
         return self._transform(batch)
@@ -70,25 +73,26 @@ class LoaderBatches(keras.utils.PyDataset):
         """Begin at the position after the batches that were trained; at its end, with the next epoch."""
         self._handed.clear()
         self.loader.load_state_dict(self._trained)
-        steps_left = self.loader.steps_left
-        self._num_skipped = len(self.loader) - steps_left if steps_left else 0
-        self._batches, self._is_within_epoch = self.loader.numpy(), True
+        self.num_left = self.loader.steps_left or len(self.loader)
+        self._batches, self._is_beginning = self.loader.numpy(), True
 
-    def on_epoch_end(self) -> None:
-        """End the epoch."""
-        self._is_within_epoch = False
+    def count_trained(self, num_batches: int) -> int:
+        """Count the next `num_batches` batches that were handed over as trained; return how many there are.
 
-    def count_trained(self, num_batches: int) -> None:
-        """Count the next `num_batches` batches that were handed over as trained."""
-        for _ in range(num_batches):
+        An epoch may end within the `steps_per_execution` that Keras reports.
+        """
+        num_trained = min(num_batches, len(self._handed))
+        for _ in range(num_trained):
             self._trained = self._handed.popleft()
+        self.num_left -= num_trained
+        return num_trained
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loader after the batches that were trained."""
         return dict(self._trained)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of `state_dict` or of a loader."""
+        """Continue from a state."""
         self.loader.load_state_dict(state)
         self._trained = self.loader.state_dict()
 
@@ -118,6 +122,7 @@ class KerasVersions(keras.callbacks.Callback):
         self.checkpoints = RunCheckpoints(repo, name, **options)
         self._batches = batches
         self._found: Any = None  # version to continue, until the training starts
+        self._random: Any = None  # random states at the end of the last epoch, or of the version
         self._step = self._counted = 0  # steps of the weights, and of this epoch of Keras
 
     def __enter__(self) -> Self:
@@ -132,7 +137,7 @@ class KerasVersions(keras.callbacks.Callback):
         """Return the `initial_epoch` for `fit`, whose model then gets the state of a version; 0 without a version.
 
         Args:
-            ref: a version or tag of any model; None: the newest version of this model.
+            ref: a version or tag of any model; None: the newest of this one.
         """
         self._found = self.checkpoints.open().restore(ref, default=None)
         if self._found is not None:
@@ -145,27 +150,30 @@ class KerasVersions(keras.callbacks.Callback):
             state, self._step = self._found.state, self._found.entry["step"]
             model = self.model
             for part in _PARTS:
-                saved, own = _flatten(state[part]), _flatten(model.get_state_tree()[part])
-                if saved.keys() != own.keys():
-                    different = ", ".join(sorted(saved.keys() ^ own.keys())[:6])
+                saved, own = _paths(state[part]), _paths(model.get_state_tree()[part])
+                if saved != own:
+                    different = ", ".join(sorted(saved ^ own)[:6])
                     raise ConfigError(
                         f"{self._found.version} was saved by a model with other variables, see {different}; build "
                         "and compile the same model, with the same names of its layers"
                     )
             model.set_state_tree({part: state[part] for part in _PARTS})
-            self.checkpoints.reinstate(state.get(RANK_STATE), 0, 1)
-            self._found = None
+            self._random, self._found = state.get(RANK_STATE), None
         self.checkpoints.begin(self._batches, step=self._step)
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:  # noqa: ARG002
-        """Count the steps of the epoch."""
-        self._counted = 0
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:  # noqa: ARG002
+        """Begin an epoch with the random states of the last one or of the version: Keras draws some between."""
+        if batch == 0:
+            self._counted = 0
+            self.checkpoints.reinstate(self._random, 0, 1)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Save if it is time; end the training after a signal."""
         # With `steps_per_execution`, Keras calls this after several steps.
-        self._batches.count_trained(batch + 1 - self._counted)
-        self._step, self._counted = self._step + batch + 1 - self._counted, batch + 1
+        self._step += self._batches.count_trained(batch + 1 - self._counted)
+        self._counted = batch + 1
+        if not self._batches.num_left:
+            self._random = [capture()]
         if self.checkpoints.is_due(self._step):
             self._save(logs)
         if self.checkpoints.stop_signal is not None:
@@ -183,10 +191,8 @@ class KerasVersions(keras.callbacks.Callback):
         self.checkpoints.save({part: tree[part] for part in _PARTS}, step=self._step, metrics=metrics)
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the leaves of a nested dict by their paths."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        path = f"{prefix}/{name}" if prefix else str(name)
-        found |= _flatten(value, path) if isinstance(value, Mapping) else {path: value}
-    return found
+def _paths(tree: Any, prefix: str = "") -> set[str]:
+    """Return the paths of the leaves of a nested dict."""
+    if not isinstance(tree, Mapping):
+        return {prefix}
+    return {path for name, value in tree.items() for path in _paths(value, f"{prefix}/{name}")}

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(find_spec("keras") is None, reason="keras is not installed"),
 ]
 ROOT = Path(__file__).parents[2]
-NUM_SAMPLES, BATCH, EPOCHS = 24, 4, 3
+NUM_SAMPLES, BATCH, EPOCHS = 20, 4, 3  # no save is at the end of an epoch of five steps
 STEPS_OF_EPOCH = NUM_SAMPLES // BATCH
 
 
@@ -54,7 +54,7 @@ def test_a_training_that_is_killed_and_told_to_end_goes_on_to_the_same_bits(back
     train(backend, repo, "whole", tmp_path)
     whole = repo.models.restore("whole")
     assert whole.entry["step"] == EPOCHS * STEPS_OF_EPOCH
-    # Killed in the middle of an epoch: at the third save the first is committed, there is room for two that are not.
+    # At the third save the first is committed, there is room for two that are not.
     train(backend, repo, "parts", tmp_path, after=STEPS_OF_EPOCH + 3, number=signal.SIGKILL)
     first = repo.models.restore("parts").entry["step"]
     assert first in {2, 4, 6, 8}
@@ -114,10 +114,10 @@ with ImageLoader(split, **options | {"training": False}) as validation, ImageLoa
     assert one == other and {epoch for epoch, _ in served} == {0}
     model.jit_compile = False
     batches = LoaderBatches(loader, transform=to_inputs)
-    model.compile(optimizer="sgd", loss="mse", steps_per_execution=4)
+    model.compile(optimizer="sgd", loss="mse", steps_per_execution=4 if keras.backend.backend() == "jax" else 1)
     with KerasVersions(repo, "several", batches, every=1) as versions:
         model.fit(batches, epochs=1, callbacks=[versions], verbose=0)
-    assert repo.models.restore("several").entry["step"] == 6
+    assert repo.models.restore("several").entry["step"] == 5
     renamed = keras.Sequential([keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(4, name="other")])
     renamed.compile(optimizer="sgd", loss="mse")
     with KerasVersions(repo, "several", batches) as versions, pytest.raises(ConfigError, match="other variables"):

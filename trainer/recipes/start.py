@@ -16,6 +16,7 @@ from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.batch import check_gpu
 from datasvc.models import Checkpoint, ConsumptionTracker, LocalVersion
+from datasvc.models.restoring.stored_version import read_version
 from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.environment import describe_environment
 from datasvc.node.peers import open_peers
@@ -32,6 +33,7 @@ from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.initial_weights import initialise
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout, read_sizes, sizes_of
 from datasvc.trainer.recipes.layouts.layout import AXES, Layout, check_layout, plan_layout
+from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.layouts.shard import recompute_activations
 from datasvc.trainer.recipes.make_optimizer import (
     build_distributed_optimizer,
@@ -125,7 +127,7 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
         if snapshot is not None:
             load_snapshot(run, snapshot)
         else:
-            checkpoint = restore_start(run)
+            checkpoint = restore_start(run, repo)
             if checkpoint is None and init_version is not None:
                 initialise(run, repo, init_version)
         run.reading = ConsumptionTracker(run.loader, step=run.step)
@@ -149,15 +151,22 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
     return run
 
 
-def restore_start(run: Run) -> Checkpoint | None:
+def restore_start(run: Run, repo: DataRepository) -> Checkpoint | None:
     """Restore the checkpoint that a run continues, and return it; None: there is none.
 
     With `--local-checkpoints` and `--resume auto`, it is the newest on the disks of the nodes or in the repository.
     """
     is_newest = run.config.local_checkpoints is not None and run.config.resume == "auto"
-    if run.version is None and not is_newest:
+    if is_newest:
+        checkpoint = restore(run, None, into=partial(plan_restore, run))
+    elif run.version is None:
         return None
-    checkpoint = restore(run, None if is_newest else run.version, into=partial(plan_restore, run))
+    else:
+        into = None
+        if isinstance(run.optimizer, LayoutOptimizer):
+            # Planned here and not during the restore, which would raise the error of rank 0 on all ranks.
+            into = plan_restore(run, read_version(repo.repository, run.version))
+        checkpoint = restore(run, run.version, into=into)
     if checkpoint is not None:
         resume(run, checkpoint)
         newest = run.checkpoints.version

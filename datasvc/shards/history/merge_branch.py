@@ -97,9 +97,8 @@ def merge_branch(
 
     Raises:
         ConfigError: `ref` and `into` are of different data sets; they have no common ancestor, and `base` is not
-        given;
-            a key is in `ours` and `theirs`; no sample would be left; or columns or labels are incompatible, see
-            `combine.append_table`.
+            given; a key is in `ours` and `theirs`; no sample would be left; or columns or labels are incompatible,
+            see `combine.append_table`.
         NotFoundError: there is no such version or branch.
         ConflictError: keys are in conflict, and no rule settles them (the message lists up to ten); splits share
             samples, see `split_overlap.settle_overlaps`; or see `Log.append`.
