@@ -111,6 +111,8 @@ def _find_rows(digests: pa.ChunkedArray, prefix: str) -> list[tuple[int, str]]:
     """Return row and hexadecimal digits of the digests that begin with `prefix`."""
     # Whole bytes are compared first: few rows are left for the digit that an odd number of them has.
     whole = bytes.fromhex(prefix[: len(prefix) // 2 * 2])
-    rows = pc.indices_nonzero(pc.starts_with(digests.cast(pa.binary()), whole)).to_pylist()
+    begins = pc.fill_null(pc.starts_with(digests.cast(pa.binary()), whole), fill_value=False)
+    # Not by `pc.indices_nonzero`: that of pyarrow 21 and 22 ends the process for an empty column.
+    rows = np.flatnonzero(begins.to_numpy()).tolist()
     values = [(row, digests[row].as_py().hex()) for row in rows]
     return [(row, value) for row, value in values if value.startswith(prefix)]
