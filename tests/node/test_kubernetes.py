@@ -1,19 +1,21 @@
 """The manifests of deploy/kubernetes, rendered by Kustomize and checked against the schemas of the API."""
 
+import copy
 import shutil
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
 from datasvc.trainer.recipes.settings.options import parse_options
+from tests.node.custom_resources import SCHEMAS
 from tests.node.test_deploy import MANIFESTS, of_kind, parse
 
 FOLDER = Path(__file__).parents[2] / "deploy/kubernetes"
 JOB_SET, JOB_POLICY = yaml.safe_load_all((FOLDER / "jobset.yaml").read_text())
 KUBERNETES = "1.34"
-CUSTOM = {"JobSet", "PodMonitor"}  # kinds that have no schema in Kubernetes itself
 
 
 def job_of(job_set):
@@ -42,8 +44,35 @@ def test_every_manifest_keeps_the_schema_of_the_api():
     validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate").validate
     rendered = render(FOLDER / "example") if shutil.which("kubectl") else []
     for manifest in [*files_of(FOLDER / "example"), *rendered, job_of(JOB_SET), JOB_POLICY]:
-        if manifest["kind"] not in CUSTOM:
+        if manifest["kind"] not in SCHEMAS:
             validate(manifest, KUBERNETES, strict=True)
+
+
+def test_the_custom_resources_keep_the_schemas_of_their_projects():
+    rendered = render(FOLDER / "example") if shutil.which("kubectl") else []
+    manifests = [each for each in [*files_of(FOLDER / "example"), *rendered, JOB_SET] if each["kind"] in SCHEMAS]
+    assert {each["kind"] for each in manifests} == SCHEMAS.keys()
+    for manifest in manifests:
+        jsonschema.validate(manifest, SCHEMAS[manifest["kind"]])
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (["spec", "failurePolicy", "maxRestart"], 1),
+        (["spec", "failurePolicy", "maxRestarts"], "100"),
+        (["spec", "replicatedJobs", 0, "replica"], 1),
+        (["apiVersion"], "jobset.x-k8s.io/v1alpha1"),
+    ],
+)
+def test_the_schema_of_a_custom_resource_refuses_a_wrong_field(place, value):
+    changed = copy.deepcopy(JOB_SET)
+    part = changed
+    for name in place[:-1]:
+        part = part[name]
+    part[place[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(changed, SCHEMAS["JobSet"])
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
