@@ -1,6 +1,6 @@
 """Writes the reference of the Python API: a page for the facade, and one for each package, for mkdocstrings to fill.
 
-What is public is what the `__all__` of a package lists.
+What is public is what the `__all__` of a package lists, and the classes that `CLASSES` names.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from datasvc.api import Datasets, Models
+from datasvc.api import Datasets, Models, Runs
 from datasvc.api.operation import Operation
 
 PACKAGES = (
@@ -29,7 +29,9 @@ PACKAGES = (
     "datasvc.testing",
 )
 INTEGRATIONS = "datasvc.integrations"
-_FACADE = """# repo.datasets and repo.models
+# Public classes of modules that their package does not import, because it would make every import slower.
+CLASSES = {"datasvc.node.client": ("NodeClient",)}
+_FACADE = """# repo.datasets, repo.models, repo.runs
 
 `repo = datasvc.open(url)` returns a repository. Most of its methods are functions of the library whose first
 parameter is the repository; leave this parameter out in a call: `repo.datasets.ingest(source, name)`."""
@@ -38,16 +40,15 @@ parameter is the repository; leave this parameter out in a call: `repo.datasets.
 def write_python_api(folder: Path) -> None:
     """Write the pages `api-facade.md` and `api-PACKAGE.md` to `folder`."""
     facade = [_FACADE]
-    for name, owner in (("repo.datasets", Datasets), ("repo.models", Models)):
+    for name, owner in (("repo.datasets", Datasets), ("repo.models", Models), ("repo.runs", Runs)):
         facade += [f"## {name}", *(_directive(path, f"{name}.{method}") for method, path in _methods(owner))]
     (folder / "api-facade.md").write_text("\n\n".join(facade) + "\n", encoding="utf-8")
-    for package in PACKAGES:
-        module = importlib.import_module(package)
-        sections = [f"# {package}", inspect.getdoc(module) or ""]
-        sections += [
-            _directive(f"{package}.{name}", name, level=2) for name in module.__all__ if name != "__version__"
-        ]
-        page = folder / f"api-{package.replace('.', '-')}.md"
+    for module_name in (*PACKAGES, *CLASSES):
+        module = importlib.import_module(module_name)
+        names = CLASSES.get(module_name) or [name for name in module.__all__ if name != "__version__"]
+        sections = [f"# {module_name}", inspect.getdoc(module) or ""]
+        sections += [_directive(f"{module_name}.{name}", name, level=2) for name in names]
+        page = folder / f"api-{module_name.replace('.', '-')}.md"
         page.write_text("\n\n".join(sections) + "\n", encoding="utf-8")
 
     sections = [f"# {INTEGRATIONS}", inspect.getdoc(importlib.import_module(INTEGRATIONS)) or ""]
