@@ -7,10 +7,13 @@ Training at 224 pixels with 2 decoding threads and batches of 64, from photos st
   held in memory, all planned beforehand. It is what would be left if storage, order and planning cost nothing;
 - `dali_in_memory`: DALI's own graph on the CPU, fed likewise: it decodes the same windows, scales and normalises;
 - `views`: the loader's stream of zero-copy views without decode, at the same batch size and at 1,024;
-- peers that are installed, each on the photos as it wants them, in a process of its own;
+- peers that are installed, each on the photos as it wants them, in a process of its own; and most of them without
+  decode, as "NAME, raw";
 - what a fresh process costs: first batch, resume, peak memory.
 
-A ratio NAME is the speed of `ImageLoader` by that of NAME.
+A ratio NAME is the speed of `ImageLoader` by that of NAME; a ratio "NAME, raw" is that of the views.
+
+MosaicML Streaming is left out where transformers or torchvision, which it imports, are not installed.
 
     python tools/bench/loader.py [--repeats 5] [--images 6000] [--batch 64] [--threads 2] [--size 224]
                                  [--peers all|none|NAME,...] [--json]
@@ -56,9 +59,14 @@ def main() -> None:
         peers: dict[str, Callable[[], float]] = {
             name: partial(run_peer, name, photos, arguments) for name in arguments.peers
         }
+        raw_peers = {
+            f"{name}, raw": partial(run_peer, name, photos, arguments, raw=True)
+            for name in arguments.peers
+            if PEERS[name].is_raw
+        }
         with Cache(folder / "cache", budget=2 * size_bytes) as cache:
             cache.stage([split])
-            rates = alternate(Contestants(split, cache, arguments).all() | peers, arguments.repeats)
+            rates = alternate(Contestants(split, cache, arguments).all() | peers | raw_peers, arguments.repeats)
         costs = [
             measure_process(folder / "repository", folder / "cache", arguments) for _ in range(arguments.repeats)
         ]
@@ -67,11 +75,15 @@ def main() -> None:
         f"{size_bytes / arguments.images / 1e3:.0f} kB each, {arguments.threads} decoding threads"
     )
     for contestant, values in rates.items():
-        report.add_row(contestant, "samples/s" if contestant.startswith(VIEWS) else "images/s", values)
+        is_encoded = contestant.startswith(VIEWS) or contestant in raw_peers
+        report.add_row(contestant, "samples/s" if is_encoded else "images/s", values)
     for title, (unit, key) in COSTS.items():
         report.add_row(title, unit, [cost[key] for cost in costs])
     for contestant in (DALI, MEMORY, NUMPY, *peers):
         report.add_ratio(contestant, rates[LOADER], rates[contestant])
+    views = rates[f"{VIEWS}, batches of {arguments.batch}"]
+    for contestant in raw_peers:
+        report.add_ratio(contestant, views, rates[contestant])
     report.show(as_json=arguments.as_json)
 
 

@@ -1,9 +1,10 @@
 """What others reach on the same photos: each that is installed, in a process of its own.
 
-    python tools/bench/loader_peers.py NAME PHOTOS [--batch 64] [--threads 2] [--size 224]
+    python tools/bench/loader_peers.py NAME PHOTOS [--batch 64] [--threads 2] [--size 224] [--raw]
 
 prints images per second of one epoch without its first batches. All crop at random, flip and normalise to float32;
-crops are as large as ours in the mean, since they are drawn by the same rule.
+crops are as large as ours in the mean, since they are drawn by the same rule. With --raw, those that can yield the
+encoded images instead, in the same shuffled order.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import argparse
 import importlib.util
 import io
 import itertools
+import os
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -54,6 +58,11 @@ class Augment:
         normalised = (scaled / 255 - np.array(IMAGENET_MEAN, np.float32)) / np.array(IMAGENET_STD, np.float32)
         return np.ascontiguousarray(normalised.transpose(2, 0, 1), np.float32)
 
+    def from_bytes(self, content: bytes) -> np.ndarray:
+        """Return the same for an encoded image."""
+        with Image.open(io.BytesIO(content)) as image:
+            return self(image.convert("RGB"))
+
 
 class PhotoFolder:
     """A map-style data set of files, as people write it.
@@ -61,17 +70,21 @@ class PhotoFolder:
     Args:
         photos: folder of class folders.
         size: side of the output in pixels.
+        raw: whether to yield the encoded images.
     """
 
-    def __init__(self, photos: Path, size: int) -> None:
+    def __init__(self, photos: Path, size: int, *, raw: bool) -> None:
         self._paths = sorted(photos.glob("*/*.jpg"))
         self._augment = Augment(size)
+        self._raw = raw
 
     def __len__(self) -> int:
         return len(self._paths)
 
-    def __getitem__(self, number: int) -> tuple[np.ndarray, int]:
+    def __getitem__(self, number: int) -> tuple[Any, int]:
         path = self._paths[number]
+        if self._raw:
+            return path.read_bytes(), int(path.parent.name)
         with Image.open(path) as image:
             return self._augment(image.convert("RGB")), int(path.parent.name)
 
@@ -80,7 +93,7 @@ def run_torch_folder(photos: Path, settings: argparse.Namespace) -> Iterable[Any
     """Return the batches of torch's DataLoader on files, with Pillow in worker processes."""
     from torch.utils.data import DataLoader
 
-    folder: Any = PhotoFolder(photos, settings.size)
+    folder: Any = PhotoFolder(photos, settings.size, raw=settings.raw)
     return DataLoader(folder, batch_size=settings.batch, shuffle=True, num_workers=settings.threads, drop_last=True)
 
 
@@ -89,14 +102,10 @@ def run_webdataset(photos: Path, settings: argparse.Namespace) -> Iterable[Any]:
     import webdataset
 
     tars = [str(tar) for tar in _write_tars(photos)]
-    samples = (
-        webdataset.WebDataset(tars, shardshuffle=len(tars), empty_check=False)
-        .shuffle(1000)
-        .to_tuple("jpg")
-        .map_tuple(lambda content: Image.open(io.BytesIO(content)).convert("RGB"))
-        .map_tuple(Augment(settings.size))
-        .batched(settings.batch, partial=False)
-    )
+    samples = webdataset.WebDataset(tars, shardshuffle=len(tars), empty_check=False).shuffle(1000).to_tuple("jpg")
+    if not settings.raw:
+        samples = samples.map_tuple(Augment(settings.size).from_bytes)
+    samples = samples.batched(settings.batch, partial=False)
     return webdataset.WebLoader(samples, batch_size=None, num_workers=min(settings.threads, len(tars)))
 
 
@@ -127,23 +136,57 @@ def run_dali_file_reader(photos: Path, settings: argparse.Namespace) -> Iterable
     return DALIGenericIterator([graph()], names, reader_name="photos", last_batch_policy=LastBatchPolicy.DROP)
 
 
-Peer = Callable[[Path, argparse.Namespace], Iterable[Any]]
-PEERS: dict[str, tuple[str, Peer]] = {
-    "torch_folder": ("torch", run_torch_folder),
-    "webdataset": ("webdataset", run_webdataset),
-    "dali_file_reader": ("nvidia.dali", run_dali_file_reader),
+def run_streaming(photos: Path, settings: argparse.Namespace) -> Iterable[Any]:
+    """Return the batches of MosaicML Streaming on MDS shards, with Pillow in worker processes."""
+    from streaming import StreamingDataset
+    from torch.utils.data import DataLoader
+
+    augment = Augment(settings.size)
+
+    class Photos(StreamingDataset):  # type: ignore[misc]
+        def __getitem__(self, at: Any) -> Any:
+            sample = super().__getitem__(at)
+            return (sample["image"] if settings.raw else augment.from_bytes(sample["image"])), sample["label"]
+
+    data = Photos(local=str(_write_mds(photos)), shuffle=True, batch_size=settings.batch)
+    return DataLoader(data, batch_size=settings.batch, num_workers=settings.threads, drop_last=True)
+
+
+def run_litdata(photos: Path, settings: argparse.Namespace) -> Iterable[Any]:
+    """Return the batches of LitData on its chunks, with Pillow in worker processes."""
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    transform = None if settings.raw else partial(_augment_sample, augment=Augment(settings.size))
+    data = StreamingDataset(str(_write_chunks(photos)), shuffle=True, drop_last=True, transform=transform)
+    return StreamingDataLoader(data, batch_size=settings.batch, num_workers=settings.threads, drop_last=True)
+
+
+class Peer(NamedTuple):
+    """A peer: the packages that it imports, what makes its batches, and whether it can yield encoded images."""
+
+    packages: tuple[str, ...]
+    run: Callable[[Path, argparse.Namespace], Iterable[Any]]
+    is_raw: bool = True
+
+
+PEERS = {
+    "torch_folder": Peer(("torch",), run_torch_folder),
+    "webdataset": Peer(("webdataset",), run_webdataset),
+    "streaming": Peer(("streaming", "transformers", "torchvision"), run_streaming),
+    "litdata": Peer(("litdata",), run_litdata),
+    "dali_file_reader": Peer(("nvidia.dali",), run_dali_file_reader, is_raw=False),
 }
 
 
 def installed_peers() -> list[str]:
-    """Return the peers whose package is installed."""
-    return [name for name, (package, _) in PEERS.items() if importlib.util.find_spec(package) is not None]
+    """Return the peers whose packages are installed."""
+    return [name for name, peer in PEERS.items() if all(map(importlib.util.find_spec, peer.packages))]
 
 
-def run_peer(name: str, photos: Path, settings: argparse.Namespace) -> float:
-    """Return images per second of a peer, run in a process of its own."""
+def run_peer(name: str, photos: Path, settings: argparse.Namespace, *, raw: bool = False) -> float:
+    """Return images per second of a peer, run in a process of its own; `raw`: encoded."""
     sizes = [f"--{size}={getattr(settings, size)}" for size in SIZE_ARGUMENTS]
-    words = [sys.executable, __file__, name, str(photos), *sizes]
+    words = [sys.executable, __file__, name, str(photos), *sizes, *(["--raw"] if raw else [])]
     done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
     return float(done.stdout.splitlines()[-1])
 
@@ -153,12 +196,55 @@ def _write_tars(photos: Path) -> list[Path]:
     folder = photos.parent / "peer-tars"
     if not folder.exists():
         folder.mkdir()
-        paths = np.random.default_rng(0).permutation(np.array(sorted(photos.glob("*/*.jpg"))))
+        paths = _shuffled(photos)
         for number, start in enumerate(range(0, len(paths), PER_TAR)):
             with tarfile.open(folder / f"{number:06d}.tar", "w") as packed:
                 for path in paths[start : start + PER_TAR]:
                     packed.add(path, f"{path.stem}.jpg")
     return sorted(folder.glob("*.tar"))
+
+
+def _write_mds(photos: Path) -> Path:
+    """Write the photos as MDS shards beside their folder, once; returns the folder."""
+    from streaming import MDSWriter
+
+    folder = photos.parent / "peer-mds"
+    if not folder.exists():
+        with MDSWriter(out=str(folder), columns={"image": "bytes", "label": "int"}) as writer:
+            for path in _shuffled(photos):
+                writer.write(_read(path))
+    return folder
+
+
+def _write_chunks(photos: Path) -> Path:
+    """Write the photos as chunks of LitData beside their folder, once; returns the folder."""
+    from litdata import optimize
+
+    folder = photos.parent / "peer-litdata"
+    if not folder.exists():
+        os.environ["DATA_OPTIMIZER_CACHE_FOLDER"] = str(photos.parent / "peer-litdata-work")
+        with redirect_stdout(sys.stderr):
+            optimize(
+                _read,
+                inputs=[*map(str, _shuffled(photos))],
+                output_dir=str(folder),
+                chunk_bytes="64MB",
+                num_workers=1,
+            )
+    return folder
+
+
+def _augment_sample(sample: dict[str, Any], *, augment: Augment) -> tuple[Any, int]:
+    return augment.from_bytes(sample["image"]), sample["label"]
+
+
+def _shuffled(photos: Path) -> list[Path]:
+    paths = sorted(photos.glob("*/*.jpg"))
+    return [paths[number] for number in np.random.default_rng(0).permutation(len(paths))]
+
+
+def _read(path: Path | str) -> dict[str, Any]:
+    return {"image": Path(path).read_bytes(), "label": int(Path(path).parent.name)}
 
 
 def main() -> None:
@@ -168,8 +254,11 @@ def main() -> None:
     parser.add_argument("photos", type=Path)
     for name, default in zip(SIZE_ARGUMENTS, (64, 224, 2), strict=True):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--raw", action="store_true", help="yield the encoded images")
     settings = parser.parse_args()
-    batches = iter(PEERS[settings.name][1](settings.photos, settings))
+    if settings.raw and not PEERS[settings.name].is_raw:
+        parser.error(f"{settings.name} yields no encoded images")
+    batches = iter(PEERS[settings.name].run(settings.photos, settings))
     for _ in itertools.islice(batches, WARM_UP_STEPS):
         pass
     started = time.perf_counter()
