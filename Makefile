@@ -2,10 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-LOWEST := s3 hub yaml text sign ui pandas
-
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lowest check bench docs dist clean
+.PHONY: help setup demo test test-all lowest lowest-frameworks check bench docs dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1	/' | expand -t 20
@@ -34,14 +32,25 @@ test: setup  ## all tests but the long ones
 test-all: setup  ## all tests, each property on all its examples
 	HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The packages of the core and of some extras; torch, DALI and the tools of the tests are those of .venv.
-lowest: setup  ## the fast tests with the oldest versions that pyproject.toml allows; takes long
-	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/python -c 'from datasvc.extras import CORE, packages_of as of; print(*CORE, *sum(map(of, "$(LOWEST)".split()), ()), sep="\n")' >.venv-lowest/list.txt
-	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python --resolution lowest-direct --only-binary :all: -r .venv-lowest/list.txt
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' >$$(.venv-lowest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_rest.pth
-	PYTHONPATH=. .venv-lowest/bin/python -m pytest -m 'not slow'
+# Floors: extras, and the tests of what uses their packages. Everything else is that of .venv, such as torch.
+LOWEST := s3 hub yaml text sign ui pandas
+LOWEST_TESTS := $(addprefix tests/shards/,format query images sources/tabular sources/tar) tests/repository/store \
+	$(addprefix tests/models/,interop test_search.py) tests/node/http tests/cache/catalogue tests/doctor \
+	tests/cli/test_cli.py tests/test_extras.py tests/test_sql_sandbox.py
+FRAMEWORKS := gcs azure lightning transformers torchdata onnx ray tensorboard plot wandb mlflow
+FRAMEWORK_TESTS := tests/integrations tests/repository/test_cloud_stores.py tests/models/test_artefacts.py \
+	tests/models/interop/test_onnx_file.py tests/trainer/recipes/reporting tests/loaders/profiling/test_report.py \
+	tests/shards/ingestion/test_executors.py
+TEST_LOWEST = TMPDIR=$${TMPDIR:-$(or $(MEMORY),/tmp)} PYTHONPATH=$(CURDIR) $(1)/bin/python -m pytest -n 2 --dist worksteal \
+	-o tmp_path_retention_policy=failed
+
+lowest: setup  ## some fast tests with the oldest versions that pyproject.toml allows
+	$(BIN)/python tools/lowest_environment.py .venv-lowest $(LOWEST)
+	DATASVC_TEST_SERVERS=replaced $(call TEST_LOWEST,.venv-lowest) -m 'not slow' $(LOWEST_TESTS)
+
+lowest-frameworks: setup  ## the same for the extras of frameworks and clouds
+	$(BIN)/python tools/lowest_environment.py .venv-frameworks $(FRAMEWORKS)
+	$(call TEST_LOWEST,.venv-frameworks) $(FRAMEWORK_TESTS)
 
 check: setup  ## ruff, mypy and the import directions
 	$(BIN)/ruff format --check .
@@ -49,21 +58,15 @@ check: setup  ## ruff, mypy and the import directions
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_imports.py
 
-bench: setup  ## most benchmarks, some minutes; results belong into docs/reference/benchmarks.md
-	$(BIN)/python tools/bench/order.py
-	$(BIN)/python tools/bench/ingest.py
-	$(BIN)/python tools/bench/ingest_samples.py
-	$(BIN)/python tools/bench/ingest_memory.py
-	$(BIN)/python tools/bench/open_version.py
-	$(BIN)/python tools/bench/cache.py
-	$(BIN)/python tools/bench/loader.py
-	$(BIN)/python tools/bench/trainer.py
-	$(BIN)/python tools/bench/profile_check.py
-	$(BIN)/python tools/bench/layout_memory.py
-	$(BIN)/python tools/bench/ui_pages.py
-	$(BIN)/python tools/bench/pages.py
-	$(BIN)/python tools/bench/ui_live.py
-	PYTHONPATH=. $(BIN)/python tools/bench/run_log.py
+# Not among them: buckets, hierarchical and plan_check need root and network namespaces; models_sharded needs another
+# search path; loader_resume, models, models_trained_on, shared_training and tokens take long or much disk.
+# docs/reference/benchmarks.md has their commands.
+BENCHES := order ingest ingest_samples ingest_memory open_version cache loader evaluation shared models_find \
+	ui_pages pages ui_live run_log trainer profile_check layout_memory
+NOT_BENCHES := buckets hierarchical plan_check models_sharded loader_resume models models_trained_on shared_training tokens
+
+bench: setup  ## most benchmarks, one after the other; results belong into docs/reference/benchmarks.md
+	for name in $(BENCHES); do $(BIN)/python tools/bench/$$name.py || exit 1; done
 
 docs: setup  ## the documentation as a site: build/book/site/index.html
 	$(BIN)/python -m tools.book build/book
@@ -72,4 +75,4 @@ dist: setup  ## wheel and source archive of a release in dist/, with URL=address
 	$(BIN)/python tools/build_release.py dist $(if $(URL),--url $(URL))
 
 clean:  ## remove .venv and what the demo made
-	rm -rf .venv .venv-lowest demo-run build dist
+	rm -rf .venv .venv-lowest .venv-frameworks demo-run build dist

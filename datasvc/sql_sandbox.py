@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from datasvc.errors import ConfigError
+from datasvc.extras import explain_missing
 
 if TYPE_CHECKING:
     import duckdb
@@ -75,8 +76,12 @@ def connect(**settings: Any) -> duckdb.DuckDBPyConnection:
     """Open a database. The caller registers tables and then calls `lock`: without it, SQL of users can access files.
 
     `settings` are options of DuckDB.
+
+    Raises:
+        MissingPackageError: DuckDB is not installed.
     """
-    import duckdb  # takes a fifth of a second, and most programs run no SQL
+    with explain_missing("a query or condition in SQL"):
+        import duckdb  # takes a fifth of a second, and most programs run no SQL
 
     return duckdb.connect(config={**_SETTINGS, **settings})
 

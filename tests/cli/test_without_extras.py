@@ -13,6 +13,7 @@ from tests.cli.command import ROOT
 
 BLOCKED = (
     "torch",
+    "duckdb",
     "nvidia",
     "simplejpeg",
     "cloudpickle",
@@ -46,13 +47,13 @@ json.dump(done, sys.stdout)
 """
 WORKING = [
     ["ls"], ["show", "pets"], ["head", "pets"], ["samples", "pets"], ["log", "pets"], ["verify", "pets", "--deep"],
-    ["sql", "pets", "select count(*) from train"], ["delete", "pets", "--where", "label = 1"],
+    ["delete", "pets", "--keys", "FOLDER/keys"],
     ["diff", "pets@1", "pets"],
     ["export", "pets@1", "FOLDER/out", "--format", "parquet"], ["gc"],
     ["stage", "pets", "--cache", "FOLDER/cache", "--budget", "10MB"], ["cache", "status", "--cache", "FOLDER/cache"],
     ["cache", "plan", "pets", "--budget", "10MB"],
     ["models", "ls"], ["models", "show", "net"], ["models", "log", "net"], ["models", "verify", "net"],
-    ["models", "tag", "net", "prod"], ["models", "lineage", "net"], ["models", "find", "step = 1"],
+    ["models", "tag", "net", "prod"], ["models", "lineage", "net"],
     ["models", "diff", "net", "net@1"], ["models", "push", "net", "--to", "FOLDER/copy", "--create"],
     ["runs", "ls", "--json"], ["train", "--help"], ["doctor"], ["ingest", "SOURCE", "birds"],
     ["serve", "--help"], ["ui", "--help"],
@@ -62,6 +63,10 @@ REFUSED = [
     (["models", "export", "net", "FOLDER/st", "--format", "safetensors"], "reading tensors needs torch", "torch"),
     (["train", "--data", "pets", "--name", "n"], "needs torch", "torch"),
     (["ingest", "SOURCE", "cats", "--decode-check"], "a decode check of JPEG files needs simplejpeg", "images"),
+    (["sql", "pets", "select count(*) from train"], "a query in SQL needs duckdb", "sql"),
+    (["delete", "pets", "--where", "label = 1"], "a query or condition in SQL needs duckdb", "sql"),
+    (["models", "find", "step = 1"], "a query or condition in SQL needs duckdb", "sql"),
+    (["models", "sql", "select 1"], "needs duckdb", "sql"),
     (["ui"], "the page needs jinja2", "ui"),
     (["ls", "--repo", "s3://bucket/repo"], "s3fs", "s3"),
 ]
@@ -71,7 +76,8 @@ REFUSED = [
 def done(tmp_path_factory):
     """What each command has done, by its words."""
     folder = tmp_path_factory.mktemp("without")
-    small_dataset(str(folder / "repo"), "pets", samples=8)
+    pets = small_dataset(str(folder / "repo"), "pets", samples=8)
+    (folder / "keys").write_text(f"{pets['train'][0]['key']}\n")
     from datasvc.repository import Repository
 
     repository = Repository.open(str(folder / "repo"))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tools.build_release import ROOT, build
+from tools.build_release import build
 
 URL = "https://example.org/team/datasvc"
 SMALL_PACKAGE = "annotated-doc==0.0.7"  # some kilobytes
@@ -38,4 +38,4 @@ def index(tmp_path_factory):
     words = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, SMALL_PACKAGE]
     if subprocess.run(words, capture_output=True, check=False).returncode:
         pytest.skip("no package index can be reached")
-    return ["--quiet", "--disable-pip-version-check", "--constraint", str(ROOT / "constraints.txt")]
+    return ["--quiet", "--disable-pip-version-check"]

@@ -84,7 +84,8 @@ def test_the_source_archive_builds_the_same_wheel(release, wheel, tmp_path):
 
 @pytest.mark.slow
 def test_twine_accepts_the_files(release, index, tmp_path):
-    words = [sys.executable, "-m", "pip", "install", *index, "--target", tmp_path / "tools", "twine"]
+    constraints = ("--constraint", ROOT / "constraints.txt")
+    words = [sys.executable, "-m", "pip", "install", *index, *constraints, "--target", tmp_path / "tools", "twine"]
     subprocess.run(words, check=True)
     done = subprocess.run(
         [sys.executable, "-m", "twine", "check", "--strict", *release],

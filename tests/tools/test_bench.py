@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,20 @@ def check(found, repeats):
         assert all(map(math.isfinite, (low, high)))
         # Noise can make what the ranks add to a step look like less than nothing.
         assert low > 0 or figure["name"].endswith("overhead"), figure
+
+
+def test_make_bench_runs_every_benchmark_or_names_it_as_left_out():
+    makefile = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    run_by_make, left_out = (
+        re.search(rf"^{name} := (.*)$", makefile, re.MULTILINE)[1].split() for name in ("BENCHES", "NOT_BENCHES")
+    )
+    programs = {
+        path.stem
+        for path in BENCH.glob("*.py")
+        if "__main__" in (text := path.read_text())
+        and re.search(r"^from (?:tools\.bench\.)?report import .*\bmake_parser\b", text, re.MULTILINE)
+    }
+    assert sorted([*run_by_make, *left_out]) == sorted(programs | {"run_log"})  # which makes its own parser
 
 
 def test_the_access_order_is_measured():

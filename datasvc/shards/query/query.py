@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
+from datasvc.extras import explain_missing
 from datasvc.repository import Repository
 from datasvc.shards.format.object_files import ObjectFiles
 from datasvc.shards.format.schema import KEY
@@ -45,9 +46,11 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
 
     Raises:
         ConfigError: DuckDB rejects the query; the message has its reason.
+        MissingPackageError: DuckDB is not installed.
         NotFoundError, CorruptDataError, UnavailableError: a shard cannot be read; or see `open_dataset`.
     """
-    import duckdb
+    with explain_missing("a query in SQL"):
+        import duckdb
 
     dataset = open_dataset(repository, ref)
     sizes = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
