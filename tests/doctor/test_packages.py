@@ -46,7 +46,7 @@ def test_a_missing_extra_says_what_it_adds_and_is_no_problem(versions):
     finding = by_check(examine_packages(extras=["ui"]))["extra ui"]
     assert finding.level == "ok"
     assert finding.text == "not installed (jinja2); it adds `datasvc ui`, the pages in the browser"
-    assert "pip install 'jinja2>=3.1'" in finding.advice
+    assert "pip install 'duckdb>=2.0' 'jinja2>=3.1'" in finding.advice
 
 
 def test_an_extra_that_is_too_old_is_a_warning(versions):
