@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lowest lowest-frameworks check bench docs dist clean
+.PHONY: help setup demo test test-all lowest check bench docs dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1	/' | expand -t 20
@@ -37,20 +37,11 @@ LOWEST := s3 hub yaml text sign ui pandas
 LOWEST_TESTS := $(addprefix tests/shards/,format query images sources/tabular sources/tar) tests/repository/store \
 	$(addprefix tests/models/,interop test_search.py) tests/node/http tests/cache/catalogue tests/doctor \
 	tests/cli/test_cli.py tests/test_extras.py tests/test_sql_sandbox.py
-FRAMEWORKS := gcs azure lightning transformers torchdata onnx ray tensorboard plot wandb mlflow
-FRAMEWORK_TESTS := tests/integrations tests/repository/test_cloud_stores.py tests/models/test_artefacts.py \
-	tests/models/interop/test_onnx_file.py tests/trainer/recipes/reporting tests/loaders/profiling/test_report.py \
-	tests/shards/ingestion/test_executors.py
-TEST_LOWEST = TMPDIR=$${TMPDIR:-$(or $(MEMORY),/tmp)} PYTHONPATH=$(CURDIR) $(1)/bin/python -m pytest -n 2 --dist worksteal \
-	-o tmp_path_retention_policy=failed
 
 lowest: setup  ## some fast tests with the oldest versions that pyproject.toml allows
 	$(BIN)/python tools/lowest_environment.py .venv-lowest $(LOWEST)
-	DATASVC_TEST_SERVERS=replaced $(call TEST_LOWEST,.venv-lowest) -m 'not slow' $(LOWEST_TESTS)
-
-lowest-frameworks: setup  ## the same for the extras of frameworks and clouds
-	$(BIN)/python tools/lowest_environment.py .venv-frameworks $(FRAMEWORKS)
-	$(call TEST_LOWEST,.venv-frameworks) $(FRAMEWORK_TESTS)
+	DATASVC_TEST_SERVERS=replaced TMPDIR=$${TMPDIR:-$(or $(MEMORY),/tmp)} PYTHONPATH=$(CURDIR) .venv-lowest/bin/python -m pytest \
+		-m 'not slow' -n 2 --dist worksteal -o tmp_path_retention_policy=failed $(LOWEST_TESTS)
 
 check: setup  ## ruff, mypy and the import directions
 	$(BIN)/ruff format --check .
@@ -75,4 +66,4 @@ dist: setup  ## wheel and source archive of a release in dist/, with URL=address
 	$(BIN)/python tools/build_release.py dist $(if $(URL),--url $(URL))
 
 clean:  ## remove .venv and what the demo made
-	rm -rf .venv .venv-lowest .venv-frameworks demo-run build dist
+	rm -rf .venv .venv-lowest demo-run build dist
