@@ -23,8 +23,6 @@ from datasvc.extras import CORE, packages_of
 ROOT = Path(__file__).parents[1]
 # Not taken from the index, where they are of several gigabytes, with CUDA.
 LEFT_OUT = ("torch", "torchvision")
-# MLflow's library without its server, with what it needs for a database.
-REPLACED = {"mlflow": ("mlflow-skinny", "SQLAlchemy", "alembic")}
 # For the tests: the boto3 of moto has to fit the botocore of s3fs.
 ADDED = {"s3fs": ("boto3>=1.41",)}
 
@@ -35,9 +33,8 @@ def requirements_of(extras: Iterable[str]) -> list[str]:
     requirements = []
     for requirement in found:
         name, floor = split(requirement)
-        first, *others = REPLACED.get(name, (name,))
         if name not in LEFT_OUT:
-            requirements += [f"{first}>={floor}", *others, *ADDED.get(name, ())]
+            requirements += [f"{name}>={floor}", *ADDED.get(name, ())]
     return requirements
 
 
