@@ -35,7 +35,7 @@ def test_every_panel_names_a_command_that_gives_the_same(ui, filled):
 
 
 @pytest.mark.parametrize(
-    ("path", "num_programs"), [("/", 4), ("/runs", 1), ("/models/cnn?last=2", 4), ("/cluster", 1)]
+    ("path", "num_programs"), [("/", 4), ("/runs", 1), ("/models/cnn?last=2", 6), ("/cluster", 1)]
 )
 def test_each_line_of_python_of_a_page_runs(tmp_path, path, num_programs):
     repo = datasvc.open(str(tmp_path / "repo"), create=True)

@@ -123,7 +123,7 @@ def folder_batches(photos: Path, *, batch: int, size: int, device: str) -> Batch
     """Yield the batches of torch's `DataLoader` on files; its workers live until this is closed."""
     has_gpu = device == "cuda"
     loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(
-        PhotoFolder(photos, size),
+        PhotoFolder(photos, size, raw=False),
         batch_size=batch,
         shuffle=True,
         drop_last=True,

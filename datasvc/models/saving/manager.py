@@ -12,7 +12,6 @@ import copy
 import logging
 import signal
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,7 +25,7 @@ from datasvc.errors import ConfigError, DatasvcError
 from datasvc.models.local.local_saves import LocalSaves, SaveTo, check_target
 from datasvc.models.local.restore_choice import RepositoryHead
 from datasvc.models.restoring.restore import Checkpoint, IntoState, restore
-from datasvc.models.saving.flat_state import FlatState, flatten_state
+from datasvc.models.saving.flat_state import flatten_state
 from datasvc.models.saving.nodes.local_restore import LocalRestore
 from datasvc.models.saving.nodes.local_tier import LocalTier
 from datasvc.models.saving.nodes.promotion import promote_newest
@@ -34,12 +33,11 @@ from datasvc.models.saving.nodes.repository_head import look_up
 from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.queue import OVERLAPS, SaveQueue
 from datasvc.models.saving.rank_channel import describe_error, open_channels, raise_on_all_ranks
-from datasvc.models.saving.recorded_data import RecordedData
-from datasvc.models.saving.save_agreement import SaveAgreement
+from datasvc.models.saving.repository_saves import NUM_BUFFERS, RepositorySaves
+from datasvc.models.saving.save_agreement import DueSaves, SaveAgreement
 from datasvc.models.saving.save_policy import SaveCost, SaveScheduler, parse_duration, parse_policy
-from datasvc.models.saving.save_task import SaveHandle, SaveTask
+from datasvc.models.saving.save_task import SaveHandle
 from datasvc.models.saving.shared_store import check_same_store
-from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
 from datasvc.models.saving.writer import VersionWriter
 from datasvc.models.tensors.write import CODECS, Codec
 from datasvc.models.versions.code_revision import capture_code
@@ -48,6 +46,7 @@ from datasvc.models.versions.data_use import DataUse
 from datasvc.models.versions.entry_fields import read_step
 from datasvc.models.versions.execution import Execution
 from datasvc.models.versions.metadata import VersionMetadata, check_step
+from datasvc.models.versions.recorded_data import RecordedData
 from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
@@ -58,8 +57,6 @@ logger = logging.getLogger(__name__)
 _Default = TypeVar("_Default")
 _NO_DEFAULT: Final[Any] = object()
 
-# One buffer is written to the store while the training fills the other.
-_NUM_BUFFERS: Final = 2
 FAILURES: Final = ("raise", "log")
 TIMEOUT_S: Final = 600.0  # default of `CheckpointManager(timeout_s=)`
 
@@ -100,7 +97,6 @@ class CheckpointManager:
 
     Attributes:
         name: name of the model.
-        stop_signal: number of the signal for which all ranks have agreed to end the run; None: continue.
 
     Raises:
         ConfigError: a setting is invalid; `grace` is set outside of the main thread; the ranks do not store to the
@@ -146,9 +142,9 @@ class CheckpointManager:
                 "local= does not go with trusted keys (trusted_keys= or DATASVC_TRUSTED_KEYS): nothing signs the "
                 "versions on the nodes; give local= or trusted keys"
             )
-        self._policy = parse_policy(every, max_stall)
+        policy = parse_policy(every, max_stall)
         self._is_closed = False
-        self._scheduler = SaveScheduler(self._policy)
+        self._scheduler = SaveScheduler(policy)
         grace_s = None if grace is None else parse_duration(grace)
         # Open two channels, because the calling thread and the save thread run collectives at the same time.
         self._main_channel, self._save_channel = open_channels(group, timeout_s)
@@ -167,16 +163,13 @@ class CheckpointManager:
             # Record the code revision now: the files may be edited before the first save is committed.
             capture_code()
         self._preemption = None if grace_s is None else Preemption(grace_s)
+        self._due = DueSaves(self._main_channel, self._scheduler, self._preemption, needs_clock=policy.needs_clock)
         self._pushes_when_idle = every_local is not None and every is None and max_stall is None
         self._writer = VersionWriter(repository, name, codec, self._save_channel, is_store_checked=is_store_checked)
-        self._queue = SaveQueue(self._writer.write, limit=_NUM_BUFFERS, overlap=overlap)
-        self._buffers = deque(HostBuffer() for _ in range(_NUM_BUFFERS))
-        # Saves whose device copies are not yet counted in the cost, oldest first.
-        self._copying: deque[SaveHandle] = deque()
+        self._queue = SaveQueue(self._writer.write, limit=NUM_BUFFERS, overlap=overlap)
+        self._saves = RepositorySaves(self._writer, self._queue, self._scheduler, self._local)
         self._agreement = SaveAgreement(self._main_channel, self._queue.mark_reported)
         self._recorded_data = RecordedData()
-        self._next_check = 0  # step at which the ranks next exchange messages in `should_save`
-        self.stop_signal: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -206,6 +199,11 @@ class CheckpointManager:
         return self._local is not None
 
     @property
+    def stop_signal(self) -> int | None:
+        """Number of the signal for which all ranks have agreed to end the run; None: continue."""
+        return self._due.stop_signal
+
+    @property
     def cost(self) -> SaveCost:
         """Training time of this rank that saves have taken so far, as measured by `should_save` and `save`."""
         return self._scheduler.cost
@@ -223,34 +221,10 @@ class CheckpointManager:
             UnavailableError: a rank is lost.
         """
         is_local_due = self._local is not None and self._local.is_due(step)
-        if self._is_due(step, if_idle=is_local_due and self._pushes_when_idle):
+        self._saves.count_device_copies()
+        if self._due.decide(step, is_saving=self._queue.is_busy, if_idle=is_local_due and self._pushes_when_idle):
             return SaveTo.REPOSITORY
         return SaveTo.NODES if is_local_due else SaveTo.NOWHERE
-
-    def _is_due(self, step: int, *, if_idle: bool) -> bool:
-        """Return whether a save to the repository is due, see `should_save`. `if_idle`: it is, if none is running."""
-        self._count_device_copies()
-        is_saving = self._queue.is_busy
-        self._scheduler.end_step(is_saving=is_saving)
-        # Rank 0 has computed `_next_check` for all ranks, so all of them skip the same exchanges.
-        if self._main_channel.size > 1 and step < self._next_check and not if_idle:
-            return False
-        decision = self._scheduler.decide(step, is_saving=is_saving)
-        is_due = decision.is_due or (if_idle and not is_saving)
-        signal_number = None if self._preemption is None else self._preemption.received
-        answers: list[Any] = [[step, is_due, decision.next_step, signal_number]]  # of each rank
-        # Without a clock and signals, the decision depends only on the step number, so the ranks need no exchange.
-        if self._policy.needs_clock or self._preemption is not None or if_idle:
-            answers = self._main_channel.exchange(answers[0])
-        steps = [answer[0] for answer in answers]
-        if len(set(steps)) > 1:
-            raise ConfigError(f"the ranks called should_save() after different steps; by rank: {steps}")
-        # Clocks differ between ranks, so all ranks use the decision of rank 0.
-        _, is_due, self._next_check, _ = answers[0]
-        # A signal that one rank has received stops all ranks.
-        signals = [answer[3] for answer in answers if answer[3] is not None]
-        self.stop_signal = signals[0] if signals else None
-        return bool(is_due or signals)
 
     def save(
         self,
@@ -337,23 +311,12 @@ class CheckpointManager:
         assert metadata is not None
         if to == SaveTo.NODES:
             assert self._local is not None
-            handle = self._local.submit(self._with_parent(metadata), flat_state, began_s)
+            handle = self._local.submit(self._writer.with_parent(metadata), flat_state, began_s)
             self._scheduler.record_local_stall(time.perf_counter() - began_s)
             if wait:
                 handle.result()
             return handle
-        self._count_device_copies()
-        try:
-            handle = self._submit(metadata, flat_state, began_s)
-            if wait:
-                handle.result()
-        finally:
-            # If this save is done already, its device copies ended during this call. The time of the call, which is
-            # recorded below, then includes them: do not count them twice.
-            if self._copying and self._copying[-1].done():
-                self._copying.clear()
-            self._scheduler.record_stall(time.perf_counter() - began_s)
-        return handle
+        return self._saves.save(metadata, flat_state, began_s, wait=wait)
 
     @overload
     def restore(
@@ -529,56 +492,13 @@ class CheckpointManager:
         self._main_channel.close()
         self._save_channel.close()
         self._writer.release_copies()
-        for buffer in self._buffers:
-            buffer.release()
+        self._saves.release()
         if self._preemption is not None:
             self._preemption.close()
             received, self._preemption = self._preemption.received, None
             # `should_save` has not reported this signal, so the run has not acted on it.
             if received is not None and self.stop_signal is None:
                 signal.raise_signal(received)
-
-    def _submit(self, metadata: VersionMetadata, flat_state: FlatState, began_s: float) -> SaveHandle:
-        """Copy the state, and queue the write. If the copy fails or is interrupted, queue a save that fails."""
-        handle = SaveHandle(metadata.step)
-        buffer, next_buffer = self._buffers
-        copies: HostCopies | Exception
-        try:
-            # After this wait, fewer saves are unfinished than there are buffers. The buffers are used in turn, so no
-            # save uses `buffer`; nor does one to the nodes.
-            self._queue.wait_for_slot()
-            if self._local is not None:
-                self._local.wait_for_slot()
-            self._buffers.rotate()
-            try:
-                copies = buffer.copy(flat_state.all_tensors)
-            except Exception as failure:  # noqa: BLE001 - the save thread raises it, on all ranks
-                copies = failure
-        except BaseException as failure:
-            # For example Ctrl-C. The other ranks queue this save, and would wait for this rank. So `finally` queues
-            # it too, as a save that fails on all ranks. On this rank, this exception already reports the failure.
-            copies = DatasvcError(f"the save of step {metadata.step} was interrupted: {failure!r}")
-            handle.mark_reported()
-            raise
-        finally:
-            handle.stall_s = time.perf_counter() - began_s
-            self._copying.append(handle)
-            extra = {}
-            if self._local is not None and self._local.branch is not None:
-                extra["branch"] = self._local.branch.id
-                self._local.submit_copies(self._with_parent(metadata), flat_state, copies, buffer, began_s)
-            self._queue.submit(SaveTask(handle, metadata, flat_state, copies, buffer, next_buffer, began_s, extra))
-        return handle
-
-    def _with_parent(self, metadata: VersionMetadata) -> VersionMetadata:
-        """Return the metadata of a version on the nodes: its parent is what is in the repository now."""
-        newest = self.version
-        return metadata if metadata.parent or newest is None else replace(metadata, parent=str(newest))
-
-    def _count_device_copies(self) -> None:
-        """Add the device copies that have ended since the last call to the cost of saving."""
-        while self._copying and (self._copying[0].device_s is not None or self._copying[0].done()):
-            self._scheduler.record_device_copy(self._copying.popleft().device_s or 0.0)
 
     def _take_failure(self) -> tuple[list[int], DatasvcError | None]:
         """Report the errors of earlier saves: log each, or return the first, which the caller raises.

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on a save, in the calling thread: the step, the place, and who holds which tensors."""
+"""Agreement of all ranks, in the calling thread: whether they save after a step, and what each of them saves."""
 
 from __future__ import annotations
 
@@ -8,9 +8,68 @@ from typing import Any
 
 from datasvc.errors import ConfigError
 from datasvc.models.saving.flat_state import FlatState
+from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
+from datasvc.models.saving.save_policy import SaveScheduler
 from datasvc.models.saving.shared_plan import HeldTensor, SharedPlan, outline, plan_shared
 from datasvc.repository.objects.objects import digest_of
+
+
+class DueSaves:
+    """Decides after each step, the same on all ranks, whether a save to the repository is due and the run must end.
+
+    Args:
+        channel: channel of the training thread.
+        scheduler: decides for this rank.
+        preemption: signals that this process receives; None: they are not handled.
+        needs_clock: whether the decision depends on time, see `SavePolicy`.
+
+    Attributes:
+        stop_signal: number of the signal for which all ranks have agreed to end the run; None: continue.
+    """
+
+    def __init__(
+        self, channel: RankChannel, scheduler: SaveScheduler, preemption: Preemption | None, *, needs_clock: bool
+    ) -> None:
+        self._channel = channel
+        self._scheduler = scheduler
+        self._preemption = preemption
+        # Without a clock and signals, the decision depends only on the step number, so the ranks need no exchange.
+        self._needs_exchange = needs_clock or preemption is not None
+        self._next_check = 0  # step at which the ranks next exchange messages
+        self.stop_signal: int | None = None
+
+    def decide(self, step: int, *, is_saving: bool, if_idle: bool) -> bool:
+        """Return whether a save is due. Every rank calls this after each step.
+
+        Args:
+            step: number of steps.
+            is_saving: whether a save to the repository is queued or running on this rank.
+            if_idle: whether a save is also due if none is queued or running.
+
+        Raises:
+            ConfigError: the ranks are at different steps.
+            UnavailableError: a rank is lost.
+        """
+        self._scheduler.end_step(is_saving=is_saving)
+        # Rank 0 has computed `_next_check` for all ranks, so all of them skip the same exchanges.
+        if self._channel.size > 1 and step < self._next_check and not if_idle:
+            return False
+        decision = self._scheduler.decide(step, is_saving=is_saving)
+        is_due = decision.is_due or (if_idle and not is_saving)
+        signal_number = None if self._preemption is None else self._preemption.received
+        answers: list[Any] = [[step, is_due, decision.next_step, signal_number]]  # of each rank
+        if self._needs_exchange or if_idle:
+            answers = self._channel.exchange(answers[0])
+        steps = [answer[0] for answer in answers]
+        if len(set(steps)) > 1:
+            raise ConfigError(f"the ranks called should_save() after different steps; by rank: {steps}")
+        # Clocks differ between ranks, so all ranks use the decision of rank 0.
+        _, is_due, self._next_check, _ = answers[0]
+        # A signal that one rank has received stops all ranks.
+        signals = [answer[3] for answer in answers if answer[3] is not None]
+        self.stop_signal = signals[0] if signals else None
+        return bool(is_due or signals)
 
 
 class SaveAgreement:

@@ -135,14 +135,14 @@ class VersionWriter:
         """Delete the references to the copies of the last save, so that their memory can be freed."""
         self._base_state = None
 
-    def _parent(self, metadata: VersionMetadata) -> str | None:
-        """Return the parent of the version: that of the metadata, else the newest version."""
+    def with_parent(self, metadata: VersionMetadata) -> VersionMetadata:
+        """Return the metadata with the parent of the version: their own, else the newest version."""
         # Determine the newest only now: when `save` was called, an earlier save may not have been committed yet.
-        return metadata.parent or (None if self.newest is None else str(self.newest))
+        return metadata if metadata.parent or self.newest is None else replace(metadata, parent=str(self.newest))
 
     def _base(self, metadata: VersionMetadata) -> Sequence[TensorRecord]:
         """Return the records of the base of this save, () if there is none."""
-        parent = self._parent(metadata)
+        parent = self.with_parent(metadata).parent
         committed, records = self._committed
         if parent is not None and committed == parent:
             # Use the cached records only if the version still exists: after a removal, `gc` may delete its objects.
@@ -158,7 +158,7 @@ class VersionWriter:
             self.repository,
             self._name,
             stored,
-            replace(task.metadata, parent=self._parent(task.metadata)),
+            self.with_parent(task.metadata),
             extra={"duration": {name: round(seconds, 6) for name, seconds in duration.items()}, **task.extra},
         )
         # The next save stores differences to this version. Keep the records, so that it need not read the table.

@@ -70,4 +70,4 @@ def test_a_run_of_a_thousand_saves_is_one_node_in_a_notebook():
         for number in range(1000, 0, -1)
     }
     nodes = with_class(parsed(lineage._repr_html_()), "node")
-    assert [text_of(node) for node in nodes][1:] == ["cnn@999 to cnn@1 cnn@999 to cnn@1 999 versions"]
+    assert [text_of(node) for node in nodes][1:] == ["cnn@999 to cnn@1 cnn@1 to @999 999 versions"]

@@ -338,7 +338,7 @@ def test_a_run_comes_back_through_its_cache_and_says_how_long_it_took_and_whence
     assert (first["version"], first["rank"], first.keys() - {"origin_bytes"}) == (
         "cached@1",
         0,
-        {"event", "rank", "version", "seconds", "size_bytes"},
+        {"event", "rank", "version", "seconds", "size_bytes", "lost_steps"},
     )
     # What is stored raw and not packed has the size of its tensors.
     assert 0 < first["origin_bytes"] <= first["size_bytes"]
