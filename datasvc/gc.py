@@ -36,7 +36,7 @@ from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Repository, Resolved, Storage
 from datasvc.repository.logs.journal import JOURNALS
 from datasvc.repository.removal import swept_versions
-from datasvc.repository.repository import describe_damage
+from datasvc.repository.unreadable import describe_damage
 from datasvc.runs.sweep import choose_old_runs, delete_run, newest_changes
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads

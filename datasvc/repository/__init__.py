@@ -3,7 +3,8 @@
 from datasvc.repository.logs.log import Entry
 from datasvc.repository.logs.references import parse_reference
 from datasvc.repository.objects.objects import Digest, ObjectInfo, Objects
-from datasvc.repository.repository import Kind, Repository, Resolved
+from datasvc.repository.repository import Repository
+from datasvc.repository.resolved import Kind, Resolved
 from datasvc.repository.store.storage import Storage
 
 __all__ = [

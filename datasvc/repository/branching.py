@@ -15,7 +15,8 @@ from datasvc.repository.continuation import find_branch
 from datasvc.repository.logs.branches import Branch, check_branch
 from datasvc.repository.logs.log import Entry
 from datasvc.repository.logs.references import check_name
-from datasvc.repository.repository import Repository, Resolved
+from datasvc.repository.repository import Repository
+from datasvc.repository.resolved import Resolved
 
 
 @dataclass(frozen=True)

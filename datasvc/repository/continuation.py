@@ -11,7 +11,8 @@ from datasvc.repository.logs.branches import Branch
 from datasvc.repository.logs.heads import PositionReader
 from datasvc.repository.logs.lines import MAIN, find_head, find_lines, line_fields
 from datasvc.repository.logs.references import LineName
-from datasvc.repository.repository import Repository, Resolved
+from datasvc.repository.repository import Repository
+from datasvc.repository.resolved import Resolved
 
 
 @dataclass(frozen=True)

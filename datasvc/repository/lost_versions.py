@@ -16,7 +16,8 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository.branching import refuse_branch
 from datasvc.repository.logs.references import parse_reference, refuse_text
 from datasvc.repository.removal import refuse_branched, remove_tagged, tags_on
-from datasvc.repository.repository import Kind, Repository, Resolved
+from datasvc.repository.repository import Repository
+from datasvc.repository.resolved import Kind, Resolved
 
 
 @dataclass(frozen=True)

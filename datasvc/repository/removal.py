@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from datasvc.errors import ConfigError, ConflictError, DatasvcError, NotFoundError
 from datasvc.repository.branching import branches_at, refuse_branch
 from datasvc.repository.logs.references import parse_reference, refuse_text
-from datasvc.repository.repository import KIND_NAMES, Kind, Repository, Resolved
+from datasvc.repository.repository import Repository
+from datasvc.repository.resolved import KIND_NAMES, Kind, Resolved
 
 
 @dataclass(frozen=True)

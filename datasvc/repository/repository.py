@@ -7,11 +7,8 @@ conflict, and reverts its own commit.
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
 
 from datasvc.errors import (
     ConfigError,
@@ -30,53 +27,12 @@ from datasvc.repository.logs.references import LATEST, Reference, check_name, ch
 from datasvc.repository.logs.removals import Removals
 from datasvc.repository.logs.tags import Tags, version_of
 from datasvc.repository.logs.version_numbers import describe_numbers
+from datasvc.repository.marker import MARKER, MARKER_BYTES, check_create_only, check_marker
 from datasvc.repository.objects.objects import Objects
+from datasvc.repository.resolved import KIND_NAMES, Kind, NameState, Resolved
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import ReadOnlyStorage, Storage
-
-REPOSITORY_FORMAT = 1
-MARKER = "datasvc.json"  # file at the root of every repository
-_MARKER_BYTES = json.dumps({"format": REPOSITORY_FORMAT}).encode() + b"\n"
-
-Kind = Literal["datasets", "models"]
-KIND_NAMES: dict[Kind, str] = {"datasets": "data set", "models": "model"}
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """An immutable version: the result of `Repository.resolve`."""
-
-    kind: Kind
-    name: str
-    version: int
-
-    def __str__(self) -> str:
-        return f"{self.name}@{self.version}"
-
-
-@dataclass(frozen=True)
-class NameState:
-    """Versions, tags, branches and removals of one data set or model, from one listing of its logs.
-
-    Attributes:
-        versions: numbers of all versions, ascending.
-        tags: version that each tag points at; a tag that cannot be read is left out.
-        removed: numbers of the removed versions; without those that a tag points at, or at which a branch begins:
-            their removal is not valid.
-        newest: newest version of the main line that is not removed; None if there is none, or it is not known.
-        branches: head of each branch; a branch whose head is not known is left out.
-    """
-
-    versions: Sequence[int]
-    tags: Mapping[str, int]
-    removed: frozenset[int]
-    newest: int | None
-    branches: Mapping[str, int]
-
-    @property
-    def living(self) -> list[int]:
-        """Numbers of the versions that are not removed, ascending."""
-        return [number for number in self.versions if number not in self.removed]
+from datasvc.repository.unreadable import describe_damage, warn_unreadable
 
 
 class Repository:
@@ -118,7 +74,7 @@ class Repository:
                 "`datasvc ingest SOURCE NAME --repo URL`, datasvc.open(URL, create=True) or "
                 "`datasvc models push --create`"
             ) from error
-        _check_marker(raw, storage.location(MARKER))
+        check_marker(raw, storage.location(MARKER))
         return cls(storage)
 
     @classmethod
@@ -132,10 +88,10 @@ class Repository:
         storage = Storage(url)
         try:
             # Of concurrent calls one creates the repository, and the others open it.
-            storage.create(MARKER, _MARKER_BYTES)
+            storage.create(MARKER, MARKER_BYTES)
         except ConflictError:
             return cls.open(url)
-        _check_create_only(storage)
+        check_create_only(storage)
         return cls(storage)
 
     def journal(self, work: str, fingerprint: str, attempt: str | None = None) -> Journal:
@@ -600,59 +556,3 @@ def _describe_removal(entry: Entry | None) -> str:
         return "was removed"
     why = f" ({entry.content['message']})" if entry.content.get("message") else ""
     return f"was {'declared lost' if entry.content.get('lost') else 'removed'} on {entry.content.get('created')}{why}"
-
-
-def describe_damage(version: Resolved, error: Exception) -> str:
-    """Return the message for a version whose entry is damaged: `error`, and the command that gives the version up."""
-    command = "datasvc models mark-lost" if version.kind == "models" else "datasvc mark-lost"
-    return f"the entry of {version} cannot be read: {error}; if there is no copy, `{command} {version}` gives it up"
-
-
-def warn_unreadable(version: Resolved, error: CorruptDataError | ConfigError) -> None:
-    """Issue the warning that a listing leaves out a version; `error` has the reason."""
-    warnings.warn(UnreadableVersionWarning(str(version), f"{version} is left out: {error}"), stacklevel=3)
-
-
-def keep_valid(
-    kind: Kind, name: str, entries: Iterable[Entry], check: Callable[[Mapping[str, Any], Resolved], object]
-) -> list[Entry]:
-    """Return the entries of `name` that `check` accepts; warn about those for which it raises CorruptDataError.
-
-    `check` is called with the content of an entry and its version.
-    """
-    valid = []
-    for entry in entries:
-        version = Resolved(kind, name, entry.number)
-        try:
-            check(entry.content, version)
-        except CorruptDataError as error:
-            warn_unreadable(version, error)
-        else:
-            valid.append(entry)
-    return valid
-
-
-def _check_marker(raw: bytes, location: str) -> None:
-    try:
-        stored_format = int(json.loads(raw)["format"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CorruptDataError(f"{location} is corrupt: expected {_MARKER_BYTES!r}, found {raw[:80]!r}") from error
-    if stored_format > REPOSITORY_FORMAT:
-        raise ConfigError(
-            f"the repository {location} has format {stored_format}; this datasvc reads up to {REPOSITORY_FORMAT}: "
-            "upgrade datasvc"
-        )
-
-
-def _check_create_only(storage: Storage) -> None:
-    """Raise ConfigError if the store overwrites an existing file in a create-only write."""
-    probe = json.dumps({"format": REPOSITORY_FORMAT, "probe": True}).encode()
-    try:
-        storage.create(MARKER, probe)
-    except ConflictError:
-        return
-    storage.put_bytes(MARKER, _MARKER_BYTES)  # restore the content, which the second create has overwritten
-    raise ConfigError(
-        f"{redact_url(storage.url)} ignores create-only writes, so commits could overwrite each other; use a store "
-        "that honours If-None-Match"
-    )

@@ -18,7 +18,7 @@ from typing import Final
 from datasvc import durable
 from datasvc.cache.catalogue.quotas import Quota, check_quotas
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.repository.repository import MARKER
+from datasvc.repository.marker import MARKER
 from datasvc.sizes import parse_size
 
 CACHE_FORMAT: Final = 2

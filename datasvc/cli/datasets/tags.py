@@ -69,7 +69,7 @@ def run_tag(
     """List, move or remove a tag, or print its history; for `tag` of data sets and of models."""
     from datasvc.repository import Repository
     from datasvc.repository.logs.references import parse_reference
-    from datasvc.repository.repository import KIND_NAMES
+    from datasvc.repository.resolved import KIND_NAMES
 
     repository = Repository.open(repo)
     owner = parse_reference(ref, KIND_NAMES[kind]).name

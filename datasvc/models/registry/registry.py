@@ -21,7 +21,8 @@ from datasvc.notebook.tables import rows_to_arrow, to_frame
 from datasvc.repository import Digest, Entry, Repository, Resolved
 from datasvc.repository.logs.references import is_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.repository.repository import NameState, warn_unreadable
+from datasvc.repository.resolved import NameState
+from datasvc.repository.unreadable import warn_unreadable
 
 if TYPE_CHECKING:
     import pandas as pd

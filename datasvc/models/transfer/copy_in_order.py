@@ -21,7 +21,7 @@ from datasvc.progress import Progress
 from datasvc.repository import Kind, ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.logs.references import check_name
 from datasvc.repository.objects.presence import check_present
-from datasvc.repository.repository import KIND_NAMES
+from datasvc.repository.resolved import KIND_NAMES
 from datasvc.repository.store.redaction import redact_url
 from datasvc.threads import map_in_threads
 

@@ -21,7 +21,7 @@ from datasvc.drawing import (
 )
 from datasvc.repository import Entry
 from datasvc.repository.logs.lines import branch_of
-from datasvc.repository.repository import NameState
+from datasvc.repository.resolved import NameState
 from datasvc.shards.format.schema import is_blob
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.notebook.sample import Sample, sample_grid

@@ -21,7 +21,7 @@ from datasvc.printable import count_text
 from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage, parse_reference
 from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.repository.repository import keep_valid, warn_unreadable
+from datasvc.repository.unreadable import keep_valid, warn_unreadable
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.ancestors import ancestors_of

@@ -12,7 +12,7 @@ from aiohttp import ETag, web
 
 from datasvc.repository import Kind
 from datasvc.repository.objects.objects import digest_of
-from datasvc.repository.repository import KIND_NAMES
+from datasvc.repository.resolved import KIND_NAMES
 from datasvc.ui.registry import records
 from datasvc.ui.registry.json_schema import json_of
 from datasvc.ui.registry.names import (

@@ -22,7 +22,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.repository.repository import MARKER
+from datasvc.repository.marker import MARKER
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import resolve_url

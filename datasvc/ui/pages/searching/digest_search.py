@@ -14,7 +14,8 @@ from typing import Any, Final
 from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository import Entry, Resolved
-from datasvc.repository.repository import Kind, keep_valid
+from datasvc.repository.resolved import Kind
+from datasvc.repository.unreadable import keep_valid
 from datasvc.shards.query.digest_prefix import MAX_SAMPLE_DIGITS, find_samples, find_shards
 from datasvc.shards.versions.dataset import DatasetVersion, Split, check_splits
 from datasvc.threads import map_in_threads
