@@ -57,6 +57,9 @@ def test_a_module_that_skips_for_the_lack_of_something_required_fails(tmp_path):
         ("chromium", "Skipped: needs a browser: Debian's chromium"),
         ("azurite", "Skipped: no Azure Blob Storage: azurite-blob is not in PATH"),
         ("kubernetes-validate", "Skipped: needs kubernetes-validate"),
+        ("promtool", "Skipped: needs promtool (package prometheus)"),
+        ("slurmctld", "needs Slurm and munge (Debian: slurmctld slurmd slurm-client munge): no slurmd"),
+        ("buildah", "Skipped: needs root and the programs mmdebstrap, util-linux buildah ip"),
     ],
 )
 def test_the_reasons_of_our_tests_are_recognised(name, reason):
@@ -67,4 +70,4 @@ def test_what_ci_requires_it_has_tried_to_install():
     script = (ROOT / ".ci/run").read_text()
     subprocess.run(["bash", "-n", ROOT / ".ci/run"], check=True)
     named = set(" ".join(re.findall(r"required\+?=\(([^)]*)\)", script)).split())
-    assert {"ray", "lightning", "transformers", "mlflow", "wandb", "jax", "keras"} <= named
+    assert {"ray", "lightning", "transformers", "mlflow", "wandb", "jax", "keras", "buildah"} <= named

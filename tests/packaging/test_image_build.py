@@ -141,6 +141,8 @@ def test_a_container_ingests_exports_and_stages_as_user_1000_with_a_read_only_ro
     # The driver of S3, with the descriptions of services that were left in the image.
     program = "import s3fs; s3fs.S3FileSystem(key='k', secret='s', skip_instance_cache=True).connect(); print('made')"
     assert serve.said("python3", "-c", program) == "made\n"
+    program = "from obstore.store import S3Store; print(type(S3Store('b', region='r')).__name__)"
+    assert serve.said("python3", "-c", program) == "S3Store\n"
 
 
 def test_the_command_of_the_image_serves_until_its_health_check_passes(buildah, serve):
