@@ -39,9 +39,9 @@ def requirements_of(extras: Iterable[str]) -> list[str]:
 
 
 def split(requirement: str) -> tuple[str, str]:
-    """Return name and floor of a requirement; a requirement without one has the floor "0"."""
+    """Return name and floor of a requirement, without extras and upper limit; without a floor, it is "0"."""
     name, _, floor = requirement.partition(">=")
-    return name, floor or "0"
+    return name.partition("[")[0], floor.partition(",")[0] or "0"
 
 
 def raised_floors(requirements: Iterable[str], installed: dict[str, str]) -> list[str]:
@@ -62,7 +62,7 @@ def raised_floors(requirements: Iterable[str], installed: dict[str, str]) -> lis
 
 def make(folder: Path, extras: Iterable[str]) -> None:
     """Make the environment. Raise SystemExit if a floor cannot be installed."""
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     python = folder / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--constraint", ROOT / "constraints.txt", "uv"], check=True)

@@ -18,7 +18,8 @@ _MAX_NAME_CHARS: Final = 200
 BUSY: Final = "busy"
 """Name of the events that say what a program does while it takes no steps: its silence is then no stall.
 
-They are a state, not a part of the history: heads of parts have the newest one until another event comes."""
+They are a state, not a part of the history: heads of parts have the newest one until another event comes. One without
+`work` ends it."""
 STALLED: Final = "stalled"
 """Name of the events that say that ranks do not arrive: the watch reports them while the training hangs."""
 _MAX_STEP: Final = (1 << 63) - 1
@@ -41,6 +42,7 @@ class Collector:
     warnings: dict[str, Any] = field(default_factory=dict)
     num_signs: int = 0
     _last_step_s: float | None = None
+    _busy_since_s: float = 0.0
     _rows: dict[tuple[str, ...], list[_Row]] = field(default_factory=dict)
     _events: list[RunEvent] = field(default_factory=list)
     _content: Content = field(default_factory=Content)
@@ -59,8 +61,8 @@ class Collector:
         self._newest_s = time_s = max(round(time_s, 3), self._newest_s, self._floor_s)
         if event != STALLED:
             self.num_signs += 1
-            self.warnings.pop(BUSY, None)
             self.warnings.pop(STALLED, None)
+            self._end_busy(time_s)
         if _is_step(event, facts):
             if self._last_step_s is not None:
                 self.warnings["step_interval_s"] = round(time_s - self._last_step_s, 3)
@@ -79,8 +81,8 @@ class Collector:
             self.latest = {**facts, STEP: step}
             return
         if event == BUSY:
-            self.warnings[BUSY] = to_text(facts.get("work") or "", _MAX_NAME_CHARS)
-            self._last_step_s = None  # the time until the next step is not that of a step
+            if work := to_text(facts.get("work") or "", _MAX_NAME_CHARS):
+                self.warnings[BUSY], self._busy_since_s = work, time_s
             return
         made = make_event(time_s, event, facts)
         version = made.facts.get("version")
@@ -88,6 +90,10 @@ class Collector:
             self.versions = [*self.versions, version][-_MAX_VERSIONS:]
         self._note_warning(made)
         self._events.append(made)
+
+    def _end_busy(self, time_s: float) -> None:
+        if self.warnings.pop(BUSY, None) and self._last_step_s is not None:
+            self._last_step_s += time_s - self._busy_since_s  # this time is not one between steps
 
     def _note_warning(self, event: RunEvent) -> None:
         if event.event == "stall":

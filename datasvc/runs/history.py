@@ -54,8 +54,8 @@ class RunSummary:
             its machine. The log's own thread writes parts also while the program hangs.
         step_interval_s: seconds between the last two reports of steps; None: unknown.
         busy: work during which the program takes no steps, such as "evaluation"; "" for none. Any text: escape it.
-        stalled: operation that some ranks have not submitted, and since which no step was reported: `operation`, a
-            text, and `ranks`, at most 8; None: none.
+        stalled: operation that some ranks have not submitted; nothing else was reported since: `operation`, a text,
+            and `ranks`, at most 8; None: none.
     """
 
     name: str

@@ -82,6 +82,27 @@ def test_an_evaluation_is_no_stall_but_what_follows_it_may_be(repository, clock)
     assert [event.event for event in read_run(repository, log.name, log.id).events] == ["evaluation"]
 
 
+def test_a_hang_after_a_checkpoint_is_a_stall_and_the_time_of_saving_is_none_of_a_step(
+    repository, clock, monkeypatch
+):
+    began_s = time.time() - clock.now_s
+    monkeypatch.setattr(run_log.time, "time", lambda: began_s + clock.now_s)
+    with open_log(repository) as log:
+        for step in (1, 2):
+            log.report("step", step=step)
+            clock.now_s += 1
+        for _ in range(2):
+            log.report("busy", work="checkpoint")
+            clock.now_s += 500
+        log.report("busy")
+        run = flushed(repository, log)
+        assert (run.busy, run.step_interval_s) == ("", 1)
+        clock.now_s += 61
+        assert flushed(repository, log).is_stalled
+        log.report("step", step=3)
+        assert flushed(repository, log).step_interval_s == 62
+
+
 def test_ranks_that_do_not_come_are_named_until_the_next_step(repository, clock):
     with open_log(repository) as log:
         log.report("step", step=1)
@@ -89,7 +110,7 @@ def test_ranks_that_do_not_come_are_named_until_the_next_step(repository, clock)
         log.report("stalled", operation="'allreduce.grad'", ranks=[1, 3], waited_s=60.0)
         run = flushed(repository, log)
         assert (run.stalled, run.busy, run.is_stalled) == (STALLED, "checkpoint", True)
-        assert "rank 1, 3 did not submit 'allreduce.grad'" in describe_stall(run)
+        assert "ranks 1, 3 did not submit 'allreduce.grad'" in describe_stall(run)
         # The warnings of the engine are no sign that the program goes on.
         clock.now_s += 61
         log.report("stalled", operation="'allreduce.grad'", ranks=[1, 3], waited_s=120.0)

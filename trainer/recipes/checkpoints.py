@@ -80,7 +80,12 @@ def commit(run: Run, *, due: bool = False, to: SaveTo = SaveTo.REPOSITORY) -> No
             earlier one is running. Any other save must not be refused, so it waits.
         to: where to save.
     """
-    run.recorder.report_busy("checkpoint")
+    with run.recorder.busy("checkpoint"):
+        _submit(run, due=due, to=to)
+
+
+def _submit(run: Run, *, due: bool, to: SaveTo) -> None:
+    """Copy the state of the run, and queue its write; see `commit`."""
     if not due and run.config.checkpoint_overlap == "refuse":
         for handle, _ in run.saves:
             handle.wait()

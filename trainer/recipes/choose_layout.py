@@ -107,7 +107,7 @@ def _build_on_meta(config: TrainConfig, layout: Layout) -> nn.Module | None:
     try:
         with torch.device("meta"):
             return build_model(config.model_or_default, config.vocabulary or 1, **config.parse_model_options())
-    except (RuntimeError, NotImplementedError):
+    except RuntimeError:
         # A model of the user may read values of its tensors. All but these axes is checked again with the real one.
         if _divides_model(layout):
             raise

@@ -47,7 +47,7 @@ def train(config: TrainConfig) -> str:
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
         HorovodInternalError: a rank died, or submitted other operations than the other ranks. An elastic run
             continues with the other ranks. With a layout of other axes than data, a rank that does not leave its
-            collectives then ends its process.
+            collectives then ends its process, and so does one that has not called `hvd.shutdown` 30 s later.
     """
     # An impossible layout is refused here, because the ranks would otherwise connect first.
     size = read_placement(os.environ).size
@@ -199,7 +199,11 @@ def evaluate_run(run: Run) -> dict[str, float]:
     """Return the metrics of the weights and, with prefix `ema_`, of their average; {} without a validation split."""
     if run.val_loader is None and not run.config.recomputes_statistics:
         return {}
-    run.recorder.report_busy("evaluation")
+    with run.recorder.busy("evaluation"):
+        return _evaluate(run)
+
+
+def _evaluate(run: Run) -> dict[str, float]:
     # Close the training loader first, so that the cache need not hold the shards of both loaders at once.
     run.loader.close()
     prepare_statistics(run)

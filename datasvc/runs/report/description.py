@@ -62,9 +62,10 @@ def describe_stall(run: RunSummary) -> str | None:
     if not run.is_stalled:
         return None
     if run.stalled is not None:
-        ranks = ", ".join(map(str, run.stalled["ranks"])) or "some"
+        numbers = run.stalled["ranks"]
+        ranks = f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" if numbers else "some ranks"
         return (
-            f"stalled: rank {ranks} did not submit {run.stalled['operation'] or 'an operation'}, and the other ranks "
+            f"stalled: {ranks} did not submit {run.stalled['operation'] or 'an operation'}, and the other ranks "
             "wait. Look at the processes of these ranks (`py-spy dump --pid PID` shows where one hangs); with "
             "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS such a job ends by itself"
         )

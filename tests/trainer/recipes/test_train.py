@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import types
+from contextlib import contextmanager
 
 import numpy as np
 import pyarrow as pa
@@ -575,13 +576,19 @@ def test_another_name_begins_another_run_and_without_a_log_there_is_none(reposit
 def test_the_log_says_that_a_run_evaluates_or_saves(repository, monkeypatch):
     seen = []
 
-    def note(recorder, work, report=Recorder.report_busy):
-        report(recorder, work)
-        assert recorder.log.flush()
-        (found,) = list_runs(repository, "busy")
-        seen.append((work, found.busy))
+    @contextmanager
+    def note(recorder, work, busy=Recorder.busy):
+        def state():
+            assert recorder.log.flush()
+            (found,) = list_runs(repository, "busy")
+            return found.busy
 
-    monkeypatch.setattr(Recorder, "report_busy", note)
+        with busy(recorder, work):
+            seen.append((work, state()))
+            yield
+        assert state() == ""
+
+    monkeypatch.setattr(Recorder, "busy", note)
     run(repository, "busy", max_steps=2)
     assert seen == [("evaluation", "evaluation"), ("checkpoint", "checkpoint")]
     (found,) = list_runs(repository, "busy")

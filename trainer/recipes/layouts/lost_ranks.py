@@ -143,7 +143,9 @@ class LostRankWatch:
                 self._store.set(_beat_key(self._rank), _ENDED)
         except (RuntimeError, ValueError):
             _LOG.debug("rank %d no longer watches the other ranks", self._rank, exc_info=True)
-            self._found.set()  # without a store, no rank can answer
+            # Without a store, no rank can answer. Its host may have ended as it should, before this rank.
+            self._message = "the connection to the store of the job was lost: the launcher, or rank 0 without one"
+            self._found.set()
 
     def _watch_store(self) -> None:
         """Report the store if the other thread waits for it."""
@@ -210,7 +212,7 @@ class LostRankWatch:
     def _report(self, message: str) -> None:
         """Report what is lost, and make the main thread leave its collectives."""
         with self._reporting:
-            if self._found.is_set():
+            if self._found.is_set() or self._closed.is_set():
                 return
             self._message = message
             _LOG.error("rank %d: %s", self._rank, message)
@@ -222,7 +224,7 @@ class LostRankWatch:
         if self._left.wait(_LEAVE_S):
             # What it closes may wait too, such as a save that another rank has a part of.
             has_ended = self._closed.wait(_UNWIND_S) or not hvd.is_initialized()
-        if not has_ended:
+        if not (has_ended or self._closed.is_set()):
             self._end()
 
     def _end_process(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -93,10 +94,14 @@ class Recorder:
         self._engine = current_job().engine
         self._engine.on_stall = report_stall
 
-    def report_busy(self, work: str) -> None:
-        """Record on rank 0 that the program takes no steps for now, so that its silence is no stall."""
+    @contextlib.contextmanager
+    def busy(self, work: str) -> Iterator[None]:
+        """Record on rank 0 that the program takes no steps within this context, so that its silence is no stall."""
         if self.log is not None:
             self.log.report(BUSY, work=work)
+        yield
+        if self.log is not None:  # after an error, the log ends with it
+            self.log.report(BUSY)
 
     def begin_step(self, step: int) -> Mark:
         """Return the function that `update` calls at the end of each part of the step after `step` others."""

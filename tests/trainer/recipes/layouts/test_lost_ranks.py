@@ -169,7 +169,17 @@ def test_a_store_that_does_not_answer_is_reported(watch):
 
 def test_a_lost_store_does_not_hide_the_error_of_the_step(watch):
     broken = watch(BrokenStore(), 0)
-    assert "a rank failed or was lost (gloo: no route)" in str(broken.explain(RuntimeError("gloo: no route")))
+    message = str(broken.explain(RuntimeError("gloo: no route")))
+    assert "the connection to the store of the job was lost" in message
+    assert "(gloo: no route)" in message
+    assert watch.ended.empty()
+
+
+def test_a_closed_watch_reports_nothing_and_ends_no_process(watch):
+    each = watch(SharedStore(), 0, lost_after_s=1e6)
+    each.close()
+    each._report("rank 1 was lost")
+    assert each._message == ""
     assert watch.ended.empty()
 
 
