@@ -33,8 +33,10 @@ _Result = TypeVar("_Result")
 _PART_BYTES: Final = 8 << 20
 _MAX_PARTS: Final = 10_000
 _PARALLEL_PARTS: Final = 8
-# The limit of one request includes the upload of its part.
 _REQUEST_SILENCE_S: Final = 120
+# The limit of a request includes the upload of its part. The slowest link for uploads has this rate for one file.
+_MIN_UPLOAD_BYTES_S: Final = 64 << 10
+_SMALL_BYTES: Final = 1 << 20  # an upload that takes no longer than other requests
 _STREAM_ATTEMPTS: Final = 6
 _MIN_BYTES_S: Final = 16 << 10  # lowest throughput of a read into memory
 _LISTED_AT_ONCE: Final = 1000
@@ -136,7 +138,7 @@ class ObjectStoreFiles:
         """See `Storage.create`."""
 
         async def request() -> object:
-            return await self._store.put_async(self._key(path), content, mode="create")
+            return await self._store_for(len(content)).put_async(self._key(path), content, mode="create")
 
         def create() -> None:
             with convert_errors():
@@ -146,7 +148,7 @@ class ObjectStoreFiles:
 
     def write_temporary(self, path: str, content: bytes) -> None:
         """See `Storage.create_temporary`."""
-        self._put(path, content)
+        self._put(path, content, len(content))
 
     def remove(self, path: str) -> None:
         """Remove a file. Raises the errors of `map_exceptions`."""
@@ -154,7 +156,8 @@ class ObjectStoreFiles:
 
     def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool) -> None:  # noqa: ARG002
         """See `Storage.put_bytes`."""
-        self._put(path, memoryview(content).cast("B"))
+        view = memoryview(content).cast("B")
+        self._put(path, view, len(view))
 
     def delete_if_older(self, path: str, before_s: float) -> bool:
         """See `Storage.delete_if_older`."""
@@ -182,15 +185,33 @@ class ObjectStoreFiles:
 
     def adopt(self, path: str, finished: Path) -> None:
         """See `Storage.adopt`."""
-        part_bytes = max(_PART_BYTES, -(-finished.stat().st_size // _MAX_PARTS))
-        self._put(path, finished, part_bytes)
+        size_bytes = finished.stat().st_size
+        self._put(path, finished, size_bytes, max(_PART_BYTES, -(-size_bytes // _MAX_PARTS)))
         with map_exceptions("delete", str(finished)):
             finished.unlink()
 
     @cached_property
     def _store(self) -> ObjectStore:
-        """Client for all requests but streams."""
+        """Client for all requests but streams and large uploads."""
         return self._open(_REQUEST_SILENCE_S, _RETRIES)
+
+    @cached_property
+    def _uploads(self) -> ObjectStore:
+        """Client for large uploads in parts of the usual size."""
+        return self._open_for_uploads(_PART_BYTES)
+
+    def _open_for_uploads(self, part_bytes: int) -> ObjectStore:
+        # obstore has no limit of the time without progress of an upload. All parts at once share the link.
+        limit_s = _REQUEST_SILENCE_S + _PARALLEL_PARTS * part_bytes / _MIN_UPLOAD_BYTES_S
+        return self._open(
+            limit_s, {**_RETRIES, "retry_timeout": _RETRIES["retry_timeout"] + timedelta(seconds=limit_s)}
+        )
+
+    def _store_for(self, size_bytes: int, part_bytes: int = _PART_BYTES) -> ObjectStore:
+        """Return the client for an upload."""
+        if size_bytes <= _SMALL_BYTES:
+            return self._store
+        return self._uploads if part_bytes == _PART_BYTES else self._open_for_uploads(part_bytes)
 
     @cached_property
     def _streams(self) -> RangeStreams:
@@ -216,10 +237,13 @@ class ObjectStoreFiles:
             while page := obstore_loop.call(obstore_loop.next_of(pages)):
                 yield from page
 
-    def _put(self, path: str, content: bytes | memoryview | Path, part_bytes: int = _PART_BYTES) -> None:
-        put = partial(
-            self._store.put_async, self._key(path), content, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS
-        )
+    def _put(
+        self, path: str, content: bytes | memoryview | Path, size_bytes: int, part_bytes: int = _PART_BYTES
+    ) -> None:
+        def put() -> Awaitable[object]:
+            store = self._store_for(size_bytes, part_bytes)
+            return store.put_async(self._key(path), content, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS)
+
         self._call("write", path, put)
 
     def _call(self, action: str, path: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
