@@ -1,4 +1,4 @@
-"""`ObjectStoreFiles`: the operations of `Storage` on S3, Azure and compatible stores, by obstore.
+"""`ObjectStoreFiles`: the operations of `Storage` on S3, Azure, Google and compatible stores, by obstore.
 
 obstore retries requests by itself, and renews credentials. It caches no listings. Exceptions are converted to those
 of `datasvc.errors`.
