@@ -36,12 +36,14 @@ def find_common_ancestors(repository: Repository, ours: Resolved, theirs: Resolv
     heapq.heapify(pending)
     common = []
     # All descendants of the highest number were looked at, so its sides are complete.
-    while any(not sides[-number] & _STALE for number in pending):
+    while pending:
         number = -heapq.heappop(pending)
         flags = sides[number]
         if flags == _OURS | _THEIRS:
             common.append(Resolved("datasets", ours.name, number))
             flags |= _STALE
+        if flags & _STALE and all(sides[-other] & _STALE for other in pending):
+            break  # only ancestors of the results are left: they may be lost, and are not read
         for parent in parents_of(read, number):
             if parent not in sides:
                 heapq.heappush(pending, -parent)
