@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from datasvc.errors import (
     ConfigError,
@@ -327,12 +328,13 @@ class Repository:
         heads = self._heads(kind, name, logs, removed)
         branches = self._read_branches(name, heads.moves) if heads.moves else {}
         valid_removals = removed - set(tags.values()) - {branch.start for branch in branches.values()}
-        try:
+        # Where an entry cannot be read, all else is listed all the same. What needs a head gets the error.
+        newest, on_branches = None, {}
+        with suppress(CorruptDataError, ConfigError):
             newest = heads.main
-            on_branches = {branch.name: heads.head_of(branch) for branch in branches.values()}
-        except (CorruptDataError, ConfigError):
-            # Tags and removals are listed all the same. What needs a head gets the error.
-            newest, on_branches = None, {}
+        for branch in branches.values():
+            with suppress(CorruptDataError, ConfigError):
+                on_branches[branch.name] = heads.head_of(branch)
         return NameState(logs["versions"], tags, valid_removals, newest, on_branches)
 
     def newest(self, kind: Kind, name: str) -> Resolved | None:
