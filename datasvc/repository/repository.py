@@ -24,6 +24,7 @@ from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log, list_logs
 from datasvc.repository.logs.metric_mode import MetricMode, choose_metric_mode
 from datasvc.repository.logs.metric_ranking import finite_metrics, rank_by_metric
+from datasvc.repository.logs.parents import parents_of
 from datasvc.repository.logs.references import LATEST, Reference, check_name, check_tag, is_name, parse_reference
 from datasvc.repository.logs.removals import Removals
 from datasvc.repository.logs.tags import Tags, version_of
@@ -438,7 +439,7 @@ class Repository:
         elif reference.metric is not None:
             version = self._find_best(kind, reference, living)
         elif reference.tag is not None and (on_branch := heads.find(reference.tag)) is not None:
-            version = self._find_on_branch(reference, logs.get(f"tags/{reference.tag}", ()), on_branch)
+            version = self._find_on_branch(reference, logs.get(f"tags/{reference.tag}", ()), on_branch, heads.read)
         elif reference.tag is not None and (reference.tag != LATEST or reference.moves_back):
             version = self._find_tagged(kind, reference, logs)
         else:
@@ -476,7 +477,7 @@ class Repository:
                 raise
             raise NotFoundError(f"{error}; its branches: {', '.join(branches)}") from error
 
-    def _find_on_branch(self, reference: Reference, tag_moves: Sequence[int], head: int) -> int:
+    def _find_on_branch(self, reference: Reference, tag_moves: Sequence[int], head: int, read: PositionReader) -> int:
         """Return the version that a reference to a branch with this head refers to; for errors, see `resolve`."""
         name, branch = reference.name, str(reference.tag)
         if version_of(self._tags("datasets", name).newest(branch, tag_moves)):
@@ -486,12 +487,16 @@ class Repository:
             )
         number = head
         for _ in range(reference.moves_back):
-            parent = self.entry(Resolved("datasets", name, number)).content.get("parent")
-            if parent is None:
+            try:
+                read.entry(number)
+            except CorruptDataError as error:
+                raise CorruptDataError(describe_damage(Resolved("datasets", name, number), error)) from error
+            parents = parents_of(read, number)
+            if not parents:
                 raise NotFoundError(
                     f"{name}@{branch}~{reference.moves_back} does not exist: {name}@{number} is the first"
                 )
-            number = parse_reference(str(parent)).version or 0
+            number = parents[0]
         return number
 
     def _heads(self, kind: Kind, name: str, logs: Mapping[str, Sequence[int]], removed: frozenset[int]) -> Heads:

@@ -51,6 +51,24 @@ def test_a_tilde_goes_back_along_what_the_head_of_a_branch_continues(pets):
         resolve(pets, "pets@work~3")
 
 
+def test_a_tilde_goes_back_over_an_ingest_that_takes_the_place_of_the_version_before_it(repository):
+    for _ in range(2):
+        write_version(repository, "pets", {"train": texts("a", "b")})
+    assert "parent" not in repository.versions("datasets", "pets").read(2).content
+    create_branch(repository, "pets@2", "work")
+    delete(repository, "pets@work", keys=["a"])
+    assert [resolve(repository, f"pets@work~{back}") for back in (1, 2)] == [2, 1]
+    with pytest.raises(NotFoundError, match=r"pets@work~3 does not exist: pets@1 is the first"):
+        resolve(repository, "pets@work~3")
+
+
+def test_the_damaged_entry_on_the_way_of_a_tilde_is_named_with_what_to_do(pets):
+    damage(pets, 3)
+    assert resolve(pets, "pets@work~1") == 3
+    with pytest.raises(CorruptDataError, match=r"the entry of pets@3 cannot be read.*datasvc mark-lost pets@3"):
+        resolve(pets, "pets@work~2")
+
+
 def test_a_branch_without_versions_of_its_own_is_the_version_at_which_it_begins(pets):
     assert str(create_branch(pets, "pets@work", "deeper")) == "pets@5"
     assert resolve(pets, "pets@deeper") == 5
