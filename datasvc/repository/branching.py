@@ -7,10 +7,11 @@ commit if there is a conflict.
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from dataclasses import dataclass
 
-from datasvc.errors import ConfigError, ConflictError, NotFoundError
+from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError, UnreadableVersionWarning
 from datasvc.repository.continuation import find_branch
 from datasvc.repository.logs.branches import Branch, check_branch
 from datasvc.repository.logs.log import Entry
@@ -108,14 +109,25 @@ def read_branches(repository: Repository, name: str) -> dict[str, BranchState]:
         UnavailableError: the store does not respond.
     """
     heads = repository.known_state("datasets", check_name(name, "data set")).branches
-    branches = repository.branches(name)
-    return {
-        branch: BranchState(
-            branch, Resolved("datasets", name, heads[branch]), Resolved("datasets", name, branches[branch].start)
-        )
-        for branch in branches
-        if branch in heads
-    }
+    states = {}
+    for branch, begun in repository.branches(name).items():
+        head = heads[branch] if branch in heads else _read_head(repository, name, branch)
+        if head is not None:
+            start = Resolved("datasets", name, begun.start)
+            states[branch] = BranchState(branch, Resolved("datasets", name, head), start)
+    return states
+
+
+def _read_head(repository: Repository, name: str, branch: str) -> int | None:
+    """Return the head of a branch, None if the branch has ended or, with a warning, if the head is not known."""
+    try:
+        return repository.resolve("datasets", f"{name}@{branch}").version
+    except NotFoundError:
+        return None
+    except (CorruptDataError, ConfigError, ConflictError) as error:
+        message = f"{name}@{branch} is left out: {error}"
+        warnings.warn(UnreadableVersionWarning(f"{name}@{branch}", message), stacklevel=3)
+        return None
 
 
 def branch_history(repository: Repository, name: str, branch: str) -> list[Entry]:

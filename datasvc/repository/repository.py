@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from datasvc.errors import (
     ConfigError,
@@ -23,6 +24,7 @@ from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log, list_logs
 from datasvc.repository.logs.metric_mode import MetricMode, choose_metric_mode
 from datasvc.repository.logs.metric_ranking import finite_metrics, rank_by_metric
+from datasvc.repository.logs.parents import parents_of
 from datasvc.repository.logs.references import LATEST, Reference, check_name, check_tag, is_name, parse_reference
 from datasvc.repository.logs.removals import Removals
 from datasvc.repository.logs.tags import Tags, version_of
@@ -327,12 +329,13 @@ class Repository:
         heads = self._heads(kind, name, logs, removed)
         branches = self._read_branches(name, heads.moves) if heads.moves else {}
         valid_removals = removed - set(tags.values()) - {branch.start for branch in branches.values()}
-        try:
+        # Where an entry cannot be read, all else is listed all the same. What needs a head gets the error.
+        newest, on_branches = None, {}
+        with suppress(CorruptDataError, ConfigError):
             newest = heads.main
-            on_branches = {branch.name: heads.head_of(branch) for branch in branches.values()}
-        except (CorruptDataError, ConfigError):
-            # Tags and removals are listed all the same. What needs a head gets the error.
-            newest, on_branches = None, {}
+        for branch in branches.values():
+            with suppress(CorruptDataError, ConfigError):
+                on_branches[branch.name] = heads.head_of(branch)
         return NameState(logs["versions"], tags, valid_removals, newest, on_branches)
 
     def newest(self, kind: Kind, name: str) -> Resolved | None:
@@ -436,7 +439,7 @@ class Repository:
         elif reference.metric is not None:
             version = self._find_best(kind, reference, living)
         elif reference.tag is not None and (on_branch := heads.find(reference.tag)) is not None:
-            version = self._find_on_branch(reference, logs.get(f"tags/{reference.tag}", ()), on_branch)
+            version = self._find_on_branch(reference, logs.get(f"tags/{reference.tag}", ()), on_branch, heads.read)
         elif reference.tag is not None and (reference.tag != LATEST or reference.moves_back):
             version = self._find_tagged(kind, reference, logs)
         else:
@@ -474,7 +477,7 @@ class Repository:
                 raise
             raise NotFoundError(f"{error}; its branches: {', '.join(branches)}") from error
 
-    def _find_on_branch(self, reference: Reference, tag_moves: Sequence[int], head: int) -> int:
+    def _find_on_branch(self, reference: Reference, tag_moves: Sequence[int], head: int, read: PositionReader) -> int:
         """Return the version that a reference to a branch with this head refers to; for errors, see `resolve`."""
         name, branch = reference.name, str(reference.tag)
         if version_of(self._tags("datasets", name).newest(branch, tag_moves)):
@@ -484,12 +487,16 @@ class Repository:
             )
         number = head
         for _ in range(reference.moves_back):
-            parent = self.entry(Resolved("datasets", name, number)).content.get("parent")
-            if parent is None:
+            try:
+                read.entry(number)
+            except CorruptDataError as error:
+                raise CorruptDataError(describe_damage(Resolved("datasets", name, number), error)) from error
+            parents = parents_of(read, number)
+            if not parents:
                 raise NotFoundError(
                     f"{name}@{branch}~{reference.moves_back} does not exist: {name}@{number} is the first"
                 )
-            number = parse_reference(str(parent)).version or 0
+            number = parents[0]
         return number
 
     def _heads(self, kind: Kind, name: str, logs: Mapping[str, Sequence[int]], removed: frozenset[int]) -> Heads:

@@ -1,5 +1,7 @@
 """Branches: what their names refer to, what protects them, what two processes at once leave."""
 
+import dataclasses
+
 import pytest
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError, UnreadableVersionWarning
@@ -47,6 +49,24 @@ def test_a_tilde_goes_back_along_what_the_head_of_a_branch_continues(pets):
     assert [resolve(pets, f"pets@work~{back}") for back in (0, 1, 2)] == [5, 3, 1]
     with pytest.raises(NotFoundError, match=r"pets@work~3 does not exist: pets@1 is the first"):
         resolve(pets, "pets@work~3")
+
+
+def test_a_tilde_goes_back_over_an_ingest_that_takes_the_place_of_the_version_before_it(repository):
+    for _ in range(2):
+        write_version(repository, "pets", {"train": texts("a", "b")})
+    assert "parent" not in repository.versions("datasets", "pets").read(2).content
+    create_branch(repository, "pets@2", "work")
+    delete(repository, "pets@work", keys=["a"])
+    assert [resolve(repository, f"pets@work~{back}") for back in (1, 2)] == [2, 1]
+    with pytest.raises(NotFoundError, match=r"pets@work~3 does not exist: pets@1 is the first"):
+        resolve(repository, "pets@work~3")
+
+
+def test_the_damaged_entry_on_the_way_of_a_tilde_is_named_with_what_to_do(pets):
+    damage(pets, 3)
+    assert resolve(pets, "pets@work~1") == 3
+    with pytest.raises(CorruptDataError, match=r"the entry of pets@3 cannot be read.*datasvc mark-lost pets@3"):
+        resolve(pets, "pets@work~2")
 
 
 def test_a_branch_without_versions_of_its_own_is_the_version_at_which_it_begins(pets):
@@ -233,6 +253,33 @@ def test_while_the_newest_entry_cannot_be_read_no_line_falls_back_to_an_older_ve
     mark_lost(pets, "datasets", ["pets@5"])
     assert (resolve(pets, "pets"), resolve(pets, "pets@work")) == (4, 3)
     assert str(delete(pets, "pets@work", keys=["e"]).version) == "pets@6"
+
+
+def test_a_damaged_entry_hides_only_the_branches_whose_heads_it_may_be(pets):
+    create_branch(pets, "pets@1", "early")
+    create_branch(pets, "pets@5", "late")
+    delete(pets, "pets@late", keys=["e"])
+    damage(pets, 5)
+    # Version 6 names the newest version of each line before it. That of `work` is the damaged one.
+    state = pets.state("datasets", "pets")
+    assert (state.newest, state.branches) == (4, {"early": 1, "late": 6})
+    with pytest.warns(UnreadableVersionWarning, match=r"pets@work is left out: .*mark-lost pets@5") as warned:
+        found = read_branches(pets, "pets")
+    assert [str(each.message).partition(" ")[0] for each in warned] == ["pets@work"]
+    assert {name: (branch.head.version, branch.start.version) for name, branch in found.items()} == {
+        "early": (1, 1), "late": (6, 5)
+    }  # fmt: skip
+
+
+def test_a_branch_that_ends_or_begins_while_branches_are_read_is_left_out_or_has_its_head(pets, monkeypatch):
+    state = pets.known_state("datasets", "pets")
+    without = dataclasses.replace(state, branches={})
+    monkeypatch.setattr(pets, "known_state", lambda *_arguments: without)
+    assert str(read_branches(pets, "pets")["work"].head) == "pets@5"
+    known = pets.branches("pets")
+    remove_branch(pets, "pets", "work")
+    monkeypatch.setattr(pets, "branches", lambda _name: known)
+    assert read_branches(pets, "pets") == {}
 
 
 def test_a_data_set_without_branches_reads_its_damaged_newest_entry_as_ever(repository):

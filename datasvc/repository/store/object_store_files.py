@@ -1,4 +1,4 @@
-"""`ObjectStoreFiles`: the operations of `Storage` on S3, Azure and compatible stores, by obstore.
+"""`ObjectStoreFiles`: the operations of `Storage` on S3, Azure, Google and compatible stores, by obstore.
 
 obstore retries requests by itself, and renews credentials. It caches no listings. Exceptions are converted to those
 of `datasvc.errors`.
@@ -7,24 +7,30 @@ of `datasvc.errors`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from datasvc.errors import NotFoundError, UnavailableError
+from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository.store import exclusive_create, file_age, obstore_loop
 from datasvc.repository.store.cancellation import CancellationToken
-from datasvc.repository.store.object_stores import ObjectBucket, make_client_options, open_bucket
-from datasvc.repository.store.obstore_errors import RangeBeyondEndError, UnsupportedResponseError, convert_errors
+from datasvc.repository.store.object_stores import ObjectBucket, make_client_options, move_to_region, open_bucket
+from datasvc.repository.store.obstore_errors import (
+    RangeBeyondEndError,
+    UnsupportedResponseError,
+    WrongRegionError,
+    convert_errors,
+)
 from datasvc.repository.store.range_streams import RangeStreams, Take, Timeouts
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
+    from obstore import ListStream, ObjectMeta
     from obstore.store import ObjectStore, RetryConfig
 
 _Result = TypeVar("_Result")
@@ -33,8 +39,10 @@ _Result = TypeVar("_Result")
 _PART_BYTES: Final = 8 << 20
 _MAX_PARTS: Final = 10_000
 _PARALLEL_PARTS: Final = 8
-# The limit of one request includes the upload of its part.
 _REQUEST_SILENCE_S: Final = 120
+# The limit of a request includes the upload of its part. The slowest link for uploads has this rate for one file.
+_MIN_UPLOAD_BYTES_S: Final = 64 << 10
+_SMALL_BYTES: Final = 1 << 20  # an upload that takes no longer than other requests
 _STREAM_ATTEMPTS: Final = 6
 _MIN_BYTES_S: Final = 16 << 10  # lowest throughput of a read into memory
 _LISTED_AT_ONCE: Final = 1000
@@ -46,6 +54,47 @@ _RETRIES: Final[RetryConfig] = {
 _NO_RETRIES: Final[RetryConfig] = {"max_retries": 0}
 
 
+class _Clients:
+    """obstore's clients of one bucket, opened when they are needed."""
+
+    def __init__(self, bucket: ObjectBucket) -> None:
+        self.bucket = bucket
+
+    @cached_property
+    def store(self) -> ObjectStore:
+        """Client for all requests but streams and large uploads."""
+        return self._open(_REQUEST_SILENCE_S, _RETRIES)
+
+    @cached_property
+    def uploads(self) -> ObjectStore:
+        """Client for large uploads in parts of the usual size."""
+        return self._open_for_uploads(_PART_BYTES)
+
+    def _open_for_uploads(self, part_bytes: int) -> ObjectStore:
+        # obstore has no limit of the time without progress of an upload. All parts at once share the link.
+        limit_s = _REQUEST_SILENCE_S + _PARALLEL_PARTS * part_bytes / _MIN_UPLOAD_BYTES_S
+        return self._open(
+            limit_s, {**_RETRIES, "retry_timeout": _RETRIES["retry_timeout"] + timedelta(seconds=limit_s)}
+        )
+
+    def store_for(self, size_bytes: int, part_bytes: int = _PART_BYTES) -> ObjectStore:
+        """Return the client for an upload."""
+        if size_bytes <= _SMALL_BYTES:
+            return self.store
+        return self.uploads if part_bytes == _PART_BYTES else self._open_for_uploads(part_bytes)
+
+    @cached_property
+    def streams(self) -> RangeStreams:
+        timeouts = Timeouts()
+        return RangeStreams(self._open(timeouts.silence_s, _NO_RETRIES), timeouts, _STREAM_ATTEMPTS)
+
+    def _open(self, silence_s: float, retry_config: RetryConfig) -> ObjectStore:
+        options = make_client_options(
+            connect_s=Timeouts.connect_s, silence_s=silence_s, allow_http=self.bucket.allows_http
+        )
+        return open_bucket(self.bucket, options, retry_config)
+
+
 class ObjectStoreFiles:
     """Files below the root of a bucket, by their paths relative to it; see `Storage`.
 
@@ -55,7 +104,8 @@ class ObjectStoreFiles:
     """
 
     def __init__(self, bucket: ObjectBucket, url: str) -> None:
-        self._bucket = bucket
+        self._clients = _Clients(bucket)
+        self._region_lock = threading.Lock()
         self._url = url
 
     def location(self, path: str) -> str:
@@ -69,8 +119,8 @@ class ObjectStoreFiles:
             result = await self._store.get_async(self._key(path))
             return bytes(await _with_limit(result.bytes_async(), result.meta["size"]))
 
-        with self._converting("read", path):
-            return obstore_loop.call(request())
+        with map_exceptions("read", self.location(path)):
+            return self._request(request)
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
         """See `Storage.read_range`."""
@@ -83,8 +133,7 @@ class ObjectStoreFiles:
 
         with map_exceptions("read", self.location(path)):
             try:
-                with convert_errors():
-                    return obstore_loop.call(request())
+                return self._request(request)
             except RangeBeyondEndError:
                 return b""
 
@@ -93,8 +142,12 @@ class ObjectStoreFiles:
         if not length:
             return
         location = self.location(path)
+
+        def read() -> None:
+            self._clients.streams.read(self._key(path), offset, length, take, location=location, interrupt=interrupt)
+
         try:
-            self._streams.read(self._key(path), offset, length, take, location=location, interrupt=interrupt)
+            self._in_region(read)
         except UnsupportedResponseError as error:
             raise UnavailableError(f"cannot read {location}: {error}") from error
 
@@ -128,7 +181,7 @@ class ObjectStoreFiles:
 
     def walk(self, folder: str) -> Iterator[file_age.StoredFile]:
         """See `Storage.walk`."""
-        root = f"{self._bucket.prefix}/" if self._bucket.prefix else ""
+        root = f"{self._clients.bucket.prefix}/" if self._clients.bucket.prefix else ""
         for meta in self._list(folder):
             yield file_age.StoredFile(meta["path"][len(root) :], meta["size"], meta["last_modified"].timestamp())
 
@@ -136,25 +189,24 @@ class ObjectStoreFiles:
         """See `Storage.create`."""
 
         async def request() -> object:
-            return await self._store.put_async(self._key(path), content, mode="create")
+            return await self._clients.store_for(len(content)).put_async(self._key(path), content, mode="create")
 
-        def create() -> None:
-            with convert_errors():
-                obstore_loop.call(request())
-
-        exclusive_create.create_and_read_back(create, lambda: self.read(path), content, self.location(path))
+        exclusive_create.create_and_read_back(
+            partial(self._request, request), lambda: self.read(path), content, self.location(path)
+        )
 
     def write_temporary(self, path: str, content: bytes) -> None:
         """See `Storage.create_temporary`."""
-        self._put(path, content)
+        self._put(path, content, len(content))
 
     def remove(self, path: str) -> None:
         """Remove a file. Raises the errors of `map_exceptions`."""
-        self._call("delete", path, lambda: self._store.delete_async(self._key(path)))
+        self._call("delete", path, lambda: self._delete(self._key(path)))
 
     def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool) -> None:  # noqa: ARG002
         """See `Storage.put_bytes`."""
-        self._put(path, memoryview(content).cast("B"))
+        view = memoryview(content).cast("B")
+        self._put(path, view, len(view))
 
     def delete_if_older(self, path: str, before_s: float) -> bool:
         """See `Storage.delete_if_older`."""
@@ -174,7 +226,7 @@ class ObjectStoreFiles:
             some = paths[start : start + _LISTED_AT_ONCE]
             keys = [self._key(path) for path in some]
             try:
-                self._call("delete", folder, partial(self._store.delete_async, keys))
+                self._call("delete", folder, partial(self._delete, keys))
             except NotFoundError:  # another process has deleted some of them
                 for path in some:
                     with suppress(NotFoundError):
@@ -182,44 +234,43 @@ class ObjectStoreFiles:
 
     def adopt(self, path: str, finished: Path) -> None:
         """See `Storage.adopt`."""
-        part_bytes = max(_PART_BYTES, -(-finished.stat().st_size // _MAX_PARTS))
-        self._put(path, finished, part_bytes)
+        size_bytes = finished.stat().st_size
+        self._put(path, finished, size_bytes, max(_PART_BYTES, -(-size_bytes // _MAX_PARTS)))
         with map_exceptions("delete", str(finished)):
             finished.unlink()
 
-    @cached_property
+    @property
     def _store(self) -> ObjectStore:
-        """Client for all requests but streams."""
-        return self._open(_REQUEST_SILENCE_S, _RETRIES)
-
-    @cached_property
-    def _streams(self) -> RangeStreams:
-        timeouts = Timeouts()
-        return RangeStreams(self._open(timeouts.silence_s, _NO_RETRIES), timeouts, _STREAM_ATTEMPTS)
-
-    def _open(self, silence_s: float, retry_config: RetryConfig) -> ObjectStore:
-        options = make_client_options(
-            connect_s=Timeouts.connect_s, silence_s=silence_s, allow_http=self._bucket.allows_http
-        )
-        return open_bucket(self._bucket, options, retry_config)
+        return self._clients.store
 
     def _key(self, path: str) -> str:
         """Return the full path of a file in the bucket."""
         assert ".." not in path.split("/"), path
-        return f"{self._bucket.prefix}/{path}".strip("/")
+        return f"{self._clients.bucket.prefix}/{path}".strip("/")
 
     def _list(self, folder: str) -> Iterator[ObjectMeta]:
         """Yield obstore's details of every file below `folder`; nothing if it does not exist."""
-        with suppress(NotFoundError), self._converting("list", folder):
+
+        async def first() -> tuple[ListStream[Any], Sequence[ObjectMeta] | None]:
             pages = self._store.list(self._key(folder) or None, chunk_size=_LISTED_AT_ONCE)
+            return pages, await obstore_loop.next_of(pages)
 
-            while page := obstore_loop.call(obstore_loop.next_of(pages)):
+        with suppress(NotFoundError), map_exceptions("list", self.location(folder)), convert_errors():
+            pages, page = self._request(first)
+            while page:
                 yield from page
+                page = obstore_loop.call(obstore_loop.next_of(pages))
 
-    def _put(self, path: str, content: bytes | memoryview | Path, part_bytes: int = _PART_BYTES) -> None:
-        put = partial(
-            self._store.put_async, self._key(path), content, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS
-        )
+    async def _delete(self, keys: str | Sequence[str]) -> None:
+        await self._store.delete_async(keys)
+
+    def _put(
+        self, path: str, content: bytes | memoryview | Path, size_bytes: int, part_bytes: int = _PART_BYTES
+    ) -> None:
+        def put() -> Awaitable[object]:
+            store = self._clients.store_for(size_bytes, part_bytes)
+            return store.put_async(self._key(path), content, chunk_size=part_bytes, max_concurrency=_PARALLEL_PARTS)
+
         self._call("write", path, put)
 
     def _call(self, action: str, path: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
@@ -228,13 +279,39 @@ class ObjectStoreFiles:
         async def run() -> _Result:
             return await request()
 
-        with self._converting(action, path):
-            return obstore_loop.call(run())
+        with map_exceptions(action, self.location(path)):
+            return self._request(run)
 
-    @contextmanager
-    def _converting(self, action: str, path: str) -> Iterator[None]:
-        with map_exceptions(action, self.location(path)), convert_errors():
-            yield
+    def _request(self, request: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
+        """Return the result of a request on the loop. Raises the errors of `convert_errors`."""
+
+        def call() -> _Result:
+            with convert_errors():
+                return obstore_loop.call(request())
+
+        return self._in_region(call)
+
+    def _in_region(self, act: Callable[[], _Result]) -> _Result:
+        """Return the result of `act`, which is called again if the bucket turns out to be in another region."""
+        clients = self._clients
+        try:
+            return act()
+        except WrongRegionError:
+            self._find_region(clients)
+        try:
+            return act()
+        except WrongRegionError as error:
+            region = self._clients.bucket.config["region"]
+            raise ConfigError(
+                f"cannot reach {self.location('')} in the region {region}: {error}; set AWS_REGION to the region of "
+                "the bucket"
+            ) from error
+
+    def _find_region(self, tried: _Clients) -> None:
+        """Replace the clients by those of the region of the bucket, unless another thread has done so."""
+        with self._region_lock, map_exceptions("find the region of", self.location("")):
+            if self._clients is tried:
+                self._clients = _Clients(move_to_region(tried.bucket))
 
 
 async def _with_limit(content: Awaitable[_Result], size_bytes: int) -> _Result:

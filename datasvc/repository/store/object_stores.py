@@ -10,12 +10,15 @@ import importlib
 import importlib.util
 import json
 import os
+import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from fsspec.config import conf
 
@@ -38,6 +41,7 @@ _GOOGLE_CREDENTIALS: Final = {"service_account": "service_account", "authorized_
 _AZURE_HOSTS: Final = (".dfs.core.windows.net", ".blob.core.windows.net")
 # botocore renews credentials that expire sooner than this by itself.
 _CREDENTIALS_LAST: Final = timedelta(minutes=5)
+_FIND_REGION_TIMEOUT_S: Final = 60
 _UNLIMITED: Final = timedelta(days=30)  # the limit of a whole request cannot be turned off
 # Servers close idle connections, some after 5 s.
 _IDLE: Final = timedelta(seconds=4)
@@ -116,6 +120,31 @@ def open_bucket(bucket: ObjectBucket, client_options: ClientConfig, retry_config
     if bucket.kind == "azure":
         return store.AzureStore(bucket.name, **options)
     return store.GCSStore(bucket.name, **options)
+
+
+def move_to_region(bucket: ObjectBucket) -> ObjectBucket:
+    """Return a bucket of S3 with the region that it is in, which S3 tells everyone.
+
+    Raises:
+        ConfigError: the server does not name another region.
+        OSError: the server does not respond.
+    """
+    known = str(bucket.config["region"])
+    endpoint = bucket.config.get("endpoint", f"https://s3.{known}.amazonaws.com")
+    request = Request(f"{endpoint}/{bucket.name}", method="HEAD")  # noqa: S310
+    context = ssl.create_default_context(cafile=os.environ.get("AWS_CA_BUNDLE") or None)
+    try:
+        with urlopen(request, timeout=_FIND_REGION_TIMEOUT_S, context=context) as response:  # noqa: S310
+            headers = response.headers
+    except HTTPError as error:  # the request is not signed
+        headers = error.headers
+    region = headers.get("x-amz-bucket-region")
+    if not region or region == known:
+        raise ConfigError(
+            f"the server says that the bucket {bucket.name} is in another region than {known}, but not in which; set "
+            "AWS_REGION to its region"
+        )
+    return replace(bucket, config={**bucket.config, "region": region})
 
 
 def make_client_options(

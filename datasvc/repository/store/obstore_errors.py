@@ -15,6 +15,10 @@ from datasvc.repository.store.redaction import redact_text, safe_cause
 
 _DENIED: Final = frozenset({"PermissionDeniedError", "UnauthenticatedError"})
 _EXISTS: Final = frozenset({"AlreadyExistsError", "PreconditionError"})
+# How S3 answers requests for a bucket of another region. Without a body, as for HEAD, only the redirect is known.
+_WRONG_REGION: Final = re.compile(
+    "redirect without LOCATION|<Code>(AuthorizationHeaderMalformed|IllegalLocationConstraintException)</Code>"
+)
 _STATUS: Final = re.compile(r"status code: (\d{3})([ \w]*)")
 # An error document of S3, Google or Azure.
 _DOCUMENT: Final = re.compile(r"<Code>([^<]*)</Code>\s*(?:<Message>([^<]*)</Message>)?")
@@ -38,6 +42,10 @@ class UnsupportedResponseError(Exception):
     """obstore cannot read the server's response, but fsspec's client may."""
 
 
+class WrongRegionError(UnsupportedResponseError):
+    """The bucket of S3 is in another region than that of the request."""
+
+
 class RangeBeyondEndError(OSError):
     """The requested range starts at or after the end of the file; any range of an empty file does."""
 
@@ -49,7 +57,7 @@ def convert_errors() -> Iterator[None]:
     Raises:
         PermissionError: the store denies access.
         FileExistsError: a create-only write found a file.
-        RangeBeyondEndError, UnsupportedResponseError: see there.
+        RangeBeyondEndError, UnsupportedResponseError, WrongRegionError: see there.
         OSError: any other failure. obstore itself raises FileNotFoundError for a missing file.
     """
     try:
@@ -61,6 +69,8 @@ def convert_errors() -> Iterator[None]:
         # A web server without ranges; and a response that is chunked or ends with the connection.
         if name == "NotSupportedError" or "MissingContentLength" in str(error):
             raise UnsupportedResponseError(reason) from safe_cause(error)
+        if "S3 error" in str(error) and _WRONG_REGION.search(str(error)):
+            raise WrongRegionError(reason) from safe_cause(error)
         kind: type[OSError] = OSError
         if name in _DENIED:
             kind = PermissionError

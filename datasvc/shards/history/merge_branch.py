@@ -11,10 +11,11 @@ from typing import Any, Final, Literal, get_args
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.printable import count_text
 from datasvc.repository import Repository, Resolved
+from datasvc.repository.logs.parents import MERGED
 from datasvc.repository.logs.references import LineName, parse_line, refuse_text
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.history.three_way import MergeConflict, MergePlan, Side, apply_plan, plan_three_way
-from datasvc.shards.lines.ancestors import MERGED, find_common_ancestors
+from datasvc.shards.lines.ancestors import find_common_ancestors
 from datasvc.shards.lines.commit import commit_on_line, head_of_line
 from datasvc.shards.versions.dataset import DatasetVersion, read_version
 from datasvc.shards.versions.split_overlap import (

@@ -6,15 +6,11 @@ Numbers of versions are a topological order: a version has a higher number than 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Iterator
 
-from datasvc.errors import ConfigError
-from datasvc.repository import Repository, Resolved, parse_reference
-from datasvc.repository.logs.heads import PositionReader
-from datasvc.repository.logs.lines import MAIN, find_head
+from datasvc.repository import Repository, Resolved
+from datasvc.repository.logs.parents import parents_of
 
-MERGED: Final = "merged"
 _OURS, _THEIRS, _STALE = 1, 2, 4
 
 
@@ -36,12 +32,14 @@ def find_common_ancestors(repository: Repository, ours: Resolved, theirs: Resolv
     heapq.heapify(pending)
     common = []
     # All descendants of the highest number were looked at, so its sides are complete.
-    while any(not sides[-number] & _STALE for number in pending):
+    while pending:
         number = -heapq.heappop(pending)
         flags = sides[number]
         if flags == _OURS | _THEIRS:
             common.append(Resolved("datasets", ours.name, number))
             flags |= _STALE
+        if flags & _STALE and all(sides[-other] & _STALE for other in pending):
+            break  # only ancestors of the results are left: they may be lost, and are not read
         for parent in parents_of(read, number):
             if parent not in sides:
                 heapq.heappush(pending, -parent)
@@ -59,32 +57,3 @@ def ancestors_of(repository: Repository, version: Resolved) -> Iterator[int]:
         for parent in set(parents_of(read, number)) - seen:
             seen.add(parent)
             heapq.heappush(pending, -parent)
-
-
-def parents_of(read: PositionReader, number: int) -> list[int]:
-    """Return the versions of the data set that a version continues.
-
-    An ingest without `append` on the main line takes the place of the version before it, which then is its parent.
-    """
-    content = read.entry(number).content
-    parents = [parent for parent in map(_number_of, recorded_parents(content)) if parent is not None]
-    # In a copy from another repository, the version before it need not be one that it continues there.
-    if not parents and content.get("origin") is None:
-        position = read(number)
-        before = find_head(read, MAIN, position.before(MAIN)) if position.line == MAIN else None
-        parents = [] if before is None else [before]
-    return [parent for parent in parents if 0 < parent < number]
-
-
-def recorded_parents(content: Mapping[str, Any]) -> list[str]:
-    """Return the references in `parent` and `merged` of the entry of a data-set version."""
-    merged = content.get(MERGED)
-    return [str(ref) for ref in (content.get("parent"), *(merged if isinstance(merged, list) else ())) if ref]
-
-
-def _number_of(ref: str) -> int | None:
-    # The name may be an earlier one of the data set, see `rename`; the number is the same.
-    try:
-        return parse_reference(ref).version
-    except ConfigError:
-        return None

@@ -8,7 +8,7 @@ from typing import Any
 from datasvc.drawing import VersionNode
 from datasvc.repository import Entry
 from datasvc.repository.logs.lines import branch_of
-from datasvc.shards.lines.ancestors import recorded_parents
+from datasvc.repository.logs.parents import recorded_parents
 
 
 def entry_nodes(

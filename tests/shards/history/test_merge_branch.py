@@ -4,6 +4,7 @@ import pytest
 
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.repository.branching import create_branch
+from datasvc.repository.lost_versions import mark_lost
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.history.merge_branch import merge_branch
 from datasvc.shards.history.three_way import MergeConflict
@@ -177,6 +178,21 @@ def test_a_new_ingest_on_the_main_line_is_a_change_of_all_that_it_lacks(pets):
     assert report.conflicts == [MergeConflict("train", "a", "deleted", "changed")]
     merge_branch(pets, "pets@work", "pets", on_conflict="ours")
     assert content(pets, "pets") == dict.fromkeys("cdz", "old")
+
+
+def test_a_lost_version_before_the_common_ancestor_is_not_needed(repository):
+    for keys in ("a", "ab", "abc"):
+        ingest(repository, texts(keys), "pets")
+    path = repository.storage.local_path("datasets/pets/versions/00000002.json")
+    path.chmod(0o644)
+    path.write_bytes(b"damaged")
+    mark_lost(repository, "datasets", ["pets@2"])
+    create_branch(repository, "pets@3", "work")
+    put(repository, "pets", "x", "main")
+    put(repository, "pets@work", "y", "work")
+    report = merge_branch(repository, "pets@work", "pets")
+    assert ([str(base) for base in report.bases], str(report.version)) == (["pets@3"], "pets@6")
+    assert content(repository, "pets") == {**dict.fromkeys("abc", "old"), "x": "main", "y": "work"}
 
 
 def test_without_a_common_ancestor_the_base_is_given(repository):
