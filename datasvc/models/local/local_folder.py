@@ -205,25 +205,27 @@ class LocalFolder:
             self._incoming(version).rename(final)
             fsync_folder(self._folder)
 
-    def make_space(self, version: LocalVersion, older: Sequence[LocalVersion], limit_bytes: int | None) -> None:
-        """Remove the first of `older` until the incoming version fits into the limit; the last of them stays.
+    def size_bytes(self, version: LocalVersion) -> int:
+        """Return the bytes of the objects in the folder of a version."""
+        return sum(self.objects(version).values())
 
-        Raises ConfigError: the incoming version does not fit beside it.
+    def make_space(self, older: Sequence[LocalVersion], new_bytes: int, limit_bytes: int) -> int:
+        """Remove the first of `older` until a new version fits into the limit; the last of them stays.
+
+        Args:
+            older: versions, the first to remove first.
+            new_bytes: bytes of the new version.
+            limit_bytes: bytes that all may have.
+
+        Returns:
+            The bytes of the new version and of those that stay; more than the limit if it does not fit beside the last.
         """
-        if limit_bytes is None:
-            return
-        sizes = {old: sum(self.objects(old).values()) for old in older}
-        new_bytes = sum(self.objects(version).values())
+        sizes = {old: self.size_bytes(old) for old in older}
         for old in older[:-1]:
             if new_bytes + sum(sizes.values()) > limit_bytes:
                 self.remove([old])
                 del sizes[old]
-        total_bytes = new_bytes + sum(sizes.values())
-        if total_bytes > limit_bytes:
-            raise ConfigError(
-                f"{version} and the version before it take {total_bytes} bytes in {self}, and max_bytes is "
-                f"{limit_bytes}; raise it, or leave it out"
-            )
+        return new_bytes + sum(sizes.values())
 
     def remove(self, versions: Collection[LocalVersion]) -> None:
         """Remove versions. A folder loses its final name first, so that no part of a version is taken for it."""

@@ -18,6 +18,7 @@ from datasvc.loaders.torch import Dataset, OrderBatchSampler
 from datasvc.models import LocalSaves, LocalVersion, SaveTo, read_lineage, restore
 from datasvc.models.local.local_folder import LocalFolder
 from datasvc.models.saving import shared_store
+from datasvc.models.saving.nodes import local_tier
 from datasvc.models.saving.staging_buffer import HostBuffer
 from datasvc.testing import small_dataset
 
@@ -447,6 +448,41 @@ def test_the_number_and_the_bytes_of_versions_are_bounded(repo, node, caplog):
         manager.save(state(10), step=10, to="nodes").result()
     leave(manager)
     assert steps_on(node) == [9]
+
+
+@pytest.fixture
+def fill(node, monkeypatch):
+    """Return a function after which the disk of the node has so many bytes for objects."""
+
+    def limit_disk(disk_bytes):
+        def store(*arguments, **options):
+            part = store_part(*arguments, **options)
+            if sum(path.stat().st_size for path in node.glob("m/*/objects/*/*")) > disk_bytes:
+                raise UnavailableError("cannot write: no space left on device")
+            return part
+
+        store_part = local_tier.store_part
+        monkeypatch.setattr(local_tier, "store_part", store)
+
+    return limit_disk
+
+
+def test_space_is_made_before_a_version_is_written(repo, node, fill):
+    manager = repo.models.manager("m", every=100, local=node, every_local=1)
+    save(manager, 1)
+    size = LocalFolder(node, "m").size_bytes(*LocalFolder(node, "m").versions())
+    leave(manager)
+    fill(int(2.5 * size))
+    saves = LocalSaves(node, keep=2, max_bytes=int(2.2 * size))
+    manager = repo.models.manager("m", every=100, local=saves, every_local=1)
+    assert save(manager, *range(1, 5)) == [on_nodes(step) for step in range(1, 5)]
+    assert steps_on(node) == [3, 4]
+    fill(0)
+    for step in (5, 6):
+        with pytest.raises(UnavailableError, match="no space left"):
+            manager.save(state(step), step=step, to="nodes").result()
+        assert steps_on(node) == [4]
+    leave(manager)
 
 
 @pytest.mark.parametrize(
