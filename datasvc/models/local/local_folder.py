@@ -218,7 +218,7 @@ class LocalFolder:
             limit_bytes: bytes that all may have.
 
         Returns:
-            The bytes of the new version and of those that stay; more than the limit if it does not fit beside the last.
+            The bytes of the new version and of those that stay; above the limit if it does not fit beside the last.
         """
         sizes = {old: self.size_bytes(old) for old in older}
         for old in older[:-1]:

@@ -13,6 +13,7 @@ import logging
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -146,23 +147,23 @@ class CheckpointManager:
         self._is_closed = False
         self._scheduler = SaveScheduler(policy)
         grace_s = None if grace is None else parse_duration(grace)
-        # Open two channels, because the calling thread and the save thread run collectives at the same time.
-        self._main_channel, self._save_channel = open_channels(group, timeout_s)
-        self._local: LocalTier | None = None
-        try:
+        with ExitStack() as opened:  # closed if this manager cannot be made
+            # Open two channels, because the calling thread and the save thread run collectives at the same time.
+            self._main_channel, self._save_channel = open_channels(group, timeout_s)
+            opened.callback(self._main_channel.close)
+            opened.callback(self._save_channel.close)
             is_store_checked = check_same_store(self._main_channel, repository.storage, is_needed=local is None)
+            self._local: LocalTier | None = None
             if local is not None:
                 saves = local if isinstance(local, LocalSaves) else LocalSaves(local)
                 self._local = LocalTier(saves, name, every=every_local, group=group, timeout_s=timeout_s)
-        except BaseException:
-            self._main_channel.close()
-            self._save_channel.close()
-            raise
-        self._look_up = partial(look_up, self._main_channel, repository, name)
-        if self._main_channel.rank == 0:
-            # Record the code revision now: the files may be edited before the first save is committed.
-            capture_code()
-        self._preemption = None if grace_s is None else Preemption(grace_s)
+                opened.callback(self._local.close)
+            self._look_up = partial(look_up, self._main_channel, repository, name)
+            if self._main_channel.rank == 0:
+                # Record the code revision now: the files may be edited before the first save is committed.
+                capture_code()
+            self._preemption = None if grace_s is None else Preemption(grace_s)
+            opened.pop_all()
         self._due = DueSaves(self._main_channel, self._scheduler, self._preemption, needs_clock=policy.needs_clock)
         self._pushes_when_idle = every_local is not None and every is None and max_stall is None
         self._writer = VersionWriter(repository, name, codec, self._save_channel, is_store_checked=is_store_checked)

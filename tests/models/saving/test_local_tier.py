@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -312,6 +313,13 @@ def test_a_second_job_is_refused_and_changes_nothing(repo, node):
         with repo.models.manager("other", local=node) as other:  # another model of the same node
             other.save(state(1), step=1)
         save(manager, 2)
+
+
+def test_a_manager_that_cannot_be_made_holds_no_lock(repo, node):
+    with ThreadPoolExecutor() as pool:
+        made = pool.submit(repo.models.manager, "m", local=node, grace="30s")
+        assert isinstance(made.exception(), ConfigError)
+    repo.models.manager("m", local=node, grace="30s").close()
 
 
 def _hold(url, node, told, ended):
