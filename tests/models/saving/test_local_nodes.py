@@ -1,5 +1,6 @@
 """Versions on the disks of three nodes, with two ranks on the last: what is left without one or two of the nodes."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -169,6 +170,42 @@ def test_a_damaged_object_is_read_from_the_node_that_has_its_copy(ranks, repo, t
         check(checkpoint, 1)
     for path in damaged:
         assert path.read_bytes() == others[path.name].read_bytes(), "mended"
+
+
+@pytest.mark.parametrize("is_restored_before", [False, True])
+def test_what_a_disk_cannot_read_comes_from_another_node(ranks, repo, tmp_path, monkeypatch, is_restored_before):
+    train(ranks, repo, tmp_path, [1])
+    first, others = objects_of(tmp_path / "node0", 1), objects_of(tmp_path / "node1", 1)
+    (entry,) = (tmp_path / "node0/m").glob("*-0000000001-*/models/m/versions/00000001.json")
+    unreadable = [path for digest, path in sorted(first.items()) if digest in others] + [entry]
+    for number, path in enumerate(unreadable):
+        os.link(path, tmp_path / f"kept{number}")  # no new file gets its number
+    files = set()
+
+    def open_file(path, *arguments, real=open, **options):
+        if not isinstance(path, int) and os.path.exists(path) and os.stat(path).st_ino in files:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *arguments, **options)
+
+    def on_rank(rank):
+        manager = open_manager(repo, tmp_path, rank)
+        if is_restored_before:
+            manager.restore()
+        if rank == 0:
+            files.update(path.stat().st_ino for path in unreadable)
+        if not is_restored_before:
+            check(manager.restore(), 1)
+        manager.close()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", open_file)
+        patched.setattr("io.open", open_file)
+        assert ranks.run(RANKS, on_rank) == [None] * RANKS
+    check(repo.models.restore("m"), 1)
+    for path in unreadable:
+        assert not path.exists() or path.stat().st_ino not in files, "removed"
+    if not is_restored_before:  # a commit needs no copy of what another node has
+        assert all(path.exists() for path in unreadable)
 
 
 def test_a_damaged_entry_on_one_node_does_not_matter(ranks, repo, tmp_path):
