@@ -208,6 +208,22 @@ def test_what_a_disk_cannot_read_comes_from_another_node(ranks, repo, tmp_path, 
         assert all(path.exists() for path in unreadable)
 
 
+def test_a_new_node_whose_disk_is_full_fails_the_restore_on_all_ranks_at_once(ranks, repo, tmp_path, monkeypatch):
+    train(ranks, repo, tmp_path, [1])
+    shutil.rmtree(tmp_path / "node1")
+
+    def open_version(folder, version):
+        if folder._root.name == "node1":
+            raise UnavailableError("cannot write: no space left on device")
+        return repository(folder, version)
+
+    repository = LocalFolder.repository
+    monkeypatch.setattr(LocalFolder, "repository", open_version)
+    for error in restore(ranks, repo, tmp_path):
+        assert isinstance(error, UnavailableError)
+        assert "rank 1: cannot write: no space left on device" in str(error)
+
+
 def test_a_damaged_entry_on_one_node_does_not_matter(ranks, repo, tmp_path):
     train(ranks, repo, tmp_path, [1])
     (path,) = (tmp_path / "node0/m").glob("*-0000000001-*/models/m/versions/00000001.json")
