@@ -22,7 +22,7 @@ from typing import Any, Final, Self, TypeVar, overload
 
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
-from datasvc.errors import ConfigError, DatasvcError
+from datasvc.errors import ConfigError, DatasvcError, UnavailableError
 from datasvc.models.local.local_saves import LocalSaves, SaveTo, check_target
 from datasvc.models.local.restore_choice import RepositoryHead
 from datasvc.models.restoring.restore import Checkpoint, IntoState, restore
@@ -458,7 +458,8 @@ class CheckpointManager:
         If the newest version of this manager is on the nodes only, it is committed to the repository first. (If an
         exception ends the `with` block, it is not, and stays on the nodes for the next run.)
 
-        After a stop signal the wait ends with the grace period. A signal that `should_save` has not reported is
+        After a stop signal the wait ends with the grace period; if none of it is left, the newest version stays on the
+        nodes, with a warning. A signal that `should_save` has not reported is
         raised again, so that the handler that was installed before this manager receives it.
 
         Raises:
@@ -469,24 +470,39 @@ class CheckpointManager:
         self._close(promotes=True)
 
     def _close(self, *, promotes: bool) -> None:
-        preemption = self._preemption
+        local = self._local
         try:
             try:
-                if self._local is not None:
-                    self._local.finish()
-                self._queue.wait(
-                    None if preemption is None or preemption.received is None else preemption.remaining_s
-                )
+                has_ended = local is None or local.finish(self._limit_s)
+                self._queue.wait(self._limit_s)
+                if not has_ended:
+                    raise UnavailableError(
+                        f"a save of {self.name!r} to the nodes has not ended within the grace period, and continues"
+                    )
             finally:
                 # Also after a failed save: the nodes may have what it did not commit.
-                if self._local is not None and not self._is_closed and not self._queue.is_busy:
-                    promote_newest(self._local, self._writer, is_allowed=promotes)
+                if local is not None and not self._is_closed:
+                    promote_newest(local, self._writer, is_allowed=promotes and self._agree_to_promote(local))
         finally:
-            if self._local is not None:
-                self._local.close()
-            # A save that continues still needs the channels and the buffers.
-            if not self._queue.is_busy:
+            # A save that continues still needs the channels and the buffers; one to the nodes has those of `_saves`.
+            is_local_busy = local is not None and local.is_busy
+            if local is not None and not is_local_busy:
+                local.close()
+            if not self._queue.is_busy and not is_local_busy:
                 self._release()
+
+    @property
+    def _limit_s(self) -> float | None:
+        """Seconds that `close` may still wait; None: no limit, because no signal was received."""
+        preemption = self._preemption
+        return None if preemption is None or preemption.received is None else preemption.remaining_s
+
+    def _agree_to_promote(self, local: LocalTier) -> bool:
+        """Return whether all ranks have ended their saves, and have time left; the same on all."""
+        if self._preemption is None:
+            return True  # the saves had no limit
+        is_ready = not self._queue.is_busy and not local.is_busy and self._limit_s != 0
+        return all(self._main_channel.exchange(is_ready))
 
     def _release(self) -> None:
         self._is_closed = True

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from datasvc.errors import BusyError, ConfigError, UnavailableError
 from datasvc.models import LocalSaves
 from datasvc.models.local import local_folder
 from datasvc.models.local.local_folder import LocalFolder
+from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.rank_channel import LostRankError
 from tests.models.saving.thread_ranks import ThreadRanks
 
@@ -322,6 +324,31 @@ def test_the_newest_version_is_committed_at_the_end_by_all_nodes(ranks, repo, tm
     assert ranks.run(RANKS, on_rank) == ["m@1"] * RANKS
     check(repo.models.restore("m"), 1)
     assert repo.models.verify("m").problems == ()
+
+
+def test_a_rank_without_time_left_keeps_all_ranks_from_a_commit(ranks, repo, tmp_path, monkeypatch):
+    class Grace(Preemption):
+        def __init__(self, _):
+            self.received = signal.SIGTERM
+
+        def close(self):
+            pass
+
+        remaining_s = 30.0
+
+    monkeypatch.setattr("datasvc.models.saving.manager.Preemption", Grace)
+
+    def on_rank(rank):
+        local = tmp_path / f"node{node_of(rank)}"
+        manager = repo.models.manager("m", every=3, local=local, every_local=1, grace="30s")
+        manager.should_save(1)
+        manager.save(state(1), rank_state=own_state(rank, 1), step=1, to="nodes").result()
+        if rank == 1:
+            manager._preemption.remaining_s = 0.0
+        manager.close()
+
+    assert ranks.run(RANKS, on_rank) == [None] * RANKS
+    assert repo.repository.newest("models", "m") is None
 
 
 def test_a_version_whose_copy_was_damaged_is_committed_from_the_other(ranks, repo, tmp_path):

@@ -20,6 +20,7 @@ from datasvc.models import LocalSaves, LocalVersion, SaveTo, read_lineage, resto
 from datasvc.models.local.local_folder import LocalFolder
 from datasvc.models.saving import shared_store
 from datasvc.models.saving.nodes import local_tier
+from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.staging_buffer import HostBuffer
 from datasvc.testing import small_dataset
 
@@ -143,6 +144,41 @@ def test_a_stop_signal_makes_the_next_save_one_to_the_repository(repo, node):
         assert manager.stop_signal == signal.SIGTERM
         manager.save(state(3), step=3)
     assert steps_in(repo.repository) == [3]
+
+
+@pytest.fixture
+def stopped(repo, node, monkeypatch):
+    """A manager with version 2 on the node, after a signal whose grace period has ended."""
+    manager = repo.models.manager("m", every=100, local=node, every_local=2, grace="30s")
+    assert save(manager, 2) == [on_nodes(2)]
+    signal.raise_signal(signal.SIGTERM)
+    manager.should_save(3)
+    monkeypatch.setattr(Preemption, "remaining_s", 0.0)
+    return manager
+
+
+def test_nothing_is_committed_when_the_grace_period_has_ended(repo, node, stopped, caplog):
+    stopped.close()
+    assert steps_in(repo.repository) == []
+    assert f"{on_nodes(2)}, is not in the repository: the next run restores it" in caplog.text
+
+
+def test_the_wait_for_a_save_to_the_node_ends_with_the_grace_period(repo, node, stopped):
+    queue, is_held = stopped._local._queue, threading.Event()
+    write = queue._write
+    queue._write = lambda task: (is_held.wait(), write(task))[1]
+    stopped.save(state(3), step=3, to="nodes")
+    try:
+        with pytest.raises(UnavailableError, match="to the nodes has not ended within the grace period, and conti"):
+            stopped.close()
+        with pytest.raises(BusyError):
+            repo.models.manager("m", local=node)
+    finally:
+        is_held.set()
+    stopped.wait()
+    stopped.close()
+    assert steps_on(node) == [2, 3]
+    repo.models.manager("m", local=node).close()
 
 
 def test_without_every_a_save_is_written_to_the_repository_whenever_none_is_being_written_there(repo, node):

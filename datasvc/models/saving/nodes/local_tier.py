@@ -166,9 +166,14 @@ class LocalTier:
         branch = self.nodes.folder.read_branch()
         return [branch.generation, branch.id, branch.head, branch.base]
 
-    def finish(self) -> None:
-        """Wait for the save. Its failure was logged."""
-        self._queue.finish()
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is queued or running."""
+        return self._queue.is_busy
+
+    def finish(self, timeout: float | None = None) -> bool:
+        """Wait for the save, whose failure was logged; return whether it has ended within `timeout` seconds."""
+        return self._queue.finish(timeout)
 
     def check_newest(self, saved_step: int) -> None:
         """Raise DatasvcError if the last save failed, and neither the nodes nor the repository have its step.
