@@ -458,9 +458,9 @@ class CheckpointManager:
         If the newest version of this manager is on the nodes only, it is committed to the repository first. (If an
         exception ends the `with` block, it is not, and stays on the nodes for the next run.)
 
-        After a stop signal the wait ends with the grace period; if none of it is left, the newest version stays on the
-        nodes, with a warning. A signal that `should_save` has not reported is
-        raised again, so that the handler that was installed before this manager receives it.
+        After a stop signal the wait ends with the grace period; if none of it is left, the newest version stays on
+        the nodes, with a warning. A signal that `should_save` has not reported is raised again, so that the handler
+        that was installed before this manager receives it.
 
         Raises:
             DatasvcError: a save failed and its error was not reported yet; or the newest version is on the nodes

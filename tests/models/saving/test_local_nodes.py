@@ -1,7 +1,9 @@
 """Versions on the disks of three nodes, with two ranks on the last: what is left without one or two of the nodes."""
 
 import errno
+import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -14,9 +16,10 @@ from datasvc.errors import BusyError, ConfigError, UnavailableError
 from datasvc.models import LocalSaves
 from datasvc.models.local import local_folder
 from datasvc.models.local.local_folder import LocalFolder
+from datasvc.models.saving.nodes.local_restore import LocalRestore
 from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.rank_channel import LostRankError
-from tests.models.saving.thread_ranks import ThreadRanks
+from tests.models.saving.thread_ranks import ChannelOfThread, ThreadRanks
 
 RANKS, NODES = 4, 3
 
@@ -401,6 +404,26 @@ def test_a_restore_into_a_state_fetches_only_what_it_needs(ranks, repo, tmp_path
     assert came[1] == {"peer": 80_000, "resident": 0}
     fetched = [path for path in objects_of(tmp_path / "node1", 1).values() if path.stat().st_size == 80_000]
     assert len(fetched) == 1
+
+
+def test_a_node_sends_the_digests_of_its_own_objects_only(ranks, repo, tmp_path, monkeypatch):
+    train(ranks, repo, tmp_path, [1], copies=1)
+    most = max(len(objects_of(tmp_path / f"node{node}", 1)) for node in range(NODES))
+    counts, exchange = [], ChannelOfThread.exchange
+
+    def count(channel, message):
+        counts.append(len(re.findall("[0-9a-f]{64}", json.dumps(message))))
+        return exchange(channel, message)
+
+    def on_rank(rank):
+        manager = open_manager(repo, tmp_path, rank)
+        found = LocalRestore(manager._local).choose(None)
+        leave(manager)
+        return found.version.step
+
+    monkeypatch.setattr(ChannelOfThread, "exchange", count)
+    assert ranks.run(RANKS, on_rank) == [1] * RANKS
+    assert max(counts) == most
 
 
 def test_more_and_fewer_nodes_restore_what_others_have_saved(ranks, repo, tmp_path):
