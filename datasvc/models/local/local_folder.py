@@ -17,8 +17,8 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +31,7 @@ from datasvc.models.tensors.tensor_table import TensorRecord, read_table
 from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.repository import Digest, Repository, Storage
 from datasvc.repository.logs.log import decode_entry, encode_entry
+from datasvc.repository.objects.intact import is_damage
 from datasvc.repository.objects.objects import Objects, digest_of_file
 from datasvc.repository.store.retries import map_exceptions
 
@@ -54,6 +55,43 @@ class NeededObjects(NamedTuple):
     entry: Mapping[str, Any]
     records: tuple[TensorRecord, ...]
     sizes: Mapping[Digest, int | None]
+
+
+class NodeStorage(Storage):
+    """Storage of a version on this node. A bad sector is damage: another node may have a copy of what is there."""
+
+    def read(self, path: str, max_bytes: int | None = None) -> bytes:
+        """See `Storage`."""
+        with _reading(self.location(path)):
+            return super().read(path, max_bytes)
+
+    def read_start(self, path: str, length: int) -> bytes:
+        """See `Storage`."""
+        with _reading(self.location(path)):
+            return super().read_start(path, length)
+
+    def read_range(self, path: str, offset: int, length: int) -> bytes:
+        """See `Storage`."""
+        with _reading(self.location(path)):
+            return super().read_range(path, offset, length)
+
+    def read_into(self, path: str, offset: int, out: memoryview) -> int:
+        """See `Storage`."""
+        with _reading(self.location(path)):
+            return super().read_into(path, offset, out)
+
+
+@contextmanager
+def _reading(location: str) -> Iterator[None]:
+    """Convert exceptions as `map_exceptions` does, but those of a bad sector to CorruptDataError."""
+    try:
+        with map_exceptions("read", location):
+            yield
+    except UnavailableError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and is_damage(cause):
+            raise CorruptDataError(str(error)) from error
+        raise
 
 
 class LocalFolder:
@@ -111,7 +149,7 @@ class LocalFolder:
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         try:
-            with map_exceptions("read", str(path)):
+            with _reading(str(path)):
                 raw = path.read_bytes()
         except NotFoundError:
             return None
@@ -140,7 +178,9 @@ class LocalFolder:
         """Open the folder of a version as a repository, in which it is version 1; create it if it does not exist."""
         path = self.path(version)
         # Do not read the marker of an existing folder: it may be damaged, and the version is complete without it.
-        return Repository(Storage(str(path))) if path.exists() else Repository.create(str(path))
+        if not path.exists():
+            Repository.create(str(path))
+        return Repository(NodeStorage(str(path)))
 
     def entry(self, version: LocalVersion) -> Mapping[str, Any] | None:
         """Return the log entry of a version; None if this node has none, or a damaged one."""
@@ -183,13 +223,13 @@ class LocalFolder:
         return None
 
     def remove_damaged(self, version: LocalVersion) -> None:
-        """Remove the objects of a version whose bytes have changed, so that they are copied from other nodes."""
+        """Remove the objects of a version that are damaged or unreadable, so that other nodes send their copies."""
         for digest in self.objects(version):
             path = self.path(version) / Objects.path(digest)
             try:
-                with map_exceptions("read", str(path)):
+                with _reading(str(path)):
                     is_intact = digest_of_file(path) == digest
-            except UnavailableError:  # a bad sector
+            except CorruptDataError:
                 is_intact = False
             if not is_intact:
                 with map_exceptions("write", str(path)):
@@ -205,25 +245,27 @@ class LocalFolder:
             self._incoming(version).rename(final)
             fsync_folder(self._folder)
 
-    def make_space(self, version: LocalVersion, older: Sequence[LocalVersion], limit_bytes: int | None) -> None:
-        """Remove the first of `older` until the incoming version fits into the limit; the last of them stays.
+    def size_bytes(self, version: LocalVersion) -> int:
+        """Return the bytes of the objects in the folder of a version."""
+        return sum(self.objects(version).values())
 
-        Raises ConfigError: the incoming version does not fit beside it.
+    def make_space(self, older: Sequence[LocalVersion], new_bytes: int, limit_bytes: int) -> int:
+        """Remove the first of `older` until a new version fits into the limit; the last of them stays.
+
+        Args:
+            older: versions, the first to remove first.
+            new_bytes: bytes of the new version.
+            limit_bytes: bytes that all may have.
+
+        Returns:
+            The bytes of the new version and of those that stay; above the limit if it does not fit beside the last.
         """
-        if limit_bytes is None:
-            return
-        sizes = {old: sum(self.objects(old).values()) for old in older}
-        new_bytes = sum(self.objects(version).values())
+        sizes = {old: self.size_bytes(old) for old in older}
         for old in older[:-1]:
             if new_bytes + sum(sizes.values()) > limit_bytes:
                 self.remove([old])
                 del sizes[old]
-        total_bytes = new_bytes + sum(sizes.values())
-        if total_bytes > limit_bytes:
-            raise ConfigError(
-                f"{version} and the version before it take {total_bytes} bytes in {self}, and max_bytes is "
-                f"{limit_bytes}; raise it, or leave it out"
-            )
+        return new_bytes + sum(sizes.values())
 
     def remove(self, versions: Collection[LocalVersion]) -> None:
         """Remove versions. A folder loses its final name first, so that no part of a version is taken for it."""

@@ -34,10 +34,12 @@ class LocalSaves:
 
     Attributes:
         folder: folder on a disk of the node; the same path is another folder on each node.
-        keep: number of versions to keep, at least 1. While one more is written, the folder has one more.
-        max_bytes: bytes that these versions may take on a node, or text such as "200GB"; None: no limit. Older
-            versions are then removed before `keep` is reached; the newest one is never removed for a new one that
-            may not be complete, so there must be space for two.
+        keep: number of versions to keep, at least 1. While a version is written, the folder has one more: without
+            `max_bytes`, the disk must have space for `keep` + 1.
+        max_bytes: bytes that these versions may take on a node, the one that is written included, or text such as
+            "200GB"; None: no limit. Older versions are removed before one is written that has the size of the newest
+            and does not fit; more are removed if it has become larger. The newest one is never removed for a new one
+            that may not be complete, so there must be space for two.
         copies: number of nodes that have each object: with 2, the loss of one node leaves all objects.
         max_lost_steps: most steps that `restore` may lose because the nodes no longer have all of their newest
             version; beyond that it raises an error. None: no limit, `Checkpoint.report` has the number.

@@ -13,6 +13,7 @@ import logging
 import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any, Final, Self, TypeVar, overload
 
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
-from datasvc.errors import ConfigError, DatasvcError
+from datasvc.errors import ConfigError, DatasvcError, UnavailableError
 from datasvc.models.local.local_saves import LocalSaves, SaveTo, check_target
 from datasvc.models.local.restore_choice import RepositoryHead
 from datasvc.models.restoring.restore import Checkpoint, IntoState, restore
@@ -146,23 +147,23 @@ class CheckpointManager:
         self._is_closed = False
         self._scheduler = SaveScheduler(policy)
         grace_s = None if grace is None else parse_duration(grace)
-        # Open two channels, because the calling thread and the save thread run collectives at the same time.
-        self._main_channel, self._save_channel = open_channels(group, timeout_s)
-        self._local: LocalTier | None = None
-        try:
+        with ExitStack() as opened:  # closed if this manager cannot be made
+            # Open two channels, because the calling thread and the save thread run collectives at the same time.
+            self._main_channel, self._save_channel = open_channels(group, timeout_s)
+            opened.callback(self._main_channel.close)
+            opened.callback(self._save_channel.close)
             is_store_checked = check_same_store(self._main_channel, repository.storage, is_needed=local is None)
+            self._local: LocalTier | None = None
             if local is not None:
                 saves = local if isinstance(local, LocalSaves) else LocalSaves(local)
                 self._local = LocalTier(saves, name, every=every_local, group=group, timeout_s=timeout_s)
-        except BaseException:
-            self._main_channel.close()
-            self._save_channel.close()
-            raise
-        self._look_up = partial(look_up, self._main_channel, repository, name)
-        if self._main_channel.rank == 0:
-            # Record the code revision now: the files may be edited before the first save is committed.
-            capture_code()
-        self._preemption = None if grace_s is None else Preemption(grace_s)
+                opened.callback(self._local.close)
+            self._look_up = partial(look_up, self._main_channel, repository, name)
+            if self._main_channel.rank == 0:
+                # Record the code revision now: the files may be edited before the first save is committed.
+                capture_code()
+            self._preemption = None if grace_s is None else Preemption(grace_s)
+            opened.pop_all()
         self._due = DueSaves(self._main_channel, self._scheduler, self._preemption, needs_clock=policy.needs_clock)
         self._pushes_when_idle = every_local is not None and every is None and max_stall is None
         self._writer = VersionWriter(repository, name, codec, self._save_channel, is_store_checked=is_store_checked)
@@ -457,8 +458,9 @@ class CheckpointManager:
         If the newest version of this manager is on the nodes only, it is committed to the repository first. (If an
         exception ends the `with` block, it is not, and stays on the nodes for the next run.)
 
-        After a stop signal the wait ends with the grace period. A signal that `should_save` has not reported is
-        raised again, so that the handler that was installed before this manager receives it.
+        After a stop signal the wait ends with the grace period; if none of it is left, the newest version stays on
+        the nodes, with a warning. A signal that `should_save` has not reported is raised again, so that the handler
+        that was installed before this manager receives it.
 
         Raises:
             DatasvcError: a save failed and its error was not reported yet; or the newest version is on the nodes
@@ -468,24 +470,39 @@ class CheckpointManager:
         self._close(promotes=True)
 
     def _close(self, *, promotes: bool) -> None:
-        preemption = self._preemption
+        local = self._local
         try:
             try:
-                if self._local is not None:
-                    self._local.finish()
-                self._queue.wait(
-                    None if preemption is None or preemption.received is None else preemption.remaining_s
-                )
+                has_ended = local is None or local.finish(self._limit_s)
+                self._queue.wait(self._limit_s)
+                if not has_ended:
+                    raise UnavailableError(
+                        f"a save of {self.name!r} to the nodes has not ended within the grace period, and continues"
+                    )
             finally:
                 # Also after a failed save: the nodes may have what it did not commit.
-                if self._local is not None and not self._is_closed and not self._queue.is_busy:
-                    promote_newest(self._local, self._writer, is_allowed=promotes)
+                if local is not None and not self._is_closed:
+                    promote_newest(local, self._writer, is_allowed=promotes and self._agree_to_promote(local))
         finally:
-            if self._local is not None:
-                self._local.close()
-            # A save that continues still needs the channels and the buffers.
-            if not self._queue.is_busy:
+            # A save that continues still needs the channels and the buffers; one to the nodes has those of `_saves`.
+            is_local_busy = local is not None and local.is_busy
+            if local is not None and not is_local_busy:
+                local.close()
+            if not self._queue.is_busy and not is_local_busy:
                 self._release()
+
+    @property
+    def _limit_s(self) -> float | None:
+        """Seconds that `close` may still wait; None: no limit, because no signal was received."""
+        preemption = self._preemption
+        return None if preemption is None or preemption.received is None else preemption.remaining_s
+
+    def _agree_to_promote(self, local: LocalTier) -> bool:
+        """Return whether all ranks have ended their saves, and have time left; the same on all."""
+        if self._preemption is None:
+            return True  # the saves had no limit
+        is_ready = not self._queue.is_busy and not local.is_busy and self._limit_s != 0
+        return all(self._main_channel.exchange(is_ready))
 
     def _release(self) -> None:
         self._is_closed = True

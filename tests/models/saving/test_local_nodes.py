@@ -1,7 +1,11 @@
 """Versions on the disks of three nodes, with two ranks on the last: what is left without one or two of the nodes."""
 
+import errno
+import json
 import os
+import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,8 +16,10 @@ from datasvc.errors import BusyError, ConfigError, UnavailableError
 from datasvc.models import LocalSaves
 from datasvc.models.local import local_folder
 from datasvc.models.local.local_folder import LocalFolder
+from datasvc.models.saving.nodes.local_restore import LocalRestore
+from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.rank_channel import LostRankError
-from tests.models.saving.thread_ranks import ThreadRanks
+from tests.models.saving.thread_ranks import ChannelOfThread, ThreadRanks
 
 RANKS, NODES = 4, 3
 
@@ -171,6 +177,58 @@ def test_a_damaged_object_is_read_from_the_node_that_has_its_copy(ranks, repo, t
         assert path.read_bytes() == others[path.name].read_bytes(), "mended"
 
 
+@pytest.mark.parametrize("is_restored_before", [False, True])
+def test_what_a_disk_cannot_read_comes_from_another_node(ranks, repo, tmp_path, monkeypatch, is_restored_before):
+    train(ranks, repo, tmp_path, [1])
+    first, others = objects_of(tmp_path / "node0", 1), objects_of(tmp_path / "node1", 1)
+    (entry,) = (tmp_path / "node0/m").glob("*-0000000001-*/models/m/versions/00000001.json")
+    unreadable = [path for digest, path in sorted(first.items()) if digest in others] + [entry]
+    for number, path in enumerate(unreadable):
+        os.link(path, tmp_path / f"kept{number}")  # no new file gets its number
+    files = set()
+
+    def open_file(path, *arguments, real=open, **options):
+        if not isinstance(path, int) and os.path.exists(path) and os.stat(path).st_ino in files:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return real(path, *arguments, **options)
+
+    def on_rank(rank):
+        manager = open_manager(repo, tmp_path, rank)
+        if is_restored_before:
+            manager.restore()
+        if rank == 0:
+            files.update(path.stat().st_ino for path in unreadable)
+        if not is_restored_before:
+            check(manager.restore(), 1)
+        manager.close()
+
+    with monkeypatch.context() as patched:
+        patched.setattr("builtins.open", open_file)
+        patched.setattr("io.open", open_file)
+        assert ranks.run(RANKS, on_rank) == [None] * RANKS
+    check(repo.models.restore("m"), 1)
+    for path in unreadable:
+        assert not path.exists() or path.stat().st_ino not in files, "removed"
+    if not is_restored_before:  # a commit needs no copy of what another node has
+        assert all(path.exists() for path in unreadable)
+
+
+def test_a_new_node_whose_disk_is_full_fails_the_restore_on_all_ranks_at_once(ranks, repo, tmp_path, monkeypatch):
+    train(ranks, repo, tmp_path, [1])
+    shutil.rmtree(tmp_path / "node1")
+
+    def open_version(folder, version):
+        if folder._root.name == "node1":
+            raise UnavailableError("cannot write: no space left on device")
+        return repository(folder, version)
+
+    repository = LocalFolder.repository
+    monkeypatch.setattr(LocalFolder, "repository", open_version)
+    for error in restore(ranks, repo, tmp_path):
+        assert isinstance(error, UnavailableError)
+        assert "rank 1: cannot write: no space left on device" in str(error)
+
+
 def test_a_damaged_entry_on_one_node_does_not_matter(ranks, repo, tmp_path):
     train(ranks, repo, tmp_path, [1])
     (path,) = (tmp_path / "node0/m").glob("*-0000000001-*/models/m/versions/00000001.json")
@@ -271,6 +329,31 @@ def test_the_newest_version_is_committed_at_the_end_by_all_nodes(ranks, repo, tm
     assert repo.models.verify("m").problems == ()
 
 
+def test_a_rank_without_time_left_keeps_all_ranks_from_a_commit(ranks, repo, tmp_path, monkeypatch):
+    class Grace(Preemption):
+        def __init__(self, _):
+            self.received = signal.SIGTERM
+
+        def close(self):
+            pass
+
+        remaining_s = 30.0
+
+    monkeypatch.setattr("datasvc.models.saving.manager.Preemption", Grace)
+
+    def on_rank(rank):
+        local = tmp_path / f"node{node_of(rank)}"
+        manager = repo.models.manager("m", every=3, local=local, every_local=1, grace="30s")
+        manager.should_save(1)
+        manager.save(state(1), rank_state=own_state(rank, 1), step=1, to="nodes").result()
+        if rank == 1:
+            manager._preemption.remaining_s = 0.0
+        manager.close()
+
+    assert ranks.run(RANKS, on_rank) == [None] * RANKS
+    assert repo.repository.newest("models", "m") is None
+
+
 def test_a_version_whose_copy_was_damaged_is_committed_from_the_other(ranks, repo, tmp_path):
     train(ranks, repo, tmp_path, [1])
     others = objects_of(tmp_path / "node1", 1)
@@ -321,6 +404,26 @@ def test_a_restore_into_a_state_fetches_only_what_it_needs(ranks, repo, tmp_path
     assert came[1] == {"peer": 80_000, "resident": 0}
     fetched = [path for path in objects_of(tmp_path / "node1", 1).values() if path.stat().st_size == 80_000]
     assert len(fetched) == 1
+
+
+def test_a_node_sends_the_digests_of_its_own_objects_only(ranks, repo, tmp_path, monkeypatch):
+    train(ranks, repo, tmp_path, [1], copies=1)
+    most = max(len(objects_of(tmp_path / f"node{node}", 1)) for node in range(NODES))
+    counts, exchange = [], ChannelOfThread.exchange
+
+    def count(channel, message):
+        counts.append(len(re.findall("[0-9a-f]{64}", json.dumps(message))))
+        return exchange(channel, message)
+
+    def on_rank(rank):
+        manager = open_manager(repo, tmp_path, rank)
+        found = LocalRestore(manager._local).choose(None)
+        leave(manager)
+        return found.version.step
+
+    monkeypatch.setattr(ChannelOfThread, "exchange", count)
+    assert ranks.run(RANKS, on_rank) == [1] * RANKS
+    assert max(counts) == most
 
 
 def test_more_and_fewer_nodes_restore_what_others_have_saved(ranks, repo, tmp_path):

@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from datasvc.loaders.torch import Dataset, OrderBatchSampler
 from datasvc.models import LocalSaves, LocalVersion, SaveTo, read_lineage, restore
 from datasvc.models.local.local_folder import LocalFolder
 from datasvc.models.saving import shared_store
+from datasvc.models.saving.nodes import local_tier
+from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.staging_buffer import HostBuffer
 from datasvc.testing import small_dataset
 
@@ -141,6 +144,41 @@ def test_a_stop_signal_makes_the_next_save_one_to_the_repository(repo, node):
         assert manager.stop_signal == signal.SIGTERM
         manager.save(state(3), step=3)
     assert steps_in(repo.repository) == [3]
+
+
+@pytest.fixture
+def stopped(repo, node, monkeypatch):
+    """A manager with version 2 on the node, after a signal whose grace period has ended."""
+    manager = repo.models.manager("m", every=100, local=node, every_local=2, grace="30s")
+    assert save(manager, 2) == [on_nodes(2)]
+    signal.raise_signal(signal.SIGTERM)
+    manager.should_save(3)
+    monkeypatch.setattr(Preemption, "remaining_s", 0.0)
+    return manager
+
+
+def test_nothing_is_committed_when_the_grace_period_has_ended(repo, node, stopped, caplog):
+    stopped.close()
+    assert steps_in(repo.repository) == []
+    assert f"{on_nodes(2)}, is not in the repository: the next run restores it" in caplog.text
+
+
+def test_the_wait_for_a_save_to_the_node_ends_with_the_grace_period(repo, node, stopped):
+    queue, is_held = stopped._local._queue, threading.Event()
+    write = queue._write
+    queue._write = lambda task: (is_held.wait(), write(task))[1]
+    stopped.save(state(3), step=3, to="nodes")
+    try:
+        with pytest.raises(UnavailableError, match="to the nodes has not ended within the grace period, and conti"):
+            stopped.close()
+        with pytest.raises(BusyError):
+            repo.models.manager("m", local=node)
+    finally:
+        is_held.set()
+    stopped.wait()
+    stopped.close()
+    assert steps_on(node) == [2, 3]
+    repo.models.manager("m", local=node).close()
 
 
 def test_without_every_a_save_is_written_to_the_repository_whenever_none_is_being_written_there(repo, node):
@@ -313,6 +351,13 @@ def test_a_second_job_is_refused_and_changes_nothing(repo, node):
         save(manager, 2)
 
 
+def test_a_manager_that_cannot_be_made_holds_no_lock(repo, node):
+    with ThreadPoolExecutor() as pool:
+        made = pool.submit(repo.models.manager, "m", local=node, grace="30s")
+        assert isinstance(made.exception(), ConfigError)
+    repo.models.manager("m", local=node, grace="30s").close()
+
+
 def _hold(url, node, told, ended):
     manager = datasvc.open(url).models.manager("m", local=node)
     if not os.fork():  # as a worker of a loader, which may live longer
@@ -447,6 +492,41 @@ def test_the_number_and_the_bytes_of_versions_are_bounded(repo, node, caplog):
         manager.save(state(10), step=10, to="nodes").result()
     leave(manager)
     assert steps_on(node) == [9]
+
+
+@pytest.fixture
+def fill(node, monkeypatch):
+    """Return a function after which the disk of the node has so many bytes for objects."""
+
+    def limit_disk(disk_bytes):
+        def store(*arguments, **options):
+            part = store_part(*arguments, **options)
+            if sum(path.stat().st_size for path in node.glob("m/*/objects/*/*")) > disk_bytes:
+                raise UnavailableError("cannot write: no space left on device")
+            return part
+
+        store_part = local_tier.store_part
+        monkeypatch.setattr(local_tier, "store_part", store)
+
+    return limit_disk
+
+
+def test_space_is_made_before_a_version_is_written(repo, node, fill):
+    manager = repo.models.manager("m", every=100, local=node, every_local=1)
+    save(manager, 1)
+    size = LocalFolder(node, "m").size_bytes(*LocalFolder(node, "m").versions())
+    leave(manager)
+    fill(int(2.5 * size))
+    saves = LocalSaves(node, keep=2, max_bytes=int(2.2 * size))
+    manager = repo.models.manager("m", every=100, local=saves, every_local=1)
+    assert save(manager, *range(1, 5)) == [on_nodes(step) for step in range(1, 5)]
+    assert steps_on(node) == [3, 4]
+    fill(0)
+    for step in (5, 6):
+        with pytest.raises(UnavailableError, match="no space left"):
+            manager.save(state(step), step=step, to="nodes").result()
+        assert steps_on(node) == [4]
+    leave(manager)
 
 
 @pytest.mark.parametrize(

@@ -162,24 +162,32 @@ class LocalRestore:
     def _survey(self, version: LocalVersion) -> _Holdings:
         """Return what the nodes have of a version; damaged tables and entries are removed."""
         folder = self._nodes.folder
+        # The sizes of all objects of a large state are megabytes, and a message is sent between all ranks: each leader
+        # reads them from its own table, and sends only what its node has.
+        sizes: dict[Digest, int | None] = {}
 
         def look() -> Any:
             needed = folder.needed_objects(version)
             if needed is None:
                 folder.remove_damaged(version)
-                return [folder.objects(version), None, {}]
-            return [folder.objects(version), dict(needed.sizes), _participants(needed)]
+                return [folder.objects(version), {}]
+            sizes.update(needed.sizes)
+            return [folder.objects(version), _participants(needed)]
 
         answers = self._nodes.on_leaders(look)
-        objects = [answer[0] for answer in answers]
-        sizes, participants = next(((answer[1], answer[2]) for answer in answers if answer[1]), ({}, {}))
-        return _Holdings(objects, participants, self._describe_missing(sizes, objects, participants))
+        objects, participants_by_node = [answer[0] for answer in answers], [answer[1] for answer in answers]
+        node = next((node for node, found in enumerate(participants_by_node) if found), None)
+        if node is None:
+            return _Holdings(objects, {}, "no node has an intact entry and tensor table of it")
+        participants = participants_by_node[node]
+        lacks = self._nodes.on_leaders(
+            lambda: self._describe_missing(sizes, objects, participants) if self._nodes.node == node else None
+        )
+        return _Holdings(objects, participants, lacks[node])
 
     def _describe_missing(
-        self, sizes: dict[Digest, int | None], objects: list[dict[Digest, int]], participants: dict[str, str]
+        self, sizes: Mapping[Digest, int | None], objects: list[dict[Digest, int]], participants: dict[str, str]
     ) -> str:
-        if not participants:
-            return "no node has an intact entry and tensor table of it"
         missing = missing_objects(sizes, objects)
         if not missing:
             return ""

@@ -166,9 +166,14 @@ class LocalTier:
         branch = self.nodes.folder.read_branch()
         return [branch.generation, branch.id, branch.head, branch.base]
 
-    def finish(self) -> None:
-        """Wait for the save. Its failure was logged."""
-        self._queue.finish()
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is queued or running."""
+        return self._queue.is_busy
+
+    def finish(self, timeout: float | None = None) -> bool:
+        """Wait for the save, whose failure was logged; return whether it has ended within `timeout` seconds."""
+        return self._queue.finish(timeout)
 
     def check_newest(self, saved_step: int) -> None:
         """Raise DatasvcError if the last save failed, and neither the nodes nor the repository have its step.
@@ -208,21 +213,22 @@ class LocalTier:
 
     def _store(self, version: LocalVersion, task: SaveTask, branch: NodeBranch) -> None:
         nodes, channel, folder = self.nodes, self.nodes.channel, self.nodes.folder
-        state, part, repository = task.state, None, None
+        state, part = task.state, None
         error: Exception | None = None
         try:
             if isinstance(task.copies, Exception):
                 raise task.copies  # noqa: TRY301
             task.handle.device_s = task.copies.wait()
             state = state.with_tensors(task.copies.tensors)
-            repository = folder.repository(version)
         except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
             error = failure
         differing = agree_on_tensors(channel, version.step, state, error)
-        assert repository is not None
+        # Before anything is written: the disk need not have space for one version more than the limit allows.
+        nodes.on_leaders(self._make_space)
         try:
             # In full: each version can be removed at any time without looking at the others.
-            part = store_part(channel, repository.objects, state, differing, base=(), base_chunks=(), codec="none")
+            objects = folder.repository(version).objects
+            part = store_part(channel, objects, state, differing, base=(), base_chunks=(), codec="none")
         except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
             error = failure
         parts = gather_parts(channel, part, error)
@@ -233,17 +239,17 @@ class LocalTier:
             stored = join_parts(state, parts)
             names = [{"id": name.id, "host": name.host} for name in nodes.names]
             extra = {"branch": branch.id, "nodes": names}
-            entry, named = prepare_entry(repository, self.name, stored, task.metadata, extra=extra)
+            entry, named = prepare_entry(folder.repository(version), self.name, stored, task.metadata, extra=extra)
             chunks = {link.object for record in stored.records for chunk in record.chunks for link in chunk.chain}
             return [entry, sorted(named - chunks)]
 
         entry, everywhere = nodes.agree(describe)[0]
-        objects = nodes.on_leaders(lambda: folder.objects(version))
-        nodes.transfer(version, plan_copies(objects, copies=self.settings.copies, everywhere=set(everywhere)))
+        on_nodes = nodes.on_leaders(lambda: folder.objects(version))
+        nodes.transfer(version, plan_copies(on_nodes, copies=self.settings.copies, everywhere=set(everywhere)))
 
         def prepare() -> None:
-            others = [other for other in folder.versions() if other not in self._kept and other != version]
-            folder.make_space(version, [*others, *self._kept], self.settings.limit_bytes)
+            # Once more: the version may be larger than the one before.
+            self._make_space(version)
             folder.prepare(version, entry)
 
         nodes.on_leaders(prepare)
@@ -252,3 +258,21 @@ class LocalTier:
         self._kept = [*self._kept, version][-self.settings.keep :]
         if nodes.is_leader:
             folder.remove([old for old in folder.versions() if old not in self._kept])
+
+    def _make_space(self, version: LocalVersion | None = None) -> None:
+        """Remove old versions of this node until a new one fits, but not the newest; None: it is not written yet.
+
+        Raises ConfigError: the version does not fit beside the newest one.
+        """
+        limit_bytes, folder = self.settings.limit_bytes, self.nodes.folder
+        older = [other for other in folder.versions() if other not in self._kept and other != version]
+        older += self._kept
+        if limit_bytes is None or not older:
+            return
+        new_bytes = folder.size_bytes(older[-1] if version is None else version)
+        total_bytes = folder.make_space(older, new_bytes, limit_bytes)
+        if version is not None and total_bytes > limit_bytes:
+            raise ConfigError(
+                f"{version} and the version before it take {total_bytes} bytes in {folder}, and max_bytes is "
+                f"{limit_bytes}; raise it, or leave it out"
+            )

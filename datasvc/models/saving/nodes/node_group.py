@@ -14,7 +14,7 @@ from datasvc.models.local.local_folder import LocalFolder, NodeName
 from datasvc.models.local.local_saves import LocalVersion
 from datasvc.models.local.node_copies import NodeCopy, plan_rounds
 from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
-from datasvc.repository import ObjectInfo
+from datasvc.repository import ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of
 
 
@@ -111,21 +111,26 @@ class NodeGroup:
         """
         error: Exception | None = None
         if self.is_leader and copies:
-            objects = self.folder.repository(version).objects
+            objects: Objects | None = None
+            try:
+                objects = self.folder.repository(version).objects  # creates the folder on a new node
+            except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
+                error = failure
             for sent, received in plan_rounds(copies, self.node, len(self._leaders)):
                 outgoing, incoming = None, None
                 if sent is not None:
                     # After an error, go on with the others all the same: the other nodes count on it.
                     content = b"\0" * sent.size_bytes
                     try:
-                        content = objects.read(sent.digest, sent.size_bytes)
+                        if objects is not None:
+                            content = objects.read(sent.digest, sent.size_bytes)
                     except Exception as failure:  # noqa: BLE001 - sent to all ranks, and raised on all
                         error = error or failure
                     outgoing = (self._leaders[sent.target], content)
                 if received is not None:
                     incoming = (self._leaders[received.source], received.size_bytes)
                 content = self.channel.swap(outgoing, incoming)
-                if received is None:
+                if received is None or objects is None:
                     continue
                 try:
                     if digest_of(content) != received.digest:
