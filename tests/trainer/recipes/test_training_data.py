@@ -1,5 +1,7 @@
 """Mixtures, ledgers, decode groups and what else loaders have, by the settings of a run."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -8,13 +10,28 @@ import datasvc
 from datasvc.errors import ConfigError, StateMismatchError
 from datasvc.ledger.audit import audit
 from datasvc.ledger.file import read_ledger
+from datasvc.loaders import (
+    AugmentConfig,
+    DataRanks,
+    DecodeConfig,
+    DecodeGroup,
+    OrderConfig,
+    PixelFormat,
+    TokenFormat,
+)
 from datasvc.models import describe_model
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.groups.data import TokenSettings
+from datasvc.trainer.recipes.settings.groups.decoding import DecodeSettings
+from datasvc.trainer.recipes.settings.groups.images import ImageSettings
+from datasvc.trainer.recipes.settings.groups.order import OrderSettings
 from datasvc.trainer.recipes.start import choose_place
+from datasvc.trainer.recipes.tasks import classification, language
 from datasvc.trainer.recipes.tasks.classification import Classification
+from datasvc.trainer.recipes.tasks.task import DataPlacement
 from datasvc.trainer.recipes.train import train
 from datasvc.trainer.recipes.training_data import open_data, resolve_data
 from tests.samples import write_folder
@@ -162,6 +179,122 @@ def test_a_decode_group_a_jitter_and_a_transform_reach_the_loader(repository):
     mean, std = (torch.tensor(values).reshape(3, 1, 1) for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
     levels = (expected * std + mean).flip(-1)
     torch.testing.assert_close(batch.images * 0.25 + 0.5, levels, atol=1e-5, rtol=0)
+
+
+def set_all(group, settings):
+    """Return the settings, after a check that they have every setting of a group, with a value of its own."""
+    for each in dataclasses.fields(group):
+        assert settings.get(each.name, each.default) != each.default, each.name
+    return settings
+
+
+ORDER = set_all(OrderSettings, {"seed": 7, "shuffle": "windowed", "lanes": 2, "block": 4, "sticky": True})
+PLACE = DataPlacement(rank=1, world_size=3, device=torch.device("cpu"), num_threads=5)
+
+
+def test_every_setting_of_images_reaches_the_loader(repository, monkeypatch):
+    calls = []
+    monkeypatch.setattr(classification, "ImageLoader", lambda split, **options: calls.append((split, options)))
+    images = set_all(
+        ImageSettings,
+        {
+            "size": 16,
+            "resize": 20,
+            "evaluation": "window",
+            "scale": (0.2, 0.9),
+            "ratio": (0.5, 1.5),
+            "flip": 0.25,
+            "jitter": "0.4,0.3,0.2,0.1",
+            "transform": f"{__name__}:mirror",
+            "mean": (0.5, 0.4, 0.3),
+            "std": (0.25, 0.2, 0.1),
+        },
+    )
+    decoding = set_all(
+        DecodeSettings,
+        {
+            "prefetch": 3,
+            "decode": "pillow",
+            "decode_threads": 5,
+            "on_bad": "mask",
+            "decode_group": "group",
+            "decode_lag": 9,
+            "ledger": "folder",
+        },
+    )
+    config = make_config(repository, **images, **decoding, **ORDER, channels_last=True)
+    split = datasvc.open(repository.url).dataset("cats@1")["train"]
+    task = Classification(config, split)
+    for training in (True, False):
+        task.open_loader(split, training=training, batch_size=8, cache="the cache", place=PLACE)
+    expected = {
+        "batch_size": 8,
+        "training": True,
+        "cache": "the cache",
+        "size": 16,
+        "order": OrderConfig(7, "windowed", 2, 4, sticky=True),
+        "ranks": DataRanks(1, 3),
+        "pixels": PixelFormat(layout="NHWC", mean=(0.5, 0.4, 0.3), std=(0.25, 0.2, 0.1)),
+        "augment": AugmentConfig(
+            scale=(0.2, 0.9),
+            ratio=(0.5, 1.5),
+            flip=0.25,
+            brightness=0.4,
+            contrast=0.3,
+            saturation=0.2,
+            hue=0.1,
+            resize=20,
+            evaluation="window",
+            transform=mirror,
+        ),
+        "device": "cpu",
+        "decode": DecodeConfig("pillow", num_threads=5, prefetch=3, on_bad="mask"),
+        "ledger": "folder",
+        "decode_group": DecodeGroup("group", lag=9),
+    }
+    # An evaluation reads in the order of the table, for itself, and is not part of the ledger.
+    of_evaluation = {"training": False, "order": OrderConfig(7, None), "ledger": None, "decode_group": None}
+    assert calls == [(split, expected), (split, {**expected, **of_evaluation})]
+
+
+def test_every_setting_of_tokens_reaches_the_loader(repository, monkeypatch):
+    calls = []
+    monkeypatch.setattr(language, "TokenLoader", lambda split, **options: calls.append((split, options)))
+    tokens = set_all(
+        TokenSettings,
+        {
+            "vocabulary": 11,
+            "documents": True,
+            "token_column": "words",
+            "block_tokens": 6,
+            "token_dtype": "uint16",
+            "pad_token": 2,
+            "end_token": 1,
+        },
+    )
+    loading = {"prefetch": 3, "ledger": "folder"}
+    for changes in ({}, {"documents": False}):
+        config = make_config(repository, model="gpt", **{**tokens, **loading, **ORDER, **changes})
+        task = language.LanguageModelling(config, None)
+        for training in (True, False):
+            task.open_loader("the split", training=training, batch_size=8, cache="the cache", place=PLACE)
+    expected = {
+        "batch_size": 8,
+        "training": True,
+        "cache": "the cache",
+        "tokens": TokenFormat("words", block_tokens=6, dtype="uint16", pad=2, end=1),
+        "labels": "within",
+        "documents": True,
+        "order": OrderConfig(7, "windowed", 2, 4, sticky=True),
+        "ranks": DataRanks(1, 3),
+        "prefetch": 3,
+        "ledger": "folder",
+    }
+    of_evaluation = {"training": False, "order": OrderConfig(7, None), "ledger": None}
+    across = {"labels": "across", "documents": False}
+    assert calls == [
+        ("the split", {**expected, **kind, **changes}) for kind in ({}, across) for changes in ({}, of_evaluation)
+    ]
 
 
 def test_images_that_do_not_decode_are_left_out_of_the_loss(repository):

@@ -31,7 +31,9 @@ from datasvc.trainer.recipes.layouts.layout import LOST_AFTER_S
 
 _LOG = logging.getLogger(__name__)
 
-_POLL_S: Final = 0.5
+# The Layouts page promises a report within 10 s of a loss. That is the time from a count to the look that sees it,
+# `LOST_AFTER_S`, the time until the look that finds the count too old, and the time for answers.
+_POLL_S: Final = 0.5  # between two counts and looks of a rank
 # Time in which all ranks that run have answered. The launcher kills what is left 5 s after the first has failed.
 _ANSWER_S: Final = 2.5
 _LEAVE_S: Final = 3.0  # time in which the main thread leaves its collectives after a report

@@ -6,7 +6,7 @@ from torch import nn
 
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.layouts import divided_model
-from datasvc.trainer.recipes.layouts.divided_model import DividedModel
+from datasvc.trainer.recipes.layouts.divided_model import DividedModel, LayoutOptions, apply_layout
 from datasvc.trainer.recipes.layouts.layout import Layout, plan_layout
 
 
@@ -54,6 +54,33 @@ def test_without_gradients_the_norm_is_0():
     divided = make_divided()
     divided.model.zero_grad()
     assert divided.clip_gradients(1.0) == 0
+
+
+@pytest.mark.parametrize(("zero", "reshards"), [(2, False), (3, True)])
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_stage_of_zero_and_offload_reach_the_engine(monkeypatch, zero, reshards, offload):
+    calls = []
+    mesh = {"shard": "the ranks of shard"}
+    monkeypatch.setattr(divided_model, "init_device_mesh", lambda *_, **__: mesh)
+    monkeypatch.setattr(
+        divided_model, "shard_parameters", lambda *arguments, **options: calls.append((*arguments, options))
+    )
+    options = LayoutOptions(zero=zero, offload=offload)
+    model = nn.Linear(2, 2)
+    apply_layout(model, Layout(shard=2), options, rank=0, device=torch.device("cpu"))
+    assert calls == [(model, mesh["shard"], {"reshard_after_forward": reshards, "offload": offload})]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputation_reaches_the_engine(monkeypatch, recompute):
+    calls = []
+    monkeypatch.setattr(divided_model, "init_device_mesh", lambda *_, **__: {"shard": "the ranks of shard"})
+    monkeypatch.setattr(divided_model, "shard_parameters", lambda *_, **__: None)
+    monkeypatch.setattr(divided_model, "recompute_activations", calls.append)
+    model = nn.Linear(2, 2)
+    options = LayoutOptions(recompute=recompute)
+    apply_layout(model, Layout(shard=2), options, rank=0, device=torch.device("cpu"))
+    assert calls == ([model] if recompute else [])
 
 
 def test_gradients_are_summed_over_data_in_messages_of_one_dtype(monkeypatch):

@@ -84,6 +84,14 @@ def test_the_silence_of_a_rank_is_measured_by_the_looks_of_another():
     assert timer.look("2", 67.0) == 1.0
 
 
+def test_a_lost_rank_is_reported_within_10_s():
+    """Computed from the constants, because a measured time depends on the machine."""
+    seen_s = lost_ranks._POLL_S  # from the last count of the lost rank to the look that sees it
+    silent_s = lost_ranks.LOST_AFTER_S + lost_ranks._POLL_S  # to the first look after the limit
+    answered_s = lost_ranks._ANSWER_S + lost_ranks._POLL_S / 10  # and the others see its result
+    assert seen_s + silent_s + answered_s <= 10.0
+
+
 def test_ranks_that_stop_counting_are_reported_by_all_others_and_end_them(watch):
     store = SharedStore()
     store.set("layout/beat/1", "7")

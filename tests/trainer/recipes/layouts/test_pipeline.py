@@ -2,10 +2,18 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
+import datasvc.trainer as hvd
 from datasvc.trainer.recipes.layouts.divided_model import find_tied_weights, read_sizes
-from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES, ModelSizes
-from datasvc.trainer.recipes.layouts.pipeline import join_stages, plan_stages
+from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES, ModelSizes, stages_per_rank
+from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import find_units
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.models.gpt import GPT
@@ -22,6 +30,42 @@ def test_the_ranks_have_every_stage_once(schedule):
     assert sorted(number for numbers in stages for number in numbers) == list(range(len(stages[0]) * 3))
     if schedule == "zbv":
         assert stages[0] == [0, 5]
+
+
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zbv": ScheduleZBVZeroBubble,
+}
+
+
+@pytest.fixture
+def group():
+    """The group of a pipeline of one rank."""
+    hvd.init()
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("name", PIPELINE_SCHEDULES)
+def test_each_name_of_a_schedule_gives_that_schedule(group, monkeypatch, name):
+    ran = []
+
+    def step(schedule, *_arguments, losses, **_options):
+        ran.append((type(schedule), schedule._n_microbatches))
+        losses.append(torch.zeros(()))
+
+    for schedule in SCHEDULES.values():
+        monkeypatch.setattr(schedule, "step", step)
+    stages = [nn.Linear(2, 2) for _ in range(stages_per_rank(name))]
+    pipeline = Pipeline(stages, schedule=name, num_micro_batches=4, device=torch.device("cpu"), group=group)
+    x = torch.zeros(4, 2)
+    pipeline.step(x, x, {}, lambda outputs, targets: (outputs - targets).sum())
+    assert ran == [(SCHEDULES[name], 4)]
 
 
 @pytest.mark.parametrize("tie_weights", [True, False])

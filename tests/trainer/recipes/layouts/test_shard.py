@@ -1,13 +1,17 @@
 """What sharding and the recomputation of activations keep, in one process."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import datasvc.trainer as hvd
+from datasvc.trainer.recipes.layouts import shard
 from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters
 
 
@@ -56,6 +60,21 @@ def test_a_unit_is_recomputed_by_each_backward_pass():
     assert int(unit[1].num_batches_tracked) == 1
 
 
+@pytest.mark.parametrize(("recompute", "num_calls"), [(False, 1), (True, 2)])
+def test_a_unit_is_computed_twice_in_a_step_only_with_recomputation(recompute, num_calls):
+    calls = []
+    # The layer inside, because the unit's own method is replaced.
+    layers = [nn.Linear(5, 5) for _ in range(2)]
+    for layer in layers:
+        layer.register_forward_hook(lambda module, *_: calls.append(module))
+    model = nn.Sequential(*(nn.Sequential(layer, nn.ReLU()) for layer in layers))
+    if recompute:
+        recompute_activations(model)
+    model(torch.randn(8, 5)).square().sum().backward()
+    assert [calls.count(layer) for layer in layers] == [num_calls] * 2
+    assert calls[:2] == layers
+
+
 class CastCounter(TorchDispatchMode):
     """Counts the copies to bfloat16."""
 
@@ -84,3 +103,18 @@ def test_autocast_keeps_no_copies_of_freed_parameters(zero, casts_again):
         assert (counter.number == 2 * first) == casts_again
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("offload", "policy"), [(False, OffloadPolicy), (True, CPUOffloadPolicy)])
+@pytest.mark.parametrize("reshard", [False, True])
+def test_every_unit_and_the_model_are_sharded_with_the_given_options(monkeypatch, reshard, offload, policy):
+    calls = []
+    monkeypatch.setattr(shard, "fully_shard", lambda module, **options: calls.append((module, options)))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5)) for _ in range(2)))
+    mesh = SimpleNamespace(device_type="cpu")
+    shard_parameters(model, mesh, reshard_after_forward=reshard, offload=offload)
+    assert [module for module, _ in calls] == [*model, model]
+    for _, options in calls:
+        assert options["mesh"] is mesh
+        assert options["reshard_after_forward"] == reshard
+        assert type(options["offload_policy"]) is policy
