@@ -51,6 +51,29 @@ def test_each_panel_has_the_values_that_its_command_prints(ui, path):
         assert json.loads(printed.stdout) == values[name], name
 
 
+def test_what_an_ingest_has_rejected_is_listed_with_its_reason(tmp_path):
+    photos, repository = tmp_path / "photos", tmp_path / "repo"
+    for number in range(4):
+        path = photos / "cats" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg() if number else b"no image")
+    datasvc.open(str(repository), create=True)
+    words = ["--split", "train", "--on-bad", "skip", "--repo", repository]
+    assert run("ingest", photos, "pets", *words).returncode == 6
+    printed = json.loads(run("show", "pets@1", "--bad", "--json", "--repo", repository).stdout)
+    ((key, reason),) = [(row["key"], row["reason"]) for row in printed]
+    assert "0.jpg" in key
+    with running_ui(repository) as server:
+        assert server.json("/datasets/pets@1", "quarantine") == printed
+        html = server.get("/datasets/pets@1")[2]
+    assert '<a href="#quarantine">1 sample was rejected</a> by its ingest.' in html
+    section = html.partition('<section aria-label="Quarantine" id="quarantine">')[2].partition("</section>")[0]
+    (row,) = re.findall(r"<tr><td>.*?</tr>", section)
+    assert [html_module.unescape(cell) for cell in re.findall(r"<td>(?:<code>)?(.*?)(?:</code>)?</td>", row)] == [
+        "train", key, reason
+    ]  # fmt: skip
+
+
 def test_each_line_of_python_runs(ui, filled):
     lines = re.findall(
         r">import datasvc\n(datasvc\.open[^<]*)</pre>", ui.get("/datasets/pets@2/samples/train/3?models=1")[2]
