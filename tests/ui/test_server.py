@@ -12,6 +12,7 @@ import pytest
 import datasvc
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.runs import RunLog
+from datasvc.runs import RunLog
 from datasvc.ui.settings import UiSettings
 from tests.cli.command import run
 from tests.ui.conftest import NoRedirects, running_ui, texts
@@ -27,6 +28,20 @@ def test_home_shows_data_sets_and_models_as_the_command_line_does(ui, filled):
     assert 'href="/datasets/pets@2"' in html
     assert "have met no corrupt or missing object since it was started" in texts(html)
     assert f"datasvc models verify --all --repo {filled}" in texts(html)
+
+
+def test_home_says_that_no_problems_were_found_unless_there_are_some(tmp_path):
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    none = "No problems were found on this page."
+    with running_ui(tmp_path / "repo") as server:
+        assert server.json("/", "problems") == []
+        assert none in server.get("/")[2]
+        with RunLog.open(repo.repository, "net") as log:
+            log.close("failed", "out of memory")
+        assert "out of memory" in server.json("/", "problems")[0]["text"]
+        html = server.get("/")[2]
+    assert "1 problem" in texts(html)
+    assert none not in html
 
 
 def test_every_panel_names_a_command_that_gives_the_same(ui, filled):
