@@ -12,7 +12,6 @@ import pytest
 import datasvc
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.runs import RunLog
-from datasvc.runs import RunLog
 from datasvc.ui.settings import UiSettings
 from tests.cli.command import run
 from tests.ui.conftest import NoRedirects, running_ui, texts
