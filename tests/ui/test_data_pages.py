@@ -389,6 +389,13 @@ def test_a_sample_has_its_size_in_bytes_and_its_class_in_words(ui):
     assert "class class" in " ".join(texts(ui.get("/datasets/pets@2/samples/train")[2]).split())
 
 
+def test_numbers_of_samples_say_that_they_count_from_zero(ui):
+    first = " ".join(texts(ui.get("/datasets/birds@1/samples/train/0")[2]).split())
+    assert "Sample number 0 in birds@1 train , whose 12 samples count from 0; class" in first
+    page = " ".join(texts(ui.get("/datasets/birds@1/samples/train")[2]).split())
+    assert "12 samples; numbers 0 to 11 are shown." in page
+
+
 def test_a_comparison_that_is_too_large_for_a_page_has_the_command(changed, monkeypatch):
     monkeypatch.setattr("datasvc.ui.pages.diff._MAX_UNSHARED", 3)
     html = changed.get("/diff/pets@1/pets@2")[2]
