@@ -11,7 +11,8 @@ from datasvc.drawing.numbers import format_quantity
 from datasvc.drawing.table import TableColumn, html_table
 
 _MAX_LABEL_WIDTH: Final = 220
-_TOP: Final = 66
+_TOP: Final = 44  # of the cells, below the title
+_TITLE_HEIGHT: Final = 22
 _CELL_HEIGHT: Final = 20
 _MIN_OPACITY: Final = 0.04
 _NUMBERED_OPACITY: Final = 0.6  # of the largest value, so that its number can be read
@@ -30,6 +31,7 @@ def heat_map(
     cell_width: int = 36,
     log_scale: bool = False,
     with_numbers: bool = False,
+    with_title: bool = True,
 ) -> Markup:
     """Return a heat map as SVG, with its scale.
 
@@ -43,6 +45,7 @@ def heat_map(
         cell_width: pixels; a number takes some 70.
         log_scale: opacity is proportional to the logarithm of the value; smaller values are then told apart.
         with_numbers: whether each cell has its number, to three digits.
+        with_title: whether the title and the unit are drawn; without, they are for screen readers only.
     """
     known = [value for row in values for value in row if value is not None and math.isfinite(value)]
     low, high = min((value for value in known if value > 0), default=1.0), max(known, default=1.0)
@@ -51,15 +54,17 @@ def heat_map(
     left = min(max((text_width(name[:100]) for name in shown), default=0.0) + 8, _MAX_LABEL_WIDTH)
     width = max(left + len(columns) * cell_width, left + 80, _scale_width(low, high, unit)) + 8
     caption = shorten_to_width(f"{title} ({unit})" if unit else title, width, is_bold=True)
-    parts = [element("text", caption, x=0, y=14, font_weight="bold")]
-    parts += _scale(low, high, unit, strongest, log_scale=log_scale) if known else []
+    parts = [element("text", caption, x=0, y=14, font_weight="bold")] if with_title else []
+    y_scale = _TITLE_HEIGHT if with_title else 0
+    top = y_scale + _TOP
+    parts += _scale(y_scale, (low, high), unit, strongest, log_scale=log_scale) if known else []
     every = max(1, math.ceil(70 / cell_width))  # not every column has room for its name
     for number in range(0, len(columns), every):
         x = left + number * cell_width
         name = shorten_to_width(columns[number], every * cell_width - 6, 12)
-        parts.append(element("text", name, x=x, y=_TOP - 8, class_="quiet"))
+        parts.append(element("text", name, x=x, y=top - 8, class_="quiet"))
     for number, (name, row) in enumerate(zip(shown, values, strict=False)):
-        y = _TOP + number * _CELL_HEIGHT
+        y = top + number * _CELL_HEIGHT
         text = shorten_to_width(name, left - 8)
         parts.append(element("text", element("title", name), text, x=left - 8, y=y + 14, text_anchor="end"))
         for place, (column, value) in enumerate(zip(columns, row, strict=True)):
@@ -71,12 +76,12 @@ def heat_map(
                 text = shorten_to_width(f"{value:.3g}", cell_width - 8)
                 parts.append(element("text", hover, text, x=x + cell_width - 6, y=y + 14, text_anchor="end"))
     if len(rows) > len(shown):
-        y = _TOP + len(shown) * _CELL_HEIGHT + 15
+        y = top + len(shown) * _CELL_HEIGHT + 15
         parts.append(element("text", f"and {len(rows) - len(shown):,} more", x=0, y=y, class_="quiet"))
     return svg(
         *parts,
         width=width,
-        height=_TOP + (len(shown) + 1) * _CELL_HEIGHT,
+        height=top + (len(shown) + 1) * _CELL_HEIGHT,
         title=title,
         description=f"{len(rows)} rows and {len(columns)} columns; "
         f"the largest value is {format_quantity(max(known, default=None), unit)}",
@@ -96,11 +101,12 @@ def _cell(hover: Markup, at: tuple[float, float], width: float, opacity: float |
     )
 
 
-def _scale(low: float, high: float, unit: str, strongest: float, *, log_scale: bool) -> list[Markup]:
-    """Return the scale below the title: the colours between the lowest and the highest value."""
+def _scale(y: float, ends: tuple[float, float], unit: str, strongest: float, *, log_scale: bool) -> list[Markup]:
+    """Return the scale at the height `y`: the colours between the lowest and the highest value."""
+    low, high = ends
     first = format_quantity(low if log_scale else 0, unit)
     x = text_width(first) + 6
-    parts = [element("text", first, x=0, y=36, class_="quiet")]
+    parts = [element("text", first, x=0, y=y + 14, class_="quiet")]
     for number in range(_NUM_SWATCHES):
         share = number / (_NUM_SWATCHES - 1)
         strength = _strength(low * (high / low) ** share, low, high, log_scale=True) if log_scale else share
@@ -108,7 +114,7 @@ def _scale(low: float, high: float, unit: str, strongest: float, *, log_scale: b
             element(
                 "rect",
                 x=x + number * _SWATCH,
-                y=26,
+                y=y + 4,
                 width=_SWATCH,
                 height=12,
                 class_="fill accent",
@@ -116,7 +122,7 @@ def _scale(low: float, high: float, unit: str, strongest: float, *, log_scale: b
             )
         )
     last = format_quantity(high, unit) + (", log scale" if log_scale else "")
-    parts.append(element("text", last, x=x + _NUM_SWATCHES * _SWATCH + 6, y=36, class_="quiet"))
+    parts.append(element("text", last, x=x + _NUM_SWATCHES * _SWATCH + 6, y=y + 14, class_="quiet"))
     return parts
 
 

@@ -14,7 +14,7 @@ MAX_DRAWN: Final = 1e300  # differences and sums of such numbers are finite
 
 
 def format_quantity(value: float | None, unit: str = "") -> str:
-    """Return a value with its unit, as short text: "1.50 GB", "12,500 samples", "0.012", "no value" for NaN or None.
+    """Return a value with its unit, as short text: "1.5 GB", "12,500 samples", "0.012", "no value" for NaN or None.
 
     Args:
         value: the number.
@@ -23,7 +23,11 @@ def format_quantity(value: float | None, unit: str = "") -> str:
     if value is None or not math.isfinite(value):
         return "no value" if value is None or math.isnan(value) else str(value)
     if unit in {"bytes", "bytes/s"}:
-        size = format_size(value) if value >= _MIN_BYTES else f"{_plain(value)} {'byte' if value == 1 else 'bytes'}"
+        if value < _MIN_BYTES:
+            size = f"{_plain(value)} {'byte' if value == 1 else 'bytes'}"
+        else:
+            number, _, size_unit = format_size(value).partition(" ")  # with two decimals
+            size = f"{number.rstrip('0').rstrip('.')} {size_unit}"
         return size + unit.removeprefix("bytes")
     gap = "" if unit in {"", "%"} else " "
     return f"{_plain(value)}{gap}{unit}"

@@ -74,9 +74,11 @@ def test_small_counts_are_visible_on_a_log_scale():
 @pytest.mark.parametrize(
     ("value", "unit", "text"),
     [
-        (1_500_000_000, "bytes", "1.50 GB"),
+        (1_500_000_000, "bytes", "1.5 GB"),
+        (400_000, "bytes/s", "400 kB/s"),
+        (1_254_000, "bytes", "1.25 MB"),
         (12.5, "bytes", "12.5 bytes"),
-        (2000, "bytes/s", "2.00 kB/s"),
+        (2000, "bytes/s", "2 kB/s"),
         (12500, "samples", "12,500 samples"),
         (0.0123456, "s", "0.01235 s"),
         (50, "%", "50%"),

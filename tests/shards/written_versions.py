@@ -13,6 +13,7 @@ from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import LABEL, shard_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.format.writer import ShardWriter
+from datasvc.shards.ingestion.quarantine import store_quarantine
 from datasvc.shards.versions.deletions import load_deletions
 
 TEXT_SCHEMA = shard_schema([pa.field("key", pa.string(), nullable=False), pa.field("text", pa.string())])
@@ -71,7 +72,7 @@ def describe_table(objects, table):
     }
 
 
-def write_version(repository, name, splits, schema=TEXT_SCHEMA, classes=(), *, indexed=True, message=""):
+def write_version(repository, name, splits, schema=TEXT_SCHEMA, classes=(), *, indexed=True, message="", bad=()):
     """Commit the next version of data set `name`.
 
     Args:
@@ -82,6 +83,7 @@ def write_version(repository, name, splits, schema=TEXT_SCHEMA, classes=(), *, i
         classes: names of the labels.
         indexed: write sample indexes; shards of old versions have none.
         message: kept with the version.
+        bad: instances of `BadSample`, the list of what an ingest has rejected.
 
     Returns:
         The version.
@@ -94,7 +96,8 @@ def write_version(repository, name, splits, schema=TEXT_SCHEMA, classes=(), *, i
             for split, shards in splits.items()
         },
         "source": {"kind": "test", "url": "memory", "options": {}},
-        "skipped": 0,
+        "skipped": len(bad),
+        "quarantine": store_quarantine(objects, bad),
     }
     committed = repository.versions("datasets", name).append(lambda _head: entry)
     return Resolved("datasets", name, committed.number)

@@ -13,6 +13,8 @@ from tests.cli.command import run
 from tests.loaders.echo import EchoLoader, write_numbers
 from tests.ui.conftest import check_accessible, check_width, commands_of, running_ui, texts
 
+EPOCHS = 40  # more rows than a window shows
+
 
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory):
@@ -84,8 +86,22 @@ def test_the_page_is_accessible_and_narrow(audited, page):
         check_accessible(page)
         check_width(page)
         page.set_viewport_size({"width": 1280, "height": 800})
+
+
+def test_a_long_audit_is_printed_whole(audited, page):
+    split = datasvc.open(audited.settings.repository).dataset("numbers")["train"]
+    with EchoLoader(split, batch_size=20, ledger=audited.ledgers / "long") as loader:
+        for _ in range(EPOCHS):
+            assert len(list(loader)) == 2
+    page.goto(f"{audited.url}/audit/long")
+    frame = page.get_by_role("group", name="Table: Positions of each epoch")
+    is_clipped = "element => element.scrollHeight > element.clientHeight"
+    assert frame.evaluate(is_clipped)  # it scrolls on the screen
     page.emulate_media(media="print")
     assert page.locator("header").is_hidden()
+    assert frame.locator("tbody tr").count() == EPOCHS
+    assert not frame.evaluate(is_clipped)
+    assert frame.locator("thead").evaluate("head => getComputedStyle(head).position") == "static"
 
 
 def test_the_page_of_runs_links_to_the_audits(audited):

@@ -1,5 +1,6 @@
 """The comparison of two model versions."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -75,7 +76,9 @@ def test_the_tensors_are_read_only_on_request_and_their_size_is_told_before(laye
         changed = server.get("/compare/net@1/net@2?norms=1")[2]
     assert "model.conv, weight: 1" in changed
     assert "model.conv, bias: 1" in changed
-    assert "relative change of optimizer" in changed
+    assert changed.count("<h3>Relative change of each layer of <code>model</code></h3>") == 1
+    # The picture has its title for screen readers alone: the heading above it says the same.
+    assert re.findall(r"<(\w+)[^>]*>relative change of optimizer</", changed) == ["title"]
     assert "model.fc" not in changed
 
 

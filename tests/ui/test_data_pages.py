@@ -51,6 +51,29 @@ def test_each_panel_has_the_values_that_its_command_prints(ui, path):
         assert json.loads(printed.stdout) == values[name], name
 
 
+def test_what_an_ingest_has_rejected_is_listed_with_its_reason(tmp_path):
+    photos, repository = tmp_path / "photos", tmp_path / "repo"
+    for number in range(4):
+        path = photos / "cats" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(jpeg() if number else b"no image")
+    datasvc.open(str(repository), create=True)
+    words = ["--split", "train", "--on-bad", "skip", "--repo", repository]
+    assert run("ingest", photos, "pets", *words).returncode == 6
+    printed = json.loads(run("show", "pets@1", "--bad", "--json", "--repo", repository).stdout)
+    ((key, reason),) = [(row["key"], row["reason"]) for row in printed]
+    assert "0.jpg" in key
+    with running_ui(repository) as server:
+        assert server.json("/datasets/pets@1", "quarantine") == printed
+        html = server.get("/datasets/pets@1")[2]
+    assert '<a href="#quarantine">1 sample was rejected</a> by its ingest.' in html
+    section = html.partition('<section aria-label="Quarantine" id="quarantine">')[2].partition("</section>")[0]
+    (row,) = re.findall(r"<tr><td>.*?</tr>", section)
+    assert [html_module.unescape(cell) for cell in re.findall(r"<td>(?:<code>)?(.*?)(?:</code>)?</td>", row)] == [
+        "train", key, reason
+    ]  # fmt: skip
+
+
 def test_each_line_of_python_runs(ui, filled):
     lines = re.findall(
         r">import datasvc\n(datasvc\.open[^<]*)</pre>", ui.get("/datasets/pets@2/samples/train/3?models=1")[2]
@@ -364,6 +387,13 @@ def test_a_sample_has_its_size_in_bytes_and_its_class_in_words(ui):
     text = " ".join(texts(ui.get("/datasets/pets@2/samples/train/3")[2]).split())
     assert re.search(r"image [\d,]+ bytes", text)
     assert "class class" in " ".join(texts(ui.get("/datasets/pets@2/samples/train")[2]).split())
+
+
+def test_numbers_of_samples_say_that_they_count_from_zero(ui):
+    first = " ".join(texts(ui.get("/datasets/birds@1/samples/train/0")[2]).split())
+    assert "Sample number 0 in birds@1 train , whose 12 samples count from 0; class" in first
+    page = " ".join(texts(ui.get("/datasets/birds@1/samples/train")[2]).split())
+    assert "12 samples; numbers 0 to 11 are shown." in page
 
 
 def test_a_comparison_that_is_too_large_for_a_page_has_the_command(changed, monkeypatch):

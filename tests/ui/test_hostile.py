@@ -12,6 +12,7 @@ import pytest
 import datasvc
 from datasvc.runs import RunLog
 from datasvc.shards.format.schema import image_schema
+from datasvc.shards.sources.common.source import BadSample
 from datasvc.ui.server import PAGES
 from tests.loaders.echo import EchoLoader, write_numbers
 from tests.samples import jpeg
@@ -141,10 +142,10 @@ def hostile(tmp_path_factory):
     repo = datasvc.open(str(folder / "repo"), create=True)
     image = {"image": jpeg(), "width": 40, "height": 30}
     samples = [{"key": text, "label": number, **image} for number, text in enumerate(HOSTILE)]
+    bad = [BadSample(SOME[0], text, f"reason {text}") for text in HOSTILE]
     for message in SOME[:2]:
-        write_version(
-            repo.repository, "odd", {"train": [samples]}, image_schema(labelled=True), HOSTILE, message=message
-        )
+        splits, schema = {"train": [samples]}, image_schema(labelled=True)
+        write_version(repo.repository, "odd", splits, schema, HOSTILE, message=message, bad=bad)
         samples = samples[1:]
     for step in (1, 2):
         repo.models.save(
@@ -201,6 +202,19 @@ def hostile(tmp_path_factory):
 
 def test_every_page_is_opened(hostile):
     assert hostile[1].keys() == PAGES.keys()
+
+
+def test_rejected_samples_with_hostile_keys_and_reasons_are_listed_as_text(hostile, browser):
+    server, addresses = hostile
+    window = browser.new_page()
+    window.goto(server.url + addresses["/datasets/{ref}"][0])
+    rows = window.get_by_role("table", name="Rejected samples").locator("tbody tr").all()
+    assert len(rows) == len(HOSTILE)
+    # In the order of their keys. A key that is only markup shows its markup.
+    shown = [row.locator("td").all_text_contents() for row in rows]
+    for text in _TAGS:
+        assert [SOME[0], text, f"reason {text}"] in shown
+    window.close()
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if not path.endswith("{column}")])

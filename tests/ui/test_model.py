@@ -134,6 +134,19 @@ def test_signatures_are_listed(kept):
         assert server.json("/models/net@3", "signatures") == []
 
 
+def test_a_version_without_a_run_says_why(kept):
+    with running_ui(kept) as server:
+        html = server.get("/models/net@4")[2]
+    assert "<dt>run</dt><dd>not recorded: the save had no <code>run=</code></dd>" in html
+
+
+def test_the_parts_of_a_note_are_divided_in_the_graph_of_versions(kept, ui):
+    with running_ui(kept) as server:
+        html = server.get("/models/net@4")[2]
+    assert "(this version) · step 4 · loss 0.25, " in html
+    assert "118 samples · delete · blurred" in ui.get("/datasets/pets@2")[2]
+
+
 def test_the_run_of_a_version_is_a_link_on_its_page_and_in_its_lineage(tmp_path):
     repo = datasvc.open(str(tmp_path / "repo"), create=True)
     for run_ref in ("net/20261123-221830-3fa9c1", "<b>any text</b>"):

@@ -2,6 +2,7 @@
 
 import html as html_module
 import json
+import re
 import shlex
 
 import pytest
@@ -88,6 +89,26 @@ def test_a_budget_below_the_window_says_what_fits(ui):
     text = texts(ui.get(query)[2])
     assert "does not fit a budget" in text
     assert ui.json(query, "plan")["error"][:40] in text
+
+
+def test_the_curve_over_budgets_reaches_twice_the_data_and_says_where_nothing_fits(ui):
+    # A window of the whole data: no budget below it fits.
+    html = ui.get("/planner?data=pets@1&shuffle=global&budget=125&nodes=4")[2]
+    curves = " ".join(texts(html.partition('<div id="curves">')[2].partition('<div id="result">')[0]).split())
+    assert "Bytes of a later epoch, all nodes" in curves
+    table = html.partition('aria-label="Numbers: Bytes of a later epoch, all nodes"')[2].partition("</table>")[0]
+    rows = [re.findall(r'<td class="number">(.*?)</td>', row) for row in table.split("<tr>")[2:]]
+    by_share = {float(share): any(cells) for share, *cells in rows}
+    assert {125, 150, 200} <= {round(share) for share in by_share}
+    drawn = sorted(share for share, is_drawn in by_share.items() if is_drawn)
+    empty = sorted(by_share.keys() - set(drawn))
+    assert 0 < len(empty) < len(by_share)
+    assert (
+        f"Below {drawn[0]:.3g} % of the data there is no point: the window of this order does not fit a budget of "
+        f"{empty[-1]:.3g} % or less."
+    ) in curves
+    windowed = ui.get("/planner?data=pets@1&shuffle=none&peers=no&budget=150&batch=4")[2]
+    assert "all nodes together read" in " ".join(texts(windowed).split())
 
 
 def test_steps_are_predicted_from_the_numbers_of_the_form():

@@ -101,7 +101,10 @@ def test_a_run_that_has_ended_is_told_in_the_past_with_units_and_links(logged):
     problems = [problem["text"] for problem in server.json(f"/runs/cnn/{done.id}", "problems")]
     assert problems
     assert all(problem.startswith("while it ran: ") for problem in problems)
-    assert "Its last diagnosis, of the loader of one of its 2 ranks: starved by decode" in text
+    assert (
+        "Its last diagnosis, of the loader of one of its 2 ranks, with the numbers on this rank: starved by decode"
+        in text
+    )
     assert "wait 2.5 s" in text
     assert 'version <a href="/models/cnn@3">cnn@3</a>' in html
     sorted_ranks = server.get(f"/runs/cnn/{done.id}?ranks_sort=own_s")[2]

@@ -29,6 +29,20 @@ def test_home_shows_data_sets_and_models_as_the_command_line_does(ui, filled):
     assert f"datasvc models verify --all --repo {filled}" in texts(html)
 
 
+def test_home_says_that_no_problems_were_found_unless_there_are_some(tmp_path):
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    none = "No problems were found on this page."
+    with running_ui(tmp_path / "repo") as server:
+        assert server.json("/", "problems") == []
+        assert none in server.get("/")[2]
+        with RunLog.open(repo.repository, "net") as log:
+            log.close("failed", "out of memory")
+        assert "out of memory" in server.json("/", "problems")[0]["text"]
+        html = server.get("/")[2]
+    assert "1 problem" in texts(html)
+    assert none not in html
+
+
 def test_every_panel_names_a_command_that_gives_the_same(ui, filled):
     _, _, html = ui.get("/datasets")
     assert f"datasvc ls --json --repo {filled}" in html

@@ -49,4 +49,4 @@ def _note(entry: Mapping[str, Any]) -> str:
         "NOT FINITE" if entry.get("num_nonfinite") else "",
         str(entry["message"]),
     ]
-    return "  ".join(part for part in parts if part)
+    return " · ".join(part for part in parts if part)

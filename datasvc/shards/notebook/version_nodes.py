@@ -73,4 +73,4 @@ def _title(name: str, entry: Entry) -> str:
 def _note(content: Mapping[str, Any]) -> str:
     num_samples = sum(split["samples"] for split in content["splits"].values())
     parts = [f"{num_samples:,} samples", change_of(content), str(content.get("message") or "")]
-    return "  ".join(part for part in parts if part)
+    return " · ".join(part for part in parts if part)

@@ -131,6 +131,7 @@ def _heat_map(part: str, relative: Mapping[str, float | None]) -> Markup:
         # Small changes beside large ones are told apart.
         log_scale=bool(known) and max(known) > _LOG_RATIO * min(known),
         with_numbers=True,
+        with_title=False,  # the page has a heading for each part
     )
 
 

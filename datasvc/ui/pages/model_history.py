@@ -101,7 +101,7 @@ def history_table(page: HistoryPage, query: Query, path: str) -> TableView:
 def draw_versions(page: HistoryPage, selected: ModelVersion) -> Markup:
     """Return the graph of a page as SVG; a parent on another page is a dashed end."""
     nodes = [
-        replace(node, note=f"(this version)  {node.note}") if node.name == str(selected) else node
+        replace(node, note=f"(this version) · {node.note}") if node.name == str(selected) else node
         for node in version_nodes(page.versions, href=model_link)
     ]
     return version_graph(nodes, limit=VERSIONS_ON_A_PAGE, title=f"versions of {selected.name}")

@@ -24,7 +24,7 @@ from datasvc.ui.web.site import Site
 
 # Curves have some ten points, so each is simulated with fewer shards than the plan itself.
 _MAX_CURVE_SHARDS: Final = 2000
-_BUDGET_SHARES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1)
+_BUDGET_SHARES: Final = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
 _MAX_NAMES: Final = 200
 _FED_LIMIT: Final = 2.0  # times what is trained: what feeds more is drawn at the upper edge
 _USUAL_SPLIT: Final = "train"
@@ -194,7 +194,9 @@ def _plan_charts(
         100 * options.budget_bytes / max(data_bytes, 1),
         f"chosen budget: {format_size(options.budget_bytes)} per node",
     )
-    charts = [_chart(traffic, "Bytes of a later epoch", "bytes", "budget of a node, % of the data", mark)]
+    note = _describe_gap(x, by_budget)
+    title = "Bytes of a later epoch, all nodes"
+    charts = [_chart(traffic, title, "bytes", "budget of a node, % of the data", mark, note=note)]
     nodes = form.node_counts()
     by_nodes = [_try_plan(planned, form.plan_options(data_bytes=data_bytes, nodes=count)) for count in nodes]
     fed: list[ChartSeries] = []
@@ -215,6 +217,24 @@ def _plan_charts(
     return charts
 
 
+def _describe_gap(shares: Sequence[float], plans: Sequence[RunPlan | None]) -> str:
+    """Return for which budgets there are no points, in words; "" if all have one.
+
+    Args:
+        shares: budgets in percent of the data, ascending.
+        plans: plan for each budget; None where the window does not fit.
+    """
+    fitting = [number for number, plan in enumerate(plans) if plan is not None]
+    if not fitting:
+        return f"No line: the window of this order does not fit a budget of {shares[-1]:.3g} % of the data either."
+    if fitting[0] == 0:
+        return ""
+    return (
+        f"Below {shares[fitting[0]]:.3g} % of the data there is no point: the window of this order does not fit a "
+        f"budget of {shares[fitting[0] - 1]:.3g} % or less."
+    )
+
+
 def _step_charts(steps: StepPrediction, form: PlannerForm) -> list[dict[str, Any]]:
     """Return the curves of the prediction of steps over the nodes."""
     nodes = [prediction.cluster.num_nodes for prediction in steps.predictions]
@@ -224,16 +244,23 @@ def _step_charts(steps: StepPrediction, form: PlannerForm) -> list[dict[str, Any
     shares = [ChartSeries(mode, nodes, [100 * each.efficiency[mode] for each in steps.predictions]) for mode in modes]
     return [
         _chart(times, "Time of a step", "ms", "nodes", here),
-        _chart(shares, "Efficiency, relative to one rank", "%", "nodes", here),
+        _chart(shares, "Efficiency of all nodes, relative to one rank", "%", "nodes", here),
     ]
 
 
 def _chart(
-    series: Sequence[ChartSeries], title: str, unit: str, x_label: str, mark: ChartMark, limit: float | None = None
+    series: Sequence[ChartSeries],
+    title: str,
+    unit: str,
+    x_label: str,
+    mark: ChartMark,
+    limit: float | None = None,
+    note: str = "",
 ) -> dict[str, Any]:
-    is_cut = limit is not None and any(y is not None and y > limit for each in series for y in each.ys)
+    if limit is not None and any(y is not None and y > limit for each in series for y in each.ys):
+        note = "A line at the upper edge is above it; the cursor and the table have its values."
     return {
-        "note": "A line at the upper edge is above it; the cursor and the table have its values." if is_cut else "",
+        "note": note,
         "title": title,
         "over": x_label.partition(",")[0],
         "svg": line_chart(
