@@ -1,9 +1,10 @@
 """Screenshots of the pages of `datasvc ui`, for the documentation: 1280 x 800 and 400 x 800, at most 200 kB each.
 
-    python tools/screenshots.py REPOSITORY FOLDER [--runs LEDGERS]
+    python tools/screenshots.py REPOSITORY FOLDER --runs LEDGERS
 
-REPOSITORY is one that `make demo` has made (demo-run/repo). It gets a second version of its data set if it has one
-alone, and two nodes serve it while the pictures are taken. Needs Debian's chromium and the package playwright.
+REPOSITORY is one that `make demo` has made (demo-run/repo), and LEDGERS the folder of its ledgers (demo-run/ledgers).
+The repository gets a second version of its data set if it has one alone, and two nodes serve it while the pictures
+are taken. Needs Debian's chromium and the package playwright.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -20,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -35,6 +38,9 @@ WIDE, NARROW, HEIGHT = 1280, 400, 800
 READINGS = 8  # of the nodes, before their charts are taken
 PAUSE_S = 0.5
 MAX_BYTES = 200_000
+PROVEN = re.compile(
+    "Proven: no sample of [^.]* was lost or served twice"
+)  # on the page of the audit of a run that has ended well, as that of the demo has
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 
 _DECODE_VISIBLE = """
@@ -113,7 +119,7 @@ def wait_for_readings(server: UiServer, count: int) -> None:
         last = points
 
 
-def find_pages(server: UiServer, ledgers: Path | None) -> list[Picture]:
+def find_pages(server: UiServer, ledgers: Path) -> list[Picture]:
     """Return the pictures of what the repository and the ledgers have."""
 
     def read(path: str) -> Any:
@@ -129,7 +135,10 @@ def find_pages(server: UiServer, ledgers: Path | None) -> list[Picture]:
         pictures += [
             Picture("dataset", f"/datasets/{ref}"),
             Picture("samples", split),
-            Picture("sample", f"{split}/0"),
+            Picture("sample", f"{split}/0?models=1"),
+            Picture(
+                "sample-lineage", f"/lineage/{row['name']}?key={quote(read(f'{split}/0')['sample']['key'], safe='')}"
+            ),
         ]
         if row["version"] > 1:
             pictures.append(Picture("diff", f"/diff/{row['name']}@{row['version'] - 1}/{ref}"))
@@ -142,16 +151,32 @@ def find_pages(server: UiServer, ledgers: Path | None) -> list[Picture]:
     for each in read("/runs")["runs"][:1]:
         path = f"/runs/{each['name']}/{each['id']}"
         pictures += [Picture("run", path), Picture("run-narrow", path, NARROW)]
-    for ledger in [] if ledgers is None else find_ledgers(ledgers)[:1]:
-        pictures.append(Picture("audit", f"/audit/{quote(ledger, safe='')}"))
-    return pictures
+        pictures.append(Picture("run-times", f"{path}#times"))
+    return [*pictures, Picture("audit", find_audit(server, ledgers))]
+
+
+def find_audit(server: UiServer, ledgers: Path) -> str:
+    """Return the path of the audit of the first ledger; exit if it is not that of a run without faults."""
+    names = find_ledgers(ledgers)
+    if not names:
+        sys.exit(f"{ledgers} has no ledgers; give the folder of those that `make demo` has written")
+    path = f"/audit/{quote(names[0], safe='')}"
+    if not PROVEN.search(server.fetch(path).decode()):
+        sys.exit(f"{path} does not say that no sample was lost or served twice; make the demo again")
+    return path
 
 
 def take(window: Page, address: str, picture: Picture) -> bytes:
     """Return the screenshot of a page as a PNG with a palette."""
     window.set_viewport_size({"width": picture.width, "height": HEIGHT})
     window.emulate_media(color_scheme="dark" if picture.scheme == "dark" else "light")
-    window.goto(address + picture.path)
+    # Ask first: a page that takes long is answered with one that says what is waited for.
+    while window.request.get(address + picture.path.partition("#")[0]).status == HTTPStatus.ACCEPTED:
+        pass
+    window.goto("about:blank")  # an address that differs from the last one only behind "#" would not be loaded again
+    response = window.goto(address + picture.path)
+    if response is None or response.status != HTTPStatus.OK:
+        sys.exit(f"{picture.path} was not answered; expected the status 200")
     # Thumbnails load as they scroll in: wait for those of the first screen.
     window.wait_for_load_state("load")
     window.evaluate(_DECODE_VISIBLE)
@@ -166,14 +191,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("repository")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--runs", type=Path, help="folder with the ledgers of runs")
+    parser.add_argument("--runs", type=Path, required=True, help="folder with the ledgers of runs")
     arguments = parser.parse_args()
     chromium = shutil.which("chromium")
     if chromium is None:
         sys.exit("chromium is not installed; install Debian's package chromium")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     add_version(arguments.repository)
-    options = ["--runs", str(arguments.runs)] if arguments.runs else []
+    options = ["--runs", str(arguments.runs)]
     with (
         tempfile.TemporaryDirectory(prefix="datasvc-screenshots-") as home,
         running_nodes(arguments.repository, Path(home)) as urls,
