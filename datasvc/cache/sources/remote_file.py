@@ -5,7 +5,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import threading
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
@@ -16,7 +21,7 @@ from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.store import obstore_loop
 from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.object_store_files import ObjectStoreFiles
-from datasvc.repository.store.object_stores import choose_bucket
+from datasvc.repository.store.object_stores import ObjectBucket, choose_bucket, read_settings
 from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.redaction import redact_url
@@ -35,6 +40,9 @@ _STATES = (
     "last_modified",
     "mtime",
 )
+_sharing: Final = threading.RLock()
+# A forked child must not find it locked. The child can use the clients only if no request was made before the fork.
+os.register_at_fork(before=_sharing.acquire, after_in_parent=_sharing.release, after_in_child=_sharing.release)
 
 
 class RemoteFile:
@@ -70,8 +78,7 @@ class RemoteFile:
                 "of the file could not be detected; download the file instead of staging it"
             )
         self._ranges = RangeReader(self._fs)
-        bucket = choose_bucket(url)
-        self._objects = None if isinstance(bucket, str) else ObjectStoreFiles(bucket, url)
+        self._objects, self._object_path = _share_bucket(url)
         # The digest of this text names the object, because the digest of the content is not known before the fetch.
         identity = f"datasvc file\0{url}\0{state}\0{metadata['size']}"
         self.info = ObjectInfo(Digest(blake3(identity.encode()).hexdigest()), int(metadata["size"]))
@@ -96,7 +103,7 @@ class RemoteFile:
     def read_range(self, _digest: Digest, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`. Raises NotFoundError or UnavailableError."""
         if self._objects is not None and obstore_loop.is_usable():
-            return self._objects.read_range("", offset, length)
+            return self._objects.read_range(self._object_path, offset, length)
         return self._ranges.read(self._path, offset, length, location=redact_url(self.url))
 
     @property
@@ -109,10 +116,30 @@ class RemoteFile:
     ) -> None:
         """Pass `length` bytes from `offset` to `take` as they arrive; see `RangeReader.stream`."""
         if self._objects is not None and obstore_loop.is_usable():
-            self._objects.stream_range("", offset, length, take, interrupt)
+            self._objects.stream_range(self._object_path, offset, length, take, interrupt)
             return
         location = redact_url(self.url)
         self._ranges.stream(self._path, offset, length, take, location=location, interrupt=interrupt)
+
+
+def _share_bucket(url: str) -> tuple[ObjectStoreFiles | None, str]:
+    """Return the files of the bucket of `url`, which all remote files of a process share, and the path in it.
+
+    Without obstore, the first is None. One client for all files needs few connections, and its credentials once.
+    """
+    with _sharing:
+        bucket = choose_bucket(url)
+        if isinstance(bucket, str):
+            return None, ""
+        parts = urlsplit(url)
+        return _open_files(
+            replace(bucket, prefix=""), f"{parts.scheme}://{parts.netloc}", read_settings()
+        ), bucket.prefix
+
+
+@lru_cache(maxsize=16)
+def _open_files(bucket: ObjectBucket, url: str, _settings: Hashable) -> ObjectStoreFiles:
+    return ObjectStoreFiles(bucket, url)
 
 
 def _file_name(path: str, url: str) -> str:

@@ -11,9 +11,10 @@ import importlib.util
 import json
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.error import HTTPError
@@ -62,7 +63,7 @@ class ObjectBucket:
     kind: Kind
     name: str
     prefix: str
-    config: Mapping[str, Any] = field(default_factory=dict, repr=False)  # may contain keys
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)  # may contain keys
     session: Any = field(default=None, repr=False)
 
     @property
@@ -101,6 +102,28 @@ def choose_bucket(url: str, environ: Mapping[str, str] = os.environ) -> ObjectBu
     if kind == "azure":
         return _choose_azure(parts.netloc, prefix, environ)
     return _choose_google(parts.netloc, prefix, environ)
+
+
+def read_settings() -> Hashable:
+    """Return a value that changes with the environment and with the files of AWS that it names.
+
+    What was opened with other settings must not be used again.
+    """
+    files = (
+        Path(os.environ.get(name) or default).expanduser()
+        for name, default in (
+            ("AWS_CONFIG_FILE", "~/.aws/config"),
+            ("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+        )
+    )
+    states = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists()]
+    return frozenset(os.environ.items()), tuple(states)
+
+
+@lru_cache(maxsize=8)
+def _open_session(_settings: Hashable) -> Any:
+    """Return botocore's session, which keeps credentials until they expire: a role is assumed once, not per store."""
+    return importlib.import_module("botocore.session").Session()
 
 
 def open_bucket(bucket: ObjectBucket, client_options: ClientConfig, retry_config: RetryConfig) -> ObjectStore:
@@ -200,7 +223,7 @@ def _choose_s3(name: str, prefix: str, environ: Mapping[str, str]) -> ObjectBuck
 
 
 def _choose_by_profile(name: str, prefix: str, region: str | None) -> ObjectBucket | str:
-    session = importlib.import_module("botocore.session").Session()
+    session = _open_session(read_settings())
     profile = session.get_scoped_config()
     provider = importlib.import_module("botocore.configprovider").ConfiguredEndpointProvider
     endpoint = provider(full_config=session.full_config, scoped_config=profile, client_name="s3").provide()
