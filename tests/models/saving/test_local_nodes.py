@@ -271,6 +271,27 @@ def test_a_version_that_one_node_has_not_published_is_whole_with_what_it_has(ran
         check(checkpoint, 2)
 
 
+def test_old_versions_that_cannot_be_listed_do_not_undo_a_published_one(ranks, repo, tmp_path, monkeypatch, caplog):
+    published = set()
+
+    def publish_and_tell(folder, version, real=LocalFolder.publish):
+        real(folder, version)
+        published.add(folder._root.name)
+
+    def versions_of(folder, real=LocalFolder.versions):
+        if folder._root.name == "node1" and "node1" in published:
+            raise UnavailableError("cannot read: input/output error")
+        return real(folder)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFolder, "publish", publish_and_tell)
+        patched.setattr(LocalFolder, "versions", versions_of)
+        assert train(ranks, repo, tmp_path, [1]) == [[on_nodes(1)]] * RANKS
+    assert "node1/m until the next save: cannot read: input/output error" in caplog.text
+    for node in range(NODES):
+        assert [version.step for version in LocalFolder(tmp_path / f"node{node}", "m").versions()] == [1]
+
+
 def test_a_save_that_did_not_reach_all_nodes_is_no_loss(ranks, repo, tmp_path, monkeypatch, caplog):
     def dying(folder, version, entry):
         if folder._root.name == "node1" and version.step == 2:
