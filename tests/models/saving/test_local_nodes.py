@@ -125,6 +125,19 @@ def test_a_node_that_is_lost_is_restored_from_the_others_without_the_repository(
     assert [version.step for version in LocalFolder(tmp_path / "node1", "m").versions()] == [5]
 
 
+def test_a_save_whenever_none_is_being_written_is_due_when_all_ranks_have_ended_theirs(ranks, repo, tmp_path):
+    def on_rank(rank):
+        manager = repo.models.manager("m", local=tmp_path / f"node{node_of(rank)}", every_local=2)
+        found = [
+            manager._due.decide(step, is_saving=rank == busy, if_idle=True)
+            for step, busy in [(2, 3), (4, 0), (6, None)]
+        ]
+        leave(manager)
+        return found
+
+    assert ranks.run(RANKS, on_rank) == [[False, False, True]] * RANKS
+
+
 def test_each_object_is_on_two_nodes(ranks, repo, tmp_path):
     train(ranks, repo, tmp_path, [1])
     on_nodes = [objects_of(tmp_path / f"node{node}", 1) for node in range(NODES)]
