@@ -156,7 +156,10 @@ class LocalFolder:
         return decode_entry(raw, str(path))
 
     def versions(self) -> dict[LocalVersion, bool]:
-        """Return the versions that this node has all its objects of, oldest first, and whether each is published."""
+        """Return the versions that this node has published or prepared, oldest first, and whether each is published.
+
+        Of the chunks the node may have only some.
+        """
         with map_exceptions("read", str(self._folder)):
             names = os.listdir(self._folder)
         found: dict[LocalVersion, bool] = {}

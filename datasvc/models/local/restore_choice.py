@@ -59,6 +59,7 @@ def choose_restore(
     branch: NodeBranch,
     head: RepositoryHead | None,
     *,
+    head_error: str = "",
     max_lost_steps: int | None = None,
 ) -> RestoreChoice:
     """Return what to restore.
@@ -68,7 +69,8 @@ def choose_restore(
         candidates: versions of the branch that the nodes continue, newest first; the first one that is complete must
             be the last of them.
         branch: the branch.
-        head: newest version of the repository; None: it does not answer.
+        head: newest version of the repository; None: it cannot be read.
+        head_error: why it cannot be read, for the messages.
         max_lost_steps: see `LocalSaves`.
 
     Raises:
@@ -93,11 +95,12 @@ def choose_restore(
     best = candidates[-1].version if not candidates[-1].lacks else None
     if best is not None and saved_step > best.step:
         best = None
+    unread = f"the repository cannot be read: {head_error}"
     if best is newest:
-        unchecked = (f"{best} is restored: the repository does not answer, so it may have a newer version",)
+        unchecked = (f"{best} is restored, and the repository may have a newer version: {unread}",)
         return RestoreChoice(best, warnings=() if head is not None else unchecked)
     if best is None and (head is None or not head.number):
-        instead = "the repository does not answer" if head is None else f"the repository has no version of {name!r}"
+        instead = unread if head is None else f"the repository has no version of {name!r}"
         raise UnavailableError(
             f"cannot restore {name!r}: {'; '.join(incomplete)}; and {instead}. Start the missing nodes again, with "
             "their folders; to begin anew without these versions, remove the folder of the model on all nodes"

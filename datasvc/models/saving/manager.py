@@ -384,7 +384,7 @@ class CheckpointManager:
         error, version, head = self._look_up(ref, has_default=default is not _NO_DEFAULT)
         lost_steps = 0
         if self._local is not None and ref is None:
-            found = LocalRestore(self._local).restore_newest(head, options)
+            found = LocalRestore(self._local).restore_newest(head, error, options)
             if found.checkpoint is not None:
                 self._continue_local(found.checkpoint, head)
                 return found.checkpoint

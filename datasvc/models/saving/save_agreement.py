@@ -45,7 +45,7 @@ class DueSaves:
         Args:
             step: number of steps.
             is_saving: whether a save to the repository is queued or running on this rank.
-            if_idle: whether a save is also due if none is queued or running.
+            if_idle: whether a save is also due if none is queued or running on any rank.
 
         Raises:
             ConfigError: the ranks are at different steps.
@@ -56,16 +56,17 @@ class DueSaves:
         if self._channel.size > 1 and step < self._next_check and not if_idle:
             return False
         decision = self._scheduler.decide(step, is_saving=is_saving)
-        is_due = decision.is_due or (if_idle and not is_saving)
         signal_number = None if self._preemption is None else self._preemption.received
-        answers: list[Any] = [[step, is_due, decision.next_step, signal_number]]  # of each rank
+        answers: list[Any] = [[step, decision.is_due, decision.next_step, signal_number, is_saving]]  # by rank
         if self._needs_exchange or if_idle:
             answers = self._channel.exchange(answers[0])
         steps = [answer[0] for answer in answers]
         if len(set(steps)) > 1:
             raise ConfigError(f"the ranks called should_save() after different steps; by rank: {steps}")
         # Clocks differ between ranks, so all ranks use the decision of rank 0.
-        _, is_due, self._next_check, _ = answers[0]
+        is_due, self._next_check = answers[0][1:3]
+        # The queue of a rank may be emptied later than that of rank 0: a save would wait for it, or be refused.
+        is_due = is_due or (if_idle and not any(answer[4] for answer in answers))
         # A signal that one rank has received stops all ranks.
         signals = [answer[3] for answer in answers if answer[3] is not None]
         self.stop_signal = signals[0] if signals else None

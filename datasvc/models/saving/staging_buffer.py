@@ -1,7 +1,8 @@
 """Host buffers: reusable host memory that holds a copy of a state while the training changes the original.
 
-A buffer keeps its memory between saves, so that most saves allocate nothing. A `CheckpointManager` has only two
-buffers, to bound its memory: one is written to the store while the next save fills the other.
+A buffer keeps its memory between saves, so that most saves allocate nothing. To bound its memory, a
+`CheckpointManager` has two buffers for saves to the repository: one is written while the next save fills the other.
+With versions on the nodes (`local`) it has a third, for the saves to the nodes only.
 """
 
 from __future__ import annotations

@@ -66,6 +66,13 @@ def test_nothing_is_begun_anew_where_the_nodes_have_a_part(head):
         choose({9: "node b is missing"}, head)
 
 
+def test_the_reason_why_the_repository_cannot_be_read_is_told():
+    (warning,) = choose({9: ""}, None, head_error="m@4 is corrupt").warnings
+    assert "may have a newer version: the repository cannot be read: m@4 is corrupt" in warning
+    with pytest.raises(UnavailableError, match=r"cannot be read: access denied. Start"):
+        choose({9: "node b is missing"}, None, head_error="access denied")
+
+
 def test_a_limit_of_lost_steps_refuses_more():
     assert choose({9: "x", 7: ""}, max_lost_steps=2).lost_steps == 2
     with pytest.raises(UnavailableError, match="would lose 2 steps, and max_lost_steps is 1"):

@@ -125,6 +125,19 @@ def test_a_node_that_is_lost_is_restored_from_the_others_without_the_repository(
     assert [version.step for version in LocalFolder(tmp_path / "node1", "m").versions()] == [5]
 
 
+def test_a_save_whenever_none_is_being_written_is_due_when_all_ranks_have_ended_theirs(ranks, repo, tmp_path):
+    def on_rank(rank):
+        manager = repo.models.manager("m", local=tmp_path / f"node{node_of(rank)}", every_local=2)
+        found = [
+            manager._due.decide(step, is_saving=rank == busy, if_idle=True)
+            for step, busy in [(2, 3), (4, 0), (6, None)]
+        ]
+        leave(manager)
+        return found
+
+    assert ranks.run(RANKS, on_rank) == [[False, False, True]] * RANKS
+
+
 def test_each_object_is_on_two_nodes(ranks, repo, tmp_path):
     train(ranks, repo, tmp_path, [1])
     on_nodes = [objects_of(tmp_path / f"node{node}", 1) for node in range(NODES)]
@@ -269,6 +282,27 @@ def test_a_version_that_one_node_has_not_published_is_whole_with_what_it_has(ran
     assert list((tmp_path / "node1/m").glob(".incoming-*-0000000002-*"))
     for checkpoint in restore(ranks, repo, tmp_path):
         check(checkpoint, 2)
+
+
+def test_old_versions_that_cannot_be_listed_do_not_undo_a_published_one(ranks, repo, tmp_path, monkeypatch, caplog):
+    published = set()
+
+    def publish_and_tell(folder, version, real=LocalFolder.publish):
+        real(folder, version)
+        published.add(folder._root.name)
+
+    def versions_of(folder, real=LocalFolder.versions):
+        if folder._root.name == "node1" and "node1" in published:
+            raise UnavailableError("cannot read: input/output error")
+        return real(folder)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalFolder, "publish", publish_and_tell)
+        patched.setattr(LocalFolder, "versions", versions_of)
+        assert train(ranks, repo, tmp_path, [1]) == [[on_nodes(1)]] * RANKS
+    assert "node1/m until the next save: cannot read: input/output error" in caplog.text
+    for node in range(NODES):
+        assert [version.step for version in LocalFolder(tmp_path / f"node{node}", "m").versions()] == [1]
 
 
 def test_a_save_that_did_not_reach_all_nodes_is_no_loss(ranks, repo, tmp_path, monkeypatch, caplog):

@@ -455,7 +455,7 @@ def test_a_repository_that_does_not_answer_is_not_needed_for_a_restore_from_the_
         manager = repo.models.manager("m", every=2, local=node, every_local=1)
         found = manager.restore()
         assert str(found.version) == on_nodes(1)
-        assert "the repository does not answer, so it may have a newer version" in caplog.text
+        assert "the repository may have a newer version: the repository cannot be read: no answer" in caplog.text
     checked = []
     monkeypatch.setattr(shared_store, "_check_same_store", lambda *_: checked.append(1))
     assert save(manager, 2, 4) == ["m@1", "m@2"]

@@ -69,10 +69,12 @@ class LocalRestore:
         self._tier, self._nodes = tier, tier.nodes
         self._unusable: dict[LocalVersion, str] = {}  # complete, but no node has a good copy of something
 
-    def choose(self, head: RepositoryHead | None) -> RestoreChoice:
+    def choose(self, head: RepositoryHead | None, head_error: object = "") -> RestoreChoice:
         """Return what to restore, see `choose_restore`. Rank 0 logs the warnings.
 
-        `head`: newest version of the repository, the same on all ranks; None: it does not answer.
+        Args:
+            head: newest version of the repository, the same on all ranks; None: it cannot be read.
+            head_error: the reason for that.
 
         Raises:
             UnavailableError: a folder cannot be read, a rank is lost, or see `choose_restore`.
@@ -81,17 +83,27 @@ class LocalRestore:
         self._tier.finish()
         branch = self._tier.read_branch()
         limit = self._tier.settings.max_lost_steps
-        choice = choose_restore(self._tier.name, self._candidates(branch), branch, head, max_lost_steps=limit)
+        choice = choose_restore(
+            self._tier.name,
+            self._candidates(branch),
+            branch,
+            head,
+            head_error=str(head_error),
+            max_lost_steps=limit,
+        )
         if self._nodes.channel.rank == 0:
             for warning in choice.warnings:
                 logger.warning("%s", warning)
         return choice
 
-    def restore_newest(self, head: RepositoryHead | None, options: Mapping[str, Any]) -> FoundOnNodes:
+    def restore_newest(
+        self, head: RepositoryHead | None, head_error: object, options: Mapping[str, Any]
+    ) -> FoundOnNodes:
         """Restore what `choose` returns, if it is on the nodes, and begin a branch with it.
 
         Args:
             head: see `choose`.
+            head_error: see `choose`.
             options: arguments of `restore_from`.
 
         Raises:
@@ -99,7 +111,7 @@ class LocalRestore:
             UnavailableError: a disk cannot be read or written, or see `choose`.
         """
         while True:
-            choice = self.choose(head)
+            choice = self.choose(head, head_error)
             if choice.version is None:
                 return FoundOnNodes(choice, None)
             checkpoint = self._try_restore(choice.version, options)
@@ -162,8 +174,8 @@ class LocalRestore:
     def _survey(self, version: LocalVersion) -> _Holdings:
         """Return what the nodes have of a version; damaged tables and entries are removed."""
         folder = self._nodes.folder
-        # The sizes of all objects of a large state are megabytes, and a message is sent between all ranks: each leader
-        # reads them from its own table, and sends only what its node has.
+        # The sizes of all objects of a large state are megabytes, and all ranks get each message: a leader reads them
+        # from its own table, and sends only what its node has.
         sizes: dict[Digest, int | None] = {}
 
         def look() -> Any:

@@ -257,7 +257,10 @@ class LocalTier:
         nodes.on_leaders(lambda: folder.publish(version))
         self._kept = [*self._kept, version][-self.settings.keep :]
         if nodes.is_leader:
-            folder.remove([old for old in folder.versions() if old not in self._kept])
+            try:
+                folder.remove([old for old in folder.versions() if old not in self._kept])
+            except Exception as failure:  # noqa: BLE001 - the version is published, on all nodes
+                logger.warning("old versions stay in %s until the next save: %s", folder, failure)
 
     def _make_space(self, version: LocalVersion | None = None) -> None:
         """Remove old versions of this node until a new one fits, but not the newest; None: it is not written yet.
