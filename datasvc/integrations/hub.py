@@ -31,7 +31,6 @@ with explain_missing("datasvc.integrations.hub"):
 __all__ = ["pull_model", "push_dataset", "push_model"]
 
 _HTTP_ERROR: Final = HfHubHTTPError.__bases__[0]  # of the HTTP library that this release of the client uses
-_TRY_AGAIN: Final = (408, 429)  # statuses of a request that took too long, and of too many requests
 _WEIGHTS: Final = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 # Copies of the weights for other programs, which `pull_model` does not need beside safetensors.
 _OTHER_WEIGHTS: Final = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot")
@@ -191,7 +190,7 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
         raise ConfigError(f"{repo_id!r} is no name of a repository: {error}") from error
     except HfHubHTTPError as error:
         status = error.response.status_code
-        if 400 <= status < 500 and status not in _TRY_AGAIN:
+        if 400 <= status < 500 and status not in (408, 429):  # too slow, or too many requests
             raise ConfigError(
                 f"the Hub refuses {repo_id}: {error}; check the name, the token and its rights"
             ) from error
