@@ -190,7 +190,7 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
         raise ConfigError(f"{repo_id!r} is no name of a repository: {error}") from error
     except HfHubHTTPError as error:
         status = error.response.status_code
-        if 400 <= status < 500:
+        if 400 <= status < 500 and status not in (408, 429):  # too slow, or too many requests
             raise ConfigError(
                 f"the Hub refuses {repo_id}: {error}; check the name, the token and its rights"
             ) from error

@@ -74,11 +74,9 @@ def from_state(state: dict[str, Any], like: Any) -> Any:
     wrong = [f"{name} is missing" for name in named if name not in state]
     wrong += [f"{name} is unexpected" for name in state if name not in named]
     for name in named.keys() & state.keys():
-        expected, found = _to_tensor(name, named[name]), torch.as_tensor(state[name])
-        if (expected.shape, expected.dtype) != (found.shape, found.dtype):
-            wrong.append(
-                f"{name} is {found.dtype}{list(found.shape)}, expected {expected.dtype}{list(expected.shape)}"
-            )
+        (dtype, shape), found = _outline(name, named[name]), torch.as_tensor(state[name])
+        if (dtype, shape) != (found.dtype, tuple(found.shape)):
+            wrong.append(f"{name} is {found.dtype}{list(found.shape)}, expected {dtype}{list(shape)}")
     if wrong:
         raise StateMismatchError("the version has another pytree: " + "; ".join(sorted(wrong)[:10]))
     return jax.tree.unflatten(structure, [_from_tensor(state[name], leaf) for name, leaf in named.items()])
@@ -90,6 +88,15 @@ def _name(path: Any) -> str:
 
 def _is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _outline(name: str, leaf: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the type and the shape that a leaf has as a tensor; its values, of which others may have some, stay."""
+    if _is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    elif not isinstance(leaf, jax.Array):
+        leaf = np.asarray(leaf)
+    return _to_tensor(name, np.empty(0, leaf.dtype)).dtype, tuple(leaf.shape)
 
 
 def _to_tensor(name: str, leaf: Any) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Models and data sets pushed to a stand-in of the Hub by its real client, and pulled again."""
 
 import json
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -43,6 +44,17 @@ def weights(seed, size=300):
 
 def save(repo, seed):
     return str(repo.models.save("net", {"model": weights(seed), "step": 3}, step=seed))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, ConfigError), (403, ConfigError), (408, UnavailableError), (429, UnavailableError)]
+)
+def test_a_request_that_may_be_repeated_is_no_error_of_the_user(status, kind):
+    from datasvc.integrations.hub import _hub_errors
+
+    response = SimpleNamespace(status_code=status, headers={}, request=None)
+    with pytest.raises(kind, match="lab/net"), _hub_errors("lab/net"):
+        raise huggingface_hub.errors.HfHubHTTPError("the Hub has refused this", response=response)
 
 
 def test_a_model_goes_to_the_hub_and_back_bit_by_bit(hub, api, repo, tmp_path):

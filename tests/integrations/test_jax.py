@@ -89,6 +89,20 @@ def test_batches_are_arrays_of_their_own_in_the_order_of_the_loader(repo, jax):
     assert first["positions"].tolist() == [0, 1, 2, 3]
 
 
+def test_the_leaves_to_restore_like_are_not_copied(repo, jax, monkeypatch):
+    from datasvc.integrations import jax as ours
+
+    like = {"bias": jax.numpy.arange(3.0), "key": jax.random.key(0), "half": jax.numpy.ones(2, jax.numpy.bfloat16)}
+    state = ours.to_state(like)
+    # As a leaf of which other processes have parts.
+    monkeypatch.setattr(type(like["bias"]), "is_fully_addressable", False)
+    monkeypatch.setattr(type(like["bias"]), "is_fully_replicated", False)
+    monkeypatch.setattr(ours, "_from_tensor", lambda tensor, _: tensor)
+    assert ours.from_state(state, like)["bias"].tolist() == [0, 1, 2]
+    with pytest.raises(StateMismatchError, match=r"half is torch.bfloat16\[2\], expected torch.float32\[3\]"):
+        ours.from_state(state, {**like, "half": like["bias"]})
+
+
 def test_a_pytree_comes_back_with_its_types_shapes_and_structure(repo, jax):
     from datasvc.integrations.jax import from_state, to_state
 
