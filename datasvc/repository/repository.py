@@ -344,7 +344,11 @@ class Repository:
         For errors, see `resolve`.
         """
         logs = self._list_logs(kind, name)
-        number = self._heads(kind, name, logs, self._removed(kind, name, logs)).main
+        removed = self._removed(kind, name, logs)
+        if kind == "models":  # has the main line only
+            number = max((number for number in logs["versions"] if number not in removed), default=None)
+        else:
+            number = self._heads(kind, name, logs, removed).main
         return None if number is None else Resolved(kind, name, number)
 
     def best(self, name: str, metric: str, *, mode: MetricMode | None = None) -> Resolved:

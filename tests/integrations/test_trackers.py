@@ -29,6 +29,15 @@ ROOT = Path(__file__).parents[2]
 BLOCK, FULL, LAST = 32768, 1, 4  # of a wandb file
 
 
+@pytest.fixture(autouse=True)
+def without_an_experiment():
+    """Have MLFlow forget the experiment that the training program sets, in this process and for its children."""
+    yield
+    os.environ.pop("MLFLOW_EXPERIMENT_ID", None)
+    if "mlflow" in sys.modules:
+        sys.modules["mlflow"].tracking.fluent._active_experiment_id = None
+
+
 @pytest.fixture
 def repo(tmp_path):
     small_dataset(str(tmp_path / "repo"), "pets", samples=16)

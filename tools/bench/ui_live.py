@@ -91,7 +91,7 @@ def moto_bucket() -> Iterator[str]:
     import boto3
 
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, _MOTO], **pipes, text=True) as moto:
+    with subprocess.Popen([sys.executable, _MOTO, "127.0.0.1"], **pipes, text=True) as moto:
         assert moto.stdout is not None
         address = f"http://127.0.0.1:{int(moto.stdout.readline())}"
         os.environ |= {

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from datasvc.repository.store.cancellation import CancellationToken
 
@@ -98,9 +98,9 @@ class _ObstoreLoop:
             return asyncio.run_coroutine_threadsafe(request, self._loop)
 
     def run_soon(self, callback: Callable[[], object]) -> None:
-        """Call a function on the loop."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(callback)
+        """Call a function on the loop, if there is one."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(callback)
 
     def _start(self) -> _CountingLoop:
         loop = _CountingLoop()
@@ -176,7 +176,23 @@ def wait(request: Future[_Result], interrupt: CancellationToken = _never) -> _Re
 
 def call(request: Coroutine[Any, Any, _Result], interrupt: CancellationToken = _never) -> _Result:
     """Run a request and return its result; see `wait`."""
-    return wait(start(request), interrupt)
+    running: list[asyncio.Task[Any] | None] = []
+    has_left = False
+
+    async def run() -> _Result | None:
+        if has_left:
+            request.close()
+            return None
+        running.append(asyncio.current_task())
+        return await request
+
+    try:
+        return cast("_Result", wait(start(run()), interrupt))
+    except (KeyboardInterrupt, SystemExit):
+        # It may have come before `wait` had the request, which then nothing else ends.
+        has_left = True
+        _process_loop.run_soon(lambda: [task.cancel() for task in running if task is not None])
+        raise
 
 
 async def next_of(stream: AsyncIterator[_Result]) -> _Result | None:

@@ -71,9 +71,11 @@ class Storage:
         self._client_reason = bucket if isinstance(bucket, str) else ""
         # The driver of fsspec with its files, and the process that has opened it; opened when it is needed.
         self._driver: tuple[int, fsspec.AbstractFileSystem, str, LocalFiles | RemoteFiles] | None = None
-        self.is_local = self._objects is None and isinstance(self._fs, LocalFileSystem)
-        if self.is_local:
-            self.url = self._root
+        files = self._opened()[3] if self._objects is None else None
+        self._local = files if isinstance(files, LocalFiles) else None
+        self.is_local = self._local is not None
+        if self._local is not None:
+            self.url = self._local.location("")
         # When the store's clock was read, by `time.time()`, and the store's time minus `time.monotonic()`.
         self._store_clock: tuple[float, float] | None = None
         self._is_writable = (
@@ -92,7 +94,7 @@ class Storage:
 
     def local_path(self, path: str) -> Path | None:
         """Return the local path of `path`, or None if the store is remote."""
-        return Path(self._full(path)) if self.is_local else None
+        return None if self._local is None else Path(self._local.location(path))
 
     def location(self, path: str) -> str:
         """Return `path` as a full URL or local path, for messages."""
@@ -343,6 +345,8 @@ class Storage:
 
     @property
     def _files(self) -> LocalFiles | ObjectStoreFiles | RemoteFiles:
+        if self._local is not None:  # needs no driver, also in a forked child
+            return self._local
         if self._objects is not None and obstore_loop.is_usable():
             return self._objects
         return self._opened()[3]
@@ -350,10 +354,6 @@ class Storage:
     @property
     def _fs(self) -> fsspec.AbstractFileSystem:
         return self._opened()[1]
-
-    @property
-    def _root(self) -> str:
-        return self._opened()[2]
 
     def _opened(self) -> tuple[int, fsspec.AbstractFileSystem, str, LocalFiles | RemoteFiles]:
         """Return the driver of fsspec, its root and its files. A forked child opens its own."""
@@ -371,10 +371,6 @@ class Storage:
             if self.url.partition("://")[0] not in SCHEMES:
                 raise
             raise ConfigError(f"{error}; obstore needs none, but is not used, because {self._reason}") from error
-
-    def _full(self, path: str) -> str:
-        assert ".." not in path.split("/"), path
-        return f"{self._root}/{path}" if path else self._root
 
 
 class ReadOnlyStorage(Storage):

@@ -146,6 +146,27 @@ def test_ctrl_c_ends_a_request_that_is_not_answered(silent):
             assert program.wait(60) == 7
 
 
+def test_ctrl_c_before_the_wait_for_a_request_ends_it_too(monkeypatch):
+    began, has_ended = threading.Event(), threading.Event()
+
+    async def request():
+        try:
+            began.set()
+            await asyncio.sleep(600)
+        finally:
+            has_ended.set()
+
+    def interrupted(run, start=obstore_loop.start):
+        start(run)
+        assert began.wait(60)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(obstore_loop, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        obstore_loop.call(request())
+    assert has_ended.wait(60)
+
+
 ENDING = """
 import sys, threading
 from datasvc.repository import Storage
