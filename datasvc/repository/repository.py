@@ -437,18 +437,19 @@ class Repository:
         if not numbers:
             raise self._missing(kind, name)
         living = [number for number in numbers if number not in removed]
-        heads = self._heads(kind, name, logs, removed)
+        heads = self._heads(kind, name, logs, removed) if kind == "datasets" else None  # a model has no branches
         if reference.version is not None:
             version = reference.version
         elif reference.metric is not None:
             version = self._find_best(kind, reference, living)
-        elif reference.tag is not None and (on_branch := heads.find(reference.tag)) is not None:
+        elif reference.tag is not None and heads is not None and (on_branch := heads.find(reference.tag)) is not None:
             version = self._find_on_branch(reference, logs.get(f"tags/{reference.tag}", ()), on_branch, heads.read)
         elif reference.tag is not None and (reference.tag != LATEST or reference.moves_back):
             version = self._find_tagged(kind, reference, logs)
         else:
             moves = logs.get(f"tags/{LATEST}", ()) if reference.tag == LATEST else ()
-            version = version_of(self._tags(kind, name).newest(LATEST, moves)) or self._newest_of(heads, living)
+            tagged = version_of(self._tags(kind, name).newest(LATEST, moves)) if moves else None
+            version = tagged or ((living or numbers)[-1] if heads is None else self._newest_of(heads, living))
         resolved = Resolved(kind, name, version)
         # A removal of a protected version is not valid, even if its process ended before it reverted the removal.
         if version in removed and not accept_removed and version not in self.protected(kind, name):

@@ -37,7 +37,8 @@ class Image:
         (self.root / "etc/datasvc").mkdir()  # a run-time creates the folders at which it mounts
         for path in self.volumes.values():
             path.mkdir(parents=True)
-        (self.volumes["/etc/datasvc"] / "token").write_text("secret\n")
+        (self.volumes["/etc/datasvc"] / "token").write_text("0123456789abcdef0123\n")
+        (self.volumes["/etc/datasvc"] / "token").chmod(0o600)
         write_folder(self.volumes["/tmp"] / "photos", {"train": {"a": 4, "b": 4}, "val": {"a": 2}})
 
     def words(self, *words, network=True):

@@ -94,7 +94,8 @@ class Storage:
 
     def local_path(self, path: str) -> Path | None:
         """Return the local path of `path`, or None if the store is remote."""
-        return None if self._local is None else Path(self._local.location(path))
+        assert ".." not in path.split("/"), path
+        return Path(f"{self.url}/{path}" if path else self.url) if self.is_local else None
 
     def location(self, path: str) -> str:
         """Return `path` as a full URL or local path, for messages."""
