@@ -225,6 +225,17 @@ def test_runs_are_sorted_by_the_heads_of_their_columns(tmp_path, monkeypatch):
         assert "The newest 3 runs are sorted" in server.get("/runs?sort=loss")[2]
 
 
+def test_a_run_whose_ranks_hang_is_stalled_in_the_list_and_once_on_its_page(tmp_path):
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    with RunLog.open(repo.repository, "cnn", flush_s=3600.0) as log, running_ui(tmp_path / "repo") as server:
+        log.report("step", step=1)
+        log.report("stalled", operation="'grad'", ranks=[1, 3], waited_s=60.0)
+        assert log.flush()
+        problems = server.json(f"/runs/{log.name}/{log.id}", "problems")
+        assert [problem["severity"] for problem in problems if "ranks 1, 3" in problem["text"]] == ["error"]
+        assert '<strong class="error">stalled</strong>' in server.get("/runs")[2]
+
+
 def summary(**changes):
     values = {"name": "cnn", "id": "1", "state": "running", "message": "", "started_s": 0.0, "last_s": 100.0}
     values |= {"num_attempts": 1, "latest": {}, "versions": [], "world_size": 1, "data": [], "num_lost": 0}

@@ -64,7 +64,10 @@
     clearTimeout(timer);
     try {
       const { pathname, search } = window.location;
-      const response = await fetch(`/api/parts${pathname}${search}`, { headers: { "Datasvc-Parts": wanted() } });
+      const query = new URLSearchParams(search);
+      // Only charts use these: without them, the server renders each state once for all readers.
+      for (const name of ["x", "hide"]) query.delete(name);
+      const response = await fetch(`/api/parts${pathname}?${query}`, { headers: { "Datasvc-Parts": wanted() } });
       const answer = await response.json();
       if (!response.ok) throw new Error(answer.error);
       // A part that was not there before, such as the first chart: the page has another shape.

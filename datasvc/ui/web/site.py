@@ -37,7 +37,7 @@ class Site:
         runs: logs of the runs that readers follow.
         recent_runs: the newest runs, which Home follows.
         changes: comparisons of model versions with the change of each tensor.
-        owners: shards that each node owns, by version of a data set and URLs of the nodes: neither changes.
+        owners: shards that each node owns, by version of a data set, URLs of the nodes, and those that fail.
         faults: corrupt and missing objects that pages have met.
         nodes: status and history of the nodes.
     """
