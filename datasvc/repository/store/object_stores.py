@@ -40,6 +40,11 @@ _GCLOUD_CREDENTIALS: Final = Path("~/.config/gcloud/application_default_credenti
 # Types of files with credentials of Google, and obstore's setting that reads each.
 _GOOGLE_CREDENTIALS: Final = {"service_account": "service_account", "authorized_user": "application_credentials"}
 _AZURE_HOSTS: Final = (".dfs.core.windows.net", ".blob.core.windows.net")
+# Beginnings of the names of variables that clients of stores read.
+_READ_BY_CLIENTS: Final = (
+    *("AWS_", "AZURE_", "GOOGLE_", "GCLOUD_", "STORAGE_", "CLOUDSDK_", "DATASVC_", "HOME", "SSL_"),
+    *("HTTP", "http", "ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"),
+)
 # botocore renews credentials that expire sooner than this by itself.
 _CREDENTIALS_LAST: Final = timedelta(minutes=5)
 _FIND_REGION_TIMEOUT_S: Final = 60
@@ -105,9 +110,9 @@ def choose_bucket(url: str, environ: Mapping[str, str] = os.environ) -> ObjectBu
 
 
 def read_settings() -> Hashable:
-    """Return a value that changes with the environment and with the files of AWS that it names.
+    """Return a value that changes with what clients read of the environment, and with the files of AWS that it names.
 
-    What was opened with other settings must not be used again.
+    What was opened with other settings must not be used again. Other variables do not count: packages set some.
     """
     files = (
         Path(os.environ.get(name) or default).expanduser()
@@ -117,7 +122,8 @@ def read_settings() -> Hashable:
         )
     )
     states = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists()]
-    return frozenset(os.environ.items()), tuple(states)
+    read = frozenset((name, value) for name, value in os.environ.items() if name.startswith(_READ_BY_CLIENTS))
+    return read, tuple(states)
 
 
 @lru_cache(maxsize=8)

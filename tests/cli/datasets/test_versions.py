@@ -235,7 +235,7 @@ def test_the_log_as_a_picture_has_merges_and_tags(pets, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", f"wrote 3 versions to {path}\n")
     root = parsed(path.read_text())
     merged, deleted, ingested = (" ".join(text_of(node).split()) for node in with_class(root, "node"))
-    assert "samples merge" in merged
+    assert "samples · merge" in merged
     assert "stable" in deleted
     assert "<script>" in deleted
     assert "ingest" in ingested

@@ -175,7 +175,7 @@ class StoreLaws:
             start=2,
         ):
             if self.has_driver:
-                cache_listings(storage._fs, storage._full("log"))
+                cache_listings(storage._fs, f"{storage._opened()[2]}/log")
             another_client(storage).create(f"log/{number}", b"entry")
             assert see(f"log/{number}"), number
 
