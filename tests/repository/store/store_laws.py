@@ -3,7 +3,6 @@
 import pickle
 import threading
 import time
-from contextlib import suppress
 from datetime import UTC, datetime
 
 import fsspec
@@ -22,7 +21,7 @@ ODD_NAMES = ("%41", "a b", "a+b", "ключ", "x" * 200, "é#1?", "~", "[1]", "{
 
 def another_client(storage):
     """Return a storage of the same URL whose client has cached nothing, as that of another process."""
-    with suppress(ImportError):  # obstore's clients have no cache; there may be no other
+    if storage.client != "obstore":  # whose clients have no cache
         fsspec.core.url_to_fs(storage.url)[0].clear_instance_cache()
     return Storage(storage.url)
 
