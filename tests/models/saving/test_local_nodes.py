@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -250,7 +251,10 @@ def test_a_damaged_entry_on_one_node_does_not_matter(ranks, repo, tmp_path):
         check(checkpoint, 1)
 
 
-def test_a_node_that_dies_while_versions_are_published_loses_nothing(ranks, repo, tmp_path, monkeypatch):
+@contextmanager
+def killed_while_it_publishes(ranks, monkeypatch):
+    """Have node 1 die before it publishes the version of step 2."""
+
     def dying(folder, version):
         if folder._root.name == "node1" and version.step == 2:
             for meeting in ranks._meetings:
@@ -261,6 +265,11 @@ def test_a_node_that_dies_while_versions_are_published_loses_nothing(ranks, repo
     publish = LocalFolder.publish
     with monkeypatch.context() as patched:
         patched.setattr(LocalFolder, "publish", dying)
+        yield
+
+
+def test_a_node_that_dies_while_versions_are_published_loses_nothing(ranks, repo, tmp_path, monkeypatch):
+    with killed_while_it_publishes(ranks, monkeypatch):
         assert all(isinstance(error, LostRankError) for error in train(ranks, repo, tmp_path, [1, 2]))
     shutil.rmtree(tmp_path / "node1")
     for checkpoint in restore(ranks, repo, tmp_path):
@@ -268,16 +277,7 @@ def test_a_node_that_dies_while_versions_are_published_loses_nothing(ranks, repo
 
 
 def test_a_version_that_one_node_has_not_published_is_whole_with_what_it_has(ranks, repo, tmp_path, monkeypatch):
-    def dying(folder, version):
-        if folder._root.name == "node1" and version.step == 2:
-            for meeting in ranks._meetings:
-                meeting.barrier.abort()
-            raise LostRankError("killed")
-        publish(folder, version)
-
-    publish = LocalFolder.publish
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalFolder, "publish", dying)
+    with killed_while_it_publishes(ranks, monkeypatch):
         train(ranks, repo, tmp_path, [1, 2], copies=1)
     assert list((tmp_path / "node1/m").glob(".incoming-*-0000000002-*"))
     for checkpoint in restore(ranks, repo, tmp_path):
