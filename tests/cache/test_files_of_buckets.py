@@ -6,10 +6,13 @@ import secrets
 import sys
 
 import pytest
+import s3fs
 
 from datasvc.cache import Cache
 from datasvc.cache.staged_files import stage_files
+from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository import Storage
+from datasvc.threads import map_in_threads
 
 
 @pytest.fixture
@@ -28,12 +31,19 @@ def log(s3_bucket, tmp_path, monkeypatch):
     return log
 
 
-def test_credentials_are_asked_for_once_for_all_files(s3_bucket, log, tmp_path, monkeypatch):
+@pytest.fixture
+def files(s3_bucket):
+    """Return the URL of a folder in the bucket, and the contents of its files by name."""
     root = f"{s3_bucket}/{secrets.token_hex(8)}"
     storage, contents = Storage(root), {f"{number}.bin": secrets.token_bytes(5000) for number in range(12)}
-    assert storage.client == "obstore"
     for name, content in contents.items():
         storage.put_bytes(name, content)
+    return root, contents
+
+
+def test_credentials_are_asked_for_once_for_all_files(files, log, tmp_path, monkeypatch):
+    root, contents = files
+    s3fs.S3FileSystem.clear_instance_cache()  # a client that another test has opened would not ask again
     with Cache(tmp_path / "cache", budget="64MB") as cache:
         for names in ([*contents][:3], [*contents]):
             monkeypatch.setenv("KMP_DUPLICATE_LIB_OK", str(len(names)))  # packages set such at their import
@@ -42,9 +52,18 @@ def test_credentials_are_asked_for_once_for_all_files(s3_bucket, log, tmp_path, 
     assert log.read_text() == "asked\n"
 
 
+def test_a_folder_is_refused_and_a_missing_file_is_named(files, tmp_path):
+    root, _ = files
+    with Cache(tmp_path / "cache", budget="64MB") as cache:
+        with pytest.raises(ConfigError, match="is a folder or has no known size"):
+            stage_files(cache, [root])
+        with pytest.raises(NotFoundError, match=r"99\.bin"):
+            stage_files(cache, [f"{root}/99.bin"])
+
+
 def test_other_settings_are_other_credentials(s3_bucket, log):
-    for name in ("first", "second"):
-        assert Storage(f"{s3_bucket}/{name}").client == "obstore"
+    urls = [f"{s3_bucket}/{number}" for number in range(8)]
+    assert {storage.client for storage in map_in_threads(Storage, urls, len(urls))} == {"obstore"}
     assert log.read_text() == "asked\n"
     config = log.parent / "config"
     config.write_text(f"{config.read_text()}\n# changed\n")

@@ -9,14 +9,15 @@ import os
 import threading
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
+from fsspec import AbstractFileSystem
 
 from datasvc.durable import is_plain_name
-from datasvc.errors import ConfigError, SourceChangedError
+from datasvc.errors import ConfigError, NotFoundError, SourceChangedError
 from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.store import obstore_loop
 from datasvc.repository.store.cancellation import CancellationToken
@@ -63,25 +64,19 @@ class RemoteFile:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._fs, self._path = resolve_url(url)
-        self.file_name = _file_name(self._path, url)
-        self._fs.invalidate_cache()  # the store's client may have cached an earlier state of the file
-        metadata: dict[str, Any] = with_retries(
-            self._fs, "read the metadata of", redact_url(url), lambda: self._fs.info(self._path)
-        )
-        if metadata.get("type") == "directory" or metadata.get("size") is None:
+        self._objects, self._object_path = _share_bucket(url)
+        self.file_name = _file_name(self._object_path or self._driver[1], url)
+        state, size_bytes = self._look_up()
+        if size_bytes is None:
             raise ConfigError(f"{redact_url(url)} is a folder or has no known size; give the URLs of single files")
-        state = next((metadata[key] for key in _STATES if metadata.get(key)), None)
         if state is None:
             raise ConfigError(
                 f"the store of {redact_url(url)} reports neither a checksum nor a modification time, so a change "
                 "of the file could not be detected; download the file instead of staging it"
             )
-        self._ranges = RangeReader(self._fs)
-        self._objects, self._object_path = _share_bucket(url)
         # The digest of this text names the object, because the digest of the content is not known before the fetch.
-        identity = f"datasvc file\0{url}\0{state}\0{metadata['size']}"
-        self.info = ObjectInfo(Digest(blake3(identity.encode()).hexdigest()), int(metadata["size"]))
+        identity = f"datasvc file\0{url}\0{state}\0{size_bytes}"
+        self.info = ObjectInfo(Digest(blake3(identity.encode()).hexdigest()), size_bytes)
 
     def check_unchanged(self) -> None:
         """Raise SourceChangedError if the store reports another state of the file than at `__init__`.
@@ -102,24 +97,61 @@ class RemoteFile:
 
     def read_range(self, _digest: Digest, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`. Raises NotFoundError or UnavailableError."""
-        if self._objects is not None and obstore_loop.is_usable():
-            return self._objects.read_range(self._object_path, offset, length)
-        return self._ranges.read(self._path, offset, length, location=redact_url(self.url))
+        if self._usable_objects is not None:
+            return self._usable_objects.read_range(self._object_path, offset, length)
+        return self._ranges.read(self._driver[1], offset, length, location=redact_url(self.url))
 
     @property
     def can_stream(self) -> bool:
         """Whether `stream_range` needs little memory for a range of any length."""
-        return (self._objects is not None and obstore_loop.is_usable()) or self._ranges.can_stream
+        return self._usable_objects is not None or self._ranges.can_stream
 
     def stream_range(
         self, _digest: Digest, offset: int, length: int, take: Take, interrupt: CancellationToken
     ) -> None:
         """Pass `length` bytes from `offset` to `take` as they arrive; see `RangeReader.stream`."""
-        if self._objects is not None and obstore_loop.is_usable():
-            self._objects.stream_range(self._object_path, offset, length, take, interrupt)
+        if self._usable_objects is not None:
+            self._usable_objects.stream_range(self._object_path, offset, length, take, interrupt)
             return
         location = redact_url(self.url)
-        self._ranges.stream(self._path, offset, length, take, location=location, interrupt=interrupt)
+        self._ranges.stream(self._driver[1], offset, length, take, location=location, interrupt=interrupt)
+
+    @property
+    def _usable_objects(self) -> ObjectStoreFiles | None:
+        """Files of the bucket by obstore, or None where fsspec's driver must be used, as in a forked process."""
+        return self._objects if obstore_loop.is_usable() else None
+
+    @cached_property
+    def _driver(self) -> tuple[AbstractFileSystem, str]:
+        """File system of fsspec and the path on it. Opening it may ask for the credentials a second time."""
+        return resolve_url(self.url)
+
+    @cached_property
+    def _ranges(self) -> RangeReader:
+        return RangeReader(self._driver[0])
+
+    def _look_up(self) -> tuple[object, int | None]:
+        """Return what the store reports of the file's state, and its size; None for each that it does not report.
+
+        A folder has no size. For errors, see `RemoteFile`.
+        """
+        if self._usable_objects is not None:
+            try:
+                meta = self._usable_objects.details(self._object_path)
+            except NotFoundError:
+                if self._usable_objects.names(self._object_path):
+                    return None, None
+                raise
+            return meta["e_tag"] or meta["last_modified"], meta["size"]
+        file_system, path = self._driver
+        file_system.invalidate_cache()  # the store's client may have cached an earlier state of the file
+        metadata: dict[str, Any] = with_retries(
+            file_system, "read the metadata of", redact_url(self.url), lambda: file_system.info(path)
+        )
+        if metadata.get("type") == "directory" or metadata.get("size") is None:
+            return None, None
+        state = next((metadata[key] for key in _STATES if metadata.get(key)), None)
+        return state, int(metadata["size"])
 
 
 def _share_bucket(url: str) -> tuple[ObjectStoreFiles | None, str]:

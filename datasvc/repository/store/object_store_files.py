@@ -159,10 +159,14 @@ class ObjectStoreFiles:
     def stored_file(self, path: str) -> file_age.StoredFile | None:
         """Return the size and the modification time of a file, or None if it does not exist."""
         try:
-            meta = self._call("look up", path, lambda: self._store.head_async(self._key(path)))
+            meta = self.details(path)
         except NotFoundError:
             return None
         return file_age.StoredFile(path, meta["size"], meta["last_modified"].timestamp())
+
+    def details(self, path: str) -> ObjectMeta:
+        """Return obstore's details of a file; for errors, see `Storage.read`."""
+        return self._call("look up", path, lambda: self._store.head_async(self._key(path)))
 
     def names(self, folder: str) -> set[str]:
         """Return the names directly below `folder`; see `Storage.list`."""

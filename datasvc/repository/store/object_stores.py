@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import ssl
+import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -62,14 +63,14 @@ class ObjectBucket:
         name: name of the bucket.
         prefix: path of the root in it, without slashes at its ends; may be empty.
         config: settings of obstore's store. It reads others, and most credentials, from the environment.
-        session: botocore's session that gives the credentials; None: obstore finds them by itself.
+        credentials: botocore's credentials, which it renews; None: obstore finds them by itself.
     """
 
     kind: Kind
     name: str
     prefix: str
     config: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)  # may contain keys
-    session: Any = field(default=None, repr=False)
+    credentials: Any = field(default=None, repr=False)
 
     @property
     def allows_http(self) -> bool:
@@ -126,6 +127,13 @@ def read_settings() -> Hashable:
     return read, tuple(states)
 
 
+# Held while a session is opened and finds its credentials: otherwise threads that start together would each do so.
+_session_lock: Final = threading.Lock()
+os.register_at_fork(
+    before=_session_lock.acquire, after_in_parent=_session_lock.release, after_in_child=_session_lock.release
+)
+
+
 @lru_cache(maxsize=8)
 def _open_session(_settings: Hashable) -> Any:
     """Return botocore's session, which keeps credentials until they expire: a role is assumed once, not per store."""
@@ -143,8 +151,8 @@ def open_bucket(bucket: ObjectBucket, client_options: ClientConfig, retry_config
         "retry_config": retry_config,
     }
     if bucket.kind == "s3":
-        if bucket.session is not None:
-            options["credential_provider"] = _BotocoreCredentials(bucket.session.get_credentials())
+        if bucket.credentials is not None:
+            options["credential_provider"] = _BotocoreCredentials(bucket.credentials)
         return store.S3Store(bucket.name, **options)
     if bucket.kind == "azure":
         return store.AzureStore(bucket.name, **options)
@@ -223,7 +231,8 @@ def _choose_s3(name: str, prefix: str, environ: Mapping[str, str]) -> ObjectBuck
     if importlib.util.find_spec("botocore") is None:
         return "its credentials or its region are not in the environment, and botocore is not installed"
     try:
-        return _choose_by_profile(name, prefix, region)
+        with _session_lock:
+            return _choose_by_profile(name, prefix, region)
     except importlib.import_module("botocore.exceptions").BotoCoreError as error:
         raise ConfigError(f"cannot read the AWS profile: {error}; check AWS_PROFILE and AWS_CONFIG_FILE") from error
 
@@ -239,9 +248,10 @@ def _choose_by_profile(name: str, prefix: str, region: str | None) -> ObjectBuck
     if not endpoint and not region:
         # botocore then asks S3 for the region of the bucket, and obstore does not.
         return "neither AWS_REGION nor an endpoint is set"
-    if session.get_credentials() is None:
+    credentials = session.get_credentials()
+    if credentials is None:
         return "there are no AWS credentials"
-    return ObjectBucket("s3", name, prefix, _s3_config(endpoint, region), session)
+    return ObjectBucket("s3", name, prefix, _s3_config(endpoint, region), credentials)
 
 
 def _s3_config(endpoint: str | None, region: str | None) -> dict[str, str]:

@@ -85,7 +85,7 @@ def test_the_keys_the_region_and_the_endpoint_of_a_profile_are_those_of_botocore
     monkeypatch.setenv("AWS_PROFILE", "work")
     bucket = choose_bucket("s3://bucket", {**S3, "AWS_PROFILE": "work", "AWS_REGION": ""})
     assert bucket.config == {"region": "eu-west-1", "endpoint": "https://host"}
-    provide = object_stores._BotocoreCredentials(bucket.session.get_credentials())
+    provide = object_stores._BotocoreCredentials(bucket.credentials)
     credentials = provide()
     assert (credentials["access_key_id"], credentials["secret_access_key"]) == ("A", "B")
     assert credentials["expires_at"] > datetime.now(UTC)
