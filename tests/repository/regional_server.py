@@ -21,11 +21,12 @@ class RegionalServer:
 
     Attributes:
         regions: asked for by each request: those that it was signed for, or None.
+        keys: with whose key each request was signed, or None.
     """
 
     def __init__(self, target, region="us-east-1", *, upload_s=0, answer=(301, REDIRECT)):
         self._target, self._region, self._upload_s, self._answer = urlsplit(target).netloc, region, upload_s, answer
-        self.regions = []
+        self.regions, self.keys = [], []
         self._ended = threading.Event()
 
         class Handler(BaseHTTPRequestHandler):
@@ -60,13 +61,14 @@ class RegionalServer:
 
     def respond(self, handler):
         body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-        signed = re.search(r"Credential=[^/]+/\d+/([^/]+)/", handler.headers.get("Authorization", ""))
-        self.regions.append(signed and signed[1])
+        signed = re.search(r"Credential=([^/]+)/\d+/([^/]+)/", handler.headers.get("Authorization", ""))
+        self.keys.append(signed and signed[1])
+        self.regions.append(signed and signed[2])
         if handler.command == "PUT":
             self._ended.wait(self._upload_s)
         if signed is None:
             status, headers, content = 403, {}, b""
-        elif signed[1] != self._region:
+        elif signed[2] != self._region:
             (status, content), headers = self._answer, {}
         else:
             status, headers, content = self._forward(handler, body)

@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from fsspec.config import conf
@@ -12,6 +12,7 @@ from datasvc.errors import ConfigError
 from datasvc.repository import Storage
 from datasvc.repository.store import object_stores
 from datasvc.repository.store.object_stores import ObjectBucket, choose_bucket, make_client_options
+from tests.repository.regional_server import RegionalServer
 
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 S3 = {**KEYS, "AWS_REGION": "eu-central-1"}
@@ -89,6 +90,35 @@ def test_the_keys_the_region_and_the_endpoint_of_a_profile_are_those_of_botocore
     credentials = provide()
     assert (credentials["access_key_id"], credentials["secret_access_key"]) == ("A", "B")
     assert credentials["expires_at"] > datetime.now(UTC)
+
+
+def test_each_request_is_signed_with_the_credentials_that_are_then_valid(without_settings, monkeypatch):
+    """A role's keys last an hour, and a job for days: a store that kept its first keys would lose access.
+
+    botocore renews these keys at every use, since they expire soon.
+    """
+    monkeypatch.setattr(object_stores, "_CREDENTIALS_LAST", timedelta(0))  # obstore asks again without a pause
+    program, number = without_settings / "program.py", without_settings / "number"
+    number.write_text("0")
+    program.write_text(
+        "import datetime, json, pathlib\n"
+        f"file = pathlib.Path({str(number)!r})\n"
+        "file.write_text(str(int(file.read_text()) + 1))\n"
+        "expires = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(seconds=30)\n"
+        "key = {'AccessKeyId': 'key' + file.read_text(), 'SecretAccessKey': 'secret'}\n"
+        "print(json.dumps({'Version': 1, 'Expiration': expires.isoformat(), **key}))\n"
+    )
+    with RegionalServer("http://unused", "another", answer=(404, b"")) as server:
+        write_profile(without_settings, region="us-east-1", endpoint_url=server.url)
+        with (without_settings / "config").open("a") as config:
+            config.write(f"credential_process = {sys.executable} {program}\n")
+        (without_settings / "credentials").unlink()
+        monkeypatch.setenv("AWS_PROFILE", "work")
+        storage = Storage("s3://bucket/a")
+        assert storage.client == "obstore"
+        for _ in range(3):
+            assert storage.size("file") is None
+    assert server.keys == ["key2", "key3", "key4"]  # the first was given out before a request
 
 
 @pytest.mark.parametrize(
