@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--data", required=True)
     parser.add_argument("--name", required=True, help="model name of the checkpoints; the newest one is continued")
     parser.add_argument("--steps", type=int, required=True, help="step at which the run ends, and saves")
+    parser.add_argument("--save-every", type=int, help="steps between versions; by default, only the end is saved")
     parser.add_argument("--global-batch", type=int, default=32, help="blocks of all ranks")
     parser.add_argument("--flavor", default="debugmodel", help="a size of torchtitan's Llama")
     parser.add_argument("--vocabulary", type=int, default=2048)
@@ -102,7 +103,8 @@ def main() -> None:
             if dist.get_rank() == 0:
                 print(f"step {progress.step}: loss {loss:.6f}", flush=True)
             progress.step += 1
-        versions.save(progress.step, force=True)
+            if progress.step == args.steps or (args.save_every and progress.step % args.save_every == 0):
+                versions.save(progress.step, force=True)
     versions.close()
     if dist.get_rank() == 0:
         print(f"saved {versions.version}")

@@ -32,22 +32,34 @@ def url(tmp_path):
     return url
 
 
-def losses(url, name, steps, *, ranks, tensor=1):
-    """Train until a step, and return the loss of each step by its number."""
-    program = ROOT / "examples" / "torchtitan_llama.py"
+def run(url, name, steps, *, ranks, tensor=1, save_every=None, killed_at=None):
+    """Train until a step, or until rank 1 is killed when it saves; return the finished process."""
+    program = [ROOT / "examples" / "torchtitan_llama.py"]
+    if killed_at is not None:
+        program = [ROOT / "tests" / "distributed" / "programs" / "killed_at_save.py", killed_at, *program]
     words = ["--repo", url, "--data", "blocks@1", "--name", name, "--vocabulary", VOCABULARY]
     words += ["--global-batch", GLOBAL_BATCH, "--steps", steps, "--tensor", tensor]
+    words += [] if save_every is None else ["--save-every", save_every]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    done = subprocess.run(
-        [*map(str, launcher), str(program), *map(str, words)],
+    return subprocess.run(
+        [*map(str, launcher), *map(str, program), *map(str, words)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def losses(*args, **options):
+    """Return the loss of each step by its number of a `run` that must succeed."""
+    done = run(*args, **options)
     assert done.returncode == 0, done.stderr
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", done.stdout)}
+    return losses_in(done.stdout)
+
+
+def losses_in(text):
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", text)}
 
 
 def test_a_run_of_torchtitans_model_goes_on_with_other_data_ranks(url):
@@ -70,6 +82,27 @@ def test_a_run_of_torchtitans_model_goes_on_with_other_data_ranks(url):
         positions = sorted((use.epoch, use.position) for use in uses)
         expected = [(0, place) for place in range(11 * GLOBAL_BATCH)]
         assert positions == [*expected, *((1, place) for place in range(4 * GLOBAL_BATCH))]
+
+
+def test_a_killed_run_goes_on_from_its_last_version(url):
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+    whole = losses(url, "whole", 15, ranks=2)
+    killed = run(url, "killed", 15, ranks=2, save_every=2, killed_at=6)
+    assert killed.returncode != 0
+    assert "Signal 9 (SIGKILL)" in killed.stderr
+    assert list(losses_in(killed.stdout)) == list(range(6))
+
+    # Steps 4 and 5 had no version yet, so they are repeated, with one rank in place of two.
+    rest = losses(url, "killed", 15, ranks=1, save_every=2)
+    assert list(rest) == list(range(4, 15))
+    assert losses_in(killed.stdout) | rest == pytest.approx(whole, abs=1e-5)
+    repo = datasvc.open(url)
+    steps = [repo.models.describe(f"killed@{number}").entry["step"] for number in range(1, 9)]
+    assert steps == [2, 4, 6, 8, 10, 12, 14, 15]
+    keys = [sample["key"] for sample in repo.dataset("blocks@1")["train"]]
+    uses = repo.models.trained_on(["killed@8"], keys=keys).all_uses()
+    expected = [(place // (11 * GLOBAL_BATCH), place % (11 * GLOBAL_BATCH)) for place in range(15 * GLOBAL_BATCH)]
+    assert sorted((use.epoch, use.position) for use in uses) == expected
 
 
 def test_torchtitans_own_loader_refuses_other_data_ranks():
