@@ -291,7 +291,8 @@ def _train_until_killed(dataset, kind, folder):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("kind", ["map", pytest.param("iterable", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_job_that_was_killed_resumes_from_its_last_state(dataset, epochs, kind, tmp_path):
     # A process that was forked while other tests' threads ran may wait for a lock that nothing frees any more.
     job = multiprocessing.get_context("spawn").Process(target=_train_until_killed, args=(dataset, kind, tmp_path))

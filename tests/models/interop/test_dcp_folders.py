@@ -110,7 +110,7 @@ def test_code_in_the_metadata_or_a_value_never_runs(repository, tmp_path):
     "raw",
     [
         b"\x80\x05\x96" + (1 << 40).to_bytes(8, "little") + b".",  # a bytearray of a terabyte
-        b"\x80\x05]r\xff\xff\xff\xff.",  # the last place of the memo
+        pytest.param(b"\x80\x05]r\xff\xff\xff\xff.", marks=pytest.mark.slow),  # the last place of the memo
         b"\x80\x05cbuiltins\neval\n(X\x01\0\0\0" + b"1tR.",
         b"\x80\x05ctorch.distributed.checkpoint.metadata\nMetadata.__class__\n.",
         b"\x80\x05\x95\xff\xff\xff\xff\xff\xff\xff\x7f.",
@@ -138,7 +138,7 @@ def test_few_bytes_that_make_many_objects_with_large_states_are_refused_at_the_l
     "copies",
     [
         pytest.param(b"ccollections\nOrderedDict\nq\2](" + b"h\2h\1\x85R" * 10_000, marks=pytest.mark.slow),
-        b"]q\2(" + b"h\0h\3\x81" * 1000,
+        pytest.param(b"]q\2(" + b"h\0h\3\x81" * 1000, marks=pytest.mark.slow),
     ],
 )
 def test_metadata_that_multiply_what_they_hold_are_refused(repository, tmp_path, copies):
