@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,6 +161,16 @@ def test_home_follows_its_runs(tmp_path, page):
         log.close("failed", "the loss is nan")
         page.get_by_text("1 problem").wait_for()
         page.get_by_text(f"{log.ref} failed: the loss is nan").wait_for()
+        page.goto("about:blank")
+
+
+def test_home_shows_a_problem_that_arises_while_it_is_open(tmp_path, page, monkeypatch):
+    datasvc.open(str(tmp_path / "repo"), create=True)
+    with running_ui(tmp_path / "repo") as server:
+        page.goto(server.url)
+        page.get_by_text("live", exact=True).wait_for()
+        monkeypatch.setattr(shutil, "disk_usage", lambda _folder: SimpleNamespace(total=100, free=1))
+        page.get_by_text("is nearly full").wait_for()
         page.goto("about:blank")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -16,9 +17,10 @@ from datasvc.ui.pages.run_table import runs_table
 from datasvc.ui.pages.runs import runs_panel
 from datasvc.ui.web.live import PageState
 from datasvc.ui.web.node_monitor import NodeState
-from datasvc.ui.web.page import Page, Panel, Parts, Query, RawResponse
+from datasvc.ui.web.page import Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
+_NUMBER: Final = re.compile(r"\d[\d,.]*")
 _MAX_ENDED: Final = 5  # that are listed if no run is live
 
 
@@ -26,14 +28,11 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     """Return the data sets, the models, the nodes, and the problems of all of them."""
     datasets, models = datasets_panel(site), models_panel(site)
     runs, nodes = list_runs(site.repo.repository, last=MAX_RUNS), site.nodes.states()
-    of_nodes = [problem for state in nodes for problem in node_problems(state)]
-    disk = disk_problems(site.repo.repository.storage.local_path(""))
-    problems = [*site.faults.problems(), *of_nodes, *recent_run_problems(runs, time.time()), *disk]
     return Page(
         template="home.html",
         title="datasvc",
         section="home",
-        problems=tuple(problems),
+        problems=tuple(_problems(site, runs, nodes)),
         panels={"datasets": datasets, "models": models, **_live_panels(site, runs, nodes)},
         view={
             **_live_view(site, runs, nodes, query),
@@ -61,14 +60,18 @@ def load_live(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # 
 def state_of(site: Site, parts: Parts) -> PageState:  # noqa: ARG001 - the signature of all live pages
     """Return the state of the page: its runs and nodes; its problems are its shape."""
     runs, nodes = site.recent_runs.read(site.repo.repository), site.nodes.states()
-    # Not the texts of problems: these have ages.
-    shape = [
-        len(site.faults.problems()),
-        [(state.url, state.error is None) for state in nodes],
-        [(run.ref, run.state, run.is_stalled) for run in runs],
-    ]
+    # Not the numbers in the texts of problems: ages change with every look.
+    problems = [(each.link, each.severity, _NUMBER.sub("", each.text)) for each in _problems(site, runs, nodes)]
+    shape = [problems, [(run.ref, run.state) for run in runs]]
     version = [(run.ref, run.state, run.last_s) for run in runs]
     return PageState(f"{site.nodes.num_readings} {version}", shape=str(shape))
+
+
+def _problems(site: Site, runs: Sequence[RunSummary], nodes: Sequence[NodeState]) -> list[Problem]:
+    """Return the problems that pages have met, and those of nodes, runs, and the disk of the repository."""
+    of_nodes = [problem for state in nodes for problem in node_problems(state)]
+    disk = disk_problems(site.repo.repository.storage.local_path(""))
+    return [*site.faults.problems(), *of_nodes, *recent_run_problems(runs, time.time()), *disk]
 
 
 def _live_panels(site: Site, runs: Sequence[RunSummary], nodes: Sequence[NodeState]) -> Mapping[str, Panel]:
