@@ -66,6 +66,15 @@ def folder(tmp_path) -> Path:
     return write_folder(tmp_path / "source", {"train": {"a": 7, "b": 5, "c": 8}, "val": {"a": 3, "b": 3}})
 
 
+@pytest.fixture
+def without_an_experiment():
+    """Have MLflow forget the experiment that a test sets: it would be that of later tests, and of their children."""
+    yield
+    os.environ.pop("MLFLOW_EXPERIMENT_ID", None)
+    if "mlflow" in sys.modules:
+        sys.modules["mlflow"].tracking.fluent._active_experiment_id = None
+
+
 @pytest.fixture(scope="session")
 def s3_bucket(tmp_path_factory):
     """Return the URL of a new bucket on a server that runs for the session.

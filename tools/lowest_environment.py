@@ -4,7 +4,7 @@
 
 It has the packages of datasvc itself and of the extras. Everything else, such as pytest and torch, is that of the
 environment that runs this program. A floor below the oldest version that fits the others is an error: nobody can
-install it.
+install it. With --newer-core, this is checked for the extras alone: frameworks need some newer packages of the core.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def raised_floors(requirements: Iterable[str], installed: dict[str, str]) -> lis
     return wrong
 
 
-def make(folder: Path, extras: Iterable[str]) -> None:
-    """Make the environment. Raise SystemExit if a floor cannot be installed."""
+def make(folder: Path, extras: Iterable[str], *, newer_core: bool) -> None:
+    """Make the environment. Raise SystemExit if a floor cannot be installed, of the core unless `newer_core`."""
     subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
     python = folder / "bin" / "python"
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
@@ -78,7 +78,8 @@ def make(folder: Path, extras: Iterable[str]) -> None:
         [folder / "bin" / "uv", "pip", "freeze", "--python", python], check=True, capture_output=True, text=True
     ).stdout
     installed = dict(re.findall(r"^([\w.-]+)==(\S+)$", frozen, re.MULTILINE))
-    wrong = raised_floors(requirements, {name.lower().replace("_", "-"): installed[name] for name in installed})
+    checked = [each for each in requirements if not (newer_core and each in CORE)]
+    wrong = raised_floors(checked, {name.lower().replace("_", "-"): installed[name] for name in installed})
     if wrong:
         raise SystemExit("floors of pyproject.toml that cannot be installed:\n" + "\n".join(wrong))
     (packages,) = (folder / "lib").glob("python*/site-packages")
@@ -90,8 +91,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("extras", nargs="+")
+    parser.add_argument("--newer-core", action="store_true")
     settings = parser.parse_args()
-    make(settings.folder, settings.extras)
+    make(settings.folder, settings.extras, newer_core=settings.newer_core)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ def test_the_pages_have_a_program_of_each_framework():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("without_an_experiment")
 @pytest.mark.parametrize("heading", [heading for heading in PROGRAMS if heading not in NOT_RUN])
 def test_a_program_runs(heading, digits, tmp_path, monkeypatch):
     (program,) = PROGRAMS[heading]

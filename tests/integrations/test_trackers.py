@@ -23,19 +23,10 @@ from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train as train_by_program
 from tests.integrations.tracked_training import NUM_STEPS, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("without_an_experiment")]
 
 ROOT = Path(__file__).parents[2]
 BLOCK, FULL, LAST = 32768, 1, 4  # of a wandb file
-
-
-@pytest.fixture(autouse=True)
-def without_an_experiment():
-    """Have MLFlow forget the experiment that the training program sets, in this process and for its children."""
-    yield
-    os.environ.pop("MLFLOW_EXPERIMENT_ID", None)
-    if "mlflow" in sys.modules:
-        sys.modules["mlflow"].tracking.fluent._active_experiment_id = None
 
 
 @pytest.fixture

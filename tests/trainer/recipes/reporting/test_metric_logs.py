@@ -115,7 +115,7 @@ def test_the_real_weights_and_biases_keeps_what_was_written(monkeypatch, tmp_pat
 
 
 @pytest.fixture
-def mlflow(monkeypatch, tmp_path):
+def mlflow(monkeypatch, tmp_path, without_an_experiment):
     """The real one, on a folder."""
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
