@@ -10,7 +10,7 @@ from hypothesis import settings
 FAST = 15
 
 
-def examples(num_examples: int, **more: Any) -> settings:
-    """Return settings for a property that is tried on `num_examples`, in the fast set on `FAST` at most."""
+def examples(num_examples: int, *, fast: int = FAST, **more: Any) -> settings:
+    """Return settings for a property that is tried on `num_examples`, in the fast set on `fast` at most."""
     is_fast = os.environ.get("HYPOTHESIS_PROFILE", "fast") == "fast"
-    return settings(max_examples=min(FAST, num_examples) if is_fast else num_examples, **more)
+    return settings(max_examples=min(fast, num_examples) if is_fast else num_examples, **more)

@@ -87,7 +87,7 @@ def test_a_node_serves_until_it_is_told_to_stop(serving, origin):
     assert process.wait() == 0
 
 
-@pytest.mark.parametrize("level", ["info", "error"])
+@pytest.mark.parametrize("level", ["info", pytest.param("error", marks=pytest.mark.slow)])
 def test_a_node_logs_its_start_its_jobs_and_its_end(serving, origin, folder, tmp_path, level):
     repository = origin[0]
     ingest(repository, str(folder), "pets", shard_bytes=2000)

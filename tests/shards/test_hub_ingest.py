@@ -56,6 +56,7 @@ def test_a_source_on_the_hub_gives_the_digests_of_a_local_one(hub, repository, w
     assert any(path.startswith("/content/") for _, path in hub.requests)
 
 
+@pytest.mark.slow
 def test_workers_read_from_the_hub(hub, repository):
     local = write_tars(hub.folder / "lab" / "pets", class_sorted(30, 3), per_tar=12)
     ingest(repository, str(local), "local", shard_bytes=6000)

@@ -74,6 +74,7 @@ class StoreLaws:
             storage.put_bytes("a", content)
             assert (storage.read("a"), storage.size("a"), storage.list("")) == (content, len(content), ["a"])
 
+    @pytest.mark.slow
     def test_a_large_file_comes_back_in_any_pieces(self, storage):
         content = bytes(range(251)) * 30_000
         storage.put_bytes("large", content)

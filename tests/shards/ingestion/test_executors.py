@@ -234,9 +234,8 @@ def ingest_together(url, source, barrier):
     ingest(Repository.open(url), source, "pets", **LISTED)
 
 
-@pytest.mark.parametrize(
-    "round_number", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("round_number", range(3))
 def test_equal_ingests_at_once_commit_one_version(repository, folder, round_number):
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(2)

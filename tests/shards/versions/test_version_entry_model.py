@@ -178,4 +178,4 @@ class Versions(RuleBasedStateMachine):
 
 
 TestVersions = Versions.TestCase
-TestVersions.settings = examples(15, stateful_step_count=12, deadline=None)
+TestVersions.settings = examples(15, fast=5, stateful_step_count=12, deadline=None)
