@@ -28,7 +28,7 @@ from tests.cluster.store import FileStore
 from tests.said import say
 from tools.bench.origin import Limits, Origin
 
-SOAK_S = float(os.environ.get("DATASVC_SOAK_S", "150"))
+SOAK_S = float(os.environ.get("DATASVC_SOAK_S", "60"))
 SMALL, LARGE = 3_000_000, 7_500_000  # half of one data set, and less than both
 DISK = LARGE + 3_000_000  # the catalogue's room, and some
 NUMBERS = {"pets": range(300), "cats": [*range(150), *range(1000, 1150)]}

@@ -59,7 +59,7 @@ def test_no_failing_file_operation_loses_or_half_makes_anything(tmp_path, shim, 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_program_that_ends_at_any_file_operation_leaves_nothing_that_the_next_trips_over(tmp_path, shim, operation):
-    is_short = OPERATIONS[operation] < 40
+    is_short = OPERATIONS[operation] < 30
     result = run(tmp_path, shim, operation, ENDS, "all" if is_short else "some")
     assert result["kinds"]["ended"] >= OPERATIONS[operation] * (4 if is_short else 0.25)
 
