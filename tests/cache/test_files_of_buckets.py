@@ -52,11 +52,12 @@ def test_credentials_are_asked_for_once_for_all_files(files, log, tmp_path, monk
     assert log.read_text() == "asked\n"
 
 
-def test_a_folder_is_refused_and_a_missing_file_is_named(files, tmp_path):
+def test_a_folder_is_refused_and_a_missing_file_is_named(files, s3_bucket, tmp_path):
     root, _ = files
     with Cache(tmp_path / "cache", budget="64MB") as cache:
-        with pytest.raises(ConfigError, match="is a folder or has no known size"):
-            stage_files(cache, [root])
+        for folder in (root, s3_bucket, f"{s3_bucket}/"):
+            with pytest.raises(ConfigError, match="is a folder or has no known size"):
+                stage_files(cache, [folder])
         with pytest.raises(NotFoundError, match=r"99\.bin"):
             stage_files(cache, [f"{root}/99.bin"])
 

@@ -97,8 +97,8 @@ class RemoteFile:
 
     def read_range(self, _digest: Digest, offset: int, length: int) -> bytes:
         """Return `length` bytes from `offset`. Raises NotFoundError or UnavailableError."""
-        if self._usable_objects is not None:
-            return self._usable_objects.read_range(self._object_path, offset, length)
+        if (objects := self._usable_objects) is not None:
+            return objects.read_range(self._object_path, offset, length)
         return self._ranges.read(self._driver[1], offset, length, location=redact_url(self.url))
 
     @property
@@ -110,8 +110,8 @@ class RemoteFile:
         self, _digest: Digest, offset: int, length: int, take: Take, interrupt: CancellationToken
     ) -> None:
         """Pass `length` bytes from `offset` to `take` as they arrive; see `RangeReader.stream`."""
-        if self._usable_objects is not None:
-            self._usable_objects.stream_range(self._object_path, offset, length, take, interrupt)
+        if (objects := self._usable_objects) is not None:
+            objects.stream_range(self._object_path, offset, length, take, interrupt)
             return
         location = redact_url(self.url)
         self._ranges.stream(self._driver[1], offset, length, take, location=location, interrupt=interrupt)
@@ -135,11 +135,11 @@ class RemoteFile:
 
         A folder has no size. For errors, see `RemoteFile`.
         """
-        if self._usable_objects is not None:
+        if (objects := self._usable_objects) is not None:
             try:
-                meta = self._usable_objects.details(self._object_path)
+                meta = objects.details(self._object_path)
             except NotFoundError:
-                if self._usable_objects.names(self._object_path):
+                if objects.names(self._object_path):
                     return None, None
                 raise
             return meta["e_tag"] or meta["last_modified"], meta["size"]
@@ -157,11 +157,12 @@ class RemoteFile:
 def _share_bucket(url: str) -> tuple[ObjectStoreFiles | None, str]:
     """Return the files of the bucket of `url`, which all remote files of a process share, and the path in it.
 
-    Without obstore, the first is None. One client for all files needs few connections, and its credentials once.
+    Without obstore, or without a path in the bucket, the first is None. One client for all files needs few
+    connections, and its credentials once.
     """
     with _sharing:
         bucket = choose_bucket(url)
-        if isinstance(bucket, str):
+        if isinstance(bucket, str) or not bucket.prefix:
             return None, ""
         parts = urlsplit(url)
         return _open_files(

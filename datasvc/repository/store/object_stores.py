@@ -128,7 +128,8 @@ def read_settings() -> Hashable:
 
 
 # Held while a session is opened and finds its credentials: otherwise threads that start together would each do so.
-_session_lock: Final = threading.Lock()
+# Reentrant: what finds them may fork.
+_session_lock: Final = threading.RLock()
 os.register_at_fork(
     before=_session_lock.acquire, after_in_parent=_session_lock.release, after_in_child=_session_lock.release
 )
