@@ -25,12 +25,15 @@ demo: setup  ## the main job end to end on real images: ingest, stage, train, ki
 # The fast set writes and flushes many thousands of small files. They are in memory if it has room for them, unless TMPDIR
 # names another folder; `test-all` uses the disk.
 MEMORY := $(shell df -k --output=avail /dev/shm 2>/dev/null | awk 'NR == 2 && $$1 > 8000000 {print "/dev/shm"}')
+IN_MEMORY := TMPDIR=$${TMPDIR:-$(or $(MEMORY),/tmp)}
+PYTEST := -m pytest -n 2 --dist worksteal
+PYTEST_IN_MEMORY := $(PYTEST) -o tmp_path_retention_policy=failed
 
 test: setup  ## all tests but the long ones
-	TMPDIR=$${TMPDIR:-$(or $(MEMORY),/tmp)} $(BIN)/python -m pytest -m 'not slow' -n 2 --dist worksteal -o tmp_path_retention_policy=failed
+	$(IN_MEMORY) $(BIN)/python $(PYTEST_IN_MEMORY) -m 'not slow'
 
 test-all: setup  ## all tests, each property on all its examples
-	HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -n 2 --dist worksteal
+	HYPOTHESIS_PROFILE=all $(BIN)/python $(PYTEST)
 
 # Floors: extras, and the tests of what uses their packages. Everything else is that of .venv, such as torch.
 LOWEST := s3 hub yaml text sign ui pandas
@@ -45,14 +48,13 @@ LOWEST_FRAMEWORKS_TESTS := $(patsubst %,tests/integrations/test_%.py,lightning a
 	tests/models/interop/test_onnx_file.py tests/trainer/recipes/reporting/test_metric_logs.py tests/trainer/function \
 	tests/loaders/profiling/test_report.py tests/shards/images
 
-LOWEST_PYTEST := -m pytest -n 2 --dist worksteal -o tmp_path_retention_policy=failed
 lowest: export DATASVC_TEST_SERVERS = replaced
 lowest: export PYTHONPATH = $(CURDIR)
 lowest: setup  ## some tests with the oldest versions that pyproject.toml allows
 	$(BIN)/python tools/lowest_environment.py .venv-lowest/core $(LOWEST)
-	TMPDIR=$${TMPDIR:-$(or $(MEMORY),/tmp)} .venv-lowest/core/bin/python $(LOWEST_PYTEST) -m 'not slow' $(LOWEST_TESTS)
+	$(IN_MEMORY) .venv-lowest/core/bin/python $(PYTEST_IN_MEMORY) -m 'not slow' $(LOWEST_TESTS)
 	$(BIN)/python tools/lowest_environment.py --newer-core .venv-lowest/frameworks $(LOWEST) $(LOWEST_FRAMEWORKS)
-	TMPDIR=$${TMPDIR:-$(or $(MEMORY),/tmp)} .venv-lowest/frameworks/bin/python $(LOWEST_PYTEST) -k 'not killed' $(LOWEST_FRAMEWORKS_TESTS)
+	$(IN_MEMORY) .venv-lowest/frameworks/bin/python $(PYTEST_IN_MEMORY) -k 'not killed' $(LOWEST_FRAMEWORKS_TESTS)
 
 check: setup  ## ruff, mypy and the import directions
 	$(BIN)/ruff format --check .

@@ -16,6 +16,8 @@ from datasvc.shards import ingest
 
 ROOT = Path(__file__).parents[2]
 BLOCK, VOCABULARY, GLOBAL_BATCH = 16, 64, 8
+# By epoch and position: each block of the first epoch once, and four batches of the second.
+FIFTEEN_BATCHES = [divmod(place, 11 * GLOBAL_BATCH) for place in range(15 * GLOBAL_BATCH)]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -62,6 +64,12 @@ def losses_in(text):
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", text)}
 
 
+def consumed(repo, ref):
+    """Return the epoch and the position of each block that a version was trained on, in order."""
+    keys = [sample["key"] for sample in repo.dataset("blocks@1")["train"]]
+    return sorted((use.epoch, use.position) for use in repo.models.trained_on([ref], keys=keys).all_uses())
+
+
 def test_a_run_of_torchtitans_model_goes_on_with_other_data_ranks(url):
     pytest.importorskip("torchtitan", reason="torchtitan is not installed")
     whole = losses(url, "whole", 15, ranks=4)
@@ -75,13 +83,9 @@ def test_a_run_of_torchtitans_model_goes_on_with_other_data_ranks(url):
 
     # The last version of each run has consumed every block of the first epoch once, and four batches of the second.
     repo = datasvc.open(url)
-    keys = [sample["key"] for sample in repo.dataset("blocks@1")["train"]]
     assert [repo.models.describe(f"parts@{number}").entry["parent"] for number in (2, 3)] == ["parts@1", "parts@2"]
     for ref in ("whole@1", "parts@3"):
-        uses = repo.models.trained_on([ref], keys=keys).all_uses()
-        positions = sorted((use.epoch, use.position) for use in uses)
-        expected = [(0, place) for place in range(11 * GLOBAL_BATCH)]
-        assert positions == [*expected, *((1, place) for place in range(4 * GLOBAL_BATCH))]
+        assert consumed(repo, ref) == FIFTEEN_BATCHES
 
 
 def test_a_killed_run_goes_on_from_its_last_version(url):
@@ -99,10 +103,7 @@ def test_a_killed_run_goes_on_from_its_last_version(url):
     repo = datasvc.open(url)
     steps = [repo.models.describe(f"killed@{number}").entry["step"] for number in range(1, 9)]
     assert steps == [2, 4, 6, 8, 10, 12, 14, 15]
-    keys = [sample["key"] for sample in repo.dataset("blocks@1")["train"]]
-    uses = repo.models.trained_on(["killed@8"], keys=keys).all_uses()
-    expected = [(place // (11 * GLOBAL_BATCH), place % (11 * GLOBAL_BATCH)) for place in range(15 * GLOBAL_BATCH)]
-    assert sorted((use.epoch, use.position) for use in uses) == expected
+    assert consumed(repo, "killed@8") == FIFTEEN_BATCHES
 
 
 def test_torchtitans_own_loader_refuses_other_data_ranks():
