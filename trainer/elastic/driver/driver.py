@@ -167,10 +167,9 @@ class _Driver:
 
     def _next_event(self) -> Event:
         """Wait for the next event. If a deadline of `membership` passes first, return that as an event."""
-        now_s = time.monotonic()
-        deadline_s = self._membership.next_deadline_s(now_s)
+        deadline_s = self._membership.next_deadline_s()
         try:
-            return self._events.get(timeout=None if deadline_s is None else max(0.0, deadline_s - now_s))
+            return self._events.get(timeout=None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
         except queue.Empty:
             return lambda: self._membership.time_passed(time.monotonic())
 

@@ -65,6 +65,7 @@ class JobMembership:
         self._too_few_since_s: float | None = now_s  # start of the wait for slots; None if there are enough
         self._last_wait_message: str | None = None  # so that an equal message is not printed again
         self._is_over = False  # whether a `Finish` was returned
+        self._advanced_s = now_s  # time of the last event
 
     def hosts_found(self, hosts: Sequence[Host], now_s: float) -> list[Action]:
         """Handle a new list of all hosts; each host is listed once."""
@@ -138,12 +139,15 @@ class JobMembership:
         """Handle the deadlines that have passed. Called at the time that `next_deadline_s` returned."""
         return self._advance(now_s)
 
-    def next_deadline_s(self, now_s: float) -> float | None:
-        """Return when to call `time_passed` if no event comes first; None if there is no deadline."""
+    def next_deadline_s(self) -> float | None:
+        """Return when to call `time_passed` if no event comes first; None if there is no deadline.
+
+        That time may have passed since the last event, for example during the start of a worker.
+        """
         times = [deadline.at_s for deadline in self._deadlines()]
-        if self._too_few_since_s is not None and not self._has_waited_too_long(now_s):
+        if self._too_few_since_s is not None and not self._has_waited_too_long(self._advanced_s):
             times.append(self._too_few_since_s + self._limits.elastic_timeout_s)
-        release_s = self._blacklist.next_release_s(now_s)  # when a blocked host may get workers again
+        release_s = self._blacklist.next_release_s(self._advanced_s)  # when a blocked host may get workers again
         return min([*times, *([] if release_s is None else [release_s])], default=None)
 
     def _deadlines(self) -> list[Deadline]:
@@ -180,6 +184,7 @@ class JobMembership:
         """Return the actions that the current state requires; called after each event."""
         if self._is_over:
             return []
+        self._advanced_s = now_s
         # Slots are updated first, because a worker that has lost its slot no longer counts towards `max_num_ranks`.
         actions = [*self._update_slots(now_s), *self._start_workers(now_s), *self._stop_late(now_s)]
         actions += self._form_round(now_s)

@@ -215,7 +215,7 @@ class MembershipLaws(RuleBasedStateMachine):
     @invariant()
     def the_next_deadline_is_not_missed(self):
         if hasattr(self, "alive") and self.finish is None:
-            deadline_s = self.membership.next_deadline_s(self.now_s)
+            deadline_s = self.membership.next_deadline_s()
             assert deadline_s is None or deadline_s > self.now_s, "it would be asked again and again"
 
     def teardown(self):
@@ -235,7 +235,7 @@ class MembershipLaws(RuleBasedStateMachine):
             elif idle:
                 self.end(idle[0], 0)
             else:
-                deadline_s = self.membership.next_deadline_s(self.now_s)
+                deadline_s = self.membership.next_deadline_s()
                 assert deadline_s is not None, "nothing will ever happen again"
                 self.now_s = deadline_s
                 self.take(self.membership.time_passed(self.now_s))
