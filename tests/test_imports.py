@@ -334,6 +334,12 @@ def test_importing_datasvc_loads_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
+def test_importing_the_loaders_does_not_load_pandas():
+    code = "import sys, datasvc.loaders; print('pandas' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "False"
+
+
 def test_showing_a_data_set_of_a_local_repository_loads_nothing_that_it_does_not_need(tmp_path):
     small_dataset(str(tmp_path), "pets", samples=8)
     # pandas is imported by some functions of pyarrow where it is installed.

@@ -140,10 +140,11 @@ def _read_hits(side: Side, hashes: Integers) -> pa.RecordBatch:
 
 
 # The result of `_read_hits` without hits. The type of its attached values is null, because no value gives their type.
-_NO_HITS = pa.RecordBatch.from_pydict(
-    {"value": pa.array([], pa.large_string()), **dict.fromkeys(("hash", "shard", "row"), np.empty(0, np.int64)),
-     "attached": pa.nulls(0)}
-)  # fmt: skip
+# Made of nulls: `pa.array` imports pandas, which takes a fifth of the time to import this package.
+_NO_HITS = pa.RecordBatch.from_arrays(
+    [pa.nulls(0, pa.large_string()), *(pa.nulls(0, pa.int64()) for _ in range(3)), pa.nulls(0)],
+    names=["value", "hash", "shard", "row", "attached"],
+)
 
 
 def _is_in(values: Integers, ordered: Integers) -> Flags:
