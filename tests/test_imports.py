@@ -334,10 +334,11 @@ def test_importing_datasvc_loads_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
-def test_importing_the_loaders_does_not_load_pandas():
-    code = "import sys, datasvc.loaders; print('pandas' in sys.modules)"
+def test_a_rank_that_trains_loads_no_web_server_no_queries_and_no_optimizer_of_a_layout():
+    unneeded = ("pandas", "pyarrow.dataset", "duckdb", "aiohttp", "torch.distributed.optim")
+    code = f"import sys, datasvc.trainer.recipes.train; print([name for name in {unneeded!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "False"
+    assert done.stdout.strip() == "[]"
 
 
 def test_showing_a_data_set_of_a_local_repository_loads_nothing_that_it_does_not_need(tmp_path):

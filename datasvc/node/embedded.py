@@ -11,7 +11,6 @@ import sys
 
 from datasvc.child_process import ChildProcess, end_with_input
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.node.server import serve
 from datasvc.node.settings import NodeSettings
 
 
@@ -46,6 +45,9 @@ class EmbeddedNode:
 
 def main() -> None:
     """Serve with the pickled settings on standard input."""
+    # Only the child serves: the ranks of a job, which import this module too, need no web server.
+    from datasvc.node.server import serve
+
     settings: NodeSettings = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
     end_with_input()  # exit when the job ends; this may be at any time, because the cache survives a kill
     try:

@@ -13,12 +13,13 @@ from datasvc.extras import explain_missing
 from datasvc.repository import Repository
 from datasvc.shards.format.object_files import ObjectFiles
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.query.scan import LiveSamples, ScannerProbe
 from datasvc.shards.versions.dataset import DatasetVersion, open_dataset
 from datasvc.sql_sandbox import connected, fetch, lock, only_query
 
 if TYPE_CHECKING:
     import duckdb
+
+    from datasvc.shards.query.scan import LiveSamples  # loads Arrow's data sets and pandas: only a query needs them
 
 ALL_SPLITS: Final = "samples"
 CLASSES: Final = "classes"
@@ -51,6 +52,7 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
     """
     with explain_missing("a query in SQL"):
         import duckdb
+    from datasvc.shards.query.scan import LiveSamples
 
     dataset = open_dataset(repository, ref)
     sizes = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
@@ -93,6 +95,8 @@ def _register(
 def check_reads_live_samples(connection: duckdb.DuckDBPyConnection) -> None:
     """Raise ConfigError if this version of DuckDB does not read data sets through their `scanner`."""
     import duckdb
+
+    from datasvc.shards.query.scan import ScannerProbe
 
     # Such a version would silently return deleted samples. `ScannerProbe` has a sample only for a scanner.
     connection.register("probe", ScannerProbe(pa.table({KEY: pa.array([], pa.string())})))

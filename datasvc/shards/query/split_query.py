@@ -16,12 +16,13 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.shards.format.object_files import ObjectFiles
 from datasvc.shards.query.query import check_names, check_reads_live_samples
-from datasvc.shards.query.scan import LiveSamples
 from datasvc.shards.versions.dataset import Split
 from datasvc.sql_sandbox import connected, fetch, lock
 
 if TYPE_CHECKING:
     import duckdb
+
+    from datasvc.shards.query.scan import LiveSamples  # loads Arrow's data sets and pandas: only a query needs them
 
 _T = TypeVar("_T")
 
@@ -101,6 +102,8 @@ def open_query(split: Split, shards: Sequence[int]) -> Iterator[SplitQuery]:
         ConfigError: column names differ in case only.
         CorruptDataError, NotFoundError, UnavailableError: the table or the deletions cannot be read.
     """
+    from datasvc.shards.query.scan import LiveSamples
+
     schema = split.table.sample_schema
     check_names(f"{split.dataset}/{split.name}", schema.names)
     files = _files(split)
@@ -120,6 +123,8 @@ def open_query(split: Split, shards: Sequence[int]) -> Iterator[SplitQuery]:
 @contextmanager
 def open_sizes(split: Split, shards: Sequence[int]) -> Iterator[LiveSamples]:
     """Open the live samples of some shards with the sizes of blobs in place of the blobs; for errors, see above."""
+    from datasvc.shards.query.scan import LiveSamples
+
     samples = LiveSamples.of(split, _files(split), shards=shards, sizes=True)
     try:
         yield samples

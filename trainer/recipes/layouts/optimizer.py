@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 
 class LayoutOptimizer:
@@ -142,6 +141,9 @@ class ZeroOptimizer(LayoutOptimizer):
         process_group: dist.ProcessGroup,
         wrap: Callable[[torch.optim.Optimizer], Any],
     ) -> None:
+        # Only here: it compiles functional copies of all optimizers of torch.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         # torch calls `optimizer` with the groups of this rank's parameters.
         zero: Any = ZeroRedundancyOptimizer(groups, cast("Any", optimizer), process_group=process_group, lr=rate)
         super().__init__(zero, model, group_names)
