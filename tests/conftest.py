@@ -5,6 +5,8 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -53,6 +55,13 @@ def digits(digits_folder, tmp_path_factory) -> DatasetVersion:
     repository = Repository.create(str(tmp_path_factory.mktemp("shared") / "repo"))
     ingest(repository, str(digits_folder), "digits", shard_bytes=256 << 10)
     return open_dataset(repository, "digits@1")
+
+
+@pytest.fixture
+def memory_path() -> Iterator[Path]:
+    """A new folder, in memory if the system has a place there: a busy disk takes long to flush thousands of files."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

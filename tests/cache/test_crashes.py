@@ -2,8 +2,6 @@
 
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +14,8 @@ MIN_STEPS = 10
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_cache_is_sound_after_a_kill_at_every_step(name, tmp_path):
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as place:
-        command = [sys.executable, "-m", "tests.cache.crash_steps", name, place]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def test_a_cache_is_sound_after_a_kill_at_every_step(name, memory_path):
+    command = [sys.executable, "-m", "tests.cache.crash_steps", name, memory_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= MIN_STEPS

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 TIMEOUT_S = 800.0  # ranks that wait for each other in every layer are slow where they share processors
 VOCABULARY, BLOCK, BATCH = 29, 8, 8  # of the program
-LONG, SHORT = {"steps": 50}, {"steps": 5}
+LONG, SHORT = {"steps": 50}, {"steps": 4}
 # Equal to one process only if batch normalisation has the batches of all ranks.
 RESNET = {"model": "resnet18", "sync_batch_norm": True, "optimizer": "sgd", "learning_rate": 0.01, **SHORT}
 LAYOUTS = [
@@ -60,10 +60,10 @@ LAYOUTS = [
     {"layout": "tensor=2,pipeline=2", "precision": "bf16", "micro_batch": 4, **SHORT},
     {"layout": "context=4", **SHORT},
     {"layout": "context=4", "documents": True, **SHORT},
-    {"layout": "data=2,context=2", **LONG},
-    {"layout": "shard=2,context=2", **LONG},
-    {"layout": "tensor=2,context=2", "documents": True, **LONG},
-    {"layout": "pipeline=2,context=2", "documents": True, "micro_batch": 4, **LONG},
+    {"layout": "data=2,context=2", **SHORT},
+    {"layout": "shard=2,context=2", **SHORT},
+    {"layout": "tensor=2,context=2", "documents": True, **SHORT},
+    {"layout": "pipeline=2,context=2", "documents": True, "micro_batch": 4, **SHORT},
     {"layout": "shard=4", **RESNET},
     {"layout": "data=2,shard=2", "zero": 1, **RESNET},
 ]

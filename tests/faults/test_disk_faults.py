@@ -49,8 +49,8 @@ def shim(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("operation", "min_points"), list(OPERATIONS.items()))
-def test_no_failing_file_operation_loses_or_half_makes_anything(tmp_path, shim, operation, min_points):
-    result = run(tmp_path, shim, operation, ERRORS, "turns")
+def test_no_failing_file_operation_loses_or_half_makes_anything(memory_path, shim, operation, min_points):
+    result = run(memory_path, shim, operation, ERRORS, "turns")
     assert result["points"] >= min_points
     assert result["kinds"].get("refused", 0) >= min_points // 2
 
@@ -58,9 +58,11 @@ def test_no_failing_file_operation_loses_or_half_makes_anything(tmp_path, shim, 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_program_that_ends_at_any_file_operation_leaves_nothing_that_the_next_trips_over(tmp_path, shim, operation):
+def test_a_program_that_ends_at_any_file_operation_leaves_nothing_that_the_next_trips_over(
+    memory_path, shim, operation
+):
     is_short = OPERATIONS[operation] < 30
-    result = run(tmp_path, shim, operation, ENDS, "all" if is_short else "some")
+    result = run(memory_path, shim, operation, ENDS, "all" if is_short else "some")
     assert result["kinds"]["ended"] >= OPERATIONS[operation] * (4 if is_short else 0.25)
 
 

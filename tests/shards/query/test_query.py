@@ -373,10 +373,10 @@ def test_a_process_whose_query_ends_its_scan_early_ends_too(large_pets, program)
 
 
 @pytest.mark.slow
-def test_thirty_processes_whose_query_ends_its_scan_early_all_end(large_pets):
-    programs = [_IN_PYTHON, _ON_THE_COMMAND_LINE] * 15
+def test_sixteen_processes_whose_query_ends_its_scan_early_all_end(large_pets):
+    programs = [_IN_PYTHON, _ON_THE_COMMAND_LINE] * 8
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(run_to_its_end, programs, [large_pets] * 30))
+        list(pool.map(run_to_its_end, programs, [large_pets] * 16))
 
 
 @pytest.mark.slow
