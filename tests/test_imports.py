@@ -150,7 +150,7 @@ ROOMS = {
     ],
     "datasvc.loaders.decode": [".", "gpu", "choice"],
     "datasvc.trainer": [
-        "errors env",
+        "errors paused_gc env",
         "engine",
         "rendezvous",
         "launch.ranks",

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from datasvc.errors import DatasvcError
 from datasvc.trainer import HorovodInternalError
+from datasvc.trainer.paused_gc import paused_gc
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datasvc.trainer") -> None:
@@ -29,7 +30,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
         from datasvc.trainer.recipes.settings.options import parse_options
 
         if arguments[:1] == ["profile"]:
-            from datasvc.trainer.recipes.profiling.command import main as profile
+            with paused_gc():
+                from datasvc.trainer.recipes.profiling.command import main as profile
 
             profile(arguments[1:], prog=f"{prog} profile")
             return
@@ -45,7 +47,8 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
             sys.stdout.write(f"{options.describe()}\n")
             return
         assert config is not None, "`parse_options` refuses missing options without `--show-config`"
-        from datasvc.trainer.recipes.train import train
+        with paused_gc():
+            from datasvc.trainer.recipes.train import train
 
         train(config)
     except DatasvcError as error:

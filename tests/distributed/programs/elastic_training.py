@@ -15,7 +15,11 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
+from datasvc.trainer.paused_gc import paused_gc
+
+with paused_gc():
+    import torch
+    import torch._dynamo  # the first optimizer imports it
 
 import datasvc.trainer as hvd
 from datasvc.loaders import DataRanks, TokenLoader
