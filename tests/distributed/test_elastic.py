@@ -201,8 +201,8 @@ def random_faults(seed, num_faults):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", range(5))
-def test_ranks_killed_at_twenty_random_points_four_in_each_run_make_no_difference(elastic, undisturbed, seed):
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_killed_at_twelve_random_points_four_in_each_run_make_no_difference(elastic, undisturbed, seed):
     faults = random_faults(seed, 4)
     result = elastic.result(2, REPLACING, faults=faults)
     check_equal(result, undisturbed)

@@ -2,7 +2,7 @@
 
 Started with LD_PRELOAD by test_disk_faults.py (see disk_faults.c). Arguments: a folder to work in, the operation, the
 faults as JSON (error numbers, or names in `ENDS`), and whether every point gets every fault ("all"), the faults in
-turn ("turns"), or only every third point gets one ("some"). Each point runs in a forked child on a fresh copy of the
+turn ("turns"), or only every fifth point gets one ("some"). Each point runs in a forked child on a fresh copy of the
 files. Prints one JSON object: points, outcomes, and what is wrong.
 """
 
@@ -324,7 +324,7 @@ def main():
         return calls
 
     calls = attempt(0, errno.EIO)
-    for point in range(1, calls + 1, 3 if choice == "some" else 1):
+    for point in range(1, calls + 1, 5 if choice == "some" else 1):
         for fault in faults if choice == "all" else [faults[point % len(faults)]]:
             attempt(point, fault)
     json.dump({"points": calls, "kinds": kinds, "examples": examples, "wrong": wrong}, sys.stdout)

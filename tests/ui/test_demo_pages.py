@@ -14,7 +14,7 @@ from tests.ui.conftest import CHROMIUM, check_accessible, check_width, commands_
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 # Pages of each kind that are opened at most. The kind is the first part of the address.
-MOST_PER_KIND = 8
+MOST_PER_KIND = 5
 KINDS = {"", "datasets", "models", "diff", "compare", "lineage", "runs", "audit", "cluster", "planner"}
 
 
