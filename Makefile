@@ -23,7 +23,7 @@ demo: setup  ## the main job end to end on real images: ingest, stage, train, ki
 	$(BIN)/python tools/demo.py demo-run
 
 # The fast set writes and flushes many thousands of small files. They are in memory if it has room for them, unless TMPDIR
-# names another folder; `test-all` uses the disk.
+# names another folder; `test-all` uses the disk for most of them.
 MEMORY := $(shell df -k --output=avail /dev/shm 2>/dev/null | awk 'NR == 2 && $$1 > 8000000 {print "/dev/shm"}')
 IN_MEMORY := TMPDIR=$${TMPDIR:-$(or $(MEMORY),/tmp)}
 PYTEST := -m pytest -n 2 --dist worksteal

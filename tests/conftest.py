@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -59,8 +60,10 @@ def digits(digits_folder, tmp_path_factory) -> DatasetVersion:
 
 @pytest.fixture
 def memory_path() -> Iterator[Path]:
-    """A new folder, in memory if the system has a place there: a busy disk takes long to flush thousands of files."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+    """A new folder, in memory if it has room and TMPDIR names no other: a busy disk is slow to flush many files."""
+    memory = Path("/dev/shm")
+    has_room = "TMPDIR" not in os.environ and memory.is_dir() and shutil.disk_usage(memory).free > 1 << 30
+    with tempfile.TemporaryDirectory(dir=memory if has_room else None) as folder:
         yield Path(folder)
 
 

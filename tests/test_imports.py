@@ -150,7 +150,7 @@ ROOMS = {
     ],
     "datasvc.loaders.decode": [".", "gpu", "choice"],
     "datasvc.trainer": [
-        "errors paused_gc env",
+        "errors fast_imports env",
         "engine",
         "rendezvous",
         "launch.ranks",
@@ -334,7 +334,7 @@ def test_importing_datasvc_loads_nothing_heavy():
     assert done.stdout.strip() == "[]"
 
 
-def test_a_rank_that_trains_loads_no_web_server_no_queries_and_no_optimizer_of_a_layout():
+def test_importing_the_training_program_loads_no_web_server_no_queries_and_no_optimizer_of_a_layout():
     unneeded = ("pandas", "pyarrow.dataset", "duckdb", "aiohttp", "torch.distributed.optim")
     code = f"import sys, datasvc.trainer.recipes.train; print([name for name in {unneeded!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

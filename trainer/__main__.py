@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from datasvc.errors import DatasvcError
 from datasvc.trainer import HorovodInternalError
-from datasvc.trainer.paused_gc import paused_gc
+from datasvc.trainer.fast_imports import fast_imports
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datasvc.trainer") -> None:
@@ -30,8 +30,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
         from datasvc.trainer.recipes.settings.options import parse_options
 
         if arguments[:1] == ["profile"]:
-            with paused_gc():
-                from datasvc.trainer.recipes.profiling.command import main as profile
+            from datasvc.trainer.recipes.profiling.command import main as profile
 
             profile(arguments[1:], prog=f"{prog} profile")
             return
@@ -47,7 +46,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
             sys.stdout.write(f"{options.describe()}\n")
             return
         assert config is not None, "`parse_options` refuses missing options without `--show-config`"
-        with paused_gc():
+        with fast_imports():
             from datasvc.trainer.recipes.train import train
 
         train(config)

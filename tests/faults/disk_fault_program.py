@@ -3,7 +3,7 @@
 Started with LD_PRELOAD by test_disk_faults.py (see disk_faults.c). Arguments: a folder to work in, the operation, the
 faults as JSON (error numbers, or names in `ENDS`), and whether every point gets every fault ("all"), the faults in
 turn ("turns"), or only every fifth point gets one ("some"). Each point runs in a forked child on a fresh copy of the
-files. Prints one JSON object: points, outcomes, and what is wrong.
+files. Prints one JSON object: points, outcomes, what is wrong, and which faults had no turn.
 """
 
 import ctypes
@@ -323,11 +323,13 @@ def main():
             wrong.append(f"{where}, then: {traceback.format_exc()[-2500:]}")
         return calls
 
-    calls = attempt(0, errno.EIO)
-    for point in range(1, calls + 1, 5 if choice == "some" else 1):
-        for fault in faults if choice == "all" else [faults[point % len(faults)]]:
+    calls, tried = attempt(0, errno.EIO), set()
+    for turn, point in enumerate(range(1, calls + 1, 5 if choice == "some" else 1)):
+        for fault in faults if choice == "all" else [faults[turn % len(faults)]]:
             attempt(point, fault)
-    json.dump({"points": calls, "kinds": kinds, "examples": examples, "wrong": wrong}, sys.stdout)
+            tried.add(fault)
+    found = {"points": calls, "kinds": kinds, "examples": examples, "wrong": wrong}
+    json.dump({**found, "untried": [fault for fault in faults if fault not in tried]}, sys.stdout)
 
 
 main()

@@ -81,4 +81,5 @@ def run(folder, shim, operation, faults, choice):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert not result["wrong"], "\n".join(result["wrong"])
+    assert result["untried"] == []
     return result

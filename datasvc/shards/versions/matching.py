@@ -140,7 +140,7 @@ def _read_hits(side: Side, hashes: Integers) -> pa.RecordBatch:
 
 
 # The result of `_read_hits` without hits. The type of its attached values is null, because no value gives their type.
-# Made of nulls: `pa.array` imports pandas, which takes a fifth of the time to import this package.
+# Made of nulls, because `pa.array` imports pandas where it is installed.
 _NO_HITS = pa.RecordBatch.from_arrays(
     [pa.nulls(0, pa.large_string()), *(pa.nulls(0, pa.int64()) for _ in range(3)), pa.nulls(0)],
     names=["value", "hash", "shard", "row", "attached"],

@@ -15,9 +15,9 @@ import signal
 import sys
 from pathlib import Path
 
-from datasvc.trainer.paused_gc import paused_gc
+from datasvc.trainer.fast_imports import fast_imports
 
-with paused_gc():
+with fast_imports():
     import torch
     import torch._dynamo  # the first optimizer imports it
 

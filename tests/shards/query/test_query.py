@@ -381,7 +381,7 @@ def test_sixteen_processes_whose_query_ends_its_scan_early_all_end(large_pets):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 7])
-def test_ten_commands_that_end_a_scan_of_shards_larger_than_what_is_read_ahead_all_end(repository, step):
+def test_six_commands_that_end_a_scan_of_shards_larger_than_what_is_read_ahead_all_end(repository, step):
     noise = np.random.default_rng(0)
     shards = [
         [{"key": f"k{shard}-{number}", "blob": noise.bytes(1 << 20), "label": number % 3} for number in range(17)]
@@ -391,7 +391,7 @@ def test_ten_commands_that_end_a_scan_of_shards_larger_than_what_is_read_ahead_a
     if step:
         delete(repository, "pets", keys=[f"k{shard}-{number}" for shard in range(4) for number in range(0, 17, step)])
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(run_to_its_end, [_ON_THE_COMMAND_LINE] * 10, [repository] * 10))
+        list(pool.map(run_to_its_end, [_ON_THE_COMMAND_LINE] * 6, [repository] * 6))
 
 
 def test_a_query_that_ends_early_reads_no_further_and_leaves_no_thread():

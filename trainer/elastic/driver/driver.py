@@ -282,10 +282,10 @@ class _Driver:
                 self._events.put(lambda end=end: self._handle_end(end))  # type: ignore[misc]  # binds this `end`
 
     def _open_store(self) -> Store:
-        served = serve_store(self._listener)  # imports torch
+        tcp_store = serve_store(self._listener)  # first: it imports torch without garbage collection
         from torch.distributed.distributed_c10d import PrefixStore
 
-        store = PrefixStore(self._environ[messages.PREFIX_VARIABLE], served)
+        store = PrefixStore(self._environ[messages.PREFIX_VARIABLE], tcp_store)
         # The message thread has its own connection: a connection that waits for a message blocks all other calls.
         self._message_thread.start()
         return store

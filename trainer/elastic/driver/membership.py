@@ -48,7 +48,7 @@ class JobMembership:
 
     Args:
         limits: limits on the membership.
-        now_s: current time of a monotonic clock, as in every method.
+        now_s: current time of a monotonic clock, as for every event.
     """
 
     def __init__(self, limits: Limits, *, now_s: float) -> None:
@@ -65,7 +65,7 @@ class JobMembership:
         self._too_few_since_s: float | None = now_s  # start of the wait for slots; None if there are enough
         self._last_wait_message: str | None = None  # so that an equal message is not printed again
         self._is_over = False  # whether a `Finish` was returned
-        self._advanced_s = now_s  # time of the last event
+        self._advanced_s = now_s  # time of the last `_advance`; what fell due later is not handled yet
 
     def hosts_found(self, hosts: Sequence[Host], now_s: float) -> list[Action]:
         """Handle a new list of all hosts; each host is listed once."""
@@ -136,7 +136,7 @@ class JobMembership:
         return self._cut_after_finish([*actions, *self._advance(now_s)])
 
     def time_passed(self, now_s: float) -> list[Action]:
-        """Handle the deadlines that have passed. Called at the time that `next_deadline_s` returned."""
+        """Handle the deadlines that have passed. Called at the time that `next_deadline_s` returned, or later."""
         return self._advance(now_s)
 
     def next_deadline_s(self) -> float | None:

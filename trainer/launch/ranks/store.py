@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from datasvc.trainer.env.environment import choose_gloo_interface
+from datasvc.trainer.fast_imports import fast_imports
 from datasvc.trainer.launch.ranks.job import RemoteSettings
 from datasvc.trainer.launch.ranks.remote_guard import address_of_interface, find_interface
-from datasvc.trainer.paused_gc import paused_gc
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
@@ -33,7 +33,7 @@ def open_listener(num_ranks: int, *, for_other_hosts: bool) -> socket.socket:
 
 def serve_store(listener: socket.socket) -> TCPStore:
     """Serve a store at the listener until the result is deleted. Imports torch, which takes seconds."""
-    with paused_gc():
+    with fast_imports():
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # see above
 
     # The store closes its descriptor, so it gets a duplicate of the listener's.

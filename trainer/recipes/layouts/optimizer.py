@@ -141,7 +141,7 @@ class ZeroOptimizer(LayoutOptimizer):
         process_group: dist.ProcessGroup,
         wrap: Callable[[torch.optim.Optimizer], Any],
     ) -> None:
-        # Only here: it compiles functional copies of all optimizers of torch.
+        # Only here: it compiles functional copies of eight optimizers.
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         # torch calls `optimizer` with the groups of this rank's parameters.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from datasvc.errors import ConfigError
+from datasvc.trainer.fast_imports import fast_imports
 from datasvc.trainer.launch.one_line_parser import OneLineParser
 from datasvc.trainer.recipes.profiling.predict.cluster import add_cluster_options, parse_clusters
 from datasvc.trainer.recipes.reporting.trace_path import trace_path
@@ -38,10 +39,11 @@ def main(arguments: Sequence[str], *, prog: str = "python -m datasvc.trainer pro
     # All options are checked before the ranks connect and data are opened.
     _check_options(chosen, config)
     clusters = parse_clusters(chosen)
-    import datasvc.trainer as hvd
-    from datasvc.loaders.profiling.trace import write_trace
-    from datasvc.trainer.recipes import random_state
-    from datasvc.trainer.recipes.profiling.profile_steps import profile_steps
+    with fast_imports():
+        import datasvc.trainer as hvd
+        from datasvc.loaders.profiling.trace import write_trace
+        from datasvc.trainer.recipes import random_state
+        from datasvc.trainer.recipes.profiling.profile_steps import profile_steps
 
     hvd.init()
     random_state.seed_all(config.seed)
