@@ -71,11 +71,11 @@ def run(program: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-@pytest.mark.parametrize("is_installed", [True, False])
-def test_a_type_checker_finds_the_types(tmp_path, installed, is_installed):
+def test_a_type_checker_finds_the_types(tmp_path, installed):
     (tmp_path / "typed.py").write_text(TYPED)
-    variables = {**os.environ, "MYPYPATH": str(installed if is_installed else ROOT)}
     words = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", "--config-file", "", "typed.py"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, env=variables)
-    assert "typed.py:6: error: Incompatible types in assignment" in done.stdout, done.stdout
-    assert done.stdout.count("typed.py:") == 1
+    for package in (installed, ROOT):  # the second run takes torch's types from the cache of the first one
+        variables = {**os.environ, "MYPYPATH": str(package)}
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, env=variables)
+        assert "typed.py:6: error: Incompatible types in assignment" in done.stdout, done.stdout
+        assert done.stdout.count("typed.py:") == 1
