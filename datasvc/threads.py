@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from itertools import starmap
 from typing import Final, TypeVar, TypeVarTuple
@@ -61,7 +63,8 @@ def run_in_threads(
     pool = ThreadPoolExecutor(min(threads, len(arguments)), thread_name_prefix="datasvc-map")
     try:
         # In the context of the caller, so that what it sets for its calls holds in all threads.
-        futures = [pool.submit(copy_context().run, run_group, group) for group in groups]
+        with deferred_signals():
+            futures = [pool.submit(copy_context().run, run_group, group) for group in groups]
         wait(futures, return_when=FIRST_EXCEPTION)
     finally:
         stopped.set()
@@ -77,6 +80,31 @@ def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], 
     """Call `work` with each of `values`, as `run_in_threads` does; return the results in the same order."""
     # `zip` of one sequence wraps each value in a tuple of one: the arguments of a call.
     return run_in_threads(work, list(zip(values, strict=True)), threads)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Run the handlers of signals that come in this context after it; only the main thread runs any.
+
+    For the start of threads: `Thread.start` waits for the thread under a lock, and the error of a handler there, such
+    as KeyboardInterrupt, may leave the lock held, so that the thread never runs and whoever waits for it hangs.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    replaced = {number: handler for number, handler in handlers.items() if callable(handler)}
+    try:
+        for number in replaced:
+            signal.signal(number, lambda number, _frame: came.append(number))
+        yield
+    finally:
+        for number, handler in replaced.items():
+            signal.signal(number, handler)
+        with ExitStack() as stack:  # runs all handlers, also if one raises
+            for pending in reversed(came):
+                stack.callback(signal.raise_signal, pending)
 
 
 def call_within(timeout_s: float, call: Callable[[], _Result]) -> _Result:

@@ -1,3 +1,4 @@
+import signal
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from datasvc.errors import CorruptDataError
 from datasvc.repository.objects.objects import digest_of
 from datasvc.sizes import group_by_size
-from datasvc.threads import call_within, map_in_threads, run_in_threads
+from datasvc.threads import call_within, deferred_signals, map_in_threads, run_in_threads
 
 CONTENT = bytes(1 << 20)
 
@@ -114,3 +115,31 @@ def test_a_call_within_a_time_gives_its_result_or_its_error_in_the_context_of_th
     with pytest.raises(TimeoutError):
         call_within(0.001, end.wait)
     end.set()
+
+
+def test_signals_in_a_context_that_defers_them_are_all_handled_after_it():
+    handled, before = [], signal.getsignal(signal.SIGINT)
+    previous = signal.signal(signal.SIGTERM, lambda number, _frame: handled.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), deferred_signals():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            assert handled == []
+        assert handled == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGINT) is before
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def test_an_interrupt_while_threads_are_started_waits_until_they_run(monkeypatch):
+    start, started = threading.Thread.start, []
+
+    def start_and_interrupt(thread):
+        signal.raise_signal(signal.SIGINT)
+        start(thread)
+        started.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_threads(lambda number: number, [(0,), (1,)], 2)
+    assert started

@@ -16,6 +16,6 @@ def test_only_medians_farther_off_than_asked_are_named(monkeypatch):
 
 @pytest.mark.slow
 def test_predicted_and_measured_steps_are_compared_for_both_models_and_all_modes():
-    found = run_json("profile_check.py", "--repeats", 2, "--steps", 1, "--within", 1e9)
+    found = run_json("profile_check.py", "--repeats", 1, "--steps", 1, "--within", 1e9)
     assert len(found["rows"]) == len(found["ratios"]) == 2 * 3
-    assert all(figure["n"] == 2 and figure["min"] > 0 for figure in found["rows"] + found["ratios"])
+    assert all(figure["n"] == 1 and figure["min"] > 0 for figure in found["rows"] + found["ratios"])
