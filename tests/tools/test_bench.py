@@ -91,8 +91,8 @@ def test_both_evaluations_are_measured():
 
 @pytest.mark.slow
 def test_the_loader_is_measured(tmp_path):
-    arguments = ["--repeats", 2, "--images", 61, "--batch", 8, "--size", 32, "--folder", tmp_path]
-    check(run_json("loader.py", *arguments), repeats=2)
+    arguments = ["--repeats", 1, "--images", 61, "--batch", 8, "--size", 32, "--folder", tmp_path]
+    check(run_json("loader.py", *arguments), repeats=1)
     assert not list(tmp_path.iterdir())
 
 
