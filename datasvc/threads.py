@@ -95,6 +95,7 @@ def deferred_signals() -> Iterator[None]:
     came: list[int] = []
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
     replaced = {number: handler for number, handler in handlers.items() if callable(handler)}
+    wakeup_fd = signal.set_wakeup_fd(-1)  # an event loop reads signals there, and would handle them twice
     try:
         for number in replaced:
             signal.signal(number, lambda number, _frame: came.append(number))
@@ -102,6 +103,7 @@ def deferred_signals() -> Iterator[None]:
     finally:
         for number, handler in replaced.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(wakeup_fd)
         with ExitStack() as stack:  # runs all handlers, also if one raises
             for pending in reversed(came):
                 stack.callback(signal.raise_signal, pending)

@@ -1,3 +1,4 @@
+import asyncio
 import signal
 import subprocess
 import sys
@@ -143,3 +144,17 @@ def test_an_interrupt_while_threads_are_started_waits_until_they_run(monkeypatch
     with pytest.raises(KeyboardInterrupt):
         run_in_threads(lambda number: number, [(0,), (1,)], 2)
     assert started
+
+
+def test_an_event_loop_handles_a_deferred_signal_once():
+    async def defer():
+        handled = []
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, lambda: handled.append(1))
+        with deferred_signals():
+            signal.raise_signal(signal.SIGUSR1)
+            await asyncio.sleep(0)
+        for _ in range(100):  # the loop reads its socket, which a signal writes to before it returns
+            await asyncio.sleep(0)
+        return handled
+
+    assert asyncio.run(defer()) == [1]
