@@ -20,6 +20,8 @@ _Value = TypeVar("_Value")
 # `run_in_threads` groups consecutive small calls into one task of up to this many bytes. For fewer bytes, handing the
 # work to another thread takes more time than the thread saves.
 _GROUP_BYTES: Final = 1 << 20
+# All but those for real time, which would double the time of `deferred_signals`.
+_SIGNALS: Final = tuple(int(number) for number in signal.valid_signals() if number < signal.SIGRTMIN)
 
 
 def run_in_threads(
@@ -93,7 +95,7 @@ def deferred_signals() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     replaced = {number: handler for number, handler in handlers.items() if callable(handler)}
     wakeup_fd = signal.set_wakeup_fd(-1)  # an event loop reads signals there, and would handle them twice
     try:
