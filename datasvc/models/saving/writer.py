@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import pyarrow as pa
+
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.saving.distributed_save import (
     agree_on_tensors,
@@ -66,6 +68,9 @@ class VersionWriter:
         self._is_store_checked = is_store_checked
         # Reference and records of the version that this rank committed last; ("", ()): none. Only rank 0 commits.
         self._committed: tuple[str, Sequence[TensorRecord]] = ("", ())
+        if channel.rank == 0:
+            # Arrow imports pandas here, where it is installed. Else the first commit would, beside the user's steps.
+            pa.array([])
         # State of the last save, with its tensors in a host buffer. A later save may overwrite them while they are
         # used here, so `store_chunks` checks their digests.
         self._base_state: FlatState | None = None
