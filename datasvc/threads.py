@@ -1,4 +1,4 @@
-"""Runs a function for many values in threads, or for a limited time. Also registers hooks for the exit."""
+"""Runs a function for many values in threads, or for a limited time. Also defers signals, and registers hooks."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def map_in_threads(work: Callable[[_Value], _Result], values: Iterable[_Value], 
 def deferred_signals() -> Iterator[None]:
     """Run the handlers of signals that come in this context after it; only the main thread runs any.
 
-    For the start of threads: `Thread.start` waits for the thread under a lock, and the error of a handler there, such
-    as KeyboardInterrupt, may leave the lock held, so that the thread never runs and whoever waits for it hangs.
+    Start threads in it. `Thread.start` takes a lock. If a handler raises there, for example KeyboardInterrupt, the
+    lock may stay taken. Then the new thread never runs, and a wait for it never ends.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -62,7 +62,7 @@ LAYOUTS = [
     {"layout": "context=4", "documents": True, **SHORT},
     {"layout": "data=2,context=2", **SHORT},
     {"layout": "shard=2,context=2", **SHORT},
-    {"layout": "tensor=2,context=2", "documents": True, **SHORT},
+    {"layout": "tensor=2,context=2", "documents": True, **LONG},
     {"layout": "pipeline=2,context=2", "documents": True, "micro_batch": 4, **SHORT},
     {"layout": "shard=4", **RESNET},
     {"layout": "data=2,shard=2", "zero": 1, **RESNET},

@@ -2,7 +2,7 @@
 
 Started with LD_PRELOAD by test_disk_faults.py (see disk_faults.c). Arguments: a folder to work in, the operation, the
 faults as JSON (error numbers, or names in `ENDS`), and whether every point gets every fault ("all"), the faults in
-turn ("turns"), or only every fifth point gets one ("some"). Each point runs in a forked child on a fresh copy of the
+turn ("turns"), or only every third point gets one ("some"). Each point runs in a forked child on a fresh copy of the
 files. Prints one JSON object: points, outcomes, what is wrong, and which faults had no turn.
 """
 
@@ -324,7 +324,7 @@ def main():
         return calls
 
     calls, tried = attempt(0, errno.EIO), set()
-    for turn, point in enumerate(range(1, calls + 1, 5 if choice == "some" else 1)):
+    for turn, point in enumerate(range(1, calls + 1, 3 if choice == "some" else 1)):
         for fault in faults if choice == "all" else [faults[turn % len(faults)]]:
             attempt(point, fault)
             tried.add(fault)

@@ -241,7 +241,7 @@ def test_a_host_that_failed_gets_a_new_rank_after_its_cooldown_which_doubles():
         assert world.ranks() == ["a:0:0", start.worker]
 
 
-def test_a_deadline_that_passes_before_it_is_asked_for_is_not_missed():
+def test_the_end_of_a_cooldown_that_passes_before_it_is_asked_for_is_not_missed():
     world = running(min_num_ranks=2, cooldown_range_s=(0.01, 0.01))
     world.end(world.started[-1])
     world.ask("a:0:0", serial=3)
@@ -251,6 +251,9 @@ def test_a_deadline_that_passes_before_it_is_asked_for_is_not_missed():
     world.wait(5.0)
     assert [start.host for start in world.kinds(Start)] == ["b"]
     assert world.membership.next_deadline_s() > world.now_s
+
+
+def test_the_end_of_the_wait_for_slots_that_passes_before_it_is_asked_for_is_not_missed():
     world = World(first_num_ranks=2, elastic_timeout_s=5.0, hosts_can_change=True)
     world.hosts(a=1)
     assert world.membership.next_deadline_s() == 5.0
