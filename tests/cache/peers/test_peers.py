@@ -330,7 +330,7 @@ def test_when_the_origin_has_failed_those_that_rank_below_are_asked_for_what_the
 
 
 def test_a_holder_is_not_told_to_fetch_and_is_left_alone_like_any_other(peer):
-    others = (f"http://127.0.0.2:{port}" for port in range(1, 99))
+    others = (f"http://node-{number}:1" for number in count())  # One ranks above the peer, whatever port that has.
     own = next(url for url in others if rank_nodes(INFO.digest, [url, peer.url])[0] == url)
     peers = Peers(FixedMembership([own, peer.url], local_url=own), PeerSettings())
     (holder,) = peers.fallback_sources(INFO)
