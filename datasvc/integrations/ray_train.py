@@ -39,15 +39,23 @@ class WorkerVersions:
         name: name of the model.
         loader: loader of datasvc for the training data; its position and the consumed samples are saved too. None:
             another loader is used.
+        report_every: steps from one report to the next. Ray Train accepts one report every 2 s, and what comes sooner
+            waits until then, unless `RAY_TRAIN_HEALTH_CHECK_INTERVAL_S` is set where `fit` is called. A restart
+            continues at the newest version that was reported.
         **options: see `RunCheckpoints`; not `grace`, because Ray Train handles signals.
 
     Attributes:
         checkpoints: the versions of the run: `version`, `newest()`.
     """
 
-    def __init__(self, repo: DataRepository, name: str, *, loader: Any = None, **options: Any) -> None:
+    def __init__(
+        self, repo: DataRepository, name: str, *, loader: Any = None, report_every: int = 100, **options: Any
+    ) -> None:
         if "grace" in options:
             raise ConfigError("grace needs the main thread, and Ray Train runs the function in another; leave it out")
+        if not isinstance(report_every, int) or report_every < 1:
+            raise ConfigError(f"report_every is {report_every!r}; expected a number of steps, at least 1")
+        self._report_every = report_every
         self.checkpoints = RunCheckpoints(repo, name, **options)
         self._repo, self._loader = repo, loader
         self._reported: str | None = None
@@ -88,20 +96,22 @@ class WorkerVersions:
     def report(
         self, state: Mapping[str, Any], *, step: int, metrics: Mapping[str, Any] | None = None, is_last: bool = False
     ) -> None:
-        """Save if it is time, and report the metrics, with the newest committed version, to Ray Train.
+        """Save if it is time; every `report_every` steps report metrics and the newest committed version.
 
-        Every worker calls it after each optimizer step, or after each n-th one: Ray Train waits for all of them.
+        Every worker calls it after each optimizer step: Ray Train waits for the reports of all of them.
 
         Args:
             state: state that all workers share, such as `{"net": net.state_dict()}`.
             step: number of optimizer steps so far.
             metrics: metric values by name, numbers or tensors of one element.
-            is_last: save in any case, and wait for the commit.
+            is_last: save and report in any case, and wait for the commit.
         """
         if self.checkpoints.is_due(step) or is_last:
             self.checkpoints.save(state, step=step, metrics=metrics)
         if is_last:
             self.checkpoints.open().wait()
+        if step % self._report_every != 0 and not is_last:
+            return
         numbers = {name: float(value) for name, value in (metrics or {}).items()} | {"step": step}
         version = None if self.checkpoints.version is None else str(self.checkpoints.version)
         # Rank 0 decides: another rank may learn of a commit one step later.

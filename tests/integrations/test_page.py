@@ -3,15 +3,15 @@
 import os
 import re
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
-from pathlib import Path
 from shutil import copytree
 
 import pytest
 
+from tests.integrations.ray_cluster import ray_cluster
 from tests.pages import find_page
 
-ROOT = Path(__file__).parents[2]
 HEADINGS = {
     "integrations.md": ["Lightning", "Transformers", "Accelerate", "torchdata"],
     "trackers.md": ["MLflow", "Weights & Biases"],
@@ -59,18 +59,13 @@ def test_a_program_runs(heading, digits, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "KERAS_HOME": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
-    if "ray" in needed:
-        import ray
-
-        variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
-    try:
-        exec(compile(program, heading, "exec"), {"__name__": "__main__"})
-    finally:
-        if "ray" in needed:
-            ray.data.DataContext.get_current().execution_options.preserve_order = False
-            ray.shutdown()
-        os.environ.pop("KERAS_BACKEND", None)  # the program sets it
+    with ray_cluster() if "ray" in needed else nullcontext() as ray:
+        try:
+            exec(compile(program, heading, "exec"), {"__name__": "__main__"})
+        finally:
+            if ray:
+                ray.data.DataContext.get_current().execution_options.preserve_order = False
+            os.environ.pop("KERAS_BACKEND", None)  # the program sets it
     if heading == "MLflow":
         sys.modules["mlflow"].set_tracking_uri(None)
     if "wandb" in needed:

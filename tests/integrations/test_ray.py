@@ -3,7 +3,7 @@
 import os
 import signal
 from importlib.util import find_spec
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,24 +13,20 @@ import datasvc
 from datasvc.errors import ConfigError
 from datasvc.order import AccessOrder, OrderConfig
 from datasvc.testing import small_dataset
+from tests.integrations.ray_cluster import ray_cluster
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed"),
 ]
-ROOT = Path(__file__).parents[2]
 NUM_SAMPLES, BATCH, NUM_STEPS = 48, 8, 10
 
 
 @pytest.fixture(scope="module")
 def ray():
-    import ray  # slow to import
-
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
-    yield ray
-    ray.shutdown()
+    with ray_cluster() as ray:
+        yield ray
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +127,7 @@ def train_with_ray_train(config):
     split = repo.dataset("pets@1")["train"]
     with (
         ImageLoader(split, batch_size=BATCH // 2, training=True, size=8, ranks=ranks()) as loader,
-        WorkerVersions(repo, config["name"], loader=loader, every=2) as versions,
+        WorkerVersions(repo, config["name"], loader=loader, every=2, report_every=1) as versions,
     ):
         step, state = versions.restore()
         if state is not None:
@@ -182,6 +178,26 @@ def test_ray_train_continues_at_the_version_of_its_checkpoint_when_a_worker_is_k
     uses = repo.models.trained_on([str(found.version)], keys=keys).all_uses()
     served = sorted((use.epoch, use.position) for use in uses)
     assert served == [(number // NUM_SAMPLES, number % NUM_SAMPLES) for number in range(NUM_STEPS * BATCH)]
+
+
+def test_ray_train_gets_a_report_every_so_many_steps_and_at_the_end(repo, monkeypatch):
+    import ray.train
+
+    from datasvc.integrations.ray_train import WorkerVersions
+
+    reports = []
+    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
+    monkeypatch.setattr(ray.train, "get_context", lambda: SimpleNamespace(get_world_rank=lambda: 0))
+    monkeypatch.setattr(ray.train, "report", lambda metrics, checkpoint=None: reports.append((metrics, checkpoint)))
+    with WorkerVersions(repo, "reported", every=2, report_every=3) as versions:
+        assert versions.restore() == (0, None)
+        for step in range(1, 9):
+            versions.report({"net": torch.zeros(2)}, step=step, metrics={"loss": 0.5}, is_last=step == 8)
+    assert [metrics for metrics, _ in reports] == [{"loss": 0.5, "step": step} for step in (3, 6, 8)]
+    assert reports[-1][1] is not None
+    for wrong in (0, 1.5, "10min"):
+        with pytest.raises(ConfigError, match="expected a number of steps, at least 1"):
+            WorkerVersions(repo, "reported", report_every=wrong)
 
 
 def train_with_hvd(url, name, marker=None):
