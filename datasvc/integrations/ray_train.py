@@ -39,9 +39,9 @@ class WorkerVersions:
         name: name of the model.
         loader: loader of datasvc for the training data; its position and the consumed samples are saved too. None:
             another loader is used.
-        report_every: steps from one report to the next. Ray Train accepts one report every 2 s, and what comes sooner
-            waits until then, unless `RAY_TRAIN_HEALTH_CHECK_INTERVAL_S` is set where `fit` is called. A restart
-            continues at the newest version that was reported.
+        report_every: steps from one report to the next, the same on all workers; saves are reported too. Ray Train
+            takes one report every 2 s, and an earlier one stops the training until then, unless
+            `RAY_TRAIN_HEALTH_CHECK_INTERVAL_S` is set where `fit` is called.
         **options: see `RunCheckpoints`; not `grace`, because Ray Train handles signals.
 
     Attributes:
@@ -53,9 +53,9 @@ class WorkerVersions:
     ) -> None:
         if "grace" in options:
             raise ConfigError("grace needs the main thread, and Ray Train runs the function in another; leave it out")
-        if not isinstance(report_every, int) or report_every < 1:
+        if type(report_every) is not int or report_every < 1:
             raise ConfigError(f"report_every is {report_every!r}; expected a number of steps, at least 1")
-        self._report_every = report_every
+        self._report_every, self._last_step = report_every, 0
         self.checkpoints = RunCheckpoints(repo, name, **options)
         self._repo, self._loader = repo, loader
         self._reported: str | None = None
@@ -76,8 +76,8 @@ class WorkerVersions:
         this worker are set, and the consumed samples are counted from here.
 
         Args:
-            ref: version for the first start of a run; None: the newest version of this model, if there is any. Once
-                Ray Train has a checkpoint, the version that it names is restored.
+            ref: version to begin with until Ray Train has a checkpoint; None: the newest version of this model, if
+                there is any. Later the version that the checkpoint names is restored.
         """
         checkpoint = ray.train.get_checkpoint()
         if checkpoint is not None:
@@ -87,6 +87,7 @@ class WorkerVersions:
             self.checkpoints.begin(self._loader, step=0)
             return 0, None
         state: dict[str, Any] = dict(found.state)
+        self._last_step = found.entry["step"]
         self.checkpoints.load_position(self._loader, state)
         context = ray.train.get_context()
         self.checkpoints.reinstate(state.pop(RANK_STATE, None), context.get_world_rank(), context.get_world_size())
@@ -96,21 +97,23 @@ class WorkerVersions:
     def report(
         self, state: Mapping[str, Any], *, step: int, metrics: Mapping[str, Any] | None = None, is_last: bool = False
     ) -> None:
-        """Save if it is time; every `report_every` steps report metrics and the newest committed version.
+        """Save if a save is due. Then, and every `report_every` steps, report metrics and the newest version.
 
-        Every worker calls it after each optimizer step: Ray Train waits for the reports of all of them.
+        Every worker calls it after each optimizer step, or after each n-th one; Ray Train waits for all of them.
 
         Args:
             state: state that all workers share, such as `{"net": net.state_dict()}`.
-            step: number of optimizer steps so far.
-            metrics: metric values by name, numbers or tensors of one element.
-            is_last: save and report in any case, and wait for the commit.
+            step: number of optimizer steps so far, the same on all workers.
+            metrics: metric values by name, numbers or tensors of one element. Ray Train gets those of reported steps.
+            is_last: save and report in any case, and wait for the commit. Without it, the last version is unreported.
         """
-        if self.checkpoints.is_due(step) or is_last:
+        is_due = self.checkpoints.is_due(step) or is_last
+        if is_due:
             self.checkpoints.save(state, step=step, metrics=metrics)
         if is_last:
             self.checkpoints.open().wait()
-        if step % self._report_every != 0 and not is_last:
+        last, self._last_step = self._last_step, step
+        if not is_due and step // self._report_every == last // self._report_every:
             return
         numbers = {name: float(value) for name, value in (metrics or {}).items()} | {"step": step}
         version = None if self.checkpoints.version is None else str(self.checkpoints.version)

@@ -127,7 +127,7 @@ def train_with_ray_train(config):
     split = repo.dataset("pets@1")["train"]
     with (
         ImageLoader(split, batch_size=BATCH // 2, training=True, size=8, ranks=ranks()) as loader,
-        WorkerVersions(repo, config["name"], loader=loader, every=2, report_every=1) as versions,
+        WorkerVersions(repo, config["name"], loader=loader, every=2, report_every=3) as versions,
     ):
         step, state = versions.restore()
         if state is not None:
@@ -180,24 +180,34 @@ def test_ray_train_continues_at_the_version_of_its_checkpoint_when_a_worker_is_k
     assert served == [(number // NUM_SAMPLES, number % NUM_SAMPLES) for number in range(NUM_STEPS * BATCH)]
 
 
-def test_ray_train_gets_a_report_every_so_many_steps_and_at_the_end(repo, monkeypatch):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ray_train_gets_a_report_every_so_many_steps_and_of_each_save(tmp_path, monkeypatch, rank):
     import ray.train
 
     from datasvc.integrations.ray_train import WorkerVersions
 
-    reports = []
+    reports, repo = [], datasvc.open(str(tmp_path / "repo"), create=True)
+    context = SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: 2)
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: None)
-    monkeypatch.setattr(ray.train, "get_context", lambda: SimpleNamespace(get_world_rank=lambda: 0))
+    monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr(ray.train, "report", lambda metrics, checkpoint=None: reports.append((metrics, checkpoint)))
-    with WorkerVersions(repo, "reported", every=2, report_every=3) as versions:
-        assert versions.restore() == (0, None)
-        for step in range(1, 9):
-            versions.report({"net": torch.zeros(2)}, step=step, metrics={"loss": 0.5}, is_last=step == 8)
-    assert [metrics for metrics, _ in reports] == [{"loss": 0.5, "step": step} for step in (3, 6, 8)]
-    assert reports[-1][1] is not None
-    for wrong in (0, 1.5, "10min"):
+
+    def train(steps, **options):
+        reports.clear()
+        with WorkerVersions(repo, "net", **options) as versions:
+            assert versions.restore()[0] == steps[0]
+            for step in steps[1:]:
+                versions.report({"net": torch.zeros(2)}, step=step, metrics={"loss": 0.5}, is_last=step == steps[-1])
+        return [metrics["step"] for metrics, _ in reports]
+
+    assert train([0, 1, 2, 3, 4, 5, 6, 7, 8], every=5, report_every=3) == [3, 5, 6, 8]
+    assert reports[0][0] == {"loss": 0.5, "step": 3}
+    assert (reports[-1][1] is None) == (rank == 1)
+    # From step 8 on; a step in which a report was due may be left out.
+    assert train([8, 9, 13, 14, 16, 25, 26], every=100, report_every=10) == [13, 25, 26]
+    for wrong in (0, True, 1.5, "10min"):
         with pytest.raises(ConfigError, match="expected a number of steps, at least 1"):
-            WorkerVersions(repo, "reported", report_every=wrong)
+            WorkerVersions(repo, "net", report_every=wrong)
 
 
 def train_with_hvd(url, name, marker=None):

@@ -200,8 +200,8 @@ def check_accessible(window):
 def check_width(window, width=400):
     """Fail if a page is wider than a window of `width` pixels."""
     window.set_viewport_size({"width": width, "height": 800})
-    # Charts get their new size in the frame after that of the window.
-    window.evaluate("new Promise((seen) => requestAnimationFrame(() => requestAnimationFrame(seen)))")
+    # A ResizeObserver gives charts their new size at the end of the next frame.
+    window.evaluate("new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)))")
     assert window.evaluate("document.documentElement.scrollWidth") <= width
 
 
