@@ -18,6 +18,7 @@ from datasvc.extras import explain_missing
 from datasvc.integrations.run_checkpoints import RANK_STATE, RunCheckpoints
 from datasvc.integrations.tracked_version import describe_reference, find_version
 from datasvc.loaders import DataRanks
+from datasvc.models.saving.save_policy import is_multiple_reached
 
 with explain_missing("datasvc.integrations.ray_train"):
     import ray.train
@@ -113,7 +114,7 @@ class WorkerVersions:
         if is_last:
             self.checkpoints.open().wait()
         last, self._last_step = self._last_step, step
-        if not is_due and step // self._report_every == last // self._report_every:
+        if not is_due and not is_multiple_reached(self._report_every, last, step):
             return
         numbers = {name: float(value) for name, value in (metrics or {}).items()} | {"step": step}
         version = None if self.checkpoints.version is None else str(self.checkpoints.version)

@@ -9,8 +9,8 @@ from shutil import copytree
 
 import pytest
 
-from tests.integrations.ray_cluster import ray_cluster
 from tests.pages import find_page
+from tests.ray_cluster import ray_cluster
 
 HEADINGS = {
     "integrations.md": ["Lightning", "Transformers", "Accelerate", "torchdata"],

@@ -118,6 +118,11 @@ def parse_policy(every: int | str | None, max_stall: float | str | None) -> Save
     return SavePolicy(every_steps=every, max_stall=share)
 
 
+def is_multiple_reached(number: int, last: int, step: int) -> bool:
+    """Return whether `step`, or a step skipped since `last`, is a multiple of `number`."""
+    return step // number > last // number
+
+
 def parse_duration(text: str) -> float:
     """Return the seconds of "90s", "10min", "2h" or "1d". Raises ConfigError: another form, or zero."""
     match = _DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
@@ -237,8 +242,7 @@ class SaveScheduler:
         if policy.max_stall is not None and (self.overhead_s > 0 or is_saving):
             return False
         if policy.every_steps is not None:
-            # Save if this step, or one that was skipped since the last check, is a multiple.
-            return step // policy.every_steps > last_check // policy.every_steps
+            return is_multiple_reached(policy.every_steps, last_check, step)
         if policy.every_s is not None:
             return self._now() - self._last_save >= policy.every_s
         # With `max_stall` alone: wait until enough undisturbed steps give a current step time.

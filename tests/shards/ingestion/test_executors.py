@@ -23,6 +23,7 @@ from datasvc.shards.sources import ImageFolderSource, SourceOptions
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.versions.verify import verify
 from tests.progress import RecordedProgress
+from tests.ray_cluster import ray_cluster
 from tests.samples import class_sorted, jpeg, write_tars
 
 ROOT = Path(__file__).parents[3]
@@ -80,12 +81,9 @@ def test_no_worker_is_left_when_an_ingest_ends(repository, folder, fails):
 
 @pytest.mark.slow
 def test_ray_gives_the_same_digests_and_errors(tmp_path, source):
-    ray = pytest.importorskip("ray")
+    pytest.importorskip("ray")
     where, options = source
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": {"PYTHONPATH": str(ROOT)}}
-    )
-    try:
+    with ray_cluster():
         one, cluster = (Repository.create(str(tmp_path / name)) for name in ("one", "cluster"))
         ingest(one, str(where), "pets", **options)
         progress = RecordedProgress()
@@ -97,8 +95,6 @@ def test_ray_gives_the_same_digests_and_errors(tmp_path, source):
         files[0] = files[0]._replace(size_bytes=files[0].size_bytes + 1)
         with pytest.raises(SourceChangedError):
             ingest(cluster, listed, "other", engine="ray", workers=2)
-    finally:
-        ray.shutdown()
 
 
 def test_class_sorted_parts_are_mixed_within_each_shard(repository, tars):

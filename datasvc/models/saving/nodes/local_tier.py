@@ -22,6 +22,7 @@ from datasvc.models.saving.flat_state import FlatState
 from datasvc.models.saving.nodes.node_group import NodeGroup
 from datasvc.models.saving.queue import SaveQueue
 from datasvc.models.saving.rank_channel import LostRankError, open_channels
+from datasvc.models.saving.save_policy import is_multiple_reached
 from datasvc.models.saving.save_task import SaveHandle, SaveTask
 from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
 from datasvc.models.versions.commit import prepare_entry
@@ -77,7 +78,7 @@ class LocalTier:
         last, self._last_step = self._last_step, step
         if last is None or last >= step:
             last = step - 1
-        return self._every is not None and step // self._every > last // self._every
+        return self._every is not None and is_multiple_reached(self._every, last, step)
 
     def wait_for_slot(self) -> None:
         """Wait for the save before, so that no save reads the buffer of a state that is about to be copied."""
