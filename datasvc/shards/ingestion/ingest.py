@@ -240,7 +240,7 @@ def ingest(
             append=append,
             on_common=on_common,
             on_overlap=on_split_overlap,
-            keys_are_places=opened.keys_are_places,  # keys of file and row: two splits may have equal ones
+            keys_are_places=opened.keys_are_places,
         )
         committed = commit.run()
         with suppress(UnavailableError):  # the version is committed; `gc` removes a journal that is left behind

@@ -123,10 +123,7 @@ class IngestCommit:
             )
         old = {name: split.table for name, split in newest.items()}
         accepted = accepted_counts(newest.entry.content)
-        new = self.tables
-        # Keys made of file and row may be equal for different samples, so they do not decide the split.
-        if not self.keys_are_places:
-            new = keep_splits(objects, old, new, on_common=self.on_common)
+        new = keep_splits(objects, old, self.tables, on_common=self.on_common, keys_are_places=self.keys_are_places)
         combined = append_splits(objects, old, new, on_common=self.on_common)
         combined, shared, self.overlaps = settle_overlaps(
             objects,

@@ -63,6 +63,11 @@ class PythonSource(StreamedSource):
         self.ignored: Counter[str] = Counter()
         self.parts = [SourcePart(options.split or DEFAULT_SPLIT, "python", 0)]
 
+    @property
+    def keys_are_places(self) -> bool:
+        """Whether keys are numbers: true unless the samples have keys."""
+        return not self._has_keys
+
     def fingerprint(self) -> Digest:
         """Return a random digest: samples cannot be compared before they are read, so no two sources are equal."""
         return digest_of(secrets.token_bytes(32))

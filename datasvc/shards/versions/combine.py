@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, get_args
 
+import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import ConfigError, ConflictError
@@ -102,16 +103,20 @@ def keep_splits(
     new: Mapping[str, ShardTable],
     *,
     on_common: OnCommon = "fail",
+    keys_are_places: bool = False,
 ) -> dict[str, ShardTable]:
     """Return `new` without the keys that `head` has in another split, so that a key stays in its split.
 
     `on_common` applies to these keys in the same way as to keys that both sides have in one split. With "replace",
-    the new sample moves to the split of `head` that has the key. Raise what `append_table` raises.
+    the new sample moves to the split of `head` that has the key. If `keys_are_places`, this holds only for keys of
+    equal samples: `train/cat/1.jpg` and `val/cat/1.jpg` are usually two pictures. Raise what `append_table` raises.
     """
     result = dict(new)
     pairs = [(split, other) for split in new for other in head if other != split]
     for split, other in pairs:
         common = find_common_keys(objects, head[other], result[split])
+        if keys_are_places and len(common):
+            common = common.take(np.flatnonzero(common.equal))
         if not len(common):
             continue
         _check_common(common, on_common, f" (in {other!r} of the data set, in {split!r} of the added data)")

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from datasvc.keyed_random import Integers
 from datasvc.repository import Objects
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Flags
@@ -38,6 +39,10 @@ class CommonKeys:
 
     def __len__(self) -> int:
         return len(self.a)
+
+    def take(self, chosen: Integers) -> CommonKeys:
+        """Return the pairs at the given positions of the arrays."""
+        return CommonKeys(self.keys.take(pa.array(chosen)), self.a[chosen], self.b[chosen], self.equal[chosen])
 
 
 def find_common_keys(objects: Objects, a: ShardTable, b: ShardTable) -> CommonKeys:

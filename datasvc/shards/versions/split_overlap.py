@@ -178,8 +178,8 @@ def settle_overlaps(
         tables: shard tables by split.
         on_overlap: rule for samples that two splits share.
         accepted: overlaps that were accepted in the versions that these splits come from.
-        keys_are_places: whether a key is made of file and row. If so, equal keys are accepted: they do not show that
-            the samples are equal.
+        keys_are_places: see `Source.keys_are_places`. If so, equal keys are accepted: they do not show that the
+            samples are equal. Equal images and other blobs are found as always.
         checked: as in `find_overlaps`.
 
     Returns:

@@ -41,6 +41,15 @@ def write_images(folder, images):
     return str(folder)
 
 
+def ingest_keyed(repository, folder, images, name, **options):
+    """Ingest images by path, whose keys a manifest gives: the path without its split."""
+    source = write_images(folder, images)
+    lines = [f"{path},{path.partition('/')[2]},{path.split('/')[1]}" for path in images]
+    manifest = folder.parent / f"{folder.name}.csv"
+    manifest.write_text("\n".join(["file,key,label", *lines]))
+    return ingest(repository, source, name, source_options=SourceOptions(manifest=str(manifest)), **options)
+
+
 def blob(key, content=b"", label=0):
     return {"key": key, "blob": content or key.encode(), "label": label}
 
@@ -83,14 +92,14 @@ def test_the_fraction_of_old_versions_is_what_their_first_ingest_was_told(reposi
 
 
 def test_a_key_that_the_source_has_in_another_split_stays_where_it_is(repository, tmp_path):
-    source = write_images(tmp_path / "a", {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "val/cat/3.jpg": 3})
-    ingest(repository, source, "pets")
-    moved = write_images(tmp_path / "b", {"train/cat/3.jpg": 30, "train/cat/4.jpg": 4, "val/cat/2.jpg": 20})
+    images = {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "val/cat/3.jpg": 3}
+    ingest_keyed(repository, tmp_path / "a", images, "pets")
+    moved = tmp_path / "b", {"train/cat/3.jpg": 30, "train/cat/4.jpg": 4, "val/cat/2.jpg": 20}
     with pytest.raises(ConflictError, match=r"'val' of the data set, in 'train' of the added data"):
-        ingest(repository, moved, "pets", append=True)
+        ingest_keyed(repository, *moved, "pets", append=True)
     with pytest.raises(ConflictError, match="different samples"):
-        ingest(repository, moved, "pets", append=True, on_common="drop")
-    ingest(repository, moved, "pets", append=True, on_common="replace")
+        ingest_keyed(repository, *moved, "pets", append=True, on_common="drop")
+    ingest_keyed(repository, *moved, "pets", append=True, on_common="replace")
     found = open_dataset(repository, "pets")
     assert keys(repository, "pets") == {"train": {f"cat/{n}.jpg" for n in (1, 2, 4)}, "val": {"cat/3.jpg"}}
     assert found["val"][0]["image"] == jpeg(seed=30)
@@ -101,18 +110,16 @@ def test_a_key_that_the_source_has_in_another_split_stays_where_it_is(repository
 
 
 def test_keys_and_equal_images_in_two_splits_are_refused_with_a_way_out(repository, tmp_path):
-    source = write_images(
-        tmp_path / "a", {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "train/cat/9.jpg": 3, "val/cat/1.jpg": 10,
-                         "val/cat/3.jpg": 3},
-    )  # fmt: skip
+    source = tmp_path / "a", {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "train/cat/9.jpg": 3, "val/cat/1.jpg": 10,
+                              "val/cat/3.jpg": 3}  # fmt: skip
     with pytest.raises(ConflictError) as raised:
-        ingest(repository, source, "pets")
+        ingest_keyed(repository, *source, "pets")
     assert "by keys: 'cat/1.jpg'" in str(raised.value)
     assert "'cat/9.jpg' (as 'cat/3.jpg')" in str(raised.value)
     assert "--on-split-overlap drop" in str(raised.value)
     assert not repository.versions("datasets", "pets").head()
 
-    done = ingest(repository, source, "dropped", on_split_overlap="drop")
+    done = ingest_keyed(repository, *source, "dropped", on_split_overlap="drop")
     assert keys(repository, "dropped") == {"train": {"cat/2.jpg"}, "val": {"cat/1.jpg", "cat/3.jpg"}}
     assert [(each.kind, each.split, len(each.samples)) for each in done.overlaps] == [
         ("key", "train", 1),
@@ -120,7 +127,7 @@ def test_keys_and_equal_images_in_two_splits_are_refused_with_a_way_out(reposito
     ]
     assert entry(repository, "dropped")["split_overlap"] == {}
 
-    ingest(repository, source, "kept", on_split_overlap="keep")
+    ingest_keyed(repository, *source, "kept", on_split_overlap="keep")
     assert entry(repository, "kept")["split_overlap"] == {"key": 1, "payload": 1}
     found = verify(repository, "kept")
     assert not found.overlaps
@@ -130,11 +137,11 @@ def test_keys_and_equal_images_in_two_splits_are_refused_with_a_way_out(reposito
 def test_what_a_data_set_accepted_it_need_not_be_told_again_and_nothing_else_is_accepted(repository, tmp_path):
     images = {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "train/cat/9.jpg": 3, "val/cat/1.jpg": 10,
               "val/cat/3.jpg": 3}  # fmt: skip
-    ingest(repository, write_images(tmp_path / "a", images), "pets", on_split_overlap="keep")
-    ingest(repository, write_images(tmp_path / "b", {"train/cat/7.jpg": 7}), "pets", append=True)
+    ingest_keyed(repository, tmp_path / "a", images, "pets", on_split_overlap="keep")
+    ingest_keyed(repository, tmp_path / "b", {"train/cat/7.jpg": 7}, "pets", append=True)
     assert entry(repository, "pets")["split_overlap"] == {"key": 1, "payload": 1}
     with pytest.raises(ConflictError, match=r"'cat/2\.jpg'"):
-        ingest(repository, write_images(tmp_path / "c", {"val/cat/2.jpg": 20}), "pets", append=True)
+        ingest_keyed(repository, tmp_path / "c", {"val/cat/2.jpg": 20}, "pets", append=True)
     leak = write_images(tmp_path / "d", {"train/cat/5.jpg": 10})
     with pytest.raises(ConflictError, match="equal images"):
         ingest(repository, leak, "pets", append=True)
@@ -261,9 +268,9 @@ def test_a_first_version_is_compared_once_before_others_are_asked_whether_they_w
 
 
 def test_a_key_in_both_splits_of_what_is_appended_replaces_that_of_its_split(repository, tmp_path):
-    ingest(repository, write_images(tmp_path / "a", {"train/cat/1.jpg": 1, "val/cat/2.jpg": 2}), "pets")
-    both = write_images(tmp_path / "b", {"train/cat/2.jpg": 20, "train/cat/3.jpg": 3, "val/cat/2.jpg": 21})
-    ingest(repository, both, "pets", append=True, on_common="replace")
+    ingest_keyed(repository, tmp_path / "a", {"train/cat/1.jpg": 1, "val/cat/2.jpg": 2}, "pets")
+    both = {"train/cat/2.jpg": 20, "train/cat/3.jpg": 3, "val/cat/2.jpg": 21}
+    ingest_keyed(repository, tmp_path / "b", both, "pets", append=True, on_common="replace")
     assert keys(repository, "pets") == {"train": {"cat/1.jpg", "cat/3.jpg"}, "val": {"cat/2.jpg"}}
     assert open_dataset(repository, "pets")["val"][0]["image"] == jpeg(seed=21)
 

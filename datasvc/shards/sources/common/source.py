@@ -110,8 +110,11 @@ class Source(ABC):
 
     @property
     def keys_are_places(self) -> bool:
-        """Whether keys are made of file and row, so that different samples of two splits may have the same key."""
-        return False
+        """Whether keys are paths, numbers, or file and row: then equal keys of two splits may be different samples.
+
+        False if a column holds the keys: the user gave them, so a key names the same sample in each split.
+        """
+        return True
 
     @property
     @abstractmethod

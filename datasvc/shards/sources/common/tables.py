@@ -70,6 +70,11 @@ class TableSource(FileSource):
 
     columns: ColumnMap
 
+    @property
+    def keys_are_places(self) -> bool:
+        """Whether keys are made of file and row: true unless a column holds the keys."""
+        return self.columns.key is None
+
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples of one part; see `StreamedSource.read`."""
         for raw in self.read_raw(part):

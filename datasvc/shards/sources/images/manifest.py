@@ -36,6 +36,7 @@ class ManifestSource(ListedSource):
         schema: `key`, `image`, `label` if the manifest has one, and its other columns.
         classes: sorted class names; empty if labels are integers.
         ignored: number of files that are not in the manifest, all under one name.
+        has_keys: whether a column of the manifest holds the keys.
     """
 
     # A manifest is only an option of an image folder, so log entries name the format of the folder.
@@ -46,6 +47,12 @@ class ManifestSource(ListedSource):
     splits: dict[str, list[ImageFile]]
     classes: tuple[str, ...]
     ignored: Counter[str]
+    has_keys: bool
+
+    @property
+    def keys_are_places(self) -> bool:
+        """Whether keys are paths: true unless the manifest has a column of keys."""
+        return not self.has_keys
 
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> ManifestSource:
@@ -78,7 +85,7 @@ class ManifestSource(ListedSource):
             files.sort(key=lambda file: file.key)
         _check_keys(files_by_split)
         ignored = _count_unlisted(files_below, names, root, options.manifest)
-        return cls(url, manifest.schema(labels), files_by_split, classes, ignored)
+        return cls(url, manifest.schema(labels), files_by_split, classes, ignored, manifest.key is not None)
 
 
 def _file_names(manifest: ManifestTable) -> list[str]:

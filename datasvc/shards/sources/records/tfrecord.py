@@ -63,6 +63,11 @@ class TfRecordSource(FileSource):
 
     features: dict[str, FeatureColumn]
 
+    @property
+    def keys_are_places(self) -> bool:
+        """Whether keys are made of file and row: true unless a feature holds the keys."""
+        return all(column.column is not None for column in self.features.values())
+
     @classmethod
     def list(cls, url: str, options: SourceOptions | None = None) -> TfRecordSource:
         """List the source; each split's first samples determine the columns. For errors, see `FileSource.list`."""
