@@ -77,6 +77,20 @@ def is_plain_name(name: str) -> bool:
     return len(name.encode()) <= _MAX_NAME_BYTES
 
 
+def target_outside(folder: str | Path, path: str | Path) -> str | None:
+    """Return the target of `path`, whose links are followed, if it is outside `folder`; None if it is inside.
+
+    A folder that somebody has sent may have links to private files of the reader. A link of a snapshot in the cache
+    of the Hugging Face Hub leads to `blobs` beside `snapshots`, so this folder counts as inside.
+    """
+    real, real_folder = os.path.realpath(path), os.path.realpath(folder)
+    above, separator, _ = f"{real_folder}/".rpartition("/snapshots/")
+    # `blobs` is not resolved: if it is a link itself, its target is outside.
+    allowed = [real_folder, f"{above}/blobs"] if separator else [real_folder]
+    is_inside = any(real == root or real.startswith(f"{root.rstrip('/')}/") for root in allowed)
+    return None if is_inside else real
+
+
 @contextmanager
 def replacing(path: Path, *, synced: bool = True) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an error.

@@ -9,6 +9,7 @@ from typing import Any, Final
 from datasvc import durable
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.models.interop.onnx_header import read_onnx_details
+from datasvc.models.interop.state import check_inside
 from datasvc.models.interop.whole_folder import check_target, create_folder
 from datasvc.models.versions.artefacts import (
     Artefact,
@@ -55,7 +56,7 @@ def attach(
         progress: counts the bytes of each part that was stored.
 
     Raises:
-        ConfigError: the folder is empty, or a name is not valid.
+        ConfigError: the folder is empty, has a link out or something that is no file, or a name is not valid.
         NotFoundError: the version or `path` does not exist.
         ConflictError: the version has another artefact of this name; see `detach`.
         UnavailableError: a file cannot be read, or the store does not respond.
@@ -135,7 +136,8 @@ def _list_files(source: Path, name: str) -> dict[str, Path]:
     """Return the files to attach, by their paths in the artefact `name`."""
     if not source.is_dir():
         return {name: source}
-    files = {str(file.relative_to(source)): file for file in sorted(source.rglob("*")) if file.is_file()}
+    paths = [path for path in sorted(source.rglob("*")) if not path.is_dir() or path.is_symlink()]
+    files = {str(path.relative_to(source)): check_inside(source, path) for path in paths}
     if not files:
         raise ConfigError(f"{source} has no files to attach")
     try:

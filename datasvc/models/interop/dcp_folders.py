@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.interop.state import ForeignState, ForeignTensor, check_file_name, check_tensor_name
+from datasvc.models.interop.state import ForeignState, ForeignTensor, check_file_name, check_inside, check_tensor_name
 from datasvc.models.interop.torch_reader import MAX_NODES, Extent, TorchReader, check_shared_bytes
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.tensors.chunks import Shape, is_tiling
@@ -45,7 +45,7 @@ def read_dcp_folder(folder: Path, memory_bytes: int) -> ForeignState:
     """
     location = str(folder / METADATA_FILE)
     reader = TorchReader(memory_bytes)
-    metadata = reader.read_dcp_metadata(folder / METADATA_FILE)
+    metadata = reader.read_dcp_metadata(check_inside(folder, folder / METADATA_FILE))
     # The elements of `metadata` were not checked. The errors that invalid elements cause are converted below.
     try:
         extents = _read_extents(folder, metadata["extents"])

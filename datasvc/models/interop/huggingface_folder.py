@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from datasvc.durable import is_plain_name
+from datasvc.durable import is_plain_name, target_outside
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.interop.safetensors_files import INDEX_FILE, SUFFIX, read_safetensors
 from datasvc.models.interop.safetensors_header import parse_object
-from datasvc.models.interop.state import ForeignState, ForeignTensor, check_file_name
+from datasvc.models.interop.state import ForeignState, ForeignTensor, check_file_name, check_inside
 from datasvc.models.interop.torch_files import read_torch_files
 from datasvc.repository.logs.log import encode_entry
 
@@ -54,7 +54,7 @@ def read_torch_folder(folder: Path, memory_bytes: int) -> ForeignState:
 
     if (folder / TORCH_INDEX_FILE).exists():
         return _read_indexed(folder, TORCH_INDEX_FILE, _TORCH_SUFFIX, read)
-    (state,) = read_torch_files([folder / TORCH_FILE], memory_bytes)
+    (state,) = read_torch_files([check_inside(folder, folder / TORCH_FILE)], memory_bytes)
     return replace(state, format="huggingface", weight_files=(TORCH_FILE,))
 
 
@@ -73,7 +73,7 @@ def _read_indexed(
         CorruptDataError: the index is not valid, or lists a tensor that its file does not have.
         CorruptDataError, ConfigError, OSError: raised by `read`.
     """
-    path = folder / index_name
+    path = check_inside(folder, folder / index_name)
     if path.stat().st_size > _MAX_INDEX_BYTES:
         raise CorruptDataError(f"{path} has {path.stat().st_size} bytes; at most {_MAX_INDEX_BYTES} are supported")
     weight_map = parse_object(path.read_bytes(), str(path)).get("weight_map")
@@ -104,7 +104,8 @@ def _read_indexed(
 def with_small_files(state: ForeignState, folder: Path) -> ForeignState:
     """Return the state with the small files of its folder, and the parsed `config.json` if an entry can hold it.
 
-    Other weights, subfolders, hidden files and files above the limits are listed in `left_out`.
+    Other weights, subfolders, hidden files, links out of the folder and files above the limits are listed in
+    `left_out`.
 
     Raises:
         ConfigError: `config.json` is not a file, or has more than 64 MiB.
@@ -119,6 +120,10 @@ def with_small_files(state: ForeignState, folder: Path) -> ForeignState:
             continue
         if path.suffix in _WEIGHT_SUFFIXES:
             left_out.append(path.name)
+            continue
+        if (target := target_outside(folder, path)) is not None:
+            # A stored link would publish a file of the user who imports a folder of somebody else.
+            left_out.append(f"{path.name} (a link out of the folder, to {target})")
             continue
         is_small = path.is_file() and path.stat().st_size <= min(_MAX_SMALL_FILE_BYTES, remaining_bytes)
         if path.name == CONFIG_FILE and not is_small:

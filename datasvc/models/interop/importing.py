@@ -22,7 +22,7 @@ from datasvc.models.interop.huggingface_folder import (
     with_small_files,
 )
 from datasvc.models.interop.safetensors_files import INDEX_FILE, SUFFIX, read_safetensors, read_safetensors_folder
-from datasvc.models.interop.state import ForeignState, ForeignTensor, check_tensor_name, flat_skeleton
+from datasvc.models.interop.state import ForeignState, ForeignTensor, check_inside, check_tensor_name, flat_skeleton
 from datasvc.models.interop.torch_files import CHECKPOINT_FILE, LEGACY, ZIP, read_torch_file
 from datasvc.models.interop.torch_reader import READER_MEMORY_BYTES
 from datasvc.models.tensors.name_filter import map_names, select_names
@@ -183,7 +183,7 @@ def _read_folder(folder: Path, reader_memory_bytes: int) -> ForeignState:
     if TORCH_FILE in names or TORCH_INDEX_FILE in names:
         return with_small_files(read_torch_folder(folder, reader_memory_bytes), folder)
     if CHECKPOINT_FILE in names:
-        return read_torch_file(folder / CHECKPOINT_FILE, reader_memory_bytes)
+        return read_torch_file(check_inside(folder, folder / CHECKPOINT_FILE), reader_memory_bytes)
     raise ConfigError(
         f"{folder} is not a model: expected {SUFFIX} files, {TORCH_FILE}, a DCP folder with {METADATA_FILE}, or "
         f"{CHECKPOINT_FILE}; it has: {', '.join(names[:10]) or 'nothing'}. To import a torch.save file, give the "

@@ -17,6 +17,7 @@ from datasvc.models.interop.state import (
     ForeignState,
     ForeignTensor,
     bytes_of,
+    check_inside,
     flat_skeleton,
     read_block,
 )
@@ -63,7 +64,7 @@ def read_safetensors_folder(folder: Path) -> ForeignState:
         raise ConfigError(
             f"{folder} has {len(files)} safetensors files and no {INDEX_FILE}; give the path of the file to import"
         )
-    tensors = _read_tensors(files[0])
+    tensors = _read_tensors(check_inside(folder, files[0]))
     if files[0].name != TENSORS_FILE:
         return ForeignState("huggingface", tensors, weight_files=(files[0].name,))
     # The name of the file shows that `models export` wrote this folder. The state tree is in another file; without
@@ -146,6 +147,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    check_inside(path.parent, path)
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise CorruptDataError(f"{path} has {path.stat().st_size} bytes; at most {_MAX_JSON_BYTES} are supported")
     return parse_object(path.read_bytes(), str(path))

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from datasvc.durable import is_plain_name
-from datasvc.errors import CorruptDataError
+from datasvc.durable import is_plain_name, target_outside
+from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.state_tree import dict_skeleton
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
@@ -90,13 +90,27 @@ def check_file_name(folder: Path, name: object, *, listed_in: str, suffix: str =
 
     Raises:
         CorruptDataError: `name` is not the name of a file in this folder, or does not end with `suffix`.
+        ConfigError: see `check_inside`.
     """
     if not isinstance(name, str) or not name.endswith(suffix) or not is_plain_name(name):
         kind = f"{suffix} file".strip()
         raise CorruptDataError(
             f"{folder / listed_in} refers to {str(name)[:80]!r}; expected the name of a {kind} in the same folder"
         )
-    return folder / name
+    return check_inside(folder, folder / name)
+
+
+def check_inside(folder: Path, path: Path) -> Path:
+    """Return `path`, a file of an untrusted folder; raise ConfigError if it is a link out, or no regular file."""
+    if (target := target_outside(folder, path)) is not None:
+        raise ConfigError(
+            f"{path} is a link out of the folder, to {target}, so it is not read: whoever made the folder chose the "
+            "file. If you trust it, copy the folder with the files (cp -rL)"
+        )
+    # To open a pipe would wait for its writer for ever.
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a regular file; remove it from the folder")
+    return path
 
 
 def flat_skeleton(names: Mapping[str, str]) -> Any:

@@ -21,6 +21,7 @@ import pyarrow as pa
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
+from datasvc.durable import target_outside
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.marker import MARKER
 from datasvc.repository.store.redaction import redact_url
@@ -274,8 +275,12 @@ def _list_one(url: str) -> list[SourceFile]:
         elif any(sign in root for sign in "*?["):
             # The names begin after the last folder without a pattern.
             base = re.split(r"[*?\[]", root, maxsplit=1)[0].rpartition("/")[0]
+            is_local = isinstance(file_system, LocalFileSystem)
+            # A local link has a type of its own, and is not silently left out.
             infos = {
-                path: info for path, info in file_system.glob(root, detail=True).items() if info["type"] == "file"
+                path: info
+                for path, info in file_system.glob(root, detail=True).items()
+                if info["type"] == "file" or (is_local and os.path.islink(path) and not os.path.isdir(path))
             }
             if not infos:
                 raise NotFoundError(f"no file matches {redact_url(url)}; check the pattern")
@@ -284,8 +289,8 @@ def _list_one(url: str) -> list[SourceFile]:
         else:
             visible = [file for file in find_files(file_system, root) if not _is_hidden(file.name)]
             return sorted(visible, key=lambda file: file.name)
-    # A single file may be a link out of its folder, because the URL names it.
-    if isinstance(file_system, LocalFileSystem) and len(infos) > 1:
+    # A file that the URL itself names may be a link out of its folder, but not one that a pattern finds.
+    if isinstance(file_system, LocalFileSystem) and [*infos] != [root]:
         check_inside(base, list(infos))
     files = [
         SourceFile(_shown_name(path[len(base) :]), path, *_size_and_stamp(file_system, path, info))
@@ -341,15 +346,13 @@ def _find_local(root: str) -> Iterator[SourceFile]:
 
 def check_inside(root: str, paths: Sequence[str]) -> None:
     """Raise ConfigError if the target of one of the local `paths` is outside `root` or does not exist."""
-    real_root = os.path.realpath(root)
     for path in paths:
-        real = os.path.realpath(path)
-        if real != real_root and not real.startswith(f"{real_root.rstrip('/')}/"):
+        if (target := target_outside(root, path)) is not None:
             raise ConfigError(
-                f"{path} is a link out of the source, to {real}; copy it into the source, or ingest that folder too"
+                f"{path} is a link out of the source, to {target}; copy it into the source, or ingest that folder too"
             )
-        if not os.path.exists(real):
-            raise ConfigError(f"{path} is a link to {real}, which does not exist; remove the link")
+        if not os.path.exists(path):
+            raise ConfigError(f"{path} is a link to {os.path.realpath(path)}, which does not exist; remove the link")
 
 
 def is_marker(name: str) -> bool:
