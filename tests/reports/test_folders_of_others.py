@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.interop.artefact_files import attach
 from datasvc.models.interop.importing import import_model
 from datasvc.models.interop.safetensors_files import write_safetensors
@@ -58,7 +58,7 @@ def test_a_link_in_somebodys_model_folder_does_not_put_a_private_file_into_the_r
 
 
 def test_a_snapshot_of_the_hub_cache_is_imported_with_its_links_to_blobs(repository, folder, secret):
-    """huggingface/transformers#46611: the files of a snapshot in the cache of the Hub are links to `blobs` beside it."""
+    """huggingface/transformers#46611: files of a snapshot in the cache of the Hub are links to `blobs` beside."""
     snapshot, blobs = folder / "models--a--b" / "snapshots" / "0a1b", folder / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -205,5 +205,9 @@ def test_a_folder_of_links_to_itself_is_refused_at_once(repository, folder):
     data.mkdir(parents=True)
     for name in "ab":
         (data / name).symlink_to(".")
-    with pytest.raises(ConfigError):
+    with pytest.raises(NotFoundError, match="it is empty"):
+        ingest(repository, str(data), "d")
+    (data / "c").symlink_to(folder)
+    (folder / "a.csv").write_bytes(_csv(1))
+    with pytest.raises(ConfigError, match=r"link to one of its parent folders|link out of the source"):
         ingest(repository, str(data), "d")

@@ -185,10 +185,17 @@ def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
     names: list[str] = []
     repositories: list[str] = []  # paths of the repositories below `root`, each with a slash at its end
     is_local = isinstance(file_system, LocalFileSystem)
-    # fsspec's own walk of local files reads the attributes of each file; only the names are needed here. Do not follow
-    # links: they lead to folders below `root` (see `check_inside`), and with two links each the number of paths doubles.
-    walk = os.walk(root) if is_local else file_system.walk(root)
-    for folder, _, files in walk:
+    linked = {os.path.realpath(root)}
+    # fsspec's own walk of local files reads the attributes of each file; only the names are needed here.
+    walk = os.walk(root, followlinks=True) if is_local else file_system.walk(root)
+    for folder, folders, files in walk:
+        if is_local:
+            # Follow one link to each folder: with two links each to their own folder, there are 2 ** 40 paths.
+            links = {
+                name: os.path.realpath(f"{folder}/{name}") for name in folders if os.path.islink(f"{folder}/{name}")
+            }
+            folders[:] = [name for name in folders if links.get(name) not in linked]
+            linked.update(links.values())
         # The files of a datasvc repository are not part of a source.
         if any(map(is_marker, files)):
             repositories.append(f"{folder.rstrip('/')}/")
