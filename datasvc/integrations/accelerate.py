@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +19,7 @@ with explain_missing("datasvc.integrations.accelerate"):
 __all__ = ["AcceleratorVersions"]
 
 _SCALER = "scaler"
+_logger = logging.getLogger(__name__)
 
 
 class AcceleratorVersions:
@@ -100,6 +102,7 @@ class AcceleratorVersions:
                 )
             for name, target in targets.items():
                 target.load_state_dict(state[name])
+            self._accelerator.step = 0  # micro-batches since a complete step: versions are saved after one
             self.checkpoints.load_position(self._loader, state)
             ranks = self._accelerator.process_index, self._accelerator.num_processes
             self.checkpoints.reinstate(state.get(RANK_STATE), *ranks)
@@ -109,12 +112,24 @@ class AcceleratorVersions:
     def step(self, step: int, *, metrics: Mapping[str, Any] | None = None, is_last: bool = False) -> None:
         """Save if it is time. Call it after each optimizer step; `stop_signal` then says whether to end the run.
 
+        It may be called after each micro-batch of `accelerator.accumulate`, too. A version has no gradients, so a save
+        that is due, or a signal, waits until the optimizer step is complete.
+
         Args:
-            step: number of optimizer steps so far.
+            step: number of optimizer steps so far, or of micro-batches.
             metrics: metric values by name, numbers or tensors of one element.
-            is_last: save in any case.
+            is_last: save in any case. Gradients of an incomplete step are lost then, with a warning.
         """
-        if self.checkpoints.is_due(step) or is_last:
+        # Without `accumulate`, the count stays 0, and `sync_gradients` may be that of an earlier accelerator.
+        is_complete = self._accelerator.step == 0 or self._accelerator.sync_gradients
+        if is_last and not is_complete:
+            _logger.warning(
+                "the last save, at step %d, is in the middle of an accumulation of %d micro-batches: the version does "
+                "not have their gradients, and a run that continues it does not train on them",
+                step,
+                self._accelerator.gradient_accumulation_steps,
+            )
+        if is_last or (is_complete and self.checkpoints.is_due(step)):
             state = {name: target.state_dict() for name, target in self._targets().items()}
             self.checkpoints.save(state, step=step, metrics=metrics)
 

@@ -110,6 +110,11 @@ class GradientReducer:
         """Return whether a bucket has been sent since the last `finish`."""
         return any(bucket.is_launched for bucket in self._buckets)
 
+    @property
+    def has_open_passes(self) -> bool:
+        """Whether `grad` has backward passes that no `finish` has combined yet."""
+        return any(self._num_passes.values())
+
     def finish(self) -> None:
         """Send the remaining buckets, wait for all, and store the combined gradients in `grad`.
 

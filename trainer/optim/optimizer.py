@@ -240,7 +240,17 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the base class. "compression" has what this rank's compression keeps between steps."""
+        """Return the state of the base class. "compression" has what this rank's compression keeps between steps.
+
+        Between `backward` and `step` it warns: a state has no gradients.
+        """
+        if self._reducer is not None and self._reducer.has_open_passes:
+            warnings.warn(
+                "optimizer.state_dict() was called between loss.backward() and optimizer.step(): the state does not "
+                f"have the gradients of the open step ({self._passes_per_step} backward passes), so a run that "
+                "continues from it loses them; save after optimizer.step()",
+                stacklevel=2,
+            )
         state: dict[str, Any] = super().state_dict()
         if isinstance(self._exchange.compression, CompressionWithMemory):
             memory = copy_memory(self._exchange.memory, residuals=True)
