@@ -1,7 +1,8 @@
 """The exception for failures of a distributed job.
 
 An error of the calling process alone is a `ValueError`: an invalid argument, a name whose operation is still in
-flight, or a missing call of `init`. A failure that affects the whole job is a `HorovodInternalError`.
+flight, or a missing call of `init`. A sum or product of integers that does not fit their dtype is an `OverflowError`
+on every rank. A failure that affects the whole job is a `HorovodInternalError`.
 """
 
 from __future__ import annotations

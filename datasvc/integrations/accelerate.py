@@ -112,8 +112,8 @@ class AcceleratorVersions:
     def step(self, step: int, *, metrics: Mapping[str, Any] | None = None, is_last: bool = False) -> None:
         """Save if it is time. Call it after each optimizer step; `stop_signal` then says whether to end the run.
 
-        It may be called after each micro-batch of `accelerator.accumulate`, too. A version has no gradients, so a save
-        that is due, or a signal, waits until the optimizer step is complete.
+        It may be called after each micro-batch of `accelerator.accumulate`, too. A version has no gradients, so a
+        save that is due, or a signal, waits until the optimizer step is complete.
 
         Args:
             step: number of optimizer steps so far, or of micro-batches.
@@ -124,8 +124,8 @@ class AcceleratorVersions:
         is_complete = self._accelerator.step == 0 or self._accelerator.sync_gradients
         if is_last and not is_complete:
             _logger.warning(
-                "the last save, at step %d, is in the middle of an accumulation of %d micro-batches: the version does "
-                "not have their gradients, and a run that continues it does not train on them",
+                "the last save, at step %d, is in the middle of an accumulation of %d micro-batches: the version "
+                "does not have their gradients, and a run that continues it does not train on them",
                 step,
                 self._accelerator.gradient_accumulation_steps,
             )

@@ -264,8 +264,8 @@ class Engine:
                     on_stall(operation)
             self._stall_failure = failure
 
-    def _succeed(self, submission: Submission, result: Result) -> None:
-        """Finish a submission with its result."""
+    def _succeed(self, submission: Submission, result: Result | OverflowError) -> None:
+        """Finish a submission with its result, or with the error that it has none on any rank."""
         key, kind = submission.request.key, submission.request.kind
         # Remove the name first: the waiting thread may submit it again as soon as it has the result. If this rank has
         # joined, `submission` is the executor's substitute, which is not in `_in_flight`.
@@ -274,6 +274,9 @@ class Engine:
                 del self._in_flight[key]
         if kind in (CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET):
             self.process_sets = self._negotiation.process_sets
+        if isinstance(result, OverflowError):
+            submission.handle.fail(result)
+            return
         # A barrier, for example, has no tensors.
         device = submission.inputs[0].device if submission.inputs else torch.device("cpu")
         submission.handle.succeed(result, self._streams.record_end(device))

@@ -32,10 +32,14 @@ def allreduce(
         average: deprecated; True means `op=Average`, False `op=Sum`.
         name: name of the operation, the same on all ranks; None to number it in the order of calls.
         compression: encoding of the values that are sent.
-        op: reduction, by default Average. Integers are averaged in float64 and truncated toward zero.
+        op: reduction, by default Average. Sums of integers do not overflow, and averages are truncated toward zero.
         prescale_factor: factor for each tensor before the reduction.
         postscale_factor: factor for the result of the reduction.
         process_set: ranks that take part, by default all.
+
+    Raises:
+        OverflowError: the result, of integers, does not fit their dtype; on every rank. Products of int64 are not
+            checked.
     """
     reduction = autograd.ReduceOptions(
         op=choose_op(average, op),

@@ -39,6 +39,7 @@ def reducescatter(
     Raises:
         ValueError: `tensor` has no dimensions.
         RuntimeError: `op` is neither Average nor Sum.
+        OverflowError: a sum of integers does not fit their dtype; on every rank.
     """
     reduction = autograd.ReduceOptions(
         op=op, prescale_factor=prescale_factor, postscale_factor=postscale_factor, process_set=process_set

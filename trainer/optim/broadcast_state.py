@@ -105,12 +105,14 @@ def broadcast_optimizer_state(
         model: model whose sparse embeddings get no gradient of zeros, because that gradient would be dense.
 
     Raises:
-        ValueError: `optimizer` is LBFGS, which does not keep its state per parameter.
+        ValueError: `optimizer` is LBFGS, which does not keep its state per parameter; or the optimizers have other
+            parameter groups, on every rank.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(  # noqa: TRY004 - Horovod's type
             "LBFGS does not keep its state per parameter, so it cannot be broadcast; use another optimizer"
         )
+    _check_groups(optimizer, root_rank)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # SparseAdam rejects dense gradients, so none of its parameters may get one.
     is_sparse_adam = isinstance(optimizer, torch.optim.SparseAdam)
@@ -143,6 +145,21 @@ def broadcast_optimizer_state(
         if isinstance(value, _TensorDescription)
     }
     broadcast_parameters(tensors, root_rank)
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
+    """Compare the parameter groups of all ranks: values of other groups would be those of other parameters."""
+    sizes = allgather_object([len(group["params"]) for group in optimizer.param_groups], "optimizer.groups")
+    for rank, sizes_of_rank in enumerate(sizes):
+        if sizes_of_rank != sizes[root_rank]:
+            of_root, of_rank = (
+                f"{len(each)} parameter groups of {', '.join(map(str, each))} parameters"
+                for each in (sizes[root_rank], sizes_of_rank)
+            )
+            raise ValueError(
+                f"broadcast_optimizer_state: rank {root_rank}, the root, has {of_root}; rank {rank} has {of_rank}; "
+                "make the optimizer alike on all ranks, for example add a group on all of them before the call"
+            )
 
 
 def _pickle(obj: Any) -> bytes:

@@ -1,6 +1,7 @@
 """Every operation against what torch computes from all ranks' inputs, which each rank can make itself."""
 
 import enum
+import itertools
 import random
 
 import numpy as np
@@ -41,6 +42,31 @@ def check_allreduce_of_every_type():
         average = hvd.allreduce(mine)
         assert average.dtype == dtype
         torch.testing.assert_close(average, (total / SIZE).to(dtype))
+
+
+def check_integers_near_the_limits_of_their_type():
+    for dtype in INTEGERS:
+        limits, drawn = torch.iinfo(dtype), random.Random(str(dtype))
+        columns = [[drawn.randint(limits.min, limits.max) for _ in range(SIZE)] for _ in range(50)]
+        columns += [[limit] * SIZE for limit in (limits.min, limits.max)]
+        mine = torch.tensor([column[RANK] for column in columns], dtype=dtype)
+        expected = [abs(sum(column)) // SIZE * (-1 if sum(column) < 0 else 1) for column in columns]
+        assert hvd.allreduce(mine).tolist() == expected, dtype
+        rows = hvd.reducescatter(mine, op=hvd.Average).tolist()
+        assert [*itertools.chain(*hvd.allgather_object(rows))] == expected, dtype
+        small = mine // (2 * SIZE)
+        fitting = hvd.allreduce_async(small, op=hvd.Sum)
+        refused = [
+            hvd.allreduce_async(mine, op=hvd.Sum),
+            hvd.reducescatter_async(mine, op=hvd.Sum),
+            hvd.grouped_allreduce_async([small, mine], op=hvd.Sum, postscale_factor=3.0),
+        ]
+        assert hvd.synchronize(fitting).tolist() == [
+            sum(number) for number in zip(*hvd.allgather_object(small.tolist()), strict=True)
+        ]
+        for handle in refused:
+            with raises(OverflowError, f"does not fit {str(dtype).removeprefix('torch.')}"):
+                hvd.synchronize(handle)
 
 
 def check_other_reductions():
@@ -133,6 +159,16 @@ def check_gradients():
     z = torch.ones(3, requires_grad=True)
     (hvd.broadcast(z, 1) * (RANK + 1)).sum().backward()
     assert torch.allclose(z.grad, torch.full((3,), sum(range(SIZE + 1)) / SIZE if RANK == 1 else 0.0))
+
+
+def check_optimizers_with_other_parameter_groups_are_refused_on_every_rank():
+    """facebookresearch/detectron2#898: a restored optimizer has another number of groups."""
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    adam = torch.optim.Adam(net[1].parameters())
+    if RANK == 0:
+        adam.add_param_group({"params": net[0].weight})
+    with raises(ValueError, "2 parameter groups of 2, 1 parameters; rank 1 has 1 parameter groups of 2 parameters"):
+        hvd.broadcast_optimizer_state(adam, 0)
 
 
 def check_disagreements_fail_on_every_rank_and_the_engine_goes_on():

@@ -45,6 +45,7 @@ class Handle:
 
         Raises:
             HorovodInternalError: the operation failed.
+            OverflowError: the result, of integers, does not fit their dtype.
         """
         self._finished.wait()
         if self._error is not None:
@@ -104,5 +105,5 @@ class Submission:
     handle: Handle = field(repr=False)
 
 
-Finish = Callable[[Submission, Result], None]
-"""A callback that the executor calls once for each finished submission, with its result."""
+Finish = Callable[[Submission, Result | OverflowError], None]
+"""A callback that the executor calls once for each finished submission, with its result or its error."""

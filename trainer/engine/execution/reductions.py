@@ -15,13 +15,23 @@ from torch import Tensor
 from datasvc.trainer.engine.execution.adasum import combine_over_tree
 from datasvc.trainer.engine.execution.buffers import FusionBuffers
 from datasvc.trainer.engine.execution.completion import Completions
-from datasvc.trainer.engine.execution.fusion import Buffer, plan_fusion
+from datasvc.trainer.engine.execution.fusion import Buffer, FusionSlot, plan_fusion
 from datasvc.trainer.engine.execution.handles import Finish, Submission
 from datasvc.trainer.engine.execution.profiler_ranges import profiled
 from datasvc.trainer.engine.execution.streams import EngineStreams
 from datasvc.trainer.engine.execution.timeline import Timeline
 from datasvc.trainer.engine.execution.transport import CollectiveWork, CompletedWork, Transport
-from datasvc.trainer.engine.execution.wire import can_send_directly, copy_into, named_dtype, wire_dtype
+from datasvc.trainer.engine.execution.wire import (
+    can_send_directly,
+    copy_into,
+    fit_into,
+    is_integer,
+    join_lanes,
+    max_wire_bytes,
+    num_lanes,
+    split_lanes,
+    wire_dtype,
+)
 from datasvc.trainer.engine.negotiation.negotiation import Ready
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp, Request
 
@@ -53,33 +63,44 @@ class Reductions:
     def allreduce(self, operations: Sequence[tuple[Ready, Submission]]) -> None:
         """Begin all allreduces, fused; each finishes when its last buffer is complete."""
         requests = [ready.request for ready, _ in operations]
-        element_bytes = {name: wire_dtype(name).itemsize for request in requests for name in request.dtypes}
+        element_bytes = {name: max_wire_bytes(name) for request in requests for name in request.dtypes}
         buffers = plan_fusion(requests, fusion_bytes=self.fusion_bytes, element_bytes=element_bytes)
         # The tensors of a grouped operation may be in several buffers. Buffers complete in order, so the operation
         # finishes with its last buffer.
         last_buffer = {slot.operation: index for index, buffer in enumerate(buffers) for slot in buffer.slots}
         submissions = [submission for _, submission in operations]
+        errors: dict[int, OverflowError] = {}  # by operation; of an operation in several buffers, too
         for index, buffer in enumerate(buffers):
-            finishing = [submissions[number] for number in buffer.operations if last_buffer[number] == index]
+            finishing = [number for number in buffer.operations if last_buffer[number] == index]
             # The requests of a buffer have the same process set, reduction and factors, so the first stands for all.
             ready = operations[buffer.operation][0]
-            self._begin(buffer, ready, submissions, finishing)
+            self._begin(buffer, ready, submissions, finishing, errors)
 
     def reducescatter(self, ready: Ready, submission: Submission) -> None:
         """Reduce the tensors over the ranks, and store this rank's rows of the results in the outputs."""
+        error = None
         for name, tensor, output in zip(
             submission.request.dtypes, submission.inputs, submission.outputs, strict=True
         ):
             with self.streams.on_engine_stream(tensor.device, [submission.cuda_ready], [tensor, output]):
-                self._scatter(ready, wire_dtype(name), tensor, output)
-        self.finish(submission, submission.result)
+                if is_integer(name):
+                    error = self._scatter_integers(ready, name, tensor, output) or error
+                else:
+                    self._scatter(ready, tensor, output)
+        self.finish(submission, error or submission.result)
 
     def _begin(
-        self, buffer: Buffer, ready: Ready, submissions: Sequence[Submission], finishing: Sequence[Submission]
+        self,
+        buffer: Buffer,
+        ready: Ready,
+        submissions: Sequence[Submission],
+        finishing: Sequence[int],
+        errors: dict[int, OverflowError],
     ) -> None:
         """Pack a buffer and begin its allreduce. `slot.operation` of the buffer is an index of `submissions`.
 
-        After the allreduce, the buffer is unpacked, and the submissions in `finishing` are finished.
+        After the allreduce, the buffer is unpacked, and the operations in `finishing` are finished, those in `errors`
+        with their error.
         """
         request = ready.request
         inputs = [submissions[slot.operation].inputs[slot.member] for slot in buffer.slots]
@@ -94,10 +115,10 @@ class Reductions:
             with profiled("pack"):
                 # A hierarchical allreduce divides the tensor among the ranks of a node.
                 multiple = self.transport.local_size if is_hierarchical else 1
-                flat, packed = self._pack(buffer, inputs, outputs, multiple=multiple)
+                flat, packed = self._pack(buffer, request, inputs, outputs, multiple=multiple)
                 # Usually no submission was scaled by the caller; then one pass scales the whole buffer.
                 if not any(submissions[operation].is_prescaled for operation in buffer.operations):
-                    _scale(flat, factor=request.prescale_factor)
+                    _scale(flat, buffer.dtype, factor=request.prescale_factor)
                 else:
                     self._prescale(buffer, submissions, flat)
             timeline.activity(keys, "ALLREDUCE")
@@ -118,15 +139,15 @@ class Reductions:
                     work.wait()
                 timeline.activity(keys, "MEMCPY_OUT_FUSION_BUFFER")
                 with profiled("unpack"):
-                    divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
-                    _scale(flat, factor=request.postscale_factor, divisor=divisor)
-                    _unpack(buffer, flat, outputs)
+                    for slot in _unpack(buffer, ready, flat, outputs):
+                        errors[slot.operation] = _overflow(submissions[slot.operation].request, slot.member)
             for taken in (packed, scratch):
                 if taken is not None:
                     self.buffers.give_back(taken)
             timeline.end(keys)
-            for submission in finishing:
-                self.finish(submission, submission.result)
+            for number in finishing:
+                submission = submissions[number]
+                self.finish(submission, errors.get(number) or submission.result)
 
         is_short = flat.numel() * flat.element_size() <= _SHORT_BYTES
         self.completions.add(work, complete, is_short=is_short)
@@ -137,27 +158,31 @@ class Reductions:
             and self.transport.has_node_groups
             and request.process_set == GLOBAL_SET
             and request.reduce_op in (ReduceOp.SUM, ReduceOp.AVERAGE)
-            and named_dtype(buffer.dtype).is_floating_point
+            and not is_integer(buffer.dtype)
             and buffer.num_elements > 0
         )
 
     def _pack(
-        self, buffer: Buffer, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, multiple: int
+        self, buffer: Buffer, request: Request, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, multiple: int
     ) -> tuple[Tensor, Tensor | None]:
         """Return the flat tensor of all slots, and the fusion buffer that begins with it, if one is used.
 
         The fusion buffer is to be sent, and given back later. Its length is padded to a multiple of `multiple`.
         """
-        dtype, device = wire_dtype(buffer.dtype), self.transport.wire_device(outputs[0].device)
-        num_padding = -buffer.num_elements % multiple
+        dtype, device = wire_dtype(buffer.dtype, request), self.transport.wire_device(outputs[0].device)
+        num_padding, lanes = -buffer.num_elements % multiple, num_lanes(buffer.dtype, request)
         # A single tensor that can be sent as it is needs no fusion buffer: it is reduced in place, in its output.
-        if len(outputs) == 1 and not num_padding and can_send_directly(outputs[0], dtype, device):
+        is_direct = len(outputs) == 1 and lanes == 1 and not num_padding
+        if is_direct and can_send_directly(outputs[0], dtype, device):
             return copy_into(inputs[0], outputs[0]).view(-1), None
-        packed = self.buffers.take(dtype, device, buffer.num_elements + num_padding)
-        packed[buffer.num_elements :].zero_()
-        flat = packed[: buffer.num_elements]
+        num_values = buffer.num_elements * lanes
+        packed = self.buffers.take(dtype, device, num_values + num_padding)
+        packed[num_values:].zero_()
+        flat = packed[:num_values]
         for slot, tensor in zip(buffer.slots, inputs, strict=True):
             flat[slot.offset : slot.offset + slot.length].view(tensor.shape).copy_(tensor)
+        if lanes == 2:
+            split_lanes(flat)
         return flat, packed
 
     @staticmethod
@@ -166,7 +191,8 @@ class Reductions:
         for slot in buffer.slots:
             submission = submissions[slot.operation]
             if not submission.is_prescaled:
-                _scale(flat[slot.offset : slot.offset + slot.length], factor=submission.request.prescale_factor)
+                part = flat[slot.offset : slot.offset + slot.length]
+                _scale(part, buffer.dtype, factor=submission.request.prescale_factor)
 
     def _reduce(self, buffer: Buffer, request: Request, flat: Tensor) -> CollectiveWork:
         """Begin the reduction of a packed buffer in place. Adasum is complete when this returns."""
@@ -187,7 +213,7 @@ class Reductions:
         if ranks_per_place > 1:
             self._make_node_sets()
             transport.begin_allreduce(flat, ReduceOp.SUM, self._node_set(transport.rank // ranks_per_place)).wait()
-            _scale(flat, factor=1.0, divisor=ranks_per_place)
+            _scale(flat, buffer.dtype, factor=1.0, divisor=ranks_per_place)
         place, local_rank = divmod(transport.rank, ranks_per_place)
 
         def swap(sent: Tensor, partner_place: int) -> Tensor:
@@ -213,25 +239,48 @@ class Reductions:
     def _node_set(node: int) -> int:
         return -1 - node  # negative, so that it differs from the number of every process set of users
 
-    def _scatter(self, ready: Ready, dtype: torch.dtype, tensor: Tensor, output: Tensor) -> None:
-        """Reduce one tensor over the ranks in `dtype`, and store this rank's rows of the result in `output`."""
-        request, transport = ready.request, self.transport
+    def _scatter(self, ready: Ready, tensor: Tensor, output: Tensor) -> None:
+        """Reduce one tensor over the ranks, and store this rank's rows of the result in `output`."""
+        request, transport, name = ready.request, self.transport, str(tensor.dtype).removeprefix("torch.")
         # Always copy, because `_scale` and the allreduce below overwrite `wire`.
-        wire = tensor.to(transport.wire_device(tensor.device), dtype, copy=True).contiguous()
-        _scale(wire, factor=request.prescale_factor)
-        row_length = wire[:1].numel()  # 0 if there are no rows
-        lengths = [rows * row_length for rows in split_rows(wire.shape[0], len(ready.members))]
+        wire = tensor.to(transport.wire_device(tensor.device), copy=True).contiguous()
+        _scale(wire, name, factor=request.prescale_factor)
+        lengths = _row_lengths(wire, ready)
         parts = list(torch.split(wire.view(-1), lengths))
-        received = torch.empty(output.numel(), dtype=dtype, device=wire.device)
+        received = torch.empty(output.numel(), dtype=wire.dtype, device=wire.device)
         if min(lengths):
             transport.reducescatter(received, parts, request.process_set)
         elif wire.numel():
             # Some ranks get no rows, and not every backend supports empty parts: reduce all rows on every rank.
             transport.begin_allreduce(wire.view(-1), ReduceOp.SUM, request.process_set).wait()
             received.copy_(parts[ready.members.index(transport.rank)])
-        divisor = len(ready.members) if request.reduce_op is ReduceOp.AVERAGE else 1
-        _scale(received, factor=request.postscale_factor, divisor=divisor)
+        _scale(received, name, factor=request.postscale_factor, divisor=_divisor(ready))
         output.copy_(received.view(output.shape))
+
+    def _scatter_integers(self, ready: Ready, name: str, tensor: Tensor, output: Tensor) -> OverflowError | None:
+        """As `_scatter`; return an error on all ranks, and store nothing, if a value of any rank does not fit."""
+        # Reduce all rows on every rank, so that all of them find such a value.
+        request, transport = ready.request, self.transport
+        reduced = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        buffer = Buffer(name, (FusionSlot(0, 0, 0, tensor.numel()),))
+        flat, packed = self._pack(buffer, request, [tensor], [reduced], multiple=1)
+        _scale(flat, name, factor=request.prescale_factor)
+        if flat.numel():
+            transport.begin_allreduce(flat, ReduceOp.SUM, request.process_set).wait()
+        overflowing = _unpack(buffer, ready, flat, [reduced])
+        if packed is not None:
+            self.buffers.give_back(packed)
+        if overflowing:
+            return _overflow(request, 0)
+        rows = torch.split(reduced.view(-1), _row_lengths(reduced, ready))[ready.members.index(transport.rank)]
+        output.copy_(rows.view(output.shape))
+        return None
+
+
+def _row_lengths(tensor: Tensor, ready: Ready) -> list[int]:
+    """Return the number of values that each rank gets of a tensor in a reducescatter."""
+    row_length = tensor[:1].numel()  # 0 if there are no rows
+    return [rows * row_length for rows in split_rows(tensor.shape[0], len(ready.members))]
 
 
 def split_rows(num_rows: int, num_ranks: int) -> list[int]:
@@ -240,23 +289,51 @@ def split_rows(num_rows: int, num_ranks: int) -> list[int]:
     return [rows_per_rank + (index < num_longer) for index in range(num_ranks)]
 
 
-def _scale(tensor: Tensor, *, factor: float, divisor: int = 1) -> None:
-    """Set `tensor` to `tensor * factor / divisor`, with the same rounding as Horovod.
+def _divisor(ready: Ready) -> int:
+    return len(ready.members) if ready.request.reduce_op is ReduceOp.AVERAGE else 1
 
-    Integers are scaled in float64 and truncated toward zero. Half precision is scaled in float32 and rounded once.
+
+def _scale(tensor: Tensor, name: str, *, factor: float, divisor: int = 1) -> None:
+    """Set values of the named dtype to `tensor * factor / divisor`, with the same rounding as Horovod.
+
+    Integers are truncated toward zero; with a factor they are scaled in float64. Half precision is scaled in float32
+    and rounded once.
     """
     if factor == 1.0 and divisor == 1:
         return
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+    if not is_integer(name):
         tensor.mul_(factor / divisor)
-    else:
+    elif tensor.dtype.is_floating_point:
         # A division, not a multiplication by the reciprocal: 49 * (1 / 49) truncates to 0.
-        tensor.copy_(tensor.to(torch.float64).mul_(factor).div_(divisor))
+        tensor.mul_(factor).div_(divisor).trunc_()
+    else:
+        tensor.div_(divisor, rounding_mode="trunc")
 
 
-def _unpack(buffer: Buffer, flat: Tensor, outputs: Sequence[Tensor]) -> None:
+def _unpack(buffer: Buffer, ready: Ready, flat: Tensor, outputs: Sequence[Tensor]) -> list[FusionSlot]:
+    """Scale reduced values and store them in the outputs; return the slots whose integers do not fit their dtype."""
+    request, divisor = ready.request, _divisor(ready)
+    lanes = flat.chunk(2) if num_lanes(buffer.dtype, request) == 2 else (flat,)
+    if len(lanes) == 1:
+        _scale(flat, buffer.dtype, factor=request.postscale_factor, divisor=divisor)
+    overflowing = []
     for slot, output in zip(buffer.slots, outputs, strict=True):
-        part = flat[slot.offset : slot.offset + slot.length]
+        part, *low = (lane[slot.offset : slot.offset + slot.length] for lane in lanes)
+        fits = True
+        if low:
+            part, fits = join_lanes(part, low[0], divisor)
         # A tensor that was reduced in place has the result already.
-        if part.data_ptr() != output.data_ptr():
-            output.copy_(part.view(output.shape))
+        if fits and part.data_ptr() != output.data_ptr():
+            fits = fit_into(part, output)
+        if not fits:
+            overflowing.append(slot)
+    return overflowing
+
+
+def _overflow(request: Request, member: int) -> OverflowError:
+    op, dtype = request.reduce_op, request.dtypes[member]
+    assert op is not None
+    return OverflowError(
+        f"{request.key.describe()}: the {op.value} over the ranks does not fit {dtype}; give the tensor a wider "
+        "dtype, such as int64, or a floating point one"
+    )

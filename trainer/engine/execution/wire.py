@@ -7,9 +7,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# The dtypes that are reduced as another dtype. gloo does not support int16. The wider type also keeps a sum from
-# overflowing before it is averaged, and can hold a sum of bool values.
-_WIRE_DTYPES: Final = {torch.int16: torch.int32, torch.bool: torch.int32}
+from datasvc.trainer.engine.negotiation.requests import ReduceOp, Request
+
+_SUMS: Final = (ReduceOp.SUM, ReduceOp.AVERAGE)
+_LOW_BITS: Final = 32
+_LOW_MASK: Final = 2**_LOW_BITS - 1
 
 REDUCIBLE_DTYPES: Final = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
@@ -24,10 +26,79 @@ def named_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def wire_dtype(name: str) -> torch.dtype:
-    """Return the dtype in which values of the named dtype are reduced."""
+def is_integer(name: str) -> bool:
+    """Return whether the named dtype is one of integers; bool is one too."""
     dtype = named_dtype(name)
-    return _WIRE_DTYPES.get(dtype, dtype)
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def wire_dtype(name: str, request: Request) -> torch.dtype:
+    """Return the dtype in which values of the named dtype are reduced.
+
+    Integers are reduced in a dtype that holds the result of all ranks, so that an average never overflows, and
+    `fit_into` finds a sum or product that does not fit.
+    """
+    dtype = named_dtype(name)
+    if not is_integer(name):
+        return dtype
+    if request.prescale_factor != 1.0 or request.postscale_factor != 1.0:
+        return torch.float64
+    if request.reduce_op in _SUMS and dtype != torch.bool:
+        return torch.int64 if dtype.itemsize >= 4 else torch.int32
+    if request.reduce_op is ReduceOp.PRODUCT and dtype.itemsize < 8:
+        return torch.float64
+    return torch.int32 if dtype in (torch.int16, torch.bool) else dtype  # gloo does not support int16
+
+
+def num_lanes(name: str, request: Request) -> int:
+    """Return how many values are sent for each value: 2 for sums of int64, see `split_lanes`."""
+    is_sum = request.reduce_op in _SUMS and wire_dtype(name, request) == torch.int64
+    return 2 if is_sum and named_dtype(name) == torch.int64 else 1
+
+
+def max_wire_bytes(name: str) -> int:
+    """Return the largest number of bytes that a value of the named dtype takes on the wire."""
+    # Equal for all requests of a dtype, because all ranks must fill buffers alike.
+    dtype = named_dtype(name)
+    return dtype.itemsize if not is_integer(name) else 16 if dtype == torch.int64 else 8
+
+
+def split_lanes(flat: Tensor) -> None:
+    """Split the int64 values in the first half of `flat`: the high 32 bits stay, the low ones go to the second half.
+
+    Sums of either do not overflow with fewer than 2^31 ranks.
+    """
+    high, low = flat.chunk(2)
+    torch.bitwise_and(high, _LOW_MASK, out=low)
+    high >>= _LOW_BITS
+
+
+def join_lanes(high: Tensor, low: Tensor, divisor: int) -> tuple[Tensor, bool]:
+    """Return sums of `split_lanes`, divided by `divisor` toward zero, and whether they fit int64."""
+    # high * 2^32 + low, divided in two steps as by hand; `carried` is the high part of the quotient.
+    quotient = torch.div(high, divisor, rounding_mode="floor")
+    rest = ((high - quotient * divisor) << _LOW_BITS) + low
+    low_quotient = rest // divisor
+    carried = quotient + (low_quotient >> _LOW_BITS)
+    result = (carried << _LOW_BITS) + (low_quotient & _LOW_MASK)
+    result += (result < 0) & (rest != low_quotient * divisor)
+    return result, not carried.numel() or _lies_within(carried, -(2**31), 2**31 - 1)
+
+
+def fit_into(wide: Tensor, output: Tensor) -> bool:
+    """Store reduced values in `output`; return False, and store nothing, if integers do not fit its dtype."""
+    dtype = output.dtype
+    if is_integer(str(dtype).removeprefix("torch.")) and dtype not in (torch.bool, wide.dtype) and wide.numel():
+        limits = torch.iinfo(dtype)
+        if not _lies_within(wide, limits.min, limits.max):
+            return False
+    output.copy_(wide.view(output.shape))
+    return True
+
+
+def _lies_within(values: Tensor, least: int, greatest: int) -> bool:
+    low, high = (bound.item() for bound in values.aminmax())
+    return bool(least <= low and high <= greatest)  # False for NaN; Python compares floats and integers exactly
 
 
 def can_send_directly(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
