@@ -77,7 +77,7 @@ bench: setup  ## most benchmarks, one after the other; results belong into docs/
 docs: setup  ## the documentation as a site: build/book/site/index.html
 	$(BIN)/python -m tools.book build/book
 
-dist: setup  ## wheel and source archive of a release in dist/, with URL=address of the project
+dist: setup  ## wheels and source archive of a release in dist/, with URL=address of the project
 	$(BIN)/python tools/build_release.py dist $(if $(URL),--url $(URL))
 
 clean:  ## remove .venv and what the demo made

@@ -159,7 +159,7 @@ ROOMS = {
         "gradients",
         "ops",
         "optim",
-        "function elastic functions",
+        "function elastic functions compression optimizer sync_batch_norm",
         "runner common",
         "__init__",
         "mpi_ops",

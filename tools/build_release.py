@@ -1,4 +1,4 @@
-"""Builds the wheel and the source archive of a release: `python tools/build_release.py dist --url URL`.
+"""Builds the wheels and the source archive of a release: `python tools/build_release.py dist --url URL`.
 
 Equal sources give equal bytes: the time of the files is that of the last commit (or `SOURCE_DATE_EPOCH`), and their
 order, owners and modes are fixed. Relative links of the README become links to the tag of the version below `--url`,
@@ -39,7 +39,7 @@ def build(target: Path, *, url: str | None = None) -> list[Path]:
         url: address of the project; None: the README keeps its relative links, and the files name no addresses.
 
     Returns:
-        The source archive and the wheel.
+        The source archive and the wheel, and the wheel of datasvc-horovod.
     """
     target.mkdir(parents=True, exist_ok=True)
     time_s = int(os.environ.get("SOURCE_DATE_EPOCH") or _git("log", "-1", "--format=%ct"))
@@ -51,12 +51,29 @@ def build(target: Path, *, url: str | None = None) -> list[Path]:
             name_addresses(source, url.rstrip("/"))
         # The backend of pyproject.toml, called directly: an isolated build would install it from an index again.
         variables = {**os.environ, "SOURCE_DATE_EPOCH": str(time_s)}
-        words = [sys.executable, "-c", _BUILD, built]
-        subprocess.run(words, cwd=source, check=True, capture_output=True, env=variables, umask=0o022)
-        (archive,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
+        # The second changes a file of the sources, which belongs into the archive as it is.
+        for project, out in ((source, built), (source / "tools" / "horovod_compat", built / "horovod")):
+            if project != source:
+                name_requirement(project / "pyproject.toml", read_version(source))
+            out.mkdir(exist_ok=True)
+            words = [sys.executable, "-c", _BUILD, out]
+            subprocess.run(words, cwd=project, check=True, capture_output=True, env=variables, umask=0o022)
+        (archive,), wheels = built.glob("*.tar.gz"), [*built.glob("*.whl"), *built.glob("horovod/*.whl")]
         pack_again(archive, target / archive.name, time_s)
-        shutil.copyfile(wheel, target / wheel.name)
-    return [target / archive.name, target / wheel.name]
+        for wheel in wheels:
+            shutil.copyfile(wheel, target / wheel.name)
+    return [target / archive.name, *(target / wheel.name for wheel in wheels)]
+
+
+def name_requirement(project: Path, version: str) -> None:
+    """Make datasvc-horovod depend on this release or a later one, and give it a version that grows with it."""
+    numbers = [int(number) for number in version.split(".")]
+    post = sum(number * 100**place for place, number in enumerate(reversed(numbers)))
+    text = project.read_text(encoding="utf-8")
+    text = text.replace("dependencies = []", f'dependencies = ["datasvc[train]>={version}"]')
+    # The release of Horovod whose interface it has, and a post-release number: an index takes each version only once.
+    text = re.sub(r'(?m)^version = "([^"]+)"', rf'version = "\1.post{post}"', text)
+    project.write_text(text, encoding="utf-8")
 
 
 def copy_sources(target: Path) -> None:

@@ -188,23 +188,23 @@ _MODULES = (
     "optim.sync_batch_norm",
     "job.capabilities",
 )
-# Modules that programs use as attributes of `horovod.torch`: the name there, and the module here.
-_PUBLIC_MODULES = {
-    "common": "common",
-    "compression": "gradients.compression",
-    "elastic": "elastic",
-    "functions": "functions",
-    "mpi_ops": "mpi_ops",
-    "optimizer": "optim.optimizer",
-    "runner": "runner",
-    "sync_batch_norm": "optim.sync_batch_norm",
-}
+# Modules that programs use as attributes of `horovod.torch`.
+_PUBLIC_MODULES = (
+    "common",
+    "compression",
+    "elastic",
+    "functions",
+    "mpi_ops",
+    "optimizer",
+    "runner",
+    "sync_batch_norm",
+)
 
 
 def __getattr__(name: str) -> Any:
     if name in _PUBLIC_MODULES:
         with explain_missing("datasvc.trainer"):
-            return importlib.import_module(f"datasvc.trainer.{_PUBLIC_MODULES[name]}")
+            return importlib.import_module(f"datasvc.trainer.{name}")
     if name in __all__:
         for module_name in _MODULES:
             with explain_missing("datasvc.trainer"):

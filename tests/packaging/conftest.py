@@ -13,7 +13,7 @@ SMALL_PACKAGE = "annotated-doc==0.0.7"  # some kilobytes
 
 @pytest.fixture(scope="session")
 def release(tmp_path_factory):
-    """The source archive and the wheel."""
+    """The source archive, the wheel, and the wheel of datasvc-horovod."""
     return build(tmp_path_factory.mktemp("release"), url=URL)
 
 

@@ -66,6 +66,17 @@ def test_the_metadata_has_what_a_package_index_shows(metadata):
 
 
 @pytest.mark.slow
+def test_the_release_has_the_package_name_horovod_which_needs_this_release(release):
+    with zipfile.ZipFile(release[2]) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        metadata = message_from_string(archive.read(name).decode())
+        assert {name for name in archive.namelist() if "dist-info" not in name} == {"horovod.py"}
+    assert metadata["Name"] == "datasvc-horovod"
+    assert metadata["Version"].startswith("0.28.1.post")
+    assert metadata["Requires-Dist"] == f"datasvc[train]>={datasvc.__version__}"
+
+
+@pytest.mark.slow
 def test_the_source_archive_builds_the_same_wheel(release, wheel, tmp_path):
     with tarfile.open(release[0]) as archive:
         names = archive.getnames()
@@ -95,4 +106,4 @@ def test_twine_accepts_the_files(release, index, tmp_path):
         env={**os.environ, "PYTHONPATH": str(tmp_path / "tools"), "NO_COLOR": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("PASSED") == 2
+    assert done.stdout.count("PASSED") == 3

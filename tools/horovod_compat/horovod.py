@@ -16,21 +16,23 @@ from typing import Any
 
 _MODULES = {
     "horovod.torch": "datasvc.trainer",
-    "horovod.torch.compression": "datasvc.trainer.gradients.compression",
+    "horovod.torch.compression": "datasvc.trainer.compression",
     "horovod.torch.elastic": "datasvc.trainer.elastic",
     "horovod.torch.elastic.sampler": "datasvc.trainer.elastic.sampler",
     "horovod.torch.elastic.state": "datasvc.trainer.elastic.state",
     "horovod.torch.functions": "datasvc.trainer.functions",
     "horovod.torch.mpi_ops": "datasvc.trainer.mpi_ops",
-    "horovod.torch.optimizer": "datasvc.trainer.optim.optimizer",
-    "horovod.torch.sync_batch_norm": "datasvc.trainer.optim.sync_batch_norm",
+    "horovod.torch.optimizer": "datasvc.trainer.optimizer",
+    "horovod.torch.sync_batch_norm": "datasvc.trainer.sync_batch_norm",
     "horovod.common": "datasvc.trainer.common",
+    "horovod.common.basics": "datasvc.trainer.common.basics",
     "horovod.common.elastic": "datasvc.trainer.common.elastic",
     "horovod.common.exceptions": "datasvc.trainer.common.exceptions",
     "horovod.common.process_sets": "datasvc.trainer.common.process_sets",
     "horovod.common.util": "datasvc.trainer.common.util",
     "horovod.runner": "datasvc.trainer.runner",
     "horovod.runner.launch": "datasvc.trainer.runner.launch",
+    "horovod.ray": "datasvc.integrations.ray_executor",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = ("elastic", "exceptions", "process_sets", "util")
+_MODULES = ("basics", "elastic", "exceptions", "process_sets", "util")
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,10 @@ from datasvc.trainer.gradients.top_k import TopK
 
 
 class Compressor:
-    """Base class of all compressors, including a user's own. The methods of this class return tensors unchanged."""
+    """Base class of all compressors, including a user's own: a subclass, or an instance of one that has settings.
+
+    The methods of this class return tensors unchanged.
+    """
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:

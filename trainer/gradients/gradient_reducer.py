@@ -51,7 +51,7 @@ class Exchange:
     """
 
     reduction: GradientReduction
-    compression: type[Compressor] | CompressionWithMemory = Compression.none
+    compression: type[Compressor] | Compressor | CompressionWithMemory = Compression.none
     groups: Sequence[Sequence[int]] = ()
     sparse_as_dense: bool = False
     memory: Memory = field(default_factory=dict)
@@ -270,7 +270,8 @@ class GradientReducer:
         compression = exchange.compression
         if isinstance(compression, CompressionWithMemory):
             return compression.make_bucket(name, parameters, exchange.reduction, exchange.memory)
-        if compression in FLAT_DTYPES:
+        # A compressor of a program may be an object with settings, which need not be hashable.
+        if isinstance(compression, type) and compression in FLAT_DTYPES:
             return DenseBucket(name, parameters, exchange.reduction, dtype=FLAT_DTYPES[compression])
         return CompressedBucket(name, parameters, exchange.reduction, compression)
 

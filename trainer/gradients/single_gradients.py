@@ -43,7 +43,11 @@ class CompressedBucket(Bucket):
     """A bucket of separately compressed gradients, which are sent as one operation."""
 
     def __init__(
-        self, name: str, parameters: Mapping[int, Tensor], reduction: GradientReduction, compression: type[Compressor]
+        self,
+        name: str,
+        parameters: Mapping[int, Tensor],
+        reduction: GradientReduction,
+        compression: type[Compressor] | Compressor,
     ) -> None:
         super().__init__(name, parameters, reduction)
         self._compression = compression

@@ -46,7 +46,7 @@ def check_passes(passes: int) -> int:
 
 def make_adasum_optimizer(
     optimizer: torch.optim.Optimizer,
-    compression: type[Compressor] | CompressionWithMemory,
+    compression: type[Compressor] | Compressor | CompressionWithMemory,
     process_set: ProcessSet,
     *,
     names: Mapping[Tensor, str],
@@ -77,7 +77,9 @@ class _DistributedAdasumOptimizer(torch.optim.Optimizer):
     process_set = global_process_set
     sparse_as_dense = False
 
-    def set_up(self, compression: type[Compressor], names: Mapping[Tensor, str], passes_per_step: int) -> None:
+    def set_up(
+        self, compression: type[Compressor] | Compressor, names: Mapping[Tensor, str], passes_per_step: int
+    ) -> None:
         """Initialize the added attributes."""
         self._compression = compression
         self._parameter_names = names

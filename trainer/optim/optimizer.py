@@ -39,7 +39,7 @@ _process_token = uuid.uuid4().hex
 def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like a class
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] | CompressionWithMemory = Compression.none,
+    compression: type[Compressor] | Compressor | CompressionWithMemory = Compression.none,
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,
     gradient_predivide_factor: float = 1.0,
@@ -61,7 +61,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
         optimizer: optimizer over the same parameters, in the same order and memory format, on every rank.
         named_parameters: names for error messages, usually `model.named_parameters()`.
         compression: `Compression.none`, `.fp16`, `.bf16`, `.topk(...)`, `.powersgd(...)`, or a subclass of
-            `Compressor`.
+            `Compressor` or an instance of one.
         backward_passes_per_step: number of backward passes to accumulate before the ranks communicate. Gradients are
             summed over the passes, not averaged.
         op: Average or Sum of the gradients; or Adasum, which combines the changes that the local steps make.
@@ -357,7 +357,7 @@ def _takes_part(process_set: ProcessSet) -> bool:
 
 
 def _make_tuner(
-    compression: type[Compressor] | CompressionWithMemory, groups: Groups, process_set: ProcessSet
+    compression: type[Compressor] | Compressor | CompressionWithMemory, groups: Groups, process_set: ProcessSet
 ) -> BucketTuner:
     """Return the tuner for `bucket_bytes="auto"`.
 
@@ -366,7 +366,7 @@ def _make_tuner(
     """
     if groups is not None:
         raise ValueError('bucket_bytes="auto" chooses what is sent together, and so do groups; leave one of them out')
-    if isinstance(compression, CompressionWithMemory) or compression not in FLAT_DTYPES:
+    if not isinstance(compression, type) or compression not in FLAT_DTYPES:
         raise ValueError(
             'bucket_bytes="auto" is supported with the compressions none, fp16 and bf16; with another one give a '
             "number of bytes, or leave it out"

@@ -36,6 +36,8 @@ from datasvc.trainer.launch.ranks.job import Host
 from datasvc.trainer.rendezvous.host_update import HostUpdateResult
 from datasvc.trainer.rendezvous.messages import Notice, RankAssignment, RankRequest, ScriptError
 
+# Workers that have joined wait for those that are still starting for at most this time.
+_JOIN_TOGETHER_S = 60.0
 # Exit status of the launcher if the job ends because of `Limits.reset_limit`.
 RESET_LIMIT_STATUS = 3
 
@@ -148,6 +150,9 @@ class JobMembership:
         if self._too_few_since_s is not None and not self._has_waited_too_long(self._advanced_s):
             times.append(self._too_few_since_s + self._limits.elastic_timeout_s)
         release_s = self._blacklist.next_release_s(self._advanced_s)  # when a blocked host may get workers again
+        hold_s = self._announce_joined_at_s()
+        if hold_s is not None and hold_s > self._advanced_s:
+            times.append(hold_s)
         return min([*times, *([] if release_s is None else [release_s])], default=None)
 
     def _deadlines(self) -> list[Deadline]:
@@ -188,7 +193,7 @@ class JobMembership:
         # Slots are updated first, because a worker that has lost its slot no longer counts towards `max_num_ranks`.
         actions = [*self._update_slots(now_s), *self._start_workers(now_s), *self._stop_late(now_s)]
         actions += self._form_round(now_s)
-        return self._cut_after_finish([*actions, *self._announce(), *self._conclude()])
+        return self._cut_after_finish([*actions, *self._announce(now_s), *self._conclude()])
 
     def _cut_after_finish(self, actions: list[Action]) -> list[Action]:
         """Return the actions up to the first `Finish`, inclusive."""
@@ -271,13 +276,23 @@ class JobMembership:
                 actions.append(Break(self._round, f"{worker.describe()} does not respond"))
         return actions
 
-    def _announce(self) -> list[Action]:
+    def _announce_joined_at_s(self) -> float | None:
+        """Return when the new workers that have joined are announced at the latest; None if none has joined."""
+        times = [worker.since_s for worker in self._workers.in_phase(Phase.WAITING) if not worker.may_have_state]
+        return min(times) + _JOIN_TOGETHER_S if times else None
+
+    def _announce(self, now_s: float) -> list[Action]:
         """Return a notice to the members if workers have joined or have lost their slots since the last notice."""
         members = self._workers.in_phase(Phase.MEMBER)
         if self._is_finishing or not members:
             return []
         waiting = self._workers.in_phase(Phase.WAITING)
         added = {worker.name for worker in waiting if not (worker.may_have_state or worker.has_lost_slot)}
+        is_starting = any(worker.failing_since_s is None for worker in self._workers.in_phase(Phase.STARTING))
+        if is_starting and now_s < (self._announce_joined_at_s() or -math.inf):
+            # Workers that start together join together: with a notice for the first of them, each new host would cost
+            # the training two rounds. The members train on meanwhile.
+            added = set()
         removed = {worker.name for worker in members if worker.has_lost_slot}
         if added | removed <= self._announced:
             return []

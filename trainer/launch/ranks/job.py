@@ -95,6 +95,13 @@ class ElasticOptions:
     cooldown_range_s: tuple[float, float] | None = None
 
 
+_HOROVOD_HINT = (
+    "the program imports horovod, which is not installed. To run it unchanged, install datasvc-horovod, which gives "
+    "the trainer that name (a wheel of the release, or pip install ./tools/horovod_compat in a checkout); or write "
+    "`import datasvc.trainer as hvd` in place of `import horovod.torch as hvd`"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobFailure:
     """The failure of a job.
@@ -116,7 +123,10 @@ class JobFailure:
     def describe(self) -> str:
         """Return a message for standard error: the failure, and the end of the output of the rank."""
         label = self.rank if self.worker is None else self.worker
-        return "\n".join([self.text, *(f"  [{label}] {line}" for line in self.last_lines)])
+        lines = [self.text, *(f"  [{label}] {line}" for line in self.last_lines)]
+        if any("No module named 'horovod" in line for line in self.last_lines):
+            lines.append(_HOROVOD_HINT)
+        return "\n".join(lines)
 
 
 def exit_status_of(returncode: int) -> int:

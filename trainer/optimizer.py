@@ -1,0 +1,11 @@
+"""The names of `horovod.torch.optimizer`: the function, and the classes that programs test with `isinstance`."""
+
+from __future__ import annotations
+
+from datasvc.trainer.optim.optimizer import (
+    DistributedOptimizer,
+    _DistributedAdasumOptimizer,
+    _DistributedOptimizer,
+)
+
+__all__ = ["DistributedOptimizer", "_DistributedAdasumOptimizer", "_DistributedOptimizer"]
