@@ -101,10 +101,15 @@ class Datasets(Collection):
         del options["self"], options["origin"]
         return transfer_datasets(origin, self.repository, **options)
 
-    def head(self, ref: str, num_samples: int = 10, *, split: str | None = None) -> Iterator[Preview]:
-        """Return the first samples of each split, or of one split, for display; for errors, see `preview_samples`."""
+    def head(
+        self, ref: str, num_samples: int = 10, *, split: str | None = None, where: str | None = None
+    ) -> Iterator[Preview]:
+        """Return the first samples of each split, or of one split, for display, of those that satisfy a condition.
+
+        For errors, see `preview_samples`.
+        """
         splits = choose_split(open_dataset(self.repository, ref), split)
-        return chain.from_iterable(preview_samples(chosen, num_samples) for chosen in splits)
+        return chain.from_iterable(preview_samples(chosen, num_samples, where) for chosen in splits)
 
     def contact_sheet(self, ref: str, path: str | Path, num_samples: int = 10, *, split: str | None = None) -> int:
         """Write the samples that `head` returns as an HTML page of thumbnails; return the number of samples.

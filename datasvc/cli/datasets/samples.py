@@ -10,6 +10,7 @@ from datasvc.cli.terminal.output import (
     JsonOption,
     RefArgument,
     RepoOption,
+    WhereOption,
     print_facts,
     print_json,
     print_line,
@@ -26,9 +27,6 @@ _MAX_BAR_CHARACTERS = 40
 
 SplitOption = Annotated[
     str | None, typer.Option(help="Name of the split; default: train, or the first one if there is no train.")
-]
-WhereOption = Annotated[
-    str | None, typer.Option(metavar="EXPR", help="SQL condition over the columns, such as 'label = 3'.")
 ]
 
 

@@ -14,6 +14,7 @@ from datasvc.cli.terminal.output import (
     RefArgument,
     RepoOption,
     SplitOption,
+    WhereOption,
     print_facts,
     print_json,
     print_line,
@@ -96,6 +97,7 @@ def head(
     repo: RepoOption,
     num: Annotated[int, typer.Option("-n", min=0, help="Number of samples per split.")] = 10,
     split: SplitOption = None,
+    where: WhereOption = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a contact sheet to this HTML file instead.")
     ] = None,
@@ -119,7 +121,7 @@ def head(
 
     dataset = open_dataset(Repository.open(repo), ref)
     # A generator, so that the first samples are printed before the last ones are read.
-    samples = (sample for chosen in choose_split(dataset, split) for sample in preview_samples(chosen, num))
+    samples = (sample for chosen in choose_split(dataset, split) for sample in preview_samples(chosen, num, where))
     if html is not None:
         num_written = write_contact_sheet(html, str(dataset.resolved), samples)
         if as_json:
@@ -144,10 +146,10 @@ def sql(
 ) -> None:
     """Query a data-set version with SQL; only the columns that the query uses are read.
 
-    Example: datasvc sql pets@1 "select name, count(*) from train join classes using (label) group by name"
+    Example: datasvc sql pets@1 "select class, count(*) from train group by class"
 
     There is one table for each split, a table `samples` with all splits and a column `split`, and a table `classes`
-    with `label` and `name`. For blobs, their sizes are printed.
+    with `label` and `name`; the column `class` has the class name of each sample. For blobs, their sizes are printed.
     """
     from datasvc.repository import Repository
     from datasvc.shards.query.query import query as run_query

@@ -15,6 +15,7 @@ from datasvc.cli.terminal.output import (
     MessageOption,
     RefArgument,
     RepoOption,
+    WhereOption,
     print_facts,
     print_json,
     print_line,
@@ -36,7 +37,7 @@ def delete(
     keys: Annotated[
         str | None, typer.Option(metavar="FILE", help="File of sample keys, one per line; - is standard input.")
     ] = None,
-    where: Annotated[str | None, typer.Option(metavar="EXPR", help="SQL condition over the columns.")] = None,
+    where: WhereOption = None,
     split: Annotated[str | None, typer.Option(help="Delete from this split only.")] = None,
     damaged: Annotated[
         bool, typer.Option("--damaged", help="Delete the samples whose bytes are lost; reads every byte.")

@@ -24,6 +24,10 @@ RefArgument = Annotated[
     str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG; a data set: also NAME@BRANCH.")
 ]
 SplitOption = Annotated[str | None, typer.Option(help="Only this split; default: all splits.")]
+WhereOption = Annotated[
+    str | None,
+    typer.Option(metavar="EXPR", help="SQL condition over the columns, such as \"class = 'cat' and width < 100\"."),
+]
 MessageOption = Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

@@ -16,6 +16,7 @@ from datasvc.errors import ConfigError
 from datasvc.printable import count_text
 from datasvc.shards.format.schema import KEY, is_blob
 from datasvc.shards.notebook.sample import Sample
+from datasvc.shards.query.sample_page import find_numbers
 from datasvc.shards.versions.dataset import Split
 
 
@@ -40,17 +41,20 @@ class Preview:
     images: Mapping[str, bytes]
 
 
-def preview_samples(split: Split, num_samples: int) -> Iterator[Preview]:
-    """Yield the first live (not deleted) samples of a split, in the order of its shard table.
+def preview_samples(split: Split, num_samples: int, where: str | None = None) -> Iterator[Preview]:
+    """Yield the first live (not deleted) samples of a split that satisfy a condition, in their stored order.
 
     Raises:
-        ConfigError: `num_samples` is negative.
+        ConfigError: `num_samples` is negative, or DuckDB rejects the condition.
         CorruptDataError, NotFoundError, UnavailableError: a shard cannot be read.
     """
     if num_samples < 0:
         raise ConfigError(f"cannot show {count_text(num_samples, 'sample')}; expected 0 or more")
     schema = split.table.sample_schema
-    return (_preview(split, schema, sample) for sample in islice(split, num_samples))
+    samples: Iterator[Sample] = islice(split, num_samples)
+    if where is not None:
+        samples = (split[number] for number in find_numbers(split, where, num_samples))
+    return (_preview(split, schema, sample) for sample in samples)
 
 
 def _preview(split: Split, schema: pa.Schema, sample: Sample) -> Preview:

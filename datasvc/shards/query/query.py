@@ -30,7 +30,8 @@ def query(repository: Repository, ref: str, sql: str) -> pa.Table:
     """Return the result of a SQL query over a data-set version.
 
     There is a view per split, with the split's name; a view `samples` of all splits with a column `split`
-    (`split_name` if samples have a column `split`); and a table `classes` with `label` and `name`. Deleted samples
+    (`split_name` if samples have a column `split`); and a table `classes` with `label` and `name`. Labels with class
+    names have the column `class` beside them, unless the samples have a column of this name. Deleted samples
     are left out, and columns that a shard does not have are null. The query has no access to anything else: files,
     network, or variables of this program.
 

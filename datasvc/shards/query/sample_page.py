@@ -91,7 +91,7 @@ def read_page(
         repository: the repository that stores the version.
         ref: the version.
         split: name of the split; None: "train", or the first one if there is no such split.
-        where: SQL condition in DuckDB's dialect, such as `label = 3 and width < 100`.
+        where: SQL condition in DuckDB's dialect, such as `class = 'cat' and width < 100`.
         order: SQL terms to sort by, such as `width desc`. If the split has more shards than `max_shards`, only the
             samples of `max_shards` shards, evenly spaced, are sorted.
         start: number of the first sample to consider; with `order`, number of samples of the sorted result to skip.
@@ -146,6 +146,18 @@ def page_of(
         num_shards=num_shards,
         next_start=next_start,
     )
+
+
+def no_page(reader: NumberedSamples, *, where: str | None = None, order: str | None = None) -> SamplePage:
+    """Return a page without samples, for a condition that cannot be evaluated or a key that is not there."""
+    split = reader.split
+    num_shards = split.table.num_shards
+    return SamplePage(split.dataset, split.name, where, order, 0, (), len(split), 0, num_shards, None)
+
+
+def find_numbers(split: Split, where: str, count: int) -> list[int]:
+    """Return the numbers of the first samples of a split that satisfy a condition; for errors, see `read_page`."""
+    return _find(split, range(split.table.num_shards), where, None, 0, count)
 
 
 def find_key(reader: NumberedSamples, key: str) -> int:

@@ -27,9 +27,10 @@ from datasvc.printable import count_text
 from datasvc.repository import Digest
 from datasvc.shards.format.ipc_reader import IpcReader
 from datasvc.shards.format.object_files import ObjectFiles
-from datasvc.shards.format.schema import KEY, is_blob
+from datasvc.shards.format.schema import KEY, LABEL, is_blob
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import Flags
+from datasvc.shards.versions.labels import CLASS, class_of_labels, with_class
 
 _MAX_SHARDS_AHEAD: Final = 4
 _MAX_BYTES_AHEAD: Final = 16 << 20  # of each of these shards
@@ -68,13 +69,18 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         Raises:
             CorruptDataError, NotFoundError, UnavailableError: the table or the deletions cannot be read.
         """
-        schema = pa.schema([_sql_field(field, sizes=sizes) for field in split.table.sample_schema])
+        stored = pa.schema([_sql_field(field, sizes=sizes) for field in split.table.sample_schema])
+        schema = with_class(stored, split.classes)
+        derived = schema.names[len(stored.names) :]
         if number_column is not None:
             schema = schema.append(pa.field(number_column, pa.int64()))
         # The base class gives DuckDB the schema only; `scanner` gives the samples.
         samples = cls(schema.empty_table())
         samples._chosen = range(split.table.num_shards) if shards is None else shards
         samples._number_column = number_column
+        samples._derived = frozenset([*derived, number_column])
+        samples._classes = split.classes
+        samples._class_names = None  # made when it is used: there may be a million
         # Number of the first live sample of each shard.
         samples._starts = [0, *split.table.samples_per_shard.cumsum().tolist()]
         samples._name = f"{split.dataset}/{split.name}"
@@ -142,11 +148,32 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
     def _read_shard(self, number: int, schema: pa.Schema) -> ShardScan:
         deleted = partial(self._deletions.flags, number) if self._has_deletions[number] else None
         digest, num_samples = self._shards[number], self._num_stored[number]
-        stored = pa.schema(
-            [field for field in schema if field.name != self._number_column] or [self.schema.field(KEY)]
-        )
+        names = {name for name in schema.names if name not in self._derived}
+        if derived := self._derived & set(schema.names):
+            # A column is needed to count the samples, and the label for the class.
+            names |= {LABEL} if CLASS in derived else set() if names else {KEY}
+        stored = pa.schema([field for field in self.schema if field.name in names])
         parts = _read_live(self._files, digest, deleted, stored, num_samples=num_samples, where=self._name)
-        return parts if self._number_column not in schema.names else _numbered(parts, self._starts[number], schema)
+        return self._derive(parts, self._starts[number], schema) if derived else parts
+
+    def _derive(self, parts: ShardScan, first: int, schema: pa.Schema) -> ShardScan:
+        """Yield the live samples of one shard with the columns of `schema`; sample numbers count from `first`."""
+        if CLASS in schema.names and CLASS in self._derived and self._class_names is None:
+            self._class_names = pa.array(self._classes, pa.string())
+
+        def column(batch: pa.RecordBatch, name: str) -> pa.Array:
+            if name not in self._derived:
+                return batch.column(name)
+            if name == self._number_column:
+                return pa.array(np.arange(first, first + batch.num_rows))
+            return class_of_labels(batch.column(LABEL), self._class_names)
+
+        for part in parts:
+            derived = []
+            for batch in part:
+                derived.append(pa.record_batch([column(batch, name) for name in schema.names], schema))
+                first += batch.num_rows
+            yield derived
 
 
 class _Scanner:
@@ -190,18 +217,6 @@ def _read_live(
             part, size_bytes = [], 0
     if part:
         yield part
-
-
-def _numbered(parts: ShardScan, first: int, schema: pa.Schema) -> ShardScan:
-    """Yield the live samples of one shard with the columns of `schema`, of which one has numbers from `first` on."""
-    for part in parts:
-        numbered = []
-        for batch in part:
-            numbers = pa.array(np.arange(first, first + batch.num_rows))
-            first += batch.num_rows
-            columns = [batch.column(name) if name in batch.schema.names else numbers for name in schema.names]
-            numbered.append(pa.record_batch(columns, schema))
-        yield numbered
 
 
 def _read_stored(

@@ -17,6 +17,7 @@ from datasvc.keyed_random import Integers
 from datasvc.shards.format.object_files import ObjectFiles
 from datasvc.shards.query.query import check_names, check_reads_live_samples
 from datasvc.shards.versions.dataset import Split
+from datasvc.shards.versions.labels import with_class
 from datasvc.sql_sandbox import connected, fetch, lock
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class SplitQuery:
             # DuckDB passes on only the text of an error that a scan raised; `files` has the error itself.
             if self._files.failure is not None:
                 raise self._files.failure from error
-            reason, columns = str(error).partition("\n")[0], ", ".join(self._split.table.sample_schema.names)
+            names = with_class(self._split.table.sample_schema, self._split.classes).names
+            reason, columns = str(error).partition("\n")[0], ", ".join(names)
             raise ConfigError(
                 f"{text!r} cannot be evaluated on {self._split.dataset}/{self._split.name}: {reason}; the columns "
                 f"are {columns}"

@@ -165,7 +165,7 @@ class _DeleteBuild:
             rows_by_split = self._select_rows_by_key(objects, tables)
         else:
             rows_by_split = {
-                split: dict(Condition(self.where, table.sample_schema).find(objects, table))
+                split: dict(Condition(self.where, table.sample_schema, table.classes).find(objects, table))
                 for split, table in tables.items()
             }
         return {split: rows for split, rows in rows_by_split.items() if rows}

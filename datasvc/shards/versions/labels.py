@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import LABEL
+
+CLASS: Final = "class"  # column of conditions and queries that has the class name of each label
 
 
 def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[str, ...]:
@@ -108,3 +112,21 @@ def check_unnamed(label_counts: Mapping[int, int], names: Sequence[str], what: s
             f"{what} has labels without class names up to {outside[-1]}, but there are only {len(names)} class "
             "names; give a name to each of its classes"
         )
+
+
+def with_class(schema: pa.Schema, classes: Sequence[str]) -> pa.Schema:
+    """Return a schema with the column `class` for SQL; unchanged without class names, or with such a column."""
+    names = {name.lower() for name in schema.names}  # SQL ignores case
+    is_named = bool(classes) and LABEL in schema.names and pa.types.is_integer(schema.field(LABEL).type)
+    return schema.append(pa.field(CLASS, pa.string())) if is_named and CLASS not in names else schema
+
+
+def class_of_labels(labels: pa.Array, names: pa.Array) -> pa.Array:
+    """Return the class names of labels: `string[n]`, null for a label without a name.
+
+    Args:
+        labels: integers; null for no label.
+        names: class names, by label.
+    """
+    is_named = pc.and_(pc.greater_equal(labels, 0), pc.less(labels, len(names)))
+    return names.take(pc.if_else(is_named, labels, pa.scalar(None, labels.type)))

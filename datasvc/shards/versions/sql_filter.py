@@ -5,7 +5,7 @@ DuckDB evaluates an expression on one shard at a time. The expression has no acc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -15,9 +15,10 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Objects
 from datasvc.shards.format.reader import Shard, open_shard
-from datasvc.shards.format.schema import is_blob
+from datasvc.shards.format.schema import LABEL, is_blob
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.keys import SplitKeys
+from datasvc.shards.versions.labels import CLASS, class_of_labels, with_class
 from datasvc.sql_sandbox import connect, fetch, lock
 
 
@@ -30,12 +31,16 @@ class Condition:
     Args:
         expression: SQL over the column names; a sample for which it is null is not selected.
         schema: the columns of the split.
+        classes: its class names, which the column `class` has.
 
     Raises:
         ConfigError: the expression does not parse, uses a column that does not exist, or is not boolean.
     """
 
-    def __init__(self, expression: str, schema: pa.Schema) -> None:
+    def __init__(self, expression: str, schema: pa.Schema, classes: Sequence[str] = ()) -> None:
+        stored = schema.names
+        schema = with_class(schema, classes)
+        self._classes = pa.array(classes, pa.string()) if len(schema.names) > len(stored) else None
         self._expression = expression
         # A new line before the bracket, because the expression may end in a comment.
         self._filter = f"({expression}\n)"
@@ -91,10 +96,13 @@ class Condition:
 
     def _samples(self, shard: Shard) -> pa.Table:
         """Return all stored samples of a shard, with null in columns that were added to the split after the shard."""
-        columns = [
-            shard.column(field.name) if field.name in shard.schema.names else pa.nulls(shard.num_samples, field.type)
-            for field in self._schema
-        ]
+
+        def column(name: str, data_type: pa.DataType) -> pa.ChunkedArray | pa.Array:
+            if name == CLASS and self._classes is not None:
+                return class_of_labels(column(LABEL, pa.int32()), self._classes)
+            return shard.column(name) if name in shard.schema.names else pa.nulls(shard.num_samples, data_type)
+
+        columns = [column(field.name, field.type) for field in self._schema]
         return pa.table(columns, schema=pa.schema([field.with_nullable(True) for field in self._schema]))
 
     def _runs_on(self, schema: pa.Schema) -> bool:

@@ -6,7 +6,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.shards.query.histogram import list_columns
 from datasvc.shards.query.sample_details import details_of
-from datasvc.shards.query.sample_page import PAGE_SAMPLES, find_key, page_of
+from datasvc.shards.query.sample_page import PAGE_SAMPLES, find_key, no_page, page_of
 from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.ui.pages.charts.sample_columns import describe_counted, list_sample_columns, sample_cell
 from datasvc.ui.web.failures import Failures
@@ -31,18 +31,21 @@ def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     start = query.number("start", 0)
     problems: list[Problem] = []
     count = PAGE_SAMPLES
-    if key is not None:
-        try:
+    page = None
+    try:
+        if key is not None:
             # The page of this one sample: another filter does not apply.
             where, order, start, count = None, None, find_key(samples, key), 1
-        except NotFoundError as error:
-            problems.append(Problem(str(error), severity="warning"))
+    except NotFoundError as error:
+        problems.append(Problem(str(error), severity="warning"))
+        page = no_page(samples)
     try:
-        page = page_of(samples, where=where, order=order, start=start, count=count)
+        page = page or page_of(samples, where=where, order=order, start=start, count=count)
     except ConfigError as error:
-        # A mistyped condition: show the message above the box, so that it can be corrected.
+        # Show the message above the box, so that a mistyped condition can be corrected, and no samples: others than
+        # those that were asked for would be taken for them.
         problems.append(Problem(str(error)))
-        page = page_of(samples, start=start, count=count)
+        page = no_page(samples, where=where, order=order)
     view = query.choice("view", ("pictures", "table")) if samples.image_columns else "table"
     failures = Failures(site.faults, samples_link(ref, split))
     # Not in the address of samples without images: there is no other view.

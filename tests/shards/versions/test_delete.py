@@ -232,7 +232,7 @@ def test_columns_that_some_shards_lack_are_null_in_conditions(repository):
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
-        ("colour = 'red'", 'cannot be evaluated: .*"colour" not found.*the columns are key, blob, label$'),
+        ("colour = 'red'", 'cannot be evaluated: .*"colour" not found.*the columns are key, blob, label, class$'),
         ("label =", "cannot be evaluated: .*syntax error"),
         ("", "has the type .*, expected BOOLEAN|cannot be evaluated"),
         ("label", "has the type INTEGER, expected BOOLEAN"),
