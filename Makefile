@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lowest check bench docs dist clean
+.PHONY: help setup demo test test-all test-long lowest lowest-frameworks check bench docs dist clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1	/' | expand -t 20
@@ -30,10 +30,14 @@ PYTEST := -m pytest -n 2 --dist worksteal
 PYTEST_IN_MEMORY := $(PYTEST) -o tmp_path_retention_policy=failed
 
 test: setup  ## all tests but the long ones
-	$(IN_MEMORY) $(BIN)/python $(PYTEST_IN_MEMORY) -m 'not slow'
+	$(IN_MEMORY) $(BIN)/python $(PYTEST_IN_MEMORY) -m 'not slow and not long'
 
-test-all: setup  ## all tests, each property on all its examples
-	HYPOTHESIS_PROFILE=all $(BIN)/python $(PYTEST)
+test-all: setup  ## all tests but those of test-long, each property on all its examples
+	HYPOTHESIS_PROFILE=all $(BIN)/python $(PYTEST) -m 'not long'
+
+# Before an issue is closed, not at each change.
+test-long: setup lowest-frameworks  ## benchmarks run whole, images, torchtitan, floors of frameworks
+	$(BIN)/python $(PYTEST) -m long
 
 # Floors: extras, and the tests of what uses their packages. Everything else is that of .venv, such as torch.
 LOWEST := s3 hub yaml text sign ui pandas
@@ -48,11 +52,13 @@ LOWEST_FRAMEWORKS_TESTS := $(patsubst %,tests/integrations/test_%.py,lightning a
 	tests/models/interop/test_onnx_file.py tests/trainer/recipes/reporting/test_metric_logs.py tests/trainer/function \
 	tests/loaders/profiling/test_report.py tests/shards/images
 
-lowest: export DATASVC_TEST_SERVERS = replaced
-lowest: export PYTHONPATH = $(CURDIR)
+lowest lowest-frameworks: export DATASVC_TEST_SERVERS = replaced
+lowest lowest-frameworks: export PYTHONPATH = $(CURDIR)
 lowest: setup  ## some tests with the oldest versions that pyproject.toml allows
 	$(BIN)/python tools/lowest_environment.py .venv-lowest/core $(LOWEST)
-	$(IN_MEMORY) .venv-lowest/core/bin/python $(PYTEST_IN_MEMORY) -m 'not slow' $(LOWEST_TESTS)
+	$(IN_MEMORY) .venv-lowest/core/bin/python $(PYTEST_IN_MEMORY) -m 'not slow and not long' $(LOWEST_TESTS)
+
+lowest-frameworks: setup  ## the same for the frameworks of datasvc.integrations
 	$(BIN)/python tools/lowest_environment.py --newer-core .venv-lowest/frameworks $(LOWEST) $(LOWEST_FRAMEWORKS)
 	$(IN_MEMORY) .venv-lowest/frameworks/bin/python $(PYTEST_IN_MEMORY) -k 'not killed' $(LOWEST_FRAMEWORKS_TESTS)
 

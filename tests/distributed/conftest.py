@@ -13,6 +13,7 @@ from datasvc.repository import Repository
 from datasvc.shards.format.schema import shard_schema
 from tests.distributed.elastic_jobs import NUM_STEPS, SAME_SIZE, TWO_HOSTS, ElasticJobs
 from tests.shards.written_versions import write_table
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent / "programs"
@@ -74,7 +75,7 @@ class Launcher:
 
     def run_program(self, num_ranks, program, *arguments, timeout_s=TIMEOUT_S):
         """Runs one of our programs on every rank and fails with its output if it fails."""
-        done = self.run(num_ranks, sys.executable, PROGRAMS / program, *arguments, timeout_s=timeout_s)
+        done = self.run(num_ranks, warm_python.command(), PROGRAMS / program, *arguments, timeout_s=timeout_s)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         return done
 

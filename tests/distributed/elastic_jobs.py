@@ -2,9 +2,10 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
+
+from tests.support import warm_python
 
 TWO_HOSTS = ("-H", "localhost:1,127.0.0.1:1")
 # A dead rank is replaced at once, so that sizes and with them all bits stay as they were.
@@ -25,7 +26,7 @@ class ElasticJobs:
         self.num_runs += 1
         self.result_path = self.folder / f"result.{self.num_runs}.json"
         program = self.launcher.program("elastic_training.py")
-        arguments = [sys.executable, program, *self.blocks, self.result_path, json.dumps(told)]
+        arguments = [warm_python.command(), program, *self.blocks, self.result_path, json.dumps(told)]
         return Running(self.launcher.start(num_ranks, *arguments, options=options), self.result_path)
 
     def run(self, num_ranks, options, **told):

@@ -3,7 +3,6 @@
 import random
 import re
 import signal
-import sys
 
 import pytest
 
@@ -18,6 +17,7 @@ from tests.distributed.elastic_jobs import (
     check_equal,
 )
 from tests.pages import find_page
+from tests.support import warm_python
 
 REPLACING = (*SAME_SIZE, *TWO_HOSTS)
 SHRINKING = ("--min-num-proc", "1", *TWO_HOSTS)
@@ -86,7 +86,7 @@ print("in the second round", hvd.size())
 
 
 def test_words_of_strangers_in_the_store_do_not_end_the_job(launcher):
-    done = launcher.run(1, sys.executable, "-c", STRANGER, options=("--min-num-proc", "1"))
+    done = launcher.run(1, warm_python.command(), "-c", STRANGER, options=("--min-num-proc", "1"))
     assert done.returncode == 0, done.stderr
     assert "in the second round 1" in done.stdout
     # Those with the prefix of the job are ignored; those without it do not reach the driver.
@@ -96,7 +96,7 @@ def test_words_of_strangers_in_the_store_do_not_end_the_job(launcher):
 def run_failing(launcher, victims, how, *more):
     """Two ranks that count to 6, of which these fail at step 3."""
     program = launcher.program("elastic_failing.py")
-    return launcher.run(2, sys.executable, program, victims, how, options=(*SHRINKING, *more))
+    return launcher.run(2, warm_python.command(), program, victims, how, options=(*SHRINKING, *more))
 
 
 @pytest.mark.slow
@@ -279,7 +279,7 @@ def test_ranks_are_told_of_a_change_of_hosts_before_they_commit(launcher, tmp_pa
     launcher.environ["HVD_DISCOVERY_INTERVAL"] = "0.1"
     program = launcher.program("elastic_notified.py")
     options = ("--min-num-proc", "1", *hosts.options)
-    job = Running(launcher.start(2, sys.executable, program, options=options), None)
+    job = Running(launcher.start(2, warm_python.command(), program, options=options), None)
     for _ in range(2):
         job.read_until("trains on as rank")
     hosts.set("localhost:1")
@@ -330,7 +330,7 @@ def test_too_few_ranks_with_no_host_for_more_end_the_job(elastic):
 
 @pytest.mark.slow
 def test_twenty_rounds_leave_no_threads_and_no_open_files_behind(launcher):
-    done = launcher.run(2, sys.executable, launcher.program("elastic_rounds.py"), options=SHRINKING)
+    done = launcher.run(2, warm_python.command(), launcher.program("elastic_rounds.py"), options=SHRINKING)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("nothing is left behind") == 2
 
@@ -349,6 +349,6 @@ def test_the_program_on_the_page_runs(launcher, tmp_path):
     page = find_page("elastic.md").read_text()
     program = tmp_path / "train.py"
     program.write_text(re.search(r"```python\n# train.py\n(.*?)```", page, re.DOTALL)[1])
-    done = launcher.run(2, sys.executable, program, options=SHRINKING)
+    done = launcher.run(2, warm_python.command(), program, options=SHRINKING)
     assert done.returncode == 0, done.stderr
     assert "epoch 40: loss 0.0000 with 2 ranks" in done.stdout

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.shards.sources import SourceOptions
 from tests.shards.sources.text.test_tokens import TEXTS, train
+from tests.support import warm_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -22,7 +22,7 @@ def losses(output):
 @pytest.fixture
 def run_example(launcher):
     def run(name, *arguments, options=(), num_ranks=2):
-        done = launcher.run(num_ranks, sys.executable, EXAMPLES / name, *map(str, arguments), options=options)
+        done = launcher.run(num_ranks, warm_python.command(), EXAMPLES / name, *map(str, arguments), options=options)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -99,7 +99,7 @@ def test_a_rank_that_joins_an_elastic_training_gets_the_state_from_memory_and_th
     words = ["--repo", small_url, "--data", "digits@1", "--global-batch-size", "16", "--epochs", "1000"]
     process = launcher.start(
         1,
-        *(sys.executable, EXAMPLES / "elastic_training.py", *words, "--save-every", "6"),
+        *(warm_python.command(), EXAMPLES / "elastic_training.py", *words, "--save-every", "6"),
         options=["--min-num-proc", "1", "--host-discovery-script", f"cat {hosts}"],
     )
     output = []

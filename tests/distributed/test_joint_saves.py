@@ -11,6 +11,7 @@ import pytest
 
 from datasvc.models import model_log, restore
 from datasvc.repository import Repository
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[2]
 SCENARIOS = ("unlike", "refused", "fails", "dies", "stops", "overlaps", "in_groups", "apart")
@@ -28,7 +29,7 @@ def seen(folder):
 
 
 def run(folder, *scenarios):
-    words = [sys.executable, ROOT / "tests/distributed/programs/joint_saves.py", folder, *scenarios]
+    words = [warm_python.command(), ROOT / "tests/distributed/programs/joint_saves.py", folder, *scenarios]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=True)
     sys.stderr.write(done.stderr)

@@ -4,7 +4,6 @@ A new run at any layout starts with the weights of such a version.
 """
 
 import json
-import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +13,7 @@ import torch
 import datasvc
 from datasvc.ledger.folders import audit_folders
 from datasvc.runs import list_runs, read_run
+from tests.support import warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -91,7 +91,7 @@ def test_a_run_saved_at_one_layout_continues_at_any_other(launcher, url, tmp_pat
 
     program = launcher.program("layout_resumes.py")
     # By the fifth step, two later saves have been queued, so the first one is complete; others may not be.
-    lost = launcher.run(4, sys.executable, program, url, request(["killed"], [], []), timeout_s=TIMEOUT_S)
+    lost = launcher.run(4, warm_python.command(), program, url, request(["killed"], [], []), timeout_s=TIMEOUT_S)
     assert lost.returncode != 0
     assert "rank 2 was the first to fail" in lost.stderr
     output = run(1, ["alone", "killed-alone"], [("alone", "alone")], [("alone", "alone")])
@@ -204,7 +204,7 @@ def test_a_rank_that_stops_in_any_part_of_a_run_is_reported(launcher, url, part,
     request = {"layouts": {"stopped": {**settings, "micro_batch": 2, "lost_after": 3.0, "stop_in": part}}}
     request |= {"save": ["stopped"], "resume": [], "init": []}
     program = launcher.program("layout_resumes.py")
-    lost = launcher.run(2, sys.executable, program, url, json.dumps(request), timeout_s=TIMEOUT_S)
+    lost = launcher.run(2, warm_python.command(), program, url, json.dumps(request), timeout_s=TIMEOUT_S)
     assert lost.returncode != 0
     assert "rank 0: rank 1 was lost, of 2, without a sign of life for 3 s: read the output there" in lost.stderr
     assert "error: HorovodInternalError: rank 1 was lost" in lost.stderr

@@ -4,7 +4,6 @@ So has a convolutional net, on the axes that it has.
 """
 
 import json
-import sys
 
 import pytest
 
@@ -12,6 +11,7 @@ from datasvc.trainer.recipes.layouts.layout import parse_layout
 from datasvc.trainer.recipes.planning.candidate import Candidate
 from datasvc.trainer.recipes.planning.count_costs import count_costs
 from datasvc.trainer.recipes.planning.memory import estimate_memory, state_bytes
+from tests.support import warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -157,7 +157,7 @@ def test_every_rank_of_a_pipeline_reports_which_rank_is_lost(launcher, lost, wor
     """A stopped process keeps its connections, whose collectives wait for half an hour."""
     assert "HOROVOD_GLOO_TIMEOUT_SECONDS" not in launcher.environ
     program = launcher.program("lost_in_pipeline.py")
-    done = launcher.run(3, sys.executable, program, "pipeline=3", lost, work, number, timeout_s=TIMEOUT_S)
+    done = launcher.run(3, warm_python.command(), program, "pipeline=3", lost, work, number, timeout_s=TIMEOUT_S)
     silence = ", without a sign of life for 6 s" if number == "SIGSTOP" else ""
     for rank in {0, 1, 2} - {lost}:
         assert f"rank {rank}: rank {lost} was lost, of 3{silence}: read the output there" in done.stderr

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm_python
+
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
 def test_a_node_that_is_killed_and_lost_loses_nothing_and_two_lose_what_the_repository_lacks(tmp_path):
-    words = [sys.executable, ROOT / "tests/distributed/programs/local_saves.py", tmp_path]
+    words = [warm_python.command(), ROOT / "tests/distributed/programs/local_saves.py", tmp_path]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240, check=True)
     sys.stderr.write(done.stderr)

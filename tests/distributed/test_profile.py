@@ -13,6 +13,7 @@ from datasvc.shards import ingest
 from datasvc.trainer.recipes.profiling.command import main
 from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
 from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, step_time
+from tests.support import warm_python
 
 MODES = {str(mode) for mode in StepMode}
 
@@ -32,7 +33,7 @@ def words(repository):
 @pytest.mark.slow
 def test_two_ranks_measure_a_step_part_by_part_predict_and_check(launcher, repository, tmp_path):
     options = ("--micro-batch", "4", "--check", "--json", "--nodes", "1", "64", "--trace", tmp_path / "trace.json")
-    command = [sys.executable, "-m", "datasvc.trainer", "profile", *words(repository), *options]
+    command = [warm_python.command(), "-m", "datasvc.trainer", "profile", *words(repository), *options]
     done = launcher.run(2, *command, options=("--no-prefix",))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -94,7 +95,7 @@ main()
 @pytest.mark.slow
 def test_a_rank_that_dies_ends_the_profile_and_is_named(launcher, repository):
     done = launcher.run(
-        2, sys.executable, "-c", DIES_ON_RANK_1, "profile", *words(repository), options=("--no-prefix",)
+        2, warm_python.command(), "-c", DIES_ON_RANK_1, "profile", *words(repository), options=("--no-prefix",)
     )
     assert done.returncode != 0
     assert "Traceback" not in done.stderr

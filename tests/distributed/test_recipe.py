@@ -13,6 +13,7 @@ from datasvc.models import describe_model, model_log
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from tests.cluster.namespace import Namespace, RefusedError
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,7 +50,7 @@ def run(repository, name, *, ranks=2, kill_at_step=0, terminates=False, inside=(
     # fmt: off
     words = [
         sys.executable, "-m", "datasvc.trainer.launch", "-np", str(ranks), "--no-prefix",
-        sys.executable, "-c", PROGRAM,
+        warm_python.command(), "-c", PROGRAM,
         "--data", "digits@1", "--repo", repository.url, "--name", name, "--size", "32", "--resize", "32",
         "--scale", "0.8", "1", "--flip", "0", "--epochs", "2", "--batch-size", "48", "--checkpoint-every", "4",
     ]

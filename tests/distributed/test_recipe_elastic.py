@@ -16,6 +16,7 @@ from datasvc.repository import Repository
 from datasvc.runs import list_runs, read_run
 from datasvc.shards import ingest
 from tests.distributed.elastic_jobs import SAME_SIZE, TWO_HOSTS
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[2]
 NUM_STEPS = 28  # 14 steps of 96 in each of two epochs
@@ -70,7 +71,7 @@ def run(repository, name, *words, options=(), killed=("", "", 0), num_ranks=2, h
     # fmt: off
     command = [
         sys.executable, "-m", "datasvc.trainer.launch", "-np", str(num_ranks), *hosts, *options, "--no-prefix",
-        sys.executable, "-c", PROGRAM,
+        warm_python.command(), "-c", PROGRAM,
         "--data", "digits@1", "--repo", repository.url, "--name", name, "--size", "32", "--resize", "32",
         "--scale", "0.8", "1", "--epochs", "2", "--global-batch", "96", "--checkpoint-every", "4",
         "--optimizer", "lamb", "--learning-rate", "0.002", "--ema-decay", "0.9", "--evaluate-every", "1",

@@ -1,7 +1,6 @@
 """The small GPT of examples/: what its ranks learn together is what one would have learned."""
 
 import re
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +9,7 @@ import pytest
 
 from datasvc.repository import Repository
 from datasvc.shards import ingest
+from tests.support import warm_python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gpt_tokens.py"
 BLOCK, VOCABULARY = 8, 11
@@ -51,7 +51,7 @@ def test_ranks_with_different_numbers_of_labels_and_some_with_none_learn_what_on
     words += ["--layers", "1", "--heads", "2", "--width", "16", "--context", BLOCK]
 
     def losses(num_ranks, batch_size):
-        done = launcher.run(num_ranks, sys.executable, "-c", PROGRAM, *words, "--batch-size", batch_size)
+        done = launcher.run(num_ranks, warm_python.command(), "-c", PROGRAM, *words, "--batch-size", batch_size)
         assert done.returncode == 0, done.stderr
         return [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
 

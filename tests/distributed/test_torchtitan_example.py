@@ -19,7 +19,7 @@ BLOCK, VOCABULARY, GLOBAL_BATCH = 16, 64, 8
 # By epoch and position: each block of the first epoch once, and four batches of the second.
 FIFTEEN_BATCHES = [divmod(place, 11 * GLOBAL_BATCH) for place in range(15 * GLOBAL_BATCH)]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

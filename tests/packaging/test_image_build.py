@@ -15,7 +15,7 @@ from tools.build_release import ROOT
 
 MAX_UNPACKED, MAX_COMPRESSED = 350e6, 150e6
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
 
 class Image:

@@ -66,13 +66,13 @@ def test_the_access_order_is_measured():
     check(run_json("order.py", "--repeats", 2, "--samples", 20_000, "--shards", 31), repeats=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ingest_is_measured(tmp_path):
     check(run_json("ingest.py", "--repeats", 2, "--images", 24, "--folder", tmp_path), repeats=2)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_small_samples_memory_and_huge_versions_are_measured(tmp_path):
     samples = run_json("ingest_samples.py", "--repeats", 1, "--samples", 2000, "--folder", tmp_path)
     names = {row["name"] for row in samples["rows"]}
@@ -84,19 +84,19 @@ def test_small_samples_memory_and_huge_versions_are_measured(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_both_evaluations_are_measured():
     check(run_json("evaluation.py", "--repeats", 2, "--images", 130), repeats=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_loader_is_measured(tmp_path):
     arguments = ["--repeats", 1, "--images", 61, "--batch", 8, "--size", 32, "--folder", tmp_path]
     check(run_json("loader.py", *arguments), repeats=1)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_trainer_is_measured():
     tiny = ("--repeats", 1, "--seconds", 0.1, "--workload", "ResNet-18, 32x32")
     check(run_json("trainer.py", *tiny), repeats=1)
@@ -108,7 +108,7 @@ def test_figures_are_shown_as_tables_too():
     assert "ratio" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_photos_differ_and_equal_seeds_give_equal_bytes(tmp_path):
     run("photos.py", tmp_path / "many", "--images", 62)
     run("photos.py", tmp_path / "few", "--images", 3)
@@ -120,21 +120,21 @@ def test_photos_differ_and_equal_seeds_give_equal_bytes(tmp_path):
     assert 60_000 < sum(map(len, many.values())) / 62 < 160_000
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_finding_model_versions_is_measured(tmp_path):
     sizes = ("--versions", 200, "--behind", 3, "--folder", tmp_path)
     check(run_json("models_find.py", "--repeats", 2, *sizes), repeats=2)
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pages_over_many_versions_are_measured(tmp_path):
     found = run_json("ui_pages.py", "--repeats", 1, "--versions", 300, "--folder", tmp_path)
     assert all(row["median"] > 0 for row in found["rows"])
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pages_of_data_are_measured():
     found = run_json("pages.py", "--repeats", 1, "--shards", 3, "--samples", 300, "--model-mb", 1)
     names = {row["name"] for row in found["rows"]}
@@ -142,7 +142,7 @@ def test_pages_of_data_are_measured():
     assert all(row["median"] > 0 for row in found["rows"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_time_of_a_new_point_and_the_bytes_of_a_refresh_are_measured():
     found = run_json("ui_live.py", "--points", 2, "--steps", 20)
     assert [(row["name"], row["n"]) for row in found["rows"]] == [
@@ -153,7 +153,7 @@ def test_the_time_of_a_new_point_and_the_bytes_of_a_refresh_are_measured():
     assert all(row["min"] > 0 for row in found["rows"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_cost_of_a_run_log_is_measured_in_both_ways(tmp_path):
     sizes = ("--steps", 5, "--width", 8, "--batch", 2, "--step-ms", 0.1)
     found = json.loads(run("run_log.py", "--rounds", 2, *sizes, "--repo", tmp_path))
@@ -163,7 +163,7 @@ def test_the_cost_of_a_run_log_is_measured_in_both_ways(tmp_path):
         assert found[kind].keys() == {"step_ms", "cpu_us", "cpu_percent", "wall_percent"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_hierarchical_allreduces_are_measured_beside_flat_ones_and_predicted():
     found = run_on_nodes("hierarchical.py", "--repeats", 2, "--mbit", 1000, "--sizes", 1)
     assert [ratio["name"].rpartition(": ")[2] for ratio in found["ratios"]] == [
@@ -186,14 +186,14 @@ def run_on_nodes(program, *arguments):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_chosen_buckets_are_measured_beside_a_grid_of_sizes():
     found = run_on_nodes("buckets.py", "--repeats", 2, "--steps", 1, "--backward-ms", 20, "--grid", 1, 25)
     assert [row["name"] for row in found["rows"]] == ["auto", "1 MiB", "25 MiB"]
     assert len(found["ratios"]) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_memory_of_layouts_is_measured_beside_that_of_data_parallelism():
     sizes = ("--layers", 2, "--width", 32, "--tokens", 8)
     found = run_json("layout_memory.py", "--repeats", 2, *sizes, "shard=4:3", "data=2,shard=2:3")
@@ -206,7 +206,7 @@ def test_the_memory_of_layouts_is_measured_beside_that_of_data_parallelism():
     assert ratios["shard=4:3 states, estimated / measured"] == pytest.approx(1, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compressed_gradients_are_measured_by_accuracy_and_bytes():
     found = run_on_nodes("compressed_gradients.py", "--repeats", 2, "--epochs", 1)
     (ratio,) = found["ratios"]

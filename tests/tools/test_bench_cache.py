@@ -39,26 +39,26 @@ def run(folder, part, *arguments):
     return {figure["name"]: figure["median"] for figure in found["rows"] + found["ratios"]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_catalogue_is_measured(tmp_path):
     assert all(value > 0 for value in run(tmp_path, "catalogue", *TINY["catalogue"]).values())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("part", ["staging", "peer", "hits"])
 def test_staging_peers_and_hits_are_measured(tmp_path, part):
     assert all(value > 0 for value in run(tmp_path, part, *TINY[part]).values())
 
 
 # The bytes are laws, not speeds.
-@pytest.mark.slow
+@pytest.mark.long
 def test_of_four_nodes_with_peers_one_reads_each_byte_from_the_origin(tmp_path):
     found = run(tmp_path, "nodes", *TINY["nodes"])
     assert found["origin bytes / data, with peers"] == 1
     assert found["origin bytes / data, each from the origin"] == 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_epoch_needs_no_origin_where_all_fits(tmp_path):
     cold = run(tmp_path, "cold", *TINY["cold"])
     assert [value for name, value in cold.items() if "second epoch" in name and "origin bytes" in name] == [0]

@@ -11,7 +11,7 @@ def names_of(found):
     return {figure["name"] for figure in found["rows"] + found["ratios"]}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_saves_and_restores_are_measured():
     found = run_json("models.py", "speed", "--optimizer", "adamw", *TINY)
     check(found, repeats=1)
@@ -19,7 +19,7 @@ def test_saves_and_restores_are_measured():
     assert names_of(found) >= {f"adamw: {name}" for name in wanted}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_checkpoints_take_on_disk_is_measured():
     found = run_json("models.py", "sizes", "--optimizer", "sgd", *TINY)
     check(found, repeats=1)
@@ -29,7 +29,7 @@ def test_what_checkpoints_take_on_disk_is_measured():
     }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_saves_cost_the_steps_is_measured_for_all_optimizers_in_one_answer():
     tiny = ["--overhead-model", "small-cnn", "--max-stall", "50%"]
     found = run_json("models.py", "overhead", "--repeats", 1, *tiny)
@@ -39,7 +39,7 @@ def test_what_saves_cost_the_steps_is_measured_for_all_optimizers_in_one_answer(
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_who_saw_a_sample_is_measured():
     found = run_json(
         "models_trained_on.py", "--repeats", 1, "--keys", 20, "--runs", 2, "--versions", 2, "--shards", 20

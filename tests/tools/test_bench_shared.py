@@ -5,7 +5,7 @@ import pytest
 from tests.tools.test_bench import check, run_json
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_jobs_that_share_and_jobs_that_do_not_are_measured(tmp_path):
     sizes = ["--images", 24, "--batch", 4, "--steps", 3, "--size", 32, "--jobs", 2, "--threads", 1]
     found = run_json("shared.py", "--repeats", 1, *sizes, "--folder", tmp_path)
@@ -14,7 +14,7 @@ def test_jobs_that_share_and_jobs_that_do_not_are_measured(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_programs_that_share_and_that_do_not_are_measured(tmp_path):
     sizes = ["--images", 24, "--batch", 4, "--epochs", 1, "--size", 32, "--runs", 1]
     found = run_json("shared_training.py", "--repeats", 1, *sizes, "--folder", tmp_path)

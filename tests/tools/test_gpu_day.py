@@ -429,7 +429,7 @@ def test_a_day_that_is_killed_leaves_no_process_and_its_stage_runs_again(tmp_pat
     assert not (tmp_path / "out" / "profiling.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", STAGES)
 def test_every_stage_runs_here_as_the_program_runs_it(tmp_path, name):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -16,7 +16,7 @@ def test_layouts_are_ranked_by_the_median_of_their_repeats(monkeypatch):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_estimated_and_measured_steps_of_layouts_are_compared():
     found = run_json("plan_check.py", "--repeats", 1, "--ranks", 2, "--layouts", 9, "--beside", "data=2")
     assert (len(found["rows"]), len(found["ratios"])) == (2 * 5, 5 + 4)

@@ -14,7 +14,7 @@ def test_only_medians_farther_off_than_asked_are_named(monkeypatch):
     assert far_off(ratios, 0.1) == ["over 1.200", "under 0.850"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_predicted_and_measured_steps_are_compared_for_both_models_and_all_modes():
     found = run_json("profile_check.py", "--repeats", 1, "--steps", 1, "--within", 1e9)
     assert len(found["rows"]) == len(found["ratios"]) == 2 * 3
