@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 import numpy as np
+import pyarrow as pa
 
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
@@ -15,6 +16,7 @@ from datasvc.mix_order import MixOrder, own_order
 from datasvc.order import OrderConfig
 from datasvc.printable import count_text
 from datasvc.shards import Split
+from datasvc.shards.format.schema import LABEL
 
 _DEFAULT_BLOCK: Final = 4096
 
@@ -196,6 +198,27 @@ def check_column(samples: Split | Mixture, column: str, what: str = "") -> None:
         names = split.table.sample_schema.names
         if column not in names:
             raise ConfigError(f"{split!r} has no {what or f'column {column!r}'}; its columns are {names}")
+
+
+def holds_labels(samples: Split | Mixture, columns: Sequence[str]) -> bool:
+    """Return whether the splits have labels that are class indices.
+
+    Raises:
+        ConfigError: the column `label` of a split does not hold integers, and `columns`, which the caller requests as
+            they are stored, do not have it.
+    """
+    for split in weighted_splits(samples):
+        schema = split.table.sample_schema
+        if LABEL not in schema.names or pa.types.is_integer(schema.field(LABEL).type):
+            continue
+        if LABEL in columns:
+            return False
+        raise ConfigError(
+            f"the column {LABEL!r} of {split!r} is {schema.field(LABEL).type}; labels are integers, the indices of "
+            f"classes: ingest the data with --label-column {LABEL} (SourceOptions.label), which makes classes of "
+            f"text, or request the values as they are with columns=[{LABEL!r}]"
+        )
+    return LABEL in columns_of(samples)
 
 
 def largest(samples: Split | Mixture, statistic: str) -> int:

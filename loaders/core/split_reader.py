@@ -17,6 +17,7 @@ from datasvc.keyed_random import Integers
 from datasvc.loaders.core.mixture import check_column, name_of
 from datasvc.loaders.core.open_shards import OpenShards, OrderedUses, WholeEpochUses
 from datasvc.order import AccessOrder, OrderConfig
+from datasvc.printable import count_text
 from datasvc.shards import Shard, ShardStore, Split
 from datasvc.shards.format.schema import LABEL
 
@@ -140,10 +141,17 @@ class SplitReader:
     def values(self, part: ShardPart, column: str) -> npt.NDArray[Any]:
         """Return a copy of a part's values of a fixed-width column, `dtype[k]`. Raises ConfigError: one is null."""
         if not part.shard.is_valid(column, part.rows):
+            is_absent = column not in part.shard.schema.names
+            valid = None if is_absent else part.shard.column(column).is_valid().to_numpy()[part.rows]
+            null_rows = part.rows if valid is None else part.rows[~valid]
+            found = (
+                "which has no such column: its samples were added without it" if is_absent else "which has no value"
+            )
             raise ConfigError(
-                f"column {column!r} of {name_of(self.split)} is null for samples of shard "
-                f"{part.shard.name}: they were added without it; delete them, or request columns that every sample "
-                "has"
+                f"column {column!r} of {name_of(self.split)} is null for {count_text(len(null_rows), 'sample')} of "
+                f"a batch, such as {part.shard.sample(int(null_rows[0]))['key']!r} in shard {part.shard.name}, "
+                f"{found}; "
+                "delete these samples, or request columns that every sample has"
             )
         values: npt.NDArray[Any] = part.shard.values(column)[part.rows]
         return values if column != LABEL or self._labels is None else self._map_labels(values, self._labels, part)

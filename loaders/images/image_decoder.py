@@ -109,7 +109,9 @@ class ImageDecoder:
             # Change a copy: the ledger still needs `batch.mask`, in which only padding is False.
             mask = mask.copy()
             mask[list(bad)] = False
-        labels = batch.columns[LABEL].astype(np.int64) if LABEL in batch.columns else None
+        stored = batch.columns.get(LABEL)
+        # A column `label` of another type is in the batch only if the caller requested it, see `holds_labels`.
+        labels = stored.astype(np.int64) if stored is not None and stored.dtype.kind in "iu" else None
         columns: dict[str, Any] = {name: self._deliver(batch.columns[name]) for name in self._numeric_columns}
         return ImageBatch(
             images=self._deliver(decoded.images),

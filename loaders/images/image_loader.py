@@ -17,7 +17,7 @@ from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import AugmentConfig, parse_evaluation
 from datasvc.loaders.core.batches import SampleBatches
 from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes
-from datasvc.loaders.core.mixture import Mixture, check_column, columns_of, largest
+from datasvc.loaders.core.mixture import Mixture, check_column, holds_labels, largest
 from datasvc.loaders.core.other_columns import divide_columns
 from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.core.state import DECODE, EVALUATION
@@ -110,7 +110,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         augment = augment or AugmentConfig()
         check_column(split, IMAGE, "images")
         self._number_columns, self._list_columns = divide_columns(split, columns)
-        labels = [LABEL] if LABEL in columns_of(split) else []
+        labels = [LABEL] if holds_labels(split, columns) else []
         super().__init__(
             split,
             blob=IMAGE,

@@ -55,6 +55,9 @@ def ingest(
     key_prefix: Annotated[
         str, typer.Option(help="Text put before the key of every sample, if another source has equal keys.")
     ] = "",
+    label_column: Annotated[
+        str | None, typer.Option(help="Column with the labels: whole numbers, or names of classes.")
+    ] = None,
     manifest: Annotated[
         str | None,
         typer.Option(help="CSV, JSON lines or Parquet file that lists image files with labels and other columns."),
@@ -143,6 +146,7 @@ def ingest(
         block_tokens=block_tokens,
         text=text,
         key_prefix=key_prefix,
+        label=label_column,
     )
     opened_source = open_source(source, options)
     if dry_run:

@@ -19,9 +19,11 @@ from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.images.header import EXTENSIONS as IMAGES
 from datasvc.shards.sources.common.files import expand_braces, is_marker
+from datasvc.shards.sources.common.labels import name_table_labels
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import Source
 from datasvc.shards.sources.common.streams import COMPRESSIONS
+from datasvc.shards.sources.common.tables import TableSource
 
 # Source classes by format, as paths below `datasvc.shards.sources`. A class is imported only when it is chosen, so
 # that an image folder needs neither tokenizers nor lmdb.
@@ -69,6 +71,7 @@ _FORMAT_OF_NAME: Final = {
 # Formats that use an option of `SourceOptions`. All formats use those that are not listed.
 _FORMATS_OF_OPTION: Final = {
     "key": ("parquet", "arrow", "csv", "json-lines", "tfrecord", "mds", "numpy", "huggingface", "manifest", "python"),
+    "label": ("parquet", "arrow", "csv", "json-lines", "huggingface", "manifest", "python"),
     "manifest": ("manifest",),
     "ground_truth": ("imagenet",),
     "synsets": ("imagenet",),
@@ -76,6 +79,7 @@ _FORMATS_OF_OPTION: Final = {
     "block_tokens": ("tokens",),
     "text": ("tokens",),
 }
+_FLAGS: Final = {"label": "label-column"}  # where the flag has another name than the option
 # Tars that are not WebDataset: the training tar holds other tars, the validation tar has no labels.
 _IMAGENET_TARS: Final = frozenset({"ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"})
 # The summary that `datasvc export` writes into the folder of the exported files.
@@ -106,6 +110,8 @@ def open_source(url: str, options: SourceOptions | None = None) -> Source:
     module, _, name = _CLASSES[format_name].rpartition(".")
     source_class: Any = getattr(importlib.import_module(f"datasvc.shards.sources.{module}"), name)
     source = cast("Source", source_class.list(url, options))
+    if isinstance(source, TableSource):
+        source = name_table_labels(source, options)
     return source.with_key_prefix(options.key_prefix) if options.key_prefix else source
 
 
@@ -114,7 +120,7 @@ def check_options(options: SourceOptions, format_name: str, url: str) -> None:
     defaults = SourceOptions()
     for name, formats in _FORMATS_OF_OPTION.items():
         if getattr(options, name) != getattr(defaults, name) and format_name not in formats:
-            flag = f"--{name.replace('_', '-')}"
+            flag = f"--{_FLAGS.get(name, name.replace('_', '-'))}"
             raise ConfigError(
                 f"{flag} ({name}=) is for {' and '.join(formats)}, but {redact_url(url)} has the format "
                 f"{format_name}, which does not use it; leave out {flag}, or choose another format with --format"

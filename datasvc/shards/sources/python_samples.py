@@ -16,7 +16,8 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.sources.common.columns import ColumnMap, SampleBatcher, infer_columns
+from datasvc.shards.sources.common.columns import ColumnMap, SampleBatcher, bisect_errors, infer_table
+from datasvc.shards.sources.common.labels import name_labels
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource, printable
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT
@@ -52,10 +53,11 @@ class PythonSource(StreamedSource):
         has_keys = options.key is not None or all(KEY in sample for sample in first)
         keyed = first if has_keys else [_with_number(sample, number) for number, sample in enumerate(first)]
         self._has_keys = has_keys
-        self._columns: ColumnMap = infer_columns(keyed, key=options.key)
-        names = self._columns.raw_names
+        table = infer_table(keyed)
+        columns = ColumnMap(table.schema, table, key=options.key)
+        self._columns, _ = name_labels(columns, options, lambda name: [table.column(name)], classes=None)
         # Columns and types of the samples as they are given; `ColumnMap` converts them to `schema`.
-        self._raw = pa.schema([(name, pa.array([sample.get(name) for sample in keyed]).type) for name in names])
+        self._raw = table.select(self._columns.raw_names).schema
         self._samples = itertools.chain(first, iterator)
         self.url = "python"
         self.schema = self._columns.schema
@@ -97,8 +99,20 @@ class PythonSource(StreamedSource):
     def _convert(self, pieces: Iterator[pa.RecordBatch | BadSample]) -> Iterator[pa.RecordBatch | BadSample]:
         """Convert batches of the given columns to batches of `schema`."""
         for piece in pieces:
+            if isinstance(piece, BadSample):
+                yield piece
+                continue
+
             # No keys are passed, because one of the given columns holds them.
-            yield piece if isinstance(piece, BadSample) else self._columns.convert(piece, [])
+            def convert(start: int, stop: int, batch: pa.RecordBatch = piece) -> pa.RecordBatch:
+                return self._columns.convert(batch.slice(start, stop - start), [])
+
+            for first, batch in bisect_errors(piece.num_rows, convert, (ConfigError,)):
+                if isinstance(batch, Exception):
+                    key = piece.column(self._columns.key or KEY)[first].as_py()
+                    yield BadSample(self.parts[0].split, str(key), str(batch))
+                else:
+                    yield batch
 
 
 def _with_number(sample: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -110,7 +124,7 @@ def _with_number(sample: Mapping[str, Any], number: int) -> dict[str, Any]:
 def _rejection_reason(key: str, unknown: Collection[str], missing: Sequence[str]) -> str | None:
     """Return why a sample with this key and these unknown and missing columns is rejected; None if it is not."""
     if unknown:
-        return f"has unknown columns {sorted(unknown)}"
+        return f"has unknown columns {sorted(unknown, key=str)}"
     if missing:
         return f"has no {' and no '.join(missing)}"
     return None if printable(key) == key else "its key is not UTF-8"

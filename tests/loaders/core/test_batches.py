@@ -225,14 +225,14 @@ def test_a_column_that_later_samples_brought_is_refused_where_a_sample_lacks_it(
     new = write_table(objects, [[{**sample, "score": 7}], [{**sample, "key": "y", "score": None}]], scored)
     old = delete_samples(objects, table, {shard: np.arange(size) for shard, size in enumerate(SIZES) if shard != 1})
     both = append_table(objects, old, new)
-    with pytest.raises(ConfigError, match="column 'score' of numbers@1/train is null for samples of shard"):
+    with pytest.raises(ConfigError, match=r"'score' of numbers@1/train is null for 1 sample.* no such column"):
         next(batches_with(split_of(repository, both), columns=("score",)).stream(Cursor(0, 0)))
     assert next(batches_with(split_of(repository, both)).stream(Cursor(0, 0))).columns == {}
     # Shard 1 has the sample y, whose score is null, and is left when shard 0, which has no score, is gone.
     later = delete_samples(objects, both, {0: np.array([0])})
     stream = batches_with(split_of(repository, later), columns=("score",)).stream(Cursor(0, 0))
     assert next(stream).columns["score"].tolist() == [7]
-    with pytest.raises(ConfigError, match="they were added without it"):
+    with pytest.raises(ConfigError, match=r"is null for 1 sample .*, such as 'y' in shard .* no value"):
         next(stream)
     scores = delete_samples(objects, later, {1: np.array([0])})
     stream = batches_with(split_of(repository, scores), columns=("score",)).stream(Cursor(0, 0))

@@ -12,10 +12,12 @@ Sources make the map when they list, and convert batches with it when they read.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from datasvc.errors import BadSampleError, ConfigError, CorruptDataError
 from datasvc.shards.format.schema import (
@@ -30,6 +32,7 @@ from datasvc.shards.format.schema import (
     measured_columns,
 )
 from datasvc.shards.sources.common.column_types import cast_column, check_unique, decode_column, is_text, sample_type
+from datasvc.shards.sources.common.python_values import MISFITS, check_nesting, infer_array, to_array
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart
 
 # First bytes of JPEG, PNG and both byte orders of TIFF.
@@ -37,8 +40,6 @@ _MAGIC: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"II*\0", b"MM\0*")
 # If no column is called `label`, the first integer column of these names is renamed to it.
 _LABELS: Final = ("cls", "class", "target")
 _SOURCE_PREFIX: Final = "source_"
-# Errors that Arrow raises for Python values that do not have the type of the array.
-_MISFITS: Final = (pa.ArrowException, OverflowError, TypeError, ValueError)
 
 _Content = TypeVar("_Content")
 _Converted = TypeVar("_Converted")
@@ -67,6 +68,7 @@ class ColumnMap:
     Attributes:
         schema: columns of the samples, `key` first.
         key: raw column of the keys, or None.
+        label: raw column that becomes `label`, or None.
 
     Raises:
         ConfigError: `key` is not a column, or holds neither text nor integers; or two columns would have one name.
@@ -81,6 +83,7 @@ class ColumnMap:
         images: Collection[str] = (),
         label: str | None = None,
     ) -> None:
+        check_names(raw.names)
         check_unique(raw.names, "the source")
         self.key = _choose_key(raw, key)
         # Width and height in an exported version are left out, because the ingest measures the images again.
@@ -90,15 +93,43 @@ class ColumnMap:
         image_names = [name for name, field in fields.items() if is_image(field)]
         if len(image_names) == 1 and IMAGE not in fields:
             fields[image_names[0]] = fields[image_names[0]].with_name(IMAGE)
-        label = _choose_label(fields, label)
-        if label is not None:
-            fields[label] = fields[label].with_name(LABEL)
+        self.label = _choose_label(fields, label)
+        self._classes: pa.Array | None = None
+        if self.label is not None:
+            fields[self.label] = fields[self.label].with_name(LABEL)
         has_image = any(field.name == IMAGE and is_image(field) for field in fields.values())
         # Sample fields by the name of their raw column, without the key.
         self._fields = {name: _final_field(field, has_image=has_image) for name, field in fields.items()}
+        self.schema = self._sample_schema()
+
+    def with_labels(self, name: str, classes: Sequence[str] = ()) -> ColumnMap:
+        """Return a map that makes `label` of the raw column `name`, as int32.
+
+        Args:
+            name: a column of whole numbers (NaN and null for no class), or of class names. A column that was `label`
+                becomes `source_label`.
+            classes: the class names that the column holds; a label is the index of a name. () for numbers.
+        """
+        changed = copy.copy(self)
+        changed.label, changed._classes = name, pa.array(classes, pa.string()) if classes else None  # noqa: SLF001 - a copy
+        changed._fields = {
+            raw: field.with_name(f"{_SOURCE_PREFIX}{LABEL}") if field.name == LABEL else field
+            for raw, field in self._fields.items()
+        }
+        is_integer = pa.types.is_integer(self._fields[name].type)
+        label = self._fields[name].with_name(LABEL).with_type(pa.int32())
+        changed._fields[name] = label.with_nullable(label.nullable or not is_integer)
+        changed.schema = changed._sample_schema()  # noqa: SLF001
+        return changed
+
+    def field(self, name: str) -> pa.Field | None:
+        """Return the sample field of the raw column `name`; None if there is none, or if it holds the keys."""
+        return self._fields.get(name)
+
+    def _sample_schema(self) -> pa.Schema:
         sample_fields = [pa.field(KEY, pa.string(), nullable=False), *self._fields.values()]
         _check_names([field.name for field in sample_fields])
-        self.schema = pa.schema(sample_fields)
+        return pa.schema(sample_fields)
 
     @property
     def raw_names(self) -> list[str]:
@@ -123,12 +154,22 @@ class ColumnMap:
         """
         columns = [self._keys(batch, keys)]
         for name, field in self._fields.items():
-            column = _convert(batch, name, field.type)
+            is_named = name == self.label and self._classes is not None
+            column = self._indices(batch, name) if is_named else _convert(batch, name, field.type)
             # Checked here, because Arrow accepts nulls even if the field is not nullable.
             if column.null_count and not field.nullable:
                 raise ConfigError(f"column {name!r} is null; expected a value in each sample")
             columns.append(column)
         return pa.RecordBatch.from_arrays(columns, schema=self.schema)
+
+    def _indices(self, batch: pa.RecordBatch, name: str) -> pa.Array:
+        """Return the labels of a column of class names: null for null and for an empty text."""
+        names = _convert(batch, name, pa.string())
+        labels = pc.index_in(names, value_set=self._classes)
+        unknown = pc.and_(labels.is_null(), pc.fill_null(pc.not_equal(names, ""), fill_value=False))
+        if labels.null_count and pc.any(unknown).as_py():
+            raise ConfigError(f"column {name!r}: {names.filter(unknown)[0].as_py()!r} is not one of the classes")
+        return labels
 
     def _keys(self, batch: pa.RecordBatch, keys: pa.Array | Sequence[str]) -> pa.Array:
         """Return the keys in the raw column of keys; without such a column, `keys`."""
@@ -161,7 +202,12 @@ class SampleBatcher:
         """
         unknown = sample.keys() - set(self._schema.names)
         if unknown:
-            yield BadSample(self._split, str(sample.get(KEY)), f"has unknown columns {sorted(unknown)}")
+            yield BadSample(self._split, str(sample.get(KEY)), f"has unknown columns {sorted(unknown, key=str)}")
+            return
+        try:
+            check_nesting(sample.values())
+        except ValueError as error:
+            yield BadSample(self._split, str(sample.get(KEY)), str(error))
             return
         size_bytes = sum(map(_size_of, sample.values()))
         # Flush before the sample is added, so that a batch exceeds the limit only if a single sample does.
@@ -173,7 +219,7 @@ class SampleBatcher:
     def flush(self) -> Iterator[pa.RecordBatch | BadSample]:
         """Yield the samples that were added since the last batch, and a `BadSample` for each that does not fit."""
         samples, self._samples, self._size_bytes = self._samples, [], 0
-        converted = bisect_errors(len(samples), lambda start, stop: self._batch(samples[start:stop]), _MISFITS)
+        converted = bisect_errors(len(samples), lambda start, stop: self._batch(samples[start:stop]), MISFITS)
         for first, batch in converted:
             if isinstance(batch, Exception):
                 key = str(samples[first].get(KEY))
@@ -182,12 +228,12 @@ class SampleBatcher:
                 yield batch
 
     def _batch(self, samples: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
-        """Return samples as one batch. Raise one of `_MISFITS` if one of them does not fit the schema."""
+        """Return samples as one batch. Raise one of `MISFITS` if one of them does not fit the schema."""
         columns = []
         for field in self._schema:
-            column = pa.array([sample.get(field.name) for sample in samples], field.type)
+            column = _to_array(samples, field)
             if column.null_count and not field.nullable:
-                raise ValueError(f"column {field.name!r} is missing")  # one of `_MISFITS`, which `flush` handles
+                raise ValueError(f"column {field.name!r} is missing")  # one of `MISFITS`, which `flush` handles
             columns.append(column)
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
@@ -255,23 +301,32 @@ def bisect_errors(
             yield start, converted
 
 
-def infer_columns(samples: Sequence[Mapping[str, Any]], *, key: str | None = None) -> ColumnMap:
-    """Infer the columns from the first samples, given as dicts.
+def infer_table(samples: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return the first samples as a table with the types that hold all their values.
 
     Raises:
-        ConfigError: a column holds values of several types; or see `ColumnMap`.
+        ConfigError: a column holds values of several types, or its name is not text.
     """
     names = list(dict.fromkeys(name for sample in samples for name in sample))
+    check_names(names)
     columns = {}
     for name in names:
+        values = [sample.get(name) for sample in samples]
         try:
-            columns[name] = pa.array([sample.get(name) for sample in samples])
-        except _MISFITS as error:
+            check_nesting(values)
+            columns[name] = infer_array(values)
+        except MISFITS as error:
             raise ConfigError(
-                f"column {name!r} holds values of several types: {error}; give all its values one type"
+                f"column {name!r} holds values that no column can store: {error}; give all its values one type"
             ) from error
-    table = pa.table(columns)
-    return ColumnMap(table.schema, table, key=key)
+    return pa.table(columns)
+
+
+def check_names(names: Iterable[Any]) -> None:
+    """Raise ConfigError if the name of a column is not text, or not UTF-8."""
+    for name in names:
+        if not isinstance(name, str) or name.encode("utf-8", "replace").decode() != name:
+            raise ConfigError(f"the column name {name!r} is not UTF-8 text; rename the column")
 
 
 def _choose_key(raw: pa.Schema, key: str | None) -> str | None:
@@ -289,12 +344,9 @@ def _choose_key(raw: pa.Schema, key: str | None) -> str | None:
 
 
 def _choose_label(fields: Mapping[str, pa.Field], label: str | None) -> str | None:
-    """Return the column to rename to `label`: the given one, else an integer column of `_LABELS`; None: rename none.
-
-    A column called `label` needs no other one.
-    """
+    """Return the column of the labels: the given one, `label`, or an integer column of `_LABELS`; else None."""
     if label is not None or LABEL in fields:
-        return label
+        return label or LABEL
     return next((name for name in _LABELS if name in fields and pa.types.is_integer(fields[name].type)), None)
 
 
@@ -323,11 +375,23 @@ def _convert(batch: pa.RecordBatch, name: str, data_type: pa.DataType) -> pa.Arr
     if name not in batch.schema.names:
         raise ConfigError(f"column {name!r} is missing; found {batch.schema.names}")
     try:
-        return cast_column(batch.column(name), data_type)
+        column = decode_column(batch.column(name))
+        if pa.types.is_floating(column.type) and pa.types.is_integer(data_type):
+            # Only labels are converted so; pandas writes NaN for an integer that is missing.
+            column = pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
+        return cast_column(column, data_type)
     except pa.ArrowException as error:
         raise ConfigError(f"column {name!r} does not convert to {data_type}: {error}") from error
     except ConfigError as error:
         raise ConfigError(f"column {name!r}: {error}") from error
+
+
+def _to_array(samples: Sequence[Mapping[str, Any]], field: pa.Field) -> pa.Array:
+    """Return one column of samples. Raise ValueError, with the name of the column, if a value does not fit."""
+    try:
+        return to_array([sample.get(field.name) for sample in samples], field.type)
+    except MISFITS as error:
+        raise ValueError(f"column {field.name!r}: {error}") from error
 
 
 def _size_of(value: Any) -> int:

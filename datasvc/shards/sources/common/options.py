@@ -24,6 +24,8 @@ class SourceOptions:
         tokenizer: for text: URL of the Hugging Face `tokenizer.json` that makes the tokens.
         block_tokens: for text: tokens per block.
         text: for text: column of JSON lines that holds the text to tokenize.
+        label: column that holds the labels, as whole numbers or as class names; None: the column `label`, or an
+            integer column of a usual name. Text in a column `label` beside images is class names too.
         key_prefix: text put before the key of every sample, so that two sources with equal keys fit one data set.
 
     Raises:
@@ -40,6 +42,7 @@ class SourceOptions:
     block_tokens: int = 1024
     text: str = "text"
     key_prefix: str = ""
+    label: str | None = None
 
     def __post_init__(self) -> None:
         if self.split is not None:

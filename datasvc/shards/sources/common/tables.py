@@ -87,6 +87,12 @@ class TableSource(FileSource):
     def read_raw(self, part: SourcePart) -> Iterator[RawBatch | BadSample]:
         """Yield the samples of one part with raw columns. For errors, see `StreamedSource.read`."""
 
+    def read_column(self, part: SourcePart, name: str) -> Iterator[pa.Array]:
+        """Yield the values of one raw column, piece by piece, without bad samples."""
+        for raw in self.read_raw(part):
+            if isinstance(raw, RawBatch):
+                yield raw.batch.column(name)
+
 
 def _to_samples(columns: ColumnMap, raw: RawBatch, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
     """Yield raw samples as batches of samples within the limits of a source.

@@ -67,7 +67,7 @@ class ManifestSource(ListedSource):
         options = options or SourceOptions()
         if options.manifest is None:
             raise ConfigError("no manifest is given; expected the URL of a CSV, JSON lines or Parquet file")
-        manifest = ManifestTable.read(options.manifest, options.key)
+        manifest = ManifestTable.read(options.manifest, options.key, options.label)
         files_below, root = find_below(url)
         names = _file_names(manifest)
         _check_exist(names, files_below, url)

@@ -58,16 +58,17 @@ class ManifestTable:
     is_csv: bool
 
     @classmethod
-    def read(cls, url: str, key: str | None) -> ManifestTable:
+    def read(cls, url: str, key: str | None, label: str | None = None) -> ManifestTable:
         """Read a CSV, JSON lines or Parquet file.
 
         Args:
             url: URL of the manifest.
             key: column of the keys; None: a column called `key`, if any.
+            label: column of the labels; None: one of `LABEL_COLUMNS`, if any.
 
         Raises:
             NotFoundError: the manifest does not exist or is empty.
-            ConfigError: a line cannot be parsed, no column has file names, or the column `key` is missing.
+            ConfigError: a line cannot be parsed, no column has file names, or the column `key` or `label` is missing.
             UnavailableError: the store does not respond.
         """
         location = redact_url(url)
@@ -79,7 +80,9 @@ class ManifestTable:
         key = key or (KEY if KEY in names else None)
         if key is not None and key not in names:
             raise ConfigError(f"{location} has no key column {key!r}; found {names}")
-        label = next((name for name in LABEL_COLUMNS if name in names and name != key), None)
+        if label is not None and label not in names:
+            raise ConfigError(f"{location} has no label column {label!r}; found {names}")
+        label = label or next((name for name in LABEL_COLUMNS if name in names and name != key), None)
         split = SPLIT_COLUMN if SPLIT_COLUMN in names else None
         extras = [name for name in names if name not in (file, key, label, split)]
         return cls(table, location, file, key, label, split, extras, extension_of(location) in CSV_EXTENSIONS)
@@ -125,6 +128,11 @@ class ManifestTable:
         if self.label is None:
             return [None] * self.table.num_rows, ()
         column = self.table.column(self.label)
+        if pa.types.is_floating(column.type):
+            try:
+                column = column.cast(pa.int64())  # pandas writes integers with missing values as floats
+            except pa.ArrowInvalid as error:
+                raise ConfigError(f"column {self.label!r} of {self.location} holds no labels: {error}") from error
         values = column.to_pylist()
         if pa.types.is_integer(column.type):
             for index, value in enumerate(values):

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
+import pyarrow as pa
+
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
@@ -24,7 +26,7 @@ from datasvc.shards.sources.common.splits import split_of
 from datasvc.shards.sources.common.tables import RawBatch, TableSource
 from datasvc.shards.sources.tabular.arrow_files import ArrowSource, read_arrow
 from datasvc.shards.sources.tabular.features import features_in
-from datasvc.shards.sources.tabular.parquet import EXTENSIONS, ParquetSource, read_parquet
+from datasvc.shards.sources.tabular.parquet import EXTENSIONS, ParquetSource, read_parquet, read_parquet_column
 
 _DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 # Files that describe the data. They are not counted as ignored.
@@ -80,6 +82,12 @@ class HuggingFaceSource(TableSource):
         """Yield the samples of one part with raw columns."""
         read = read_parquet if _ROW_GROUPS in part.where else read_arrow
         return read(FileReader(self.url), part)
+
+    def read_column(self, part: SourcePart, name: str) -> Iterator[pa.Array]:
+        """Yield the values of one raw column; the others are not read from Parquet files."""
+        if _ROW_GROUPS in part.where:
+            return read_parquet_column(FileReader(self.url), part, name)
+        return super().read_column(part, name)
 
 
 def _saved_splits(

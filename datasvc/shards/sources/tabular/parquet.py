@@ -104,6 +104,10 @@ class ParquetSource(TableSource):
             else:
                 yield RawBatch(self.partitions.add(raw.batch, part.where["name"]), raw.keys)
 
+    def read_column(self, part: SourcePart, name: str) -> Iterator[pa.Array]:
+        """Yield the values of one raw column; the others are not read."""
+        return read_parquet_column(FileReader(self.url), part, name)
+
 
 class RowGroup(NamedTuple):
     """Number of rows of a row group, and their approximate size after decompression, according to the footer."""
@@ -171,12 +175,17 @@ def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]
     return parts
 
 
-def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadSample]:
-    """Yield the raw samples of a part from `plan_parts`. For errors, see `StreamedSource.read`."""
+def read_parquet(
+    reader: FileReader, part: SourcePart, names: Sequence[str] | None = None
+) -> Iterator[RawBatch | BadSample]:
+    """Yield the raw samples of a part from `plan_parts`, with the columns `names`; None: all.
+
+    For errors, see `StreamedSource.read`.
+    """
     name, row = part.where["name"], part.where["row"]
     stop = row + (part.num_samples or 0)
     try:
-        for batch in _batches(reader, part):
+        for batch in _batches(reader, part, names):
             # Rows beyond the count in the footer are dropped, because the keys of the next part start at `stop`.
             within_count = batch.slice(0, max(stop - row, 0))
             if within_count.num_rows:
@@ -189,7 +198,14 @@ def read_parquet(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | Ba
         yield BadSample(part.split, f"{name}#{row}", reason)
 
 
-def _batches(reader: FileReader, part: SourcePart) -> Iterator[pa.RecordBatch]:
+def read_parquet_column(reader: FileReader, part: SourcePart, name: str) -> Iterator[pa.Array]:
+    """Yield the values of one column of a part, piece by piece; the others are not read."""
+    for raw in read_parquet(reader, part, [name]):
+        if isinstance(raw, RawBatch):
+            yield raw.batch.column(name)
+
+
+def _batches(reader: FileReader, part: SourcePart, names: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a part in batches of about `BATCH_BYTES` after decompression."""
     group_numbers = list(range(*part.where["row_groups"]))
     with reader.open_seekable(part.where["path"]) as opened:
@@ -200,11 +216,12 @@ def _batches(reader: FileReader, part: SourcePart) -> Iterator[pa.RecordBatch]:
         sample_bytes = sum(group.decoded_bytes for group in groups) / max(1, part.num_samples or 0)
         # A footer may count repeated values once, so decoded samples may be larger: measure a few of them.
         num_probed = min(_PROBED_SAMPLES, _batch_samples(sample_bytes))
-        probe = next(_open(opened, metadata).iter_batches(num_probed, group_numbers, use_threads=False))
+        read = {"row_groups": group_numbers, "columns": names, "use_threads": False}
+        probe = next(_open(opened, metadata).iter_batches(num_probed, **read))
         sample_bytes = max(sample_bytes, probe.nbytes / max(1, probe.num_rows))
         del probe  # frees its memory before the part is read
         batch_samples = _batch_samples(sample_bytes)
-        yield from _open(opened, metadata).iter_batches(batch_samples, group_numbers, use_threads=False)
+        yield from _open(opened, metadata).iter_batches(batch_samples, **read)
 
 
 def _batch_samples(sample_bytes: float) -> int:

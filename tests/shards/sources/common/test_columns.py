@@ -5,7 +5,7 @@ import pytest
 from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources.common.column_types import join_schemas
-from datasvc.shards.sources.common.columns import ColumnMap, SampleBatcher, infer_columns, looks_like_image
+from datasvc.shards.sources.common.columns import ColumnMap, SampleBatcher, infer_table, looks_like_image
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample
 from tests.samples import jpeg
 
@@ -236,7 +236,8 @@ def test_batches_hold_no_more_than_their_samples():
 
 
 def test_columns_are_inferred_over_all_first_samples():
-    columns = infer_columns([{"x": 1}, {"x": 1.5, "y": ["a"]}])
+    table = infer_table([{"x": 1}, {"x": 1.5, "y": ["a"]}])
+    columns = ColumnMap(table.schema, table)
     assert columns.schema.field("x").type == pa.float64()
     assert columns.schema.field("y").type == pa.list_(pa.string())
 
@@ -244,7 +245,7 @@ def test_columns_are_inferred_over_all_first_samples():
 @pytest.mark.parametrize("values", [[1, "a"], [1 << 70], [object()]])
 def test_values_without_one_type_are_refused(values):
     with pytest.raises(ConfigError, match="'x'"):
-        infer_columns([{"x": value} for value in values])
+        infer_table([{"x": value} for value in values])
 
 
 def schema_of(**types):

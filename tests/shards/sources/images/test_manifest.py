@@ -149,7 +149,7 @@ MISTAKES = {
     ),
     "negative label": ("file,label\na.jpg,0\nsub/b.jpg,-1\n", r"line 3 of .* has the label -1"),
     "large label": (f"file,label\na.jpg,{1 << 40}\n", r"line 2 of .* has the label"),
-    "no label": ("file,label\na.jpg,1.5\n", r"'label' of .* has the type double"),
+    "no label": ("file,label\na.jpg,1.5\n", r"'label' of .* holds no labels.*truncated"),
     "broken line": ("file,x\na.jpg,1\nsub/b.jpg\n", r"row 3 \(the header is row 1\): expected 2 columns, found 1"),
     "missing key": ("file,x\na.jpg,1\n", r"no key column 'id'"),
 }
