@@ -29,7 +29,7 @@ ALLOWED = {
     "datasvc.keyed_random": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},
     "datasvc.progress": {"datasvc.printable", "datasvc.sizes"},
-    "datasvc.sql_sandbox": {"datasvc.errors", "datasvc.extras"},
+    "datasvc.sql_sandbox": {"datasvc.child_process", "datasvc.errors", "datasvc.extras"},
     "datasvc.interval_index": {"datasvc.keyed_random"},
     "datasvc.order": {"datasvc.errors", "datasvc.keyed_random", "datasvc.interval_index"},
     "datasvc.mix_order": {"datasvc.keyed_random", "datasvc.order"},

@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from datasvc.cache.catalogue.tables import UnusableCatalogueError
 from datasvc.errors import (
+    BusyError,
     CacheFullError,
     ConfigError,
     CorruptDataError,
@@ -29,6 +30,7 @@ _STATUS: Final[tuple[tuple[type[DatasvcError], int], ...]] = (
     (ConfigError, 400),
     (CorruptDataError, 502),
     (UnavailableError, 503),
+    (BusyError, 503),
     (DatasvcError, 500),
 )
 # Load balancers and kubelets request these paths without a token. `/healthz` reveals only whether the node runs.

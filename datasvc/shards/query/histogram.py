@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.query.split_query import choose_shards, open_query, open_sizes
 from datasvc.shards.versions.dataset import Split, open_dataset
 from datasvc.shards.versions.describe import count_classes
+from datasvc.sql_sandbox import confined
 
 MAX_SHARDS: Final = 10  # that a histogram reads
 MAX_BINS: Final = 1000
@@ -140,7 +142,10 @@ def histogram_of(
         counted = {"num_samples": table.num_samples, "null": table.num_samples - sum(table.label_counts.values())}
         return _of_classes(split, table.label_counts, bins, facts | counted | {"read_shards": table.num_shards})
     shards = choose_shards(table.num_shards, max_shards).tolist()
-    values = _read_values(split, column, where, shards)
+    # Values of a column need no SQL of the user.
+    is_own = where is None and column in (*split.table.sample_schema.names, f"{WIDTH} / {HEIGHT}")
+    read = _read_values if is_own else partial(confined, _read_values)
+    values = read(split, column, where, shards)
     facts |= {"num_samples": len(values), "read_shards": len(shards)}
     if column == LABEL and table.label_counts:
         return _of_labels(values, split, bins, facts)

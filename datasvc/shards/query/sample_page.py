@@ -17,6 +17,7 @@ from datasvc.shards.format.schema import KEY
 from datasvc.shards.query.sample_reader import NumberedSamples, SampleSummary
 from datasvc.shards.query.split_query import choose_shards, open_query
 from datasvc.shards.versions.dataset import DatasetVersion, Split, open_dataset
+from datasvc.sql_sandbox import confined
 
 PAGE_SAMPLES: Final = 100
 MAX_SHARDS: Final = 64  # that one page searches
@@ -132,7 +133,7 @@ def page_of(
     else:
         shards = choose_shards(num_shards, max_shards)
         searched = len(shards)
-        numbers = _find(split, shards.tolist(), where, order, start, count + 1)
+        numbers = confined(_find, split, shards.tolist(), where, order, start, count + 1)
         next_start = start + count if len(numbers) > count else None
     return SamplePage(
         version=split.dataset,
@@ -204,7 +205,7 @@ def _find_from(
     first, num_shards = reader.shard_of(start), reader.split.table.num_shards
     stop = num_shards if max_shards is None else min(first + max_shards, num_shards)
     shards = range(first, stop)
-    numbers = _find(reader.split, shards, where, None, start, count + 1)
+    numbers = confined(_find, reader.split, shards, where, None, start, count + 1)
     if len(numbers) > count:
         return numbers, numbers[count], len(shards)
     return numbers, reader.first_number(stop) if stop < num_shards else None, len(shards)

@@ -8,6 +8,7 @@ from datasvc.shards.query.histogram import list_columns
 from datasvc.shards.query.sample_details import details_of
 from datasvc.shards.query.sample_page import PAGE_SAMPLES, find_key, no_page, page_of
 from datasvc.shards.query.sample_reader import NumberedSamples
+from datasvc.sql_sandbox import warm
 from datasvc.ui.pages.charts.sample_columns import describe_counted, list_sample_columns, sample_cell
 from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import dataset_link, sample_link, samples_link
@@ -28,6 +29,7 @@ def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     ref, split = str(dataset.resolved), parts["split"]
     samples = site.splits.samples(dataset, split)
     where, order, key = query.text("where"), query.text("order"), query.text("key")
+    warm()  # a condition probably follows
     start = query.number("start", 0)
     problems: list[Problem] = []
     count = PAGE_SAMPLES

@@ -66,6 +66,11 @@ class Access:
                     text=f"this page is not {request.headers.get('Host', '')[:80]!r}; "
                     "use the address that `datasvc ui` prints, or a token"
                 )
+            if _is_foreign(request):
+                # Without a token, an image of any page in the browser could otherwise start a query here.
+                raise web.HTTPForbidden(
+                    text="this address was requested by the page of another site; open it yourself"
+                )
             if not self._is_open(request.path) and not self._is_allowed(request):
                 if is_for_programs(request.path):
                     raise web.HTTPUnauthorized(
@@ -97,6 +102,18 @@ class Access:
             return True
         cookie = request.cookies.get(_cookie_name(request), "")
         return hmac.compare_digest(cookie.encode("utf-8", "surrogateescape"), self._session.encode())
+
+
+def _is_foreign(request: web.Request) -> bool:
+    """Return whether a page of another origin requests an address, other than by a link that opens it in a window.
+
+    Browsers send these headers, and pages cannot change them. Programs do not send them.
+    """
+    if request.headers.get("Sec-Fetch-Site", "none") in {"none", "same-origin"}:
+        return False
+    # A frame is a navigation too, with another destination.
+    opens = (request.method, request.headers.get("Sec-Fetch-Mode"), request.headers.get("Sec-Fetch-Dest"))
+    return opens != ("GET", "navigate", "document")
 
 
 def _own_page(address: str) -> str:
