@@ -19,7 +19,10 @@ __all__ = ["batches", "from_state", "ranks", "to_state"]
 
 
 def ranks() -> DataRanks:
-    """Return this process and the number of processes of JAX, for the `ranks=` of a loader."""
+    """Return this process and the number of processes of JAX, for the `ranks=` of a loader.
+
+    A loader without `ranks=` takes them too, once `jax.distributed` is initialised.
+    """
     return DataRanks(jax.process_index(), jax.process_count())
 
 
@@ -29,7 +32,8 @@ def batches(loader: Any, sharding: Any = None, *, transform: Callable[[Any], Any
     The state of the loader has the position after the batch that was yielded last.
 
     Args:
-        loader: loader of datasvc with `numpy()`, on the CPU; with several processes give it `ranks=ranks()`.
+        loader: loader of datasvc with `numpy()`, on the CPU; with several processes, created after
+            `jax.distributed.initialize()`.
         sharding: sharding of the arrays, such as `NamedSharding(mesh, PartitionSpec("data"))`: each process gives its
             part of the global batch. None: arrays on the default device of this process.
         transform: makes a pytree of NumPy arrays from a batch; by default `(inputs, labels)`.

@@ -77,7 +77,7 @@ class SplitsModule(lightning.LightningDataModule):
         if name is None:
             return []
         trainer = self.trainer
-        ranks = DataRanks() if trainer is None else DataRanks(trainer.global_rank, trainer.world_size)
+        ranks = None if trainer is None else DataRanks(trainer.global_rank, trainer.world_size)
         if purpose in self._loaders:
             self._loaders[purpose].close()
         self._loaders[purpose] = self._make_loader(self._dataset[name], training=purpose == "train", ranks=ranks)

@@ -30,7 +30,7 @@ from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
 from datasvc.loaders.profiling.timed_shards import TimedShards
 from datasvc.loaders.profiling.trace import write_trace
-from datasvc.loaders.ranks.data_ranks import DataRanks, choose_data_ranks
+from datasvc.loaders.ranks.data_ranks import DataRanks, check_group, choose_data_ranks
 from datasvc.order import OrderConfig, Shuffle, Tail, count_steps, parse_tail
 from datasvc.printable import count_text
 from datasvc.shards import ShardStore, Split
@@ -79,7 +79,8 @@ class Loader(ABC, Generic[B]):
         order: all parameters of the order, in place of `seed` and `shuffle`.
         ranks: data-parallel rank of this process, or a `torch.distributed` device mesh of one axis, such as
             `mesh["data"]`. Tensor- and pipeline-parallel peers give the same rank and get the same batches. Default:
-            rank 0 of 1.
+            the rank in the process group that is initialised (torch.distributed, `datasvc.trainer`, Horovod, JAX, Ray
+            Train). `DataRanks()` reads all samples in this process.
         tail: treatment of the last samples if they do not fill a global batch: "drop", "short" or "pad" (masked);
             default "drop" in training, "pad" otherwise. With "short", some ranks may get an empty last batch.
         prefetch: batches in progress while the caller trains; 0: each batch is made in the call that returns it.
@@ -88,7 +89,7 @@ class Loader(ABC, Generic[B]):
     Raises:
         ConfigError: an argument is out of range; `order` is given together with `seed` or `shuffle`; the split lacks
             a column; a batch is larger than the epoch with `tail="drop"`; the ledger belongs to other data or
-            another order.
+            another order; a launcher started several processes, and there are neither `ranks` nor a process group.
         CacheFullError: the cache's budget cannot hold the shards that the order needs at once; the message has both
             sizes, their parts, and the largest values that fit.
     """
@@ -116,6 +117,7 @@ class Loader(ABC, Generic[B]):
         self.split = split
         self.batch_size = batch_size
         self.tail = parse_tail(tail or ("drop" if training else "pad"))
+        self._ranks_are_found = ranks is None
         self.ranks = ranks = choose_data_ranks(ranks)
         self.profiler = StepProfiler()
         self._prefetch = prefetch
@@ -180,9 +182,12 @@ class Loader(ABC, Generic[B]):
 
         Raises:
             BadSampleError: a sample does not decode; the message names it. The cursor is still before its batch.
-            ConfigError: the loader is used in a forked process, or by two threads at once.
+            ConfigError: the loader is used in a forked process, or by two threads at once; or it was created without
+                `ranks` before the process group.
             CacheFullError, CorruptDataError, NotFoundError, UnavailableError: the cache or the repository fails.
         """
+        if self._ranks_are_found:
+            check_group(self.ranks)
         self._open_ledger()
         # No step is left after a `break` at the last batch, or after a state from the end of an epoch was loaded.
         if not self._count_steps_left(self._cursor):

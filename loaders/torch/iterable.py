@@ -60,11 +60,17 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
         epoch, position = self._start[:2].tolist()
         return epoch, position
 
+    @property
+    def generator(self) -> None:
+        """Always None; Accelerate reads it where it divides a data set. For the error see `OrderBatchSampler`."""
+        self.order.check_undivided()
+
     def __len__(self) -> int:
         """Return the number of this rank's samples in an epoch."""
         return self.order.count_rank_batches()[1]
 
     def __iter__(self) -> ServedSamples:
+        self.order.check_group()
         epoch, position = self.cursor
         self.order.use_lanes_and_block(*self._start[2:].tolist())
         info = torch.utils.data.get_worker_info()

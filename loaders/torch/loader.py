@@ -87,6 +87,14 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
             **batching,
         )
 
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        # Accelerate reads this first. It would make a loader without our order, position and state out of this one.
+        raise ConfigError(
+            "accelerator.prepare cannot prepare a ResumableDataLoader, which has the rank and the position of a run "
+            "itself: leave it out of prepare, and move its batches to accelerator.device"
+        )
+
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
         return self._source.order.count_rank_batches()[0]

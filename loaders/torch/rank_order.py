@@ -18,7 +18,7 @@ from datasvc.keyed_random import Integers
 from datasvc.loaders.core.derived_order import order_of_state
 from datasvc.loaders.core.loader import check_num_steps
 from datasvc.loaders.core.state import name_split_table
-from datasvc.loaders.ranks.data_ranks import DataRanks
+from datasvc.loaders.ranks.data_ranks import DataRanks, check_group
 from datasvc.loaders.torch.served import ServedIndex
 from datasvc.loaders.torch.states import order_state
 from datasvc.order import AccessOrder, OrderConfig, OrderState, Step, Tail, count_steps, plan_step, slice_step
@@ -36,6 +36,7 @@ class RankOrder:
         tail: treatment of the last samples if they do not fill a global batch.
         is_derived: whether lanes and block were derived, not given by the user; then those of a state replace them.
         is_training: whether a model is trained on these samples.
+        ranks_are_found: whether `ranks` were taken from the process group, not given by the user.
 
     Raises:
         ConfigError: there are fewer samples than ranks, or an epoch has no step.
@@ -51,9 +52,11 @@ class RankOrder:
         tail: Tail,
         is_derived: bool = False,
         is_training: bool = True,
+        ranks_are_found: bool = False,
     ) -> None:
         self.split = split
         self.is_training = is_training
+        self._ranks_are_found = ranks_are_found
         self._is_derived = is_derived
         self.config = config
         self.batch_size = batch_size
@@ -91,6 +94,20 @@ class RankOrder:
             ServedIndex(number, self.config.seed, epoch, position, counted)
             for number, position, counted in zip(numbers.tolist(), positions.tolist(), counts, strict=True)
         ]
+
+    def check_group(self) -> None:
+        """Raise ConfigError if the order was created without ranks, and the process group is now another one."""
+        if self._ranks_are_found:
+            check_group(self.ranks)
+
+    def check_undivided(self) -> None:
+        """Raise ConfigError if the order is one rank's part, which another library must not divide again."""
+        if self.ranks.world_size > 1:
+            raise ConfigError(
+                f"the batches are those of rank {self.ranks.rank} of {self.ranks.world_size}, and "
+                "accelerator.prepare would divide them among the ranks again: do not prepare the loader, or give "
+                "ranks=DataRanks()"
+            )
 
     def check_split(self, split: Split) -> None:
         """Raise ConfigError if a data set has another split than this order."""

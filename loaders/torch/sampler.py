@@ -75,6 +75,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
             tail=batches.tail,
             is_derived=order is None and shuffle == "windowed",
             is_training=config.shuffle is not None if training is None else training,
+            ranks_are_found=ranks is None,
         )
         self._epoch, self._position = 0, 0
 
@@ -88,11 +89,22 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         """Epoch and position at which a `for` starts."""
         return self._epoch, self._position
 
+    @property
+    def drop_last(self) -> bool:
+        """Always False: `tail` says what happens to the last samples.
+
+        Accelerate reads it from a batch sampler that it is about to divide among the ranks. Raises ConfigError: the
+        order has ranks already, so that most samples would be lost.
+        """
+        self.order.check_undivided()
+        return False
+
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
         return self.order.count_rank_batches()[0]
 
     def __iter__(self) -> DrawnBatches:
+        self.order.check_group()
         return DrawnBatches(self.order, self._epoch, self._position)
 
     def set_epoch(self, epoch: int) -> None:
