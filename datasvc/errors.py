@@ -69,6 +69,10 @@ class BadSampleError(DatasvcError):
     """A sample cannot be decoded; the message gives the reason."""
 
 
+class NotFiniteError(DatasvcError):
+    """A training has diverged: its loss or its weights are NaN or infinite. Continue an earlier version of it."""
+
+
 class CacheFullError(DatasvcError):
     """The cache budget is too small for the request, even after the eviction of all objects that may be evicted."""
 

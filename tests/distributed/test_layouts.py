@@ -124,17 +124,29 @@ def differs(result, expected, settings, num_ranks):
     return wrong
 
 
-def test_every_layout_and_option_has_the_losses_of_one_process(launcher):
-    def train(num_ranks, layouts):
-        # One program trains on all layouts in turn: to start four ranks takes longer than most of them.
-        done = launcher.run_program(num_ranks, "layouts.py", json.dumps(layouts), timeout_s=TIMEOUT_S)
-        # The launcher marks the lines with the number of the rank, unless there is one rank.
-        lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
-        results = [json.loads(line) for line in lines if line.startswith("{")]
-        return {json.dumps(settings): result for settings, result in zip(layouts, results, strict=True)}
+def train(launcher, num_ranks, layouts):
+    # One program trains on all layouts in turn: to start four ranks takes longer than most of them.
+    done = launcher.run_program(num_ranks, "layouts.py", json.dumps(layouts), timeout_s=TIMEOUT_S)
+    # The launcher marks the lines with the number of the rank, unless there is one rank.
+    lines = [line.removeprefix("[0] ") for line in done.stdout.splitlines()]
+    results = [json.loads(line) for line in lines if line.startswith("{")]
+    return {json.dumps(settings): result for settings, result in zip(layouts, results, strict=True)}
 
+
+@pytest.mark.slow
+def test_the_loss_that_a_step_shows_is_the_same_at_every_layout(launcher):
+    """snowflakedb/ArcticTraining#62, open-mmlab/mmdetection#1670, pytorch/torchtitan#550: the loss of one rank."""
+    layouts = [{"layout": f"{axis}=2", **SHORT} for axis in ("data", "shard", "tensor", "context")]
+    layouts += [{"layout": "pipeline=2", "micro_batch": 2, **SHORT}, {"layout": "data=2", "documents": True, **SHORT}]
+    alone = train(launcher, 1, [SHORT, {**SHORT, "documents": True}])
+    for text, result in train(launcher, 2, layouts).items():
+        expected = alone[json.dumps({**SHORT, "documents": True} if "documents" in text else SHORT)]
+        assert result["losses"] == pytest.approx(expected["losses"], abs=2e-5, rel=0), text
+
+
+def test_every_layout_and_option_has_the_losses_of_one_process(launcher):
     distinct = {json.dumps(alone): alone for alone in map(without_layout, [*LAYOUTS, *THREE_AXES])}
-    alone = train(1, list(distinct.values()))
+    alone = train(launcher, 1, list(distinct.values()))
     for result in alone.values():
         if len(result["losses"]) == LONG["steps"]:
             assert result["losses"][-1] < 0.8 * result["losses"][0]
@@ -142,7 +154,7 @@ def test_every_layout_and_option_has_the_losses_of_one_process(launcher):
     assert rounded != exact
     wrong = {}
     for num_ranks, layouts in ((4, LAYOUTS), (8, THREE_AXES)):
-        for text, result in train(num_ranks, layouts).items():
+        for text, result in train(launcher, num_ranks, layouts).items():
             settings = json.loads(text)
             if found := differs(result, alone[json.dumps(without_layout(settings))], settings, num_ranks):
                 wrong[text] = found

@@ -1,5 +1,7 @@
 """Checks that a version fits the model of a run before its tensors are read: by sizes, names, dtypes and shapes.
 
+Afterwards: that the weights are finite.
+
 Tensors alone do not tell models apart: with another number of attention heads, all have the same names and shapes.
 """
 
@@ -14,6 +16,7 @@ import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
 from datasvc.models.restoring.fit import LoadReport, TensorSpec
 from datasvc.models.restoring.load_into_module import spec_of
+from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.run import Run
 
 # Key in the configuration of an entry: what the model's method `sizes` returns. Versions of others do not have it.
@@ -61,6 +64,19 @@ def describe_whole_model(
         all_specs |= rank_specs
         all_tied |= rank_tied
     return all_specs, all_tied
+
+
+def has_finite_state(run: Run) -> bool:
+    """Return whether the weights and the state of the optimizer are finite on all ranks. Every rank calls this."""
+    states = getattr(run.optimizer, "states", run.optimizer.state)  # that of a layout keeps its own
+    values = [value for state in states.values() for value in state.values() if torch.is_tensor(value)]
+    flags = [
+        to_local(value).isfinite().all().to(run.device)
+        for value in (*run.model.parameters(), *values)
+        if value.is_floating_point()
+    ]
+    is_finite = bool(torch.stack(flags).all()) if flags else True
+    return bool(hvd.allreduce(torch.tensor(int(is_finite)), name="finite_state", op=hvd.Min))
 
 
 def describe_misfit(run: Run, version: str, report: LoadReport | Exception) -> str:

@@ -47,6 +47,7 @@ class Run(Learner):
         average_statistics: statistics of batch normalisation with which that evaluation ran the averaged weights;
             empty unless they are recomputed.
         parent: version that the first checkpoint of this process continues; None: the version that it restores.
+        not_finite_since: step after which the loss or the weights were found not to be finite; None: they are.
         has_saved: whether this process has begun a checkpoint of the run.
     """
 
@@ -70,6 +71,7 @@ class Run(Learner):
     metrics: dict[str, float] = field(default_factory=dict)
     average_statistics: dict[str, Tensor] = field(default_factory=dict)
     parent: str | None = None
+    not_finite_since: int | None = None
     has_saved: bool = False
 
     @property

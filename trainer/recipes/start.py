@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Sequence
 from functools import partial
 
@@ -40,6 +41,7 @@ from datasvc.trainer.recipes.make_optimizer import (
     build_layout_optimizer,
     build_zero_optimizer,
 )
+from datasvc.trainer.recipes.model_check import has_finite_state
 from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule, scale_rate
@@ -162,16 +164,57 @@ def restore_start(run: Run, repo: DataRepository) -> Checkpoint | None:
     elif run.version is None:
         return None
     else:
-        into = None
-        if isinstance(run.optimizer, LayoutOptimizer):
-            # Planned here and not during the restore, which would raise the error of rank 0 on all ranks.
-            into = plan_restore(run, read_version(repo.repository, run.version))
-        checkpoint = restore(run, run.version, into=into)
+        checkpoint = _restore_version(run, repo, run.version)
     if checkpoint is not None:
         resume(run, checkpoint)
+        if not has_finite_state(run):
+            checkpoint = _restore_finite(run, repo, checkpoint)
         newest = run.checkpoints.version
         run.version = None if newest is None else str(newest)
     return checkpoint
+
+
+def _restore_version(run: Run, repo: DataRepository, ref: str) -> Checkpoint:
+    into = None
+    if isinstance(run.optimizer, LayoutOptimizer):
+        # Planned here and not during the restore, which would raise the error of rank 0 on all ranks.
+        into = plan_restore(run, read_version(repo.repository, ref))
+    checkpoint = restore(run, ref, into=into)
+    assert checkpoint is not None  # a reference is restored or raises
+    return checkpoint
+
+
+def _restore_finite(run: Run, repo: DataRepository, diverged: Checkpoint) -> Checkpoint:
+    """Return the checkpoint to continue, loaded, in place of a restored one whose weights are not finite.
+
+    A version that the settings name is continued all the same, with a warning.
+
+    Raises:
+        ConfigError: no version has finite weights.
+    """
+    chosen, name = diverged, run.config.name
+    if run.config.resume == "auto":
+        older = call_on_first_rank(lambda: [str(version) for version in repo.models.versions(name)], name="finite")
+        for ref in reversed(older):
+            if ref == str(diverged.version):
+                continue
+            chosen = _restore_version(run, repo, ref)
+            resume(run, chosen)
+            if has_finite_state(run):
+                break
+        else:
+            raise ConfigError(
+                f"{diverged.version} has weights that are NaN or infinite, and no other version of {name} has finite "
+                "ones; give --resume never to begin again, or "
+                f"--resume {diverged.version} to continue it all the same"
+            )
+    if hvd.rank() == 0:
+        way = "" if chosen is diverged else f"; give --resume {diverged.version} to continue it all the same"
+        sys.stderr.write(
+            f"{diverged.version} has weights that are NaN or infinite; the run continues {chosen.version}, of step "
+            f"{run.step}{way}\n"
+        )
+    return chosen
 
 
 def build_learner(

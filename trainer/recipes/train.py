@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import sys
 
 import datasvc.trainer as hvd
+from datasvc.errors import NotFiniteError
 from datasvc.models.saving.preemption import SIGNALS
 from datasvc.trainer.env.environment import read_placement
 from datasvc.trainer.job import runtime
@@ -17,6 +19,7 @@ from datasvc.trainer.recipes.choose_layout import choose_layout, read_block_toke
 from datasvc.trainer.recipes.elastic_memory import ElasticMemory, reporting_lost_ranks
 from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining_lost_ranks
 from datasvc.trainer.recipes.make_optimizer import set_rate
+from datasvc.trainer.recipes.model_check import has_finite_state
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.recorder import LoggedEvents
@@ -40,11 +43,13 @@ def train(config: TrainConfig) -> str:
 
     Every rank reports the events `start` and `restored`, and in an elastic run `round` at the start of each round.
     Rank 0 also reports `step`, `evaluation`, `checkpoint`, `local_checkpoint`, `refused` and `failed` (for a
-    checkpoint; the run continues), `profile`, and finally `end`, or `stopped` if a signal ended the run.
+    checkpoint; the run continues), `not_finite`, `profile`, and finally `end`, or `stopped` if a signal ended the
+    run.
 
     Raises:
         SystemExit: after SIGTERM or Ctrl-C, once a last checkpoint is committed. The status is 128 plus the signal.
         ConfigError, NotFoundError, CacheFullError: the settings do not fit the data.
+        NotFiniteError: the training has diverged, and the settings have `stop_on_nan`.
         HorovodInternalError: a rank died, or submitted other operations than the other ranks. An elastic run
             continues with the other ranks. With a layout of other axes than data, a rank that does not leave its
             collectives then ends its process, and so does one that has not called `hvd.shutdown` 30 s later.
@@ -149,20 +154,24 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
             set_rate(run.optimizer, rate, progress)
             progress = run.loader.progress
             was_choosing = is_choosing_buckets(run)
+            run.shares_loss = (run.step + 1) % run.config.report_every == 0
             loss = update(run, batch, run.recorder.begin_step(run.step))
             run.step += 1
             if was_choosing and not is_choosing_buckets(run):
                 report_buckets(run)
             # Reading the loss waits for the device. All ranks read it, so that no rank runs ahead of rank 0.
-            shown_loss = float(loss) if run.step % run.config.report_every == 0 else None
+            shown_loss = float(loss) if run.shares_loss else None
             clock.ended_step()
             if shown_loss is not None:
                 report_step(run, clock, epoch=batch.epoch, loss=shown_loss, rate=rate)
+                if not math.isfinite(shown_loss):
+                    report_not_finite(run, shown_loss)
             run.recorder.compare_ranks(run.step)
             report_commits(run)
             if (to := run.checkpoints.should_save(run.step)) and not run.is_over:
                 # The metrics of an earlier evaluation do not describe this state.
                 run.metrics, run.average_statistics = {}, {}
+                report_not_finite(run)
                 commit(run, due=run.checkpoints.stop_signal is None, to=to)
                 if run.checkpoints.stop_signal is not None:
                     return
@@ -185,6 +194,7 @@ def end_epoch(run: Run) -> None:
     run.recorder.report_diagnosis(run.step, lambda: run.loader.report().to_dict(), now=True)
     # Always evaluate and commit the last state of the run, whatever the period is.
     if run.is_over or is_due(run.loader.epoch, run.config.evaluate_every):
+        report_not_finite(run)
         run.metrics = evaluate_run(run)
         run.stop.update(run.metrics)
         commit(run)
@@ -249,6 +259,36 @@ def prepare_statistics(run: Run) -> None:
     run.statistics_loader.close()
 
 
+def report_not_finite(run: Run, loss: float | None = None) -> None:
+    """Report once that the training has diverged: its loss or its weights are NaN or infinite. Every rank calls this.
+
+    Args:
+        run: run of this rank.
+        loss: loss of this step that is not finite, equal on all ranks; None: look at the weights.
+
+    Raises:
+        NotFiniteError: the settings have `stop_on_nan`.
+    """
+    if run.not_finite_since is not None:
+        return
+    # With a loss scale, a step whose loss overflows is skipped, and the weights stay as they were.
+    if (loss is None or run.loss_scale.is_enabled()) and has_finite_state(run):
+        return
+    run.not_finite_since = run.step
+    what = "the weights are" if loss is None else f"the loss is {loss}, which is"
+    if hvd.rank() == 0:
+        run.events.report("not_finite", step=run.step, loss=loss)
+    if run.config.stop_on_nan:
+        raise NotFiniteError(
+            f"{what} not finite after step {run.step}, and --stop-on-nan ends the run; {_describe_newest(run)}"
+        )
+
+
+def _describe_newest(run: Run) -> str:
+    newest = run.checkpoints.version
+    return "it has saved no version" if newest is None else f"its newest version is {newest}, of an earlier step"
+
+
 def is_choosing_buckets(run: Run) -> bool:
     """Return whether the optimizer still measures steps for `--bucket auto`."""
     return getattr(run.optimizer, "is_choosing_buckets", False)
@@ -268,7 +308,10 @@ def report_buckets(run: Run) -> None:
 
 
 def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: float) -> None:
-    """Report from rank 0: its loss, the learning rate, and the mean times of the steps since the last report."""
+    """Report from rank 0: loss and learning rate of the step, and the mean times of the steps since the last report.
+
+    The loss is that of the global batch; the times are those of rank 0, for which all ranks wait in each step.
+    """
     step_s, wait_s = clock.take()  # on every rank, because the call restarts the means
     samples = run.batches.global_batch
     progress = run.loader.progress
@@ -333,4 +376,10 @@ def end(run: Run) -> None:
             run.events.report("end", version=run.version, step=run.step, **run.metrics)
         else:
             run.events.report("stopped", version=run.version, step=run.step, signal=run.checkpoints.stop_signal)
+        if run.not_finite_since is not None:
+            sys.stderr.write(
+                f"the training has diverged: since step {run.not_finite_since} its loss or its weights are not "
+                f"finite, and {run.version} is of no use; started again, the run continues the newest version "
+                "with finite weights (--stop-on-nan ends a run at once; a lower --learning-rate may help)\n"
+            )
         run.recorder.close(signal=None if run.is_over else run.checkpoints.stop_signal)

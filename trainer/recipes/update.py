@@ -38,6 +38,7 @@ class Learner:
         divided: this rank's part of the model; None: each rank has the whole model.
         num_parameters: parameters of the whole model; 0: not counted.
         model_sizes: sizes of the whole model by name, from its method `sizes`; empty without one.
+        shares_loss: whether `update` returns the loss of all ranks, equal on all of them; the same on all ranks.
     """
 
     config: TrainConfig
@@ -52,13 +53,15 @@ class Learner:
     divided: DividedModel | None = field(default=None, kw_only=True)
     num_parameters: int = field(default=0, kw_only=True)
     model_sizes: Mapping[str, int] = field(default_factory=dict, kw_only=True)
+    shares_loss: bool = field(default=False, kw_only=True)
 
 
 def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
-    """Take one optimizer step with the batches of all ranks; return the mean loss of this rank's batch, detached.
+    """Take one optimizer step with the batches of all ranks; return the mean loss, detached.
 
     Every rank must call this, with a batch of its loader. `mark` is called at the end of each part: "transfer",
-    "targets", "forward", "backward", "all-reduce", "update".
+    "targets", "forward", "backward", "all-reduce", "update". The loss is the mean over the targets of all ranks if
+    `run.shares_loss`, else that of this rank's batch.
 
     Raises:
         HorovodInternalError: a rank is lost. With a divided model, it may be another error of a connection, see
@@ -84,6 +87,11 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
         total = _accumulate(run, examples, num_divided_by, mark)
     else:
         total = _accumulate_divided(run, run.divided, examples, num_divided_by, mark)
+    shared_loss = None
+    if run.shares_loss and hvd.size() > 1:
+        # Sent beside the gradients, and read after the step. Ranks that have the same batch count it equally often.
+        sums = torch.stack((total.double(), torch.full_like(total, num_targets, dtype=torch.float64)))
+        shared_loss = hvd.allreduce_async(sums, name="update.loss", op=hvd.Sum)
     if not run.config.combines_steps:
         run.optimizer.synchronize()
     mark("all-reduce")
@@ -106,7 +114,10 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
     if run.average is not None and run.loss_scale.get_scale() >= scale:
         run.average.update()
     mark("update")
-    return total / max(num_targets, 1)
+    if shared_loss is None:
+        return total / max(num_targets, 1)
+    loss_sum, num_all_targets = hvd.synchronize(shared_loss)
+    return (loss_sum / num_all_targets.clamp(min=1)).float()
 
 
 def _share_overflow(scale: torch.amp.GradScaler, optimizer: Any) -> None:

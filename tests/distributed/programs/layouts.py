@@ -11,7 +11,6 @@ import torch
 
 import datasvc.trainer as hvd
 from datasvc.trainer.recipes.choose_layout import choose_layout
-from datasvc.trainer.recipes.layouts.layout import plan_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
@@ -83,7 +82,6 @@ def run(steps, layers=2, documents=False, **settings):
         }
     )
     layout = choose_layout(config, hvd.size())
-    rank_layout = plan_layout(layout).ranks[hvd.rank()]
     batches, place = plan_batches(config, layout.num_data_ranks), choose_place(config, layout)
     task = Images(config) if is_image_model else LanguageModelling(config, None)
     task.unpack = lambda batch, device: batch
@@ -94,12 +92,9 @@ def run(steps, layers=2, documents=False, **settings):
     def part_of(step):
         return own_part(draw_images(step) if is_image_model else draw(step, documents=documents), place)
 
-    losses = []
+    learner.shares_loss, losses = True, []
     for step in range(steps):
-        loss = update(learner, part_of(step)).detach()
-        # Every data rank has as many targets.
-        part = loss / layout.num_data_ranks if rank_layout.is_first_copy else torch.zeros(())
-        losses.append(float(hvd.allreduce(part, op=hvd.Sum)))
+        losses.append(float(update(learner, part_of(step))))
     held_out = [part_of(1000 + number) for number in range(2)]
     device = torch.device("cpu")
     metrics = evaluate(task, learner.model, held_out, device, "fp32", learner.divided)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Protocol, TextIO
 
-from datasvc.printable import escape_controls
+from datasvc.printable import escape_controls, json_value
 
 _CLEAR_LINE: Final = "\r\x1b[K"
 _OLD_WEIGHT: Final = 0.9  # weight of the old mean in the new one, at each `step` event
@@ -28,7 +28,8 @@ class JsonEvents:
 
     def report(self, event: str, **facts: Any) -> None:
         """Write one line."""
-        self._stream.write(json.dumps({"event": event, **facts}) + "\n")
+        # Not json.dumps alone: it writes NaN, which is no JSON, so that a strict reader would fail.
+        self._stream.write(json.dumps(json_value({"event": event, **facts})) + "\n")
         self._stream.flush()
 
 
