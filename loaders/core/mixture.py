@@ -17,6 +17,7 @@ from datasvc.order import OrderConfig
 from datasvc.printable import count_text
 from datasvc.shards import Split
 from datasvc.shards.format.schema import LABEL
+from datasvc.shards.versions.labels import check_unicode_forms
 
 _DEFAULT_BLOCK: Final = 4096
 
@@ -161,7 +162,8 @@ def label_maps(samples: Split | Mixture) -> list[Integers | None]:
     """Return, for each split, the mixture's label for each label of the split, `int64[classes]`; None: equal labels.
 
     Raises:
-        ConfigError: some splits have class names and others have none, so their labels cannot be matched.
+        ConfigError: some splits have class names and others have none, so their labels cannot be matched; or two
+            class names are one in two Unicode forms.
     """
     if not isinstance(samples, Mixture) or len({split.classes for split in weighted_splits(samples)}) == 1:
         return [None] * len(splits_of(samples))
@@ -171,6 +173,7 @@ def label_maps(samples: Split | Mixture) -> list[Integers | None]:
             f"labels of {', '.join(unnamed)} have no class names, but those of other splits in the mixture have; "
             "ingest all splits with class names, or all without"
         )
+    check_unicode_forms(samples.classes)
     label_of_class = {name: label for label, name in enumerate(samples.classes)}
     # -1 for a class that only splits of weight 0 have: no sample of these splits is served.
     return [np.array([label_of_class.get(name, -1) for name in split.classes], np.int64) for split in samples.splits]

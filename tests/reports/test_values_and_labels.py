@@ -149,3 +149,34 @@ def test_the_column_of_labels_is_an_option(tmp_path, extension):
         assert [split[row]["source_label"] for row in range(3)] == [9, 8, 7]
     with pytest.raises(ConfigError, match="label column 'gone' does not exist"):
         ingest(repository, str(path), "gone", source_options=SourceOptions(label="gone"))
+
+
+NFC, NFD = "caf\u00e9", "cafe\u0301"
+
+
+def test_one_class_name_in_two_unicode_forms_is_refused_with_both(tmp_path):
+    """uewepuep/FPVTracksideCore#75: names that a Mac wrote look equal to others and are not."""
+    for name in (NFC, NFD):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / f"{ascii(name)[:4]}{len(name)}.jpg").write_bytes(jpeg(seed=len(name)))
+    with pytest.raises(ConfigError, match=r"'caf\\xe9' and 'cafe\\u0301'|'cafe\\u0301' and 'caf\\xe9'"):
+        datasvc.ingest(str(tmp_path / "in"), "names", repo=str(tmp_path / "repo"))
+    for number, name in enumerate((NFC, NFD)):
+        folder = tmp_path / f"one{number}" / name
+        folder.mkdir(parents=True)
+        (folder / f"{number}.jpg").write_bytes(jpeg(seed=number))
+    datasvc.ingest(str(tmp_path / "one0"), "appended", repo=str(tmp_path / "repo"))
+    with pytest.raises(ConfigError, match="two Unicode forms"):
+        datasvc.ingest(str(tmp_path / "one1"), "appended", repo=str(tmp_path / "repo"), append=True)
+
+
+def test_a_manifest_finds_files_whose_names_have_the_other_unicode_form(tmp_path):
+    """llmsresearch/paperbanana#240: files from an archive that a Mac unpacked are missing for a list of names."""
+    (tmp_path / "in").mkdir()
+    for seed, name in enumerate((NFD, "plain")):
+        (tmp_path / "in" / f"{name}.jpg").write_bytes(jpeg(seed=seed))
+    (tmp_path / "list.csv").write_text(f"file,label\n{NFC}.jpg,cat\nplain.jpg,dog\n")
+    options = SourceOptions(manifest=str(tmp_path / "list.csv"))
+    ingest(Repository.create(str(tmp_path / "repo")), str(tmp_path / "in"), "listed", source_options=options)
+    split = datasvc.open(str(tmp_path / "repo")).dataset("listed")["train"]
+    assert {split[row]["key"]: split[row]["label"] for row in range(2)} == {f"{NFD}.jpg": 0, "plain.jpg": 1}

@@ -58,6 +58,12 @@ def ingest(
     label_column: Annotated[
         str | None, typer.Option(help="Column with the labels: whole numbers, or names of classes.")
     ] = None,
+    as_text: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="COLUMN", help="Column of text, whose values stay as written; may be given several times."
+        ),
+    ] = None,
     manifest: Annotated[
         str | None,
         typer.Option(help="CSV, JSON lines or Parquet file that lists image files with labels and other columns."),
@@ -147,6 +153,7 @@ def ingest(
         text=text,
         key_prefix=key_prefix,
         label=label_column,
+        as_text=tuple(as_text or ()),
     )
     opened_source = open_source(source, options)
     if dry_run:

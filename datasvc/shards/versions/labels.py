@@ -7,6 +7,7 @@ So a model trained on one version predicts the right names on later ones.
 
 from __future__ import annotations
 
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -32,7 +33,7 @@ def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[
         The longest list if all others are prefixes of it; otherwise `head`, followed by the other names, sorted.
 
     Raises:
-        ConfigError: a list has a name twice.
+        ConfigError: a list has a name twice; or two names differ only in their Unicode form, so that they look alike.
     """
     lists = [tuple(head), *map(tuple, new)]
     for names in lists:
@@ -41,12 +42,28 @@ def combine_classes(head: Sequence[str], new: Iterable[Sequence[str]]) -> tuple[
             raise ConfigError(
                 f"two classes have the name {repeated[0]!r}, so their labels cannot be distinguished; rename one"
             )
+    check_unicode_forms(name for names in lists for name in names)
     longest = longest_list(lists)
     # A list that extends all others keeps its order, because shards store its labels; sorting would renumber them.
     if longest is not None:
         return longest
     all_names = {name for names in lists for name in names}
     return (*head, *sorted(all_names - set(head)))
+
+
+def check_unicode_forms(names: Iterable[str]) -> None:
+    """Raise ConfigError if two different names are equal in the normal form NFC.
+
+    A Mac stores "é" in the name of a folder as two characters (NFD), other systems as one (NFC).
+    """
+    forms: dict[str, str] = {}
+    for name in names:
+        other = forms.setdefault(unicodedata.normalize("NFC", name), name)
+        if other != name:
+            raise ConfigError(
+                f"the classes {other!a} and {name!a} are one name in two Unicode forms, which look alike; "
+                "give one of them the form of the other, for instance with `convmv -f utf-8 -t utf-8 --nfc`"
+            )
 
 
 def longest_list(lists: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:

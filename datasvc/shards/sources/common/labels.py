@@ -55,6 +55,11 @@ def name_labels(
     """
     name, is_asked = options.label or columns.label, options.label is not None
     known = tuple(classes or ())
+    missing = set(options.as_text) - set(columns.raw_names)
+    if missing:
+        raise ConfigError(f"the columns {sorted(missing)}, to keep as text, do not exist; found {columns.raw_names}")
+    if name in options.as_text and not is_asked:
+        return columns, known
     field = None if name is None else columns.field(name)
     if name is None or field is None:
         if is_asked:

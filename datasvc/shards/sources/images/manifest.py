@@ -6,6 +6,7 @@ All files in the manifest must be below the source. Other files below the source
 from __future__ import annotations
 
 import posixpath
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -67,9 +68,9 @@ class ManifestSource(ListedSource):
         options = options or SourceOptions()
         if options.manifest is None:
             raise ConfigError("no manifest is given; expected the URL of a CSV, JSON lines or Parquet file")
-        manifest = ManifestTable.read(options.manifest, options.key, options.label)
+        manifest = ManifestTable.read(options)
         files_below, root = find_below(url)
-        names = _file_names(manifest)
+        names = _match_unicode_forms(_file_names(manifest), files_below)
         _check_exist(names, files_below, url)
         labels, classes = manifest.labels()
         keys = names if manifest.key is None else manifest.texts(manifest.key)
@@ -104,6 +105,25 @@ def _file_names(manifest: ManifestTable) -> list[str]:
             )
         index_of_name[name] = index
     return [*index_of_name]
+
+
+def _match_unicode_forms(names: Sequence[str], files: Mapping[str, Any]) -> list[str]:
+    """Return the names, those of missing files replaced by that of the file that has the same name in another form.
+
+    A Mac stores "é" in the name of a file as two characters (NFD), while a manifest usually has one (NFC).
+    """
+    if all(name in files for name in names):
+        return list(names)
+    forms: dict[str, list[str]] = {}
+    for name in files:
+        forms.setdefault(unicodedata.normalize("NFC", name), []).append(name)
+    listed = set(names)  # a file that the manifest lists as it is has its own sample
+    free = {form: list(set(found) - listed) for form, found in forms.items() if len(found) == 1}
+    found_names = []
+    for name in names:
+        others = [] if name in files else free.get(unicodedata.normalize("NFC", name), [])
+        found_names.append(others.pop() if others else name)
+    return found_names
 
 
 def _check_exist(names: Sequence[str], files: Mapping[str, Any], url: str) -> None:

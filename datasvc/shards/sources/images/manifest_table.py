@@ -16,6 +16,7 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_field
 from datasvc.shards.sources.common.column_types import cast_column, is_text, sample_type
 from datasvc.shards.sources.common.files import extension_of
+from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample
 from datasvc.shards.sources.common.tables import TableSource
 from datasvc.shards.sources.tabular.csv_files import EXTENSIONS as CSV_EXTENSIONS
@@ -58,21 +59,20 @@ class ManifestTable:
     is_csv: bool
 
     @classmethod
-    def read(cls, url: str, key: str | None, label: str | None = None) -> ManifestTable:
+    def read(cls, options: SourceOptions) -> ManifestTable:
         """Read a CSV, JSON lines or Parquet file.
 
         Args:
-            url: URL of the manifest.
-            key: column of the keys; None: a column called `key`, if any.
-            label: column of the labels; None: one of `LABEL_COLUMNS`, if any.
+            options: `manifest` is its URL; `key` and `label` name columns, None: found by their usual names.
 
         Raises:
             NotFoundError: the manifest does not exist or is empty.
             ConfigError: a line cannot be parsed, no column has file names, or the column `key` or `label` is missing.
             UnavailableError: the store does not respond.
         """
-        location = redact_url(url)
-        table = _read_columns(url, location, key)
+        assert options.manifest is not None
+        location, key, label = redact_url(options.manifest), options.key, options.label
+        table = _read_columns(options.manifest, location, options)
         names = table.column_names
         file = next((name for name in FILE_COLUMNS if name in names), None)
         if file is None:
@@ -184,13 +184,13 @@ def _extra_name(name: str) -> str:
     return f"source_{name}" if name in _RESERVED_NAMES else name
 
 
-def _read_columns(url: str, location: str, key: str | None) -> pa.Table:
+def _read_columns(url: str, location: str, options: SourceOptions) -> pa.Table:
     """Return the columns of a manifest, with the types that samples have. For errors, see `ManifestTable.read`."""
     extension = extension_of(location)
     source: TableSource
     if extension in CSV_EXTENSIONS:
         # The columns of files, splits and keys are read as text, even if all of their values look like numbers.
-        source = CsvSource.list(url, texts=[*FILE_COLUMNS, SPLIT_COLUMN, key or KEY])
+        source = CsvSource.list(url, texts=[*FILE_COLUMNS, SPLIT_COLUMN, options.key or KEY, *options.as_text])
     elif extension in JSON_EXTENSIONS:
         source = JsonLinesSource.list(url)
     elif extension in PARQUET_EXTENSIONS:

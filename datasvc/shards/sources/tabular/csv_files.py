@@ -12,8 +12,6 @@ from typing import ClassVar, Final
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.csv
 
 from datasvc.errors import ConfigError
 from datasvc.shards.sources.common.column_types import check_same_names, check_unique
@@ -40,13 +38,12 @@ from datasvc.shards.sources.tabular.csv_rows import (
     open_csv,
     read_rows,
 )
+from datasvc.shards.sources.tabular.csv_types import convert_values, quoted_columns, value_type
 
 EXTENSIONS: Final = frozenset({".csv", ".tsv"})
 _HEADER_BYTES: Final = 1 << 18  # the header must end within these first bytes of a file
-# Values that Arrow's type inference treats as missing; in text columns they are kept as text.
-_NULLS: Final = pa.array(sorted(pyarrow.csv.ConvertOptions().null_values), pa.string())
-# Put before a time of day, to make the text of a timestamp.
-_EPOCH_DATE: Final = pa.scalar("1970-01-01 ", pa.string())
+# A single column whose name has one of these is that of a file with this delimiter.
+_DELIMITERS: Final = (";", "\t", "|", ",")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +76,8 @@ class CsvSource(TableSource):
             for file, header in filled[1:]:
                 check_same_names(first_file.name, first_header, file.name, header)
         # Keys are text: as numbers they would lose leading zeros.
-        raw = _infer_schema(reader, [file for file, _ in filled], [*texts, options.key or "key"])
+        texts = [*texts, *options.as_text, options.key or "key"]
+        raw = _infer_schema(reader, [file for file, _ in filled], texts)
         if raw is None:
             raise no_samples_error(url, files)
         columns = ColumnMap(raw, key=options.key)
@@ -132,7 +130,7 @@ def _convert_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array,
     pieces, misfits = [], []
 
     def convert(start: int, stop: int) -> pa.Array:
-        return _convert_values(values[start:stop], data_type)
+        return convert_values(values[start:stop], data_type)
 
     for index, piece in bisect_errors(len(values), convert, (pa.ArrowException, UnicodeDecodeError)):
         if isinstance(piece, Exception):
@@ -145,20 +143,6 @@ def _convert_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array,
         return pieces[0], misfits
     # The empty array gives the type of the result if there are no pieces.
     return pa.concat_arrays([pa.nulls(0, data_type), *pieces]), misfits
-
-
-def _convert_values(values: pa.Array, data_type: pa.DataType) -> pa.Array:
-    """Return a column of bytes as `data_type`. Raise an error if one of the values does not convert."""
-    text = values.cast(pa.string())
-    if pa.types.is_string(data_type):
-        return text
-    text = pc.ascii_trim_whitespace(text)
-    text = pc.if_else(pc.is_in(text, value_set=_NULLS), pa.scalar(None, pa.string()), text)
-    if pa.types.is_time(data_type):
-        # Arrow casts text to a timestamp, but not to a time of day.
-        timestamps = pc.binary_join_element_wise(_EPOCH_DATE, text, "").cast(pa.timestamp(data_type.unit))
-        return timestamps.cast(data_type)
-    return text.cast(data_type)
 
 
 def _delimiter(file: SourceFile) -> str:
@@ -180,6 +164,12 @@ def _read_header(reader: FileReader, file: SourceFile) -> Sequence[str] | None:
         ) from error
     if header is not None:
         check_unique(_column_names(header), file.name)
+        others = [other for other in _DELIMITERS if other in header[0] and other != _delimiter(file)]
+        if others and len(header) == 1:
+            raise ConfigError(
+                f"{file.name} has one column, {header[0]!r}: its values seem to be separated by {others[0]!r}, not "
+                f"by {_delimiter(file)!r}; write it with this delimiter (.tsv for tabs), or rename the column"
+            )
     return header
 
 
@@ -192,44 +182,57 @@ def _infer_schema(reader: FileReader, files: Sequence[SourceFile], texts: Sequen
     """Return the schema of the first file that has a row; None if no file has one. Columns in `texts` are text."""
     for file in files:
         try:
-            schema = _infer_from_first_block(reader, file)
+            inferred = _infer_from_first_block(reader, file)
+            if inferred is None:
+                continue
+            schema, block_bytes = inferred
+            # The same rows as bytes: the text of a number may say more than the number.
+            values = _first_block(reader, file, block_bytes, dict.fromkeys(schema.names, pa.binary()), [])
+            with reader.open(file.path) as stream:
+                quoted = quoted_columns(stream.read(block_bytes), _delimiter(file))
         except UNREADABLE as error:
             raise ConfigError(f"cannot read {file.name}: {reason_of(error)}") from error
-        if schema is not None:
-            names = _column_names(schema.names)
-            return pa.schema(
-                (name, pa.string() if name in texts else _value_type(field.type))
-                for name, field in zip(names, schema, strict=True)
+        assert values is not None, "this block gave the schema"
+        return pa.schema(
+            (
+                name,
+                pa.string()
+                if name in texts
+                else value_type(field.type, values.column(number), is_quoted=number in quoted),
             )
+            for number, (name, field) in enumerate(zip(_column_names(schema.names), schema, strict=True))
+        )
     return None
 
 
-def _infer_from_first_block(reader: FileReader, file: SourceFile) -> pa.Schema | None:
-    """Return the schema that Arrow infers from the first block of a file; None if the file has no row.
+def _infer_from_first_block(reader: FileReader, file: SourceFile) -> tuple[pa.Schema, int] | None:
+    """Return the schema that Arrow infers from the first block of a file, and the size of this block in bytes.
 
-    Raise ConfigError if Arrow skips all rows of the block, because they have a wrong number of columns.
+    Return None if the file has no row. Raise ConfigError if Arrow skips all rows of the block, because they have a
+    wrong number of columns.
     """
     for block_bytes in BLOCKS_BYTES:
         skipped: Skipped = []
         try:
-            with reader.open(file.path) as stream:
-                blocks = open_csv(stream, _delimiter(file), block_bytes=block_bytes, skipped=skipped)
-                if blocks is None:
-                    return None
-                if next((block.num_rows for block in blocks), 0):  # the first block has a row
-                    return blocks.schema
+            block = _first_block(reader, file, block_bytes, None, skipped)
         except pa.ArrowInvalid as error:
             # If a row is longer than the block, the next larger block is tried.
             if not is_too_long(error) or block_bytes == BLOCKS_BYTES[-1]:
                 raise
-        else:
-            break  # the block was long enough, but has no row
+            continue
+        if block is not None:
+            return block.schema, block_bytes
+        break  # the block was long enough, but has no row
     if skipped:
         raise ConfigError(f"no line at the start of {file.name} has the columns of its header: {skipped[0][1]}")
     return None
 
 
-def _value_type(inferred: pa.DataType) -> pa.DataType:
-    # A column without values becomes text, because later rows may have any text in it.
-    # Arrow infers bytes if some text is not UTF-8. The column becomes text, so only the rows with such text are bad.
-    return pa.string() if pa.types.is_null(inferred) or pa.types.is_binary(inferred) else inferred
+def _first_block(
+    reader: FileReader, file: SourceFile, block_bytes: int, types: dict[str, pa.DataType] | None, skipped: Skipped
+) -> pa.RecordBatch | None:
+    """Return the rows of the first block; None if it has none. For the arguments and errors, see `open_csv`."""
+    with reader.open(file.path) as stream:
+        blocks = open_csv(stream, _delimiter(file), block_bytes=block_bytes, types=types, skipped=skipped)
+        block = None if blocks is None else next(iter(blocks), None)
+        return block if block is not None and block.num_rows else None

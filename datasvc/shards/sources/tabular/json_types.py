@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import re
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,9 @@ from datasvc.shards.sources.common.columns import bisect_errors
 _MAX_DEPTH: Final = 64
 # A string in JSON. The possessive `*+` does not backtrack.
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
+# An integer of 16 or more digits, which a float may not hold; digits in text match too.
+_LONG_INTEGER: Final = re.compile(rb"(?<![0-9.])[0-9]{16}")
+_MAX_UINT64: Final = (1 << 64) - 1
 # Start of Arrow's error messages, which is left out of ours.
 _ARROW_PREFIX: Final = "JSON parse error: "
 
@@ -31,8 +35,13 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
         num_lines: number of lines that are not blank.
 
     Raises:
-        ValueError: a line does not parse or has several objects; the message is the reason.
+        ValueError: a line does not parse or has several objects, or an integer is another number in its column of
+            floats; the message is the reason.
     """
+    if schema is not None and any(map(_holds_floats, schema.types)) and _LONG_INTEGER.search(content):
+        for value in _long_integers(content, schema):
+            if int(float(value)) != value:
+                raise ValueError(f"the integer {value} has no equal float, and its column has floats")
     options = pj.ParseOptions(
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
     )
@@ -77,6 +86,7 @@ def infer_json_types(content: bytes, name: str) -> pa.Schema:
             f"no line at the start of {name} is a JSON object ({problem}); expected one object per line"
         )
     schema = join_json_schemas(schemas)
+    schema = _with_long_integers(schema, b"\n".join(shallow), name)
     if not schema.names:
         raise ConfigError(f"the objects at the start of {name} have no fields; expected at least one")
     return schema
@@ -90,6 +100,12 @@ def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
     """
     joined, first_name = pa.schema([]), ""
     for name, schema in schemas:
+        # Arrow joins both as int64, which does not hold the integers for which a column is uint64.
+        for field in schema:
+            number = joined.get_field_index(field.name)
+            if number >= 0 and {field.type, joined.field(number).type} == {pa.int64(), pa.uint64()}:
+                joined = joined.set(number, field.with_type(pa.uint64()))
+                schema = schema.set(schema.get_field_index(field.name), field.with_type(pa.uint64()))  # noqa: PLW2901
         try:
             joined = pa.unify_schemas([joined, schema], promote_options="permissive")
         except pa.ArrowException as error:
@@ -100,6 +116,67 @@ def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
             ) from error
         first_name = first_name or name
     return joined
+
+
+def _with_long_integers(schema: pa.Schema, content: bytes, name: str) -> pa.Schema:
+    """Return an inferred schema with uint64 in place of float for columns of integers beyond int64.
+
+    Raises:
+        ConfigError: a column of integers does not fit uint64 either.
+    """
+    if not _LONG_INTEGER.search(content):
+        return schema
+    objects = list(_objects(content))
+    for number, field in enumerate(schema):
+        if not pa.types.is_floating(field.type):
+            continue
+        values = [value for each in objects if (value := each.get(field.name)) is not None]
+        if not values or not all(type(value) is int for value in values):
+            continue
+        if min(values) < 0 or max(values) > _MAX_UINT64:
+            raise ConfigError(
+                f"column {field.name!r} of {name} holds integers from {min(values)} to {max(values)}, which no "
+                "integer of 64 bits holds; write them as text"
+            )
+        schema = schema.set(number, field.with_type(pa.uint64()))
+    return schema
+
+
+def _objects(content: bytes) -> Iterator[dict[str, Any]]:
+    for line in content.split(b"\n"):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # the parser of Arrow reports the line
+        if isinstance(value, dict):
+            yield value
+
+
+def _long_integers(content: bytes, schema: pa.Schema) -> Iterator[int]:
+    """Yield the integers that the objects have in columns of floats, at any depth."""
+    lines = b"\n".join(line for line in content.split(b"\n") if _LONG_INTEGER.search(line))
+    for value in _objects(lines):
+        for field in schema:
+            yield from _integers(value.get(field.name), field.type)
+
+
+def _integers(value: Any, data_type: pa.DataType) -> Iterator[int]:
+    if type(value) is int and pa.types.is_floating(data_type):
+        yield value
+    elif isinstance(value, list) and pa.types.is_list(data_type):
+        for item in value:
+            yield from _integers(item, data_type.value_type)
+    elif isinstance(value, dict) and pa.types.is_struct(data_type):
+        for field in data_type:
+            yield from _integers(value.get(field.name), field.type)
+
+
+def _holds_floats(data_type: pa.DataType) -> bool:
+    if pa.types.is_list(data_type):
+        return _holds_floats(data_type.value_type)
+    if pa.types.is_struct(data_type):
+        return any(_holds_floats(field.type) for field in data_type.fields)
+    return bool(pa.types.is_floating(data_type))
 
 
 def _strings_for_timestamps(schema: pa.Schema) -> pa.Schema:

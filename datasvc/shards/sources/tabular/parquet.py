@@ -33,6 +33,8 @@ EXTENSIONS: Final = frozenset({".parquet", ".pq"})
 PART_BYTES: Final = 16 << 20  # size of a part after decompression
 # Each column of an open part has a read buffer of this size; larger pages bypass it.
 _BUFFER_BYTES: Final = 64 << 10
+# Spark and Hive write INT96 timestamps. As nanoseconds, Arrow's default, years after 2262 wrap: 9999 is 1816.
+_INT96_UNIT: Final = "us"
 # Number of samples that are decoded to measure their size.
 _PROBED_SAMPLES: Final = 32
 
@@ -138,7 +140,7 @@ def read_footer(reader: FileReader, file: SourceFile) -> Footer:
         UnavailableError: the store does not respond.
     """
     try:
-        with reader.open_seekable(file.path) as opened, pq.ParquetFile(opened, pre_buffer=False) as parquet:
+        with reader.open_seekable(file.path) as opened, _open_footer(opened) as parquet:
             metadata = parquet.metadata
             groups = tuple(_row_group(metadata.row_group(number)) for number in range(metadata.num_row_groups))
             return Footer(checked_names(parquet.schema_arrow), groups)
@@ -146,6 +148,10 @@ def read_footer(reader: FileReader, file: SourceFile) -> Footer:
         raise ConfigError(
             f"{file.name} is not a readable Parquet file: {reason_of(error)}; repair it, or remove it from the source"
         ) from error
+
+
+def _open_footer(opened: pa.NativeFile) -> pq.ParquetFile:
+    return pq.ParquetFile(opened, pre_buffer=False, coerce_int96_timestamp_unit=_INT96_UNIT)
 
 
 def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]:
@@ -232,7 +238,12 @@ def _batch_samples(sample_bytes: float) -> int:
 def _open(opened: pa.NativeFile, metadata: Any) -> pq.ParquetFile:
     # Without a buffer size, Arrow reads whole column chunks at once.
     return pq.ParquetFile(
-        opened, metadata=metadata, buffer_size=_BUFFER_BYTES, pre_buffer=False, page_checksum_verification=True
+        opened,
+        metadata=metadata,
+        buffer_size=_BUFFER_BYTES,
+        pre_buffer=False,
+        page_checksum_verification=True,
+        coerce_int96_timestamp_unit=_INT96_UNIT,
     )
 
 
