@@ -43,6 +43,7 @@ _INTERRUPT_AGAIN_S: Final = 0.1  # time between two interrupts of a query, see `
 CHILD_MEMORY_BYTES: Final = 512 << 20
 """Memory that a child process may use for a query, in addition to its programs."""
 _CHILDREN: Final = 2
+_START_S: Final = 60.0
 _GRACE_S: Final = 0.5  # after the time of a query is over, before its child is killed
 _MAX_WAITING: Final = 8  # queries that wait for a child: further ones are refused, so that they hold no threads
 _PRELOADED: Final = ("datasvc.shards.query.histogram", "datasvc.shards.query.scan", "duckdb")
@@ -67,14 +68,17 @@ class QueryLimits:
     def __init__(self, *, time_s: float, memory_bytes: int, spilled_bytes: int, end_s: float | None = None) -> None:
         self._time_s = time_s
         self._end_s = time.monotonic() + time_s if end_s is None else end_s
-        self.arguments = {
-            "time_s": time_s, "memory_bytes": memory_bytes, "spilled_bytes": spilled_bytes, "end_s": self._end_s
-        }  # fmt: skip
+        self._sizes = {"memory_bytes": memory_bytes, "spilled_bytes": spilled_bytes}
         self._stopped: Future[None] = Future()
         self.settings = {
             "memory_limit": f"{memory_bytes}B",
             "max_temp_directory_size": f"{spilled_bytes}B",
         }
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the same limits in another process."""
+        return {"time_s": self._time_s, "end_s": self._end_s, **self._sizes}
 
     def stop(self) -> None:
         """End the queries, whose results are not needed any more."""
@@ -86,6 +90,12 @@ class QueryLimits:
         wait([result, self._stopped], max(0.0, self._end_s + grace_s - time.monotonic()), FIRST_COMPLETED)
         if not result.done():
             raise ConfigError(f"the query did not end in {self._time_s:g} s and was stopped; narrow the condition")
+
+    def wait_for_start(self, started: Future[Any]) -> None:
+        """Wait until a child has started, which does not count as time of the query."""
+        began_s = time.monotonic()
+        wait([started, self._stopped], _START_S, FIRST_COMPLETED)
+        self._end_s += time.monotonic() - began_s
 
 
 _limits: ContextVar[QueryLimits | None] = ContextVar("limits of queries", default=None)
@@ -211,6 +221,7 @@ def confined(function: Callable[..., _T], *arguments: Any) -> _T:
             _children.give_back(place.result())
         raise
     child = place.result()
+    limits.wait_for_start(child.started)
     try:
         # A child that interrupts the query itself can be used for the next one.
         return _run(lambda: child.call(limits, function, arguments), child.process.kill, _GRACE_S)
@@ -254,11 +265,18 @@ class _Child(ChildProcess):
     def __init__(self) -> None:
         super().__init__("datasvc.sql_sandbox", CHILD_MEMORY_BYTES, answers=True)
         self.is_usable = True
+        self.started: Future[None] = Future()
+        threading.Thread(target=self._wait, daemon=True, name="datasvc-sql-start").start()
+
+    def _wait(self) -> None:
+        self.read_line()
+        self.started.set_result(None)
 
     def call(self, limits: QueryLimits, function: Callable[..., _T], arguments: Sequence[Any]) -> _T:
         """Return the result of a function; raise its error, or ConfigError if the process ends."""
         assert self.process.stdout is not None
         self.is_usable = False
+        self.started.result()
         self.send((limits.arguments, function, arguments))
         try:
             self.is_usable, result, error = pickle.load(self.process.stdout)  # noqa: S301 - from our own child
@@ -336,6 +354,8 @@ def serve() -> None:
     # Not RLIMIT_AS: shards are mapped, and their size is no memory of this process.
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     with suppress(EOFError, BrokenPipeError):
+        replies.write(b"started\n")
+        replies.flush()
         while True:
             limits, function, arguments = pickle.load(messages)  # noqa: S301 - from our own parent
             result, error = None, None

@@ -19,6 +19,7 @@ from datasvc.cache.peers.membership import bracketed
 from datasvc.drawing import style_sheet
 from datasvc.drawing.colours import NUM_COLOURS, colour_values
 from datasvc.errors import ConfigError
+from datasvc.node.http.connection_limit import BoundedConnections
 from datasvc.ui.pages import (
     audit,
     cluster,
@@ -37,7 +38,7 @@ from datasvc.ui.pages.planning import planner
 from datasvc.ui.pages.searching import search
 from datasvc.ui.registry.routes import add_registry
 from datasvc.ui.settings import UiSettings
-from datasvc.ui.web.access import LOGIN_PATH, STATIC_PATH, Access, add_headers
+from datasvc.ui.web.access import ACCESS, LOGIN_PATH, STATIC_PATH, Access
 from datasvc.ui.web.live import LivePage
 from datasvc.ui.web.page import Load
 from datasvc.ui.web.rendering import make_environment
@@ -73,6 +74,7 @@ LIVE_PAGES: Final[Mapping[str, LivePage]] = {
 }
 _STATIC: Final = Path(__file__).with_name("static")
 _PAGES_AT_ONCE: Final = 16
+_MAX_CONNECTIONS: Final = 256  # a browser opens six, and one for each live page
 _MAX_ADDRESS_BYTES: Final = 32 << 10  # the Planner's has the costs of a profile
 _GRACE_S: Final = 2.0
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -84,8 +86,9 @@ def make_app(site: Site) -> web.Application:
     routes = PageRoutes(site, environment, PAGES, LIVE_PAGES)
     access = Access(site.settings.token, site.settings.host)
     app = web.Application(middlewares=[routes.respond_to_errors, access.middleware()])
-    app.on_response_prepare.append(add_headers)
+    app.on_response_prepare.append(access.add_headers)
     app.cleanup_ctx.append(partial(_follow_nodes, site))
+    app[ACCESS] = access
     routes.add_to(app)
     add_registry(app, site, routes)
     app.router.add_post(LOGIN_PATH, access.login)
@@ -130,8 +133,9 @@ async def run_ui(settings: UiSettings, ready: Callable[[str], None], stop_reques
     site = Site(settings)
     # The default has one thread for each processor and four more: a few slow pages would stop all others.
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_PAGES_AT_ONCE, "datasvc-ui"))
+    app = make_app(site)
     runner = web.AppRunner(
-        make_app(site),
+        app,
         access_log=None,
         handler_cancellation=True,
         shutdown_timeout=0.5,
@@ -141,8 +145,17 @@ async def run_ui(settings: UiSettings, ready: Callable[[str], None], stop_reques
     await runner.setup()
     try:
         with catch_unreadable():
-            ready(await _listen(runner, settings))
-            await stop_requested.wait()
+            assert runner.server is not None
+            connections = BoundedConnections(runner.server, _MAX_CONNECTIONS)
+            app[ACCESS].connections = connections
+            listener = await _listen(connections, settings)
+            try:
+                host, port = listener.sockets[0].getsockname()[:2]
+                ready(f"http://{bracketed(host)}:{port}/")
+                await stop_requested.wait()
+            finally:
+                listener.close()
+                connections.close_pending()
     finally:
         await runner.cleanup()
 
@@ -177,13 +190,11 @@ async def _serve_until_signal(settings: UiSettings, ready: Callable[[str], None]
     await run_ui(settings, ready, stop_requested)
 
 
-async def _listen(runner: web.AppRunner, settings: UiSettings) -> str:
-    listener = web.TCPSite(runner, settings.host, settings.port)
+async def _listen(connections: BoundedConnections, settings: UiSettings) -> asyncio.Server:
+    loop = asyncio.get_running_loop()
     try:
-        await listener.start()
+        return await loop.create_server(connections, settings.host, settings.port, reuse_address=True)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {settings.host}:{settings.port}: {error}; choose another --port or --host"
         ) from error
-    host, port = runner.addresses[0][:2]
-    return f"http://{bracketed(host)}:{port}/"

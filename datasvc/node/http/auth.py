@@ -84,6 +84,8 @@ def is_loopback(host: str) -> bool:
 
 def is_own_host(header: str, own_hosts: Collection[str]) -> bool:
     """Return whether the `Host` header of a request is a loopback name or address, or is one of `own_hosts`."""
+    if not set(header).isdisjoint("@/?#\\"):
+        return False  # a user name or a path, which `urlsplit` would leave out
     try:
         host = urlsplit(f"//{header}").hostname  # without the port
     except ValueError:

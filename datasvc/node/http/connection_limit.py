@@ -67,6 +67,10 @@ class BoundedConnections:
         """Count the connection of an authorized request."""
         self._authorized.add(request.protocol)
 
+    def is_authorized(self, request: web.BaseRequest) -> bool:
+        """Return whether the connection of a request has had an authorized one."""
+        return request.protocol in self._authorized
+
     def close_pending(self) -> None:
         """Close the connections that have sent no request."""
         for connection in tuple(self._pending):

@@ -18,12 +18,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from datasvc.errors import BadSampleError, ConfigError, DatasvcError
 from datasvc.shards.images.exif import parse_orientation, read_orientation, swaps_sides
-from datasvc.shards.images.jpeg_damage import decode_jpeg
+from datasvc.shards.images.jpeg_damage import check_scans, decode_jpeg
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
 REENCODE_QUALITY: Final = 90  # default of `Reencoding.quality`
 
 _END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
+_PROGRESSIVE: Final = 0xC2
 _PLAIN_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # baseline, extended sequential, progressive
 _EXIF_SEGMENT, _MPO_SEGMENT, _ADOBE_SEGMENT = 0xE1, 0xE2, 0xEE
 _MAX_SEGMENTS = 64  # a JPEG with more segments before its pixels is left to Pillow
@@ -159,6 +160,8 @@ def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
         raise BadSampleError("empty file")
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            if image.format in {"JPEG", "MPO"}:
+                check_scans(content, _scan_offset(memoryview(content)), image.width * image.height)
             yield image
     except DatasvcError:
         raise  # from the `with` block, with a message of its own
@@ -189,7 +192,7 @@ def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
         return None
     offset = 2  # after the start-of-image marker
     size, has_swapped_sides = None, False
-    components, has_rgb_mark = 0, False
+    components, has_rgb_mark, is_progressive = 0, False, False
     for _ in range(_MAX_SEGMENTS):
         # A segment has a marker and a length (4 bytes), then its content. `unpack_from` below reads up to byte 10.
         if offset + 10 > stop:
@@ -200,6 +203,9 @@ def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
         if marker == _START_OF_SCAN:
             if components == 3 and has_rgb_mark:
                 return None
+            # A scan of all components of a frame that is not progressive is the only one, which saves a search.
+            if size is not None and (is_progressive or raw[offset + 4] != components):
+                check_scans(raw, offset, size[0] * size[1])
             return ImageHeader("JPEG", *(size[::-1] if has_swapped_sides else size)) if size is not None else None
         if length < 2:
             return None
@@ -209,7 +215,7 @@ def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
             # A file with a second frame is not plain either.
             if size is not None or not is_plain:
                 return None
-            size = (width, height)
+            size, is_progressive = (width, height), marker == _PROGRESSIVE
         elif marker == _EXIF_SEGMENT:
             if bytes(raw[offset + 4 : offset + 10]) == b"Exif\0\0":
                 orientation = parse_orientation(raw[offset + 10 : offset + 2 + length])
@@ -259,7 +265,7 @@ def _is_complete(kind: str, content: bytes | memoryview) -> bool:
     return False
 
 
-def _scan_offset(raw: bytes) -> int:
+def _scan_offset(raw: bytes | memoryview) -> int:
     """Return the offset of a JPEG's scan data. The headers before it may contain a thumbnail with an end marker."""
     offset = 2  # after the marker that starts a JPEG
     while offset + 4 <= len(raw) and raw[offset] == 0xFF and raw[offset + 1] != _START_OF_SCAN:

@@ -8,6 +8,7 @@ of the file show that no encoder writes it.
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 from datasvc.errors import BadSampleError
@@ -18,6 +19,9 @@ from datasvc.extras import explain_missing
 _DAMAGE: Final = ("Corrupt JPEG data", "Premature end of JPEG file")
 _MIN_ZEROS: Final = 64  # bytes
 _SEQUENTIAL_FRAMES: Final = (0xC0, 0xC1)  # markers of the headers of JPEG files that are not progressive
+# A decoder passes over all pixels in each scan. A progressive file has about ten, so 89 million pixels may have 24.
+_MAX_SCANNED_PIXELS: Final = 1 << 31
+_MARKER: Final = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")  # in compressed pixels: none of these marks their end
 _HUFFMAN_TABLES, _START_OF_SCAN, _END_OF_IMAGE = 0xC4, 0xDA, b"\xff\xd9"
 _END_OF_BLOCK: Final = 0  # a symbol of the AC tables, which encode all frequencies of a block but the first
 
@@ -50,6 +54,33 @@ def decode_jpeg(content: bytes | memoryview) -> bool:
             raise BadSampleError(f"does not decode: {error}") from error
         return False
     return True
+
+
+def check_scans(content: bytes | memoryview, offset: int, num_pixels: int) -> None:
+    """Raise BadSampleError if a JPEG has so many scans that a decoder would take minutes.
+
+    A scan of a few bytes may cover all pixels, so a file of 33 kB can hold thousands.
+
+    Args:
+        content: the file.
+        offset: offset of its first scan.
+        num_pixels: width times height.
+    """
+    raw, num_scans = memoryview(content), 0
+    while offset + 4 <= len(raw) and raw[offset] == 0xFF and raw[offset + 1] != _END_OF_IMAGE[1]:
+        is_scan = raw[offset + 1] == _START_OF_SCAN
+        num_scans += is_scan
+        if num_scans * num_pixels > _MAX_SCANNED_PIXELS:
+            raise BadSampleError(
+                f"its {num_pixels:,} pixels have {num_scans} scans or more, so that decoders would take very long; "
+                f"expected at most {_MAX_SCANNED_PIXELS // num_pixels}: encode it again"
+            )
+        offset += 2 + int.from_bytes(raw[offset + 2 : offset + 4], "big")
+        if is_scan:
+            marker = _MARKER.search(raw, offset)
+            if marker is None:
+                return
+            offset = marker.start()
 
 
 def _find_zeros(raw: bytes) -> int | None:

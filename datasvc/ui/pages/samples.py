@@ -167,9 +167,14 @@ def load_image(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  #
 
 
 def _image_name(samples: NumberedSamples, number: int, column: str) -> str:
-    """Return what identifies an encoded image for ever: the digest of its shard, its row and its column."""
+    """Return what identifies an encoded image for ever: the repository, digests of index and shard, row and column.
+
+    Pages read parts of shards and compare them with the sample index, not with the digest of the shard. Another
+    repository may have made an index of its own for a shard of this one, and must not replace its pictures.
+    """
     shard, row = samples.locate(number)
-    return f"{samples.split.table.shard(shard).digest} {row} {column}"
+    table, url = samples.split.table, samples.split.repository.storage.url
+    return f"{url} {table.index(shard)} {table.shard(shard).digest} {row} {column}"
 
 
 def _position(parts: Parts) -> int:

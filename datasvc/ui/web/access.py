@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import secrets
 from http import HTTPStatus
@@ -12,6 +13,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from datasvc.node.http.auth import is_authorized, is_own_host
+from datasvc.node.http.connection_limit import FIRST_HEAD_S, BoundedConnections
 
 LOGIN_PATH: Final = "/login"
 STATIC_PATH: Final = "/static/"
@@ -34,15 +36,8 @@ def is_for_programs(path: str) -> bool:
     return path.startswith((f"{API}/", f"{REGISTRY}/"))
 
 
-async def add_headers(_: web.Request, response: web.StreamResponse) -> None:
-    """Add the headers of all responses, also of errors and streams, before they are sent."""
-    for name, value in _HEADERS.items():
-        response.headers.setdefault(name, value)
-    response.headers.setdefault("Cache-Control", "no-store")
-
-
 class Access:
-    """Checks requests.
+    """Checks requests. In `connections`, those that have sent a request with access are counted; others are closed.
 
     Args:
         token: token that users need; None: none, but the `Host` header must name this machine's loopback.
@@ -52,6 +47,7 @@ class Access:
     def __init__(self, token: str | None, host: str) -> None:
         self._token = token
         self._host = host
+        self.connections: BoundedConnections | None = None
         # A cookie of this process: it is no use after a restart, and does not reveal the token.
         self._session = secrets.token_urlsafe(32)
 
@@ -78,13 +74,26 @@ class Access:
                         headers={"WWW-Authenticate": "Bearer"},
                     )
                 raise web.HTTPSeeOther(f"{LOGIN_PATH}?{urlencode({'next': request.path_qs})}")
+            if self.connections is not None and self._is_allowed(request):
+                self.connections.authorize(request)
             return await handler(request)
 
         return checking
 
+    async def add_headers(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
+        """Add the headers of all responses, also of errors and streams, before they are sent."""
+        if self.connections is not None and not self.connections.is_authorized(request):
+            response.force_close()  # so that strangers hold no connections
+        for name, value in _HEADERS.items():
+            response.headers.setdefault(name, value)
+        response.headers.setdefault("Cache-Control", "no-store")
+
     async def login(self, request: web.Request) -> web.StreamResponse:
         """Set the cookie if the form has the token, and lead to its page `next`. Raise HTTPForbidden otherwise."""
-        form = await request.post()
+        try:
+            form = await asyncio.wait_for(request.post(), FIRST_HEAD_S)  # a form is sent at once
+        except TimeoutError:
+            raise web.HTTPRequestTimeout from None
         given = str(form.get("token", ""))
         if not is_authorized(f"Bearer {given}", self._token):
             raise web.HTTPForbidden(text="this is not the token of this page; see --token-file of `datasvc ui`")
@@ -102,6 +111,9 @@ class Access:
             return True
         cookie = request.cookies.get(_cookie_name(request), "")
         return hmac.compare_digest(cookie.encode("utf-8", "surrogateescape"), self._session.encode())
+
+
+ACCESS: Final = web.AppKey("access", Access)
 
 
 def _is_foreign(request: web.Request) -> bool:

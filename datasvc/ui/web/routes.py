@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import re
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
@@ -33,6 +35,9 @@ _QUERY_TIME_S: Final = 10.0
 _QUERY_MEMORY_BYTES: Final = 64 << 20
 _QUERY_SPILLED_BYTES: Final = 1 << 30
 _MAIN: Final = '<main id="main" tabindex="-1">'  # of `base.html`; problems are its first content
+_PICTURE: Final = "/image/{column}"
+# Pictures take long to decode: all that a page shows may not hold the threads of other pages.
+_PICTURES: Final = ThreadPoolExecutor(4, "datasvc-ui-pictures")
 _ELEMENT: Final = re.compile("[a-z-]{1,40}")
 
 _LOG = logging.getLogger(__name__)
@@ -67,14 +72,15 @@ class PageRoutes:
     def add_to(self, app: web.Application) -> None:
         """Add the routes of all pages and of their JSON twins."""
         for path, load in self._pages.items():
-            app.router.add_get(path, self.handler(partial(self._respond_html, load)))
-            app.router.add_get(f"{API}{path}", self.handler(partial(self._respond_json, load)))
+            threads = _PICTURES if path.endswith(_PICTURE) else None
+            app.router.add_get(path, self.handler(partial(self._respond_html, load), threads))
+            app.router.add_get(f"{API}{path}", self.handler(partial(self._respond_json, load), threads))
         for path, live in self._live_pages.items():
             app.router.add_get(f"{API}{path.rstrip('/')}/events", partial(stream_states, live, self._site))
             app.router.add_get(f"{PARTS}{path}", self.handler(partial(self._respond_parts, live)))
 
-    def handler(self, respond: Callable[[web.Request], web.Response]) -> Handler:
-        """Return the handler that calls `respond` in a thread, with limits for the queries of the request."""
+    def handler(self, respond: Callable[[web.Request], web.Response], threads: Executor | None = None) -> Handler:
+        """Return the handler that calls `respond` in one of `threads`, with limits for the queries of the request."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
             limits = QueryLimits(
@@ -94,7 +100,7 @@ class PageRoutes:
 
             # Rendering too: the HTML or JSON of a large page takes as long as reading it.
             late = self._late.pop(request.path_qs, None) if _is_navigation(request) else None
-            task = late or asyncio.create_task(asyncio.to_thread(work))
+            task = late or asyncio.create_task(_in_thread(threads, work))
             try:
                 await asyncio.wait([task], timeout=_PATIENCE_S)
                 if not task.done() and not is_for_programs(request.path):
@@ -252,6 +258,12 @@ class PageRoutes:
             },
         )
         return _html_response(self._render(request, page), status)
+
+
+async def _in_thread(threads: Executor | None, work: Callable[[], web.Response]) -> web.Response:
+    """Like `asyncio.to_thread`, in threads of an executor; None: those of pages."""
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(threads, context.run, work)
 
 
 def _is_navigation(request: web.Request) -> bool:
