@@ -153,13 +153,13 @@ def gc(
     clock_warning = None
     if now_s is None:
         now_s, clock_warning = _time_s(repository.storage, dry_run=dry_run)
-    before_s, began_s = now_s - grace_s, time.monotonic()
+    before_s = now_s - grace_s
     # List objects before reading references: an entry that is committed in between is read. A later entry references
     # objects that were written, or whose age was reset, after the listing; `sweep` finds that they are young.
     garbage = list_old(repository, before_s)
     num_listed = len(garbage.objects) + len(garbage.young)
     try:
-        discard_referenced(garbage, referenced_objects(repository, before_s, began_s=began_s))
+        discard_referenced(garbage, referenced_objects(repository, before_s))
         any_before_s = -math.inf if runs_older_than_s is None else now_s - runs_older_than_s
         garbage.runs = _old_runs(repository, before_s, any_before_s)
     except DatasvcError as error:
@@ -235,16 +235,15 @@ def discard_referenced(garbage: Garbage, referenced: Iterable[Digest]) -> None:
         garbage.pointers.pop(digest, None)
 
 
-def referenced_objects(repository: Repository, before_s: float, *, began_s: float | None = None) -> Iterator[Digest]:
+def referenced_objects(repository: Repository, before_s: float) -> Iterator[Digest]:
     """Yield the digest of every object that a log entry or a young journal references; some more than once.
 
     Also yield the digest of every chunk of a tensor, because pointers are named by chunks. A journal is young if it
-    was changed after `before_s`. `began_s` is the value of `time.monotonic` when `before_s` was computed (None: now).
+    was changed after `before_s`.
 
     Raises the errors of `gc`. UnavailableError is raised at once, because the store does not respond. The others are
     raised at the end, in one error that names all unreadable versions.
     """
-    began_s = time.monotonic() if began_s is None else began_s
     # Read journals before entries: a journal is removed after its work is committed, so the entry is then read below.
     yield from _referenced_by_journals(repository.storage, before_s)
     seen_tables: set[Digest] = set()
@@ -261,7 +260,8 @@ def referenced_objects(repository: Repository, before_s: float, *, began_s: floa
             try:
                 yield from _referenced_by_dataset(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
             except (CorruptDataError, NotFoundError, ConfigError) as error:
-                problems.append(error)
+                if not _is_deleted(repository, Resolved("datasets", name, entry.number), error):
+                    problems.append(error)
     for name in repository.names("models"):
         removed = swept_versions(repository, "models", name, before_s)
         yield from _referenced_by_artefacts(repository, name, removed, problems)
@@ -274,15 +274,22 @@ def referenced_objects(repository: Repository, before_s: float, *, began_s: floa
                 yield from _referenced_by_model(repository.objects, f"{name}@{entry.number}", entry, seen_tables)
                 _warn_of_wrong_fields(Resolved("models", name, entry.number), entry)
             except (CorruptDataError, NotFoundError, ConfigError) as error:
-                # Another gc may have begun later, with a `before_s` of at most this one. If the grace period of a
-                # removed version has ended for it, it deletes objects that this gc still reads. This is no error: if
-                # a version that is not removed needs a missing object, its own error is raised.
-                latest_before_s = before_s + time.monotonic() - began_s
-                is_swept = entry.number in swept_versions(repository, "models", name, latest_before_s)
-                if not (isinstance(error, NotFoundError) and is_swept):
+                if not _is_deleted(repository, Resolved("models", name, entry.number), error):
                     problems.append(error)
     if problems:
         raise type(problems[0])("; ".join(map(str, problems))) from problems[0]
+
+
+def _is_deleted(repository: Repository, version: Resolved, error: DatasvcError) -> bool:
+    """Return whether an object is missing because another gc has deleted it: its version is removed.
+
+    That gc had a shorter grace period, or began later. If a version that is not removed needs a missing object, its
+    own error is raised.
+    """
+    # Read the removals now: the version may have been removed since this gc began.
+    return isinstance(error, NotFoundError) and version.version in swept_versions(
+        repository, version.kind, version.name, math.inf
+    )
 
 
 def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
