@@ -7,7 +7,7 @@ import pytest
 
 from datasvc.errors import NotFoundError
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.sources.common.files import list_files
+from datasvc.shards.sources.common.listing import list_files
 from tests.samples import class_sorted, write_folder, write_tars
 from tests.shards.hub_server import TOKEN, HubServer
 

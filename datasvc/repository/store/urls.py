@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import re
+from typing import Any, Final
 
 import fsspec
 from fsspec.config import apply_config
+from fsspec.implementations.local import LocalFileSystem, make_path_posix
 
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.extras import how_to_install_driver
 from datasvc.repository.store.redaction import redact_text, redact_url, safe_cause
+
+# Start of a URL, or of a chain such as `zip://a::s3://b`.
+_SCHEME: Final = re.compile(r"([A-Za-z][\w+.-]*)(?:::|://)")
 
 
 def resolve_url(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -24,6 +29,12 @@ def resolve_url(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, st
         ConfigError: the scheme is unknown, or its driver is not installed.
         UnavailableError: a driver that connects immediately gets no response.
     """
+    existing, rest = split_existing(url)
+    if existing:
+        # Taken as written: fsspec would read `::` in a name as a chain of URLs, and `~` as the user's folder.
+        path = existing + rest
+        path = make_path_posix(f"./{path}" if path.startswith("~") else path)
+        return LocalFileSystem(**options), path.rstrip("/") or "/"
     try:
         file_system, root = fsspec.core.url_to_fs(os.path.expanduser(url), **options)
     except OSError as error:
@@ -33,6 +44,21 @@ def resolve_url(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, st
     except ValueError as error:
         raise ConfigError(f"cannot use {redact_url(url)!r}: {redact_text(str(error))}") from safe_cause(error)
     return file_system, root.rstrip("/") or "/"
+
+
+def split_existing(path: str) -> tuple[str, str]:
+    """Return the longest start of a local path that exists, and the rest; "" and `path` for a URL.
+
+    The signs of a pattern, such as `[` or `{`, are signs only in the rest.
+    """
+    scheme = _SCHEME.match(path)
+    if scheme is not None and scheme[1] in fsspec.available_protocols():
+        return "", path
+    existing = os.path.expanduser(path) if not os.path.lexists(path) else path
+    path = existing
+    while existing and not os.path.lexists(existing):
+        existing = existing.rstrip("/").rpartition("/")[0]
+    return existing, path[len(existing) :]
 
 
 def open_without_listings(url: str) -> tuple[fsspec.AbstractFileSystem, str]:

@@ -25,6 +25,7 @@ from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_bl
 from datasvc.shards.images.header import ImageHeader, check_and_reencode
 from datasvc.shards.ingestion.build import IngestWork, ShardFinisher, ShardOutput, UnitResult
 from datasvc.shards.ingestion.plan import IngestUnit
+from datasvc.shards.sources.common.file_checks import HEAD_BYTES, foreign_content
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.source import BadSample, ImageFile, printable
 
@@ -102,7 +103,11 @@ class _ImageAppender:
         # `printable` changes only a name that is not UTF-8. The test for ASCII is faster.
         if not file.key.isascii() and printable(file.key) != file.key:
             raise BadSampleError("its file name is not UTF-8: rename the file")
-        header, encoded = check_and_reencode(content, self._reencoding, decode=self._decode_check)
+        try:
+            header, encoded = check_and_reencode(content, self._reencoding, decode=self._decode_check)
+        except BadSampleError as error:
+            reason = foreign_content(bytes(content[:HEAD_BYTES]))
+            raise BadSampleError(f"is {reason}" if reason else str(error)) from error
         content = encoded or content  # `encoded` is None if the image stays unchanged
         blobs = (content,) if self._blob_sources is None else self._blobs(file, content)
         digest = digest_blob(content)

@@ -26,6 +26,7 @@ from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.references import LineName, parse_line
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.redaction import redact_url
+from datasvc.repository.store.urls import split_existing
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.images.header import Reencoding
@@ -39,7 +40,7 @@ from datasvc.shards.ingestion.quarantine import check_bad, check_duplicates, sto
 from datasvc.shards.sources.choose import check_options, open_source
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, StreamedSource
+from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, StreamedSource, printable
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.sources.python_samples import PythonSource
 from datasvc.shards.versions.class_names import name_tables
@@ -479,7 +480,9 @@ def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dic
     """Return the description of the source for the log entry, without credentials."""
     # Defaults are left out, so that the entry shows what the user chose.
     source_options = {
-        name: redact_url(_absolute(value) if name in _PATH_OPTIONS else value) if isinstance(value, str) else value
+        name: printable(redact_url(_absolute(value) if name in _PATH_OPTIONS else value))
+        if isinstance(value, str)
+        else value
         for name, value in dataclasses.asdict(options or SourceOptions()).items()
         if value != getattr(SourceOptions(), name)
     }
@@ -488,14 +491,15 @@ def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dic
     source = plan.work.source
     return {
         "kind": source.kind,
-        "url": redact_url(source.url if isinstance(source, PythonSource) else _absolute(source.url)),
+        "url": printable(redact_url(source.url if isinstance(source, PythonSource) else _absolute(source.url))),
         "options": {**build_options, **reencoding, **choices, **source_options},
     }
 
 
 def _absolute(url: str) -> str:
     """Return a local path as an absolute one, because the entry is read in other folders; a URL as it is."""
-    return url if "://" in url or "::" in url else os.path.abspath(url)
+    is_url = ("://" in url or "::" in url) and not split_existing(url)[0]
+    return url if is_url else os.path.abspath(url)
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections import Counter
+from itertools import filterfalse
 from typing import Any, Final, cast
 
 from fsspec import AbstractFileSystem
@@ -18,8 +19,9 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.images.header import EXTENSIONS as IMAGES
-from datasvc.shards.sources.common.files import expand_braces, is_marker
+from datasvc.shards.sources.common.file_checks import ICEBERG_METADATA, hidden_part, is_hidden_name
 from datasvc.shards.sources.common.labels import name_table_labels
+from datasvc.shards.sources.common.listing import expand_braces, is_marker
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import Source
 from datasvc.shards.sources.common.streams import COMPRESSIONS
@@ -155,6 +157,9 @@ def _format_of_folder(names: list[str], url: str) -> str:
     unique_names = set(names)
     if unique_names & _IMAGENET_TARS:
         return "imagenet"
+    # TensorFlow Datasets writes a description of the name that Hugging Face uses beside its TFRecord files.
+    if "dataset_info.json" in unique_names and any("tfrecord" in name for name in names):
+        return "tfrecord"
     for name, format_name in _FORMAT_OF_NAME.items():
         if name in unique_names:
             return format_name
@@ -173,6 +178,8 @@ def _format_of_file_name(name: str) -> str | None:
     file_name = os.path.basename(name.rstrip("/"))
     if file_name in _IMAGENET_TARS:
         return "imagenet"
+    if file_name.endswith(ICEBERG_METADATA):
+        return None  # of a table whose Parquet files cannot be read without it, see `check_no_table_log`
     base, last = os.path.splitext(file_name)
     if last.lower() in COMPRESSIONS:
         base, last = os.path.splitext(base)
@@ -182,6 +189,11 @@ def _format_of_file_name(name: str) -> str | None:
     # files have no extension (`train-00000-of-01024`).
     is_numbered = "-of-" in file_name and (".tfrecord" in file_name or not last)
     return "tfrecord" if is_numbered else None
+
+
+def _is_hidden(path: str) -> bool:
+    """Return whether a file below the source's root is hidden in a source of its format, see `hidden_part`."""
+    return hidden_part(path, underscores=_format_of_file_name(path) != "image-folder") is not None
 
 
 def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
@@ -208,7 +220,10 @@ def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
             repositories.append(f"{folder.rstrip('/')}/")
         if f"{folder.rstrip('/')}/".startswith(tuple(repositories)):
             continue
-        names += [name for name in files if not name.startswith(".") and name != _EXPORT_SUMMARY]
+        # Not descended into: a hidden folder may have more files than the data.
+        folders[:] = filterfalse(is_hidden_name, folders)
+        prefix = f"{folder[len(root) :].strip('/')}/".lstrip("/")
+        names += [name for name in files if not _is_hidden(prefix + name) and name != _EXPORT_SUMMARY]
         if len(names) >= _MAX_SCANNED_FILES:
             break
     return names

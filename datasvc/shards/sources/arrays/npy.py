@@ -18,7 +18,9 @@ from numpy.lib import format as npy_format
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.sources.common.files import FileReader, SourceFile
+from datasvc.shards.sources.common.file_checks import HEAD_BYTES, check_head
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import SourceFile
 from datasvc.shards.sources.common.streams import skip
 
 # Upper bound of an array's header.
@@ -78,7 +80,9 @@ def read_npy_header(reader: FileReader, file: SourceFile) -> NpyArray:
         ConfigError: the array does not hold samples, or it cannot be read without pickle.
         CorruptDataError: the file is shorter than its header declares.
     """
-    array = _parse_header(reader.read_range(file.path, 0, _HEADER_BYTES), file.path, None, file.name)
+    content = reader.read_range(file.path, 0, _HEADER_BYTES)
+    check_head(file.name, content[:HEAD_BYTES])
+    array = _parse_header(content, file.path, None, file.name)
     if array.stop > file.size_bytes:
         raise CorruptDataError(
             f"{file.name} is truncated: it has {file.size_bytes} of {array.stop} bytes; restore another copy"

@@ -29,7 +29,8 @@ from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.schema import KEY, LABEL
 from datasvc.shards.sources.arrays.npy import NpyArray, check_member, open_array, read_npy_header, read_npz_headers
 from datasvc.shards.sources.common.columns import bisect_errors
-from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, FileSource, SourcePart
 from datasvc.shards.sources.common.splits import SPLIT_NAMES
@@ -107,7 +108,7 @@ class NumpySource(FileSource):
                     f"{tables[0].name} has {_described(tables[0])}; ingest them as separate data sets"
                 )
         parts = [part for table in tables for part in _parts(table)]
-        ignored = count_extensions(set(listed) - set(files))
+        ignored = listed.unused(files)
         return cls(url=url, schema=schema, parts=parts, ignored=ignored, columns=columns, key=key)
 
     def fingerprint(self) -> Digest:

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.sources.common.files import SourceFile
+from datasvc.shards.sources.common.listing import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 
 # Limits of a batch that a source yields; a batch of one sample may have more bytes. They are small, because many

@@ -23,7 +23,8 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.sources.common.column_types import is_binary, is_text
 from datasvc.shards.sources.common.columns import ColumnMap, bisect_errors
-from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import SourceFile, list_files
 from datasvc.shards.sources.common.source import (
     BATCH_BYTES,
     BATCH_SAMPLES,
@@ -157,7 +158,7 @@ def list_tables(
     files = list_files(url)
     is_single_file = len(files) == 1 and files[0].path == resolve_url(url)[1]
     tables = [file for file in files if is_single_file or _is_table(file, extensions)]
-    ignored = count_extensions(set(files) - set(tables))
+    ignored = files.unused(tables)
     if not tables:
         raise NotFoundError(
             f"cannot ingest {redact_url(url)}: none of its {count_text(len(files), 'file')} has a name like "

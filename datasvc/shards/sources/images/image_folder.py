@@ -1,7 +1,8 @@
 """Source of image folders on any fsspec URL: `SOURCE/[SPLIT/]CLASS/NAME.jpg`, or flat without classes.
 
 A top folder with the name of a split is a split, and the folders in it are classes. If there are no split folders,
-the top folders are the classes. Files without an image extension are left out and counted.
+the top folders are the classes. Files without an image extension and hidden files (`file_checks`) are left out and
+counted.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.images.header import EXTENSIONS
-from datasvc.shards.sources.common.files import SourceFile, find_below
+from datasvc.shards.sources.common.listing import SourceFile, find_below
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import ImageFile, ListedSource, printable
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, SPLIT_NAMES
@@ -55,8 +56,9 @@ class ImageFolderSource(ListedSource):
             UnavailableError: the store does not respond.
         """
         options = options or SourceOptions()
-        files_below, _ = find_below(url)
+        files_below, _, hidden = find_below(url)
         folders, ignored = _by_folder(files_below.values())
+        ignored += hidden
         if not folders:
             raise NotFoundError(
                 f"cannot ingest {redact_url(url)}: no images among its {count_text(len(files_below), 'file')}; "

@@ -24,7 +24,9 @@ from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.images.header import EXTENSIONS
 from datasvc.shards.sources.common.columns import to_batches
-from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
+from datasvc.shards.sources.common.file_checks import hidden_part
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart
 from datasvc.shards.sources.images.imagenet_labels import SYNSET, labels_of, read_ground_truth, read_synsets
@@ -105,12 +107,12 @@ class ImageNetSource(FileSource):
     ) -> Iterator[tuple[str, TarMember | BadSampleError]]:
         """Yield key and member of each image; at the end, an error if the validation tar has too few images.
 
-        Members whose names start with a dot are left out. `label` is None for the validation tar.
+        Hidden members are left out. `label` is None for the validation tar.
         """
         num_images = 0
         for member in tar:
             name = member.name.rpartition("/")[2]
-            if not name.startswith("."):
+            if hidden_part(member.name) is None:
                 num_images += 1
                 yield name if label is None else f"{self.classes[label]}/{name}", member
         if label is None and num_images < len(self.val_labels):
@@ -197,7 +199,7 @@ def _class_tars(reader: FileReader, tar: SourceFile, ignored: Counter[str]) -> d
     for member in _walk(reader, tar):
         base, extension = member.name.rpartition("/")[2], _extension(member.name)
         synset = base[: -len(extension)] if extension else base
-        if extension != ".tar" or base.startswith("."):
+        if extension != ".tar" or hidden_part(member.name) is not None:
             ignored[extension or "(none)"] += 1
             continue
         if member.problem is not None or not SYNSET.fullmatch(synset):

@@ -18,7 +18,7 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import resolve_url
-from datasvc.shards.sources.common.files import find_below
+from datasvc.shards.sources.common.listing import find_below
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import ImageFile, ListedSource
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, SPLIT_NAMES
@@ -69,7 +69,7 @@ class ManifestSource(ListedSource):
         if options.manifest is None:
             raise ConfigError("no manifest is given; expected the URL of a CSV, JSON lines or Parquet file")
         manifest = ManifestTable.read(options)
-        files_below, root = find_below(url)
+        files_below, root, _ = find_below(url, with_hidden=True)  # a manifest may list them
         names = _match_unicode_forms(_file_names(manifest), files_below)
         _check_exist(names, files_below, url)
         labels, classes = manifest.labels()

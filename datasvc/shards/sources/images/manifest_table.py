@@ -15,7 +15,7 @@ from datasvc.errors import ConfigError
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, image_field
 from datasvc.shards.sources.common.column_types import cast_column, is_text, sample_type
-from datasvc.shards.sources.common.files import extension_of
+from datasvc.shards.sources.common.listing import extension_of
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample
 from datasvc.shards.sources.common.tables import TableSource

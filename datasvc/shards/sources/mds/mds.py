@@ -18,7 +18,8 @@ from datasvc.repository.objects.objects import Digest
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import ColumnMap, to_batches
-from datasvc.shards.sources.common.files import FileReader, SourceFile, list_files
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart
 from datasvc.shards.sources.common.tensors import SHAPE

@@ -12,7 +12,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import filterfalse, islice
 from typing import Any, ClassVar, Final
 
 import lmdb
@@ -25,7 +25,9 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.sources.common.columns import looks_like_image, to_batches
-from datasvc.shards.sources.common.files import FileReader, check_inside
+from datasvc.shards.sources.common.file_checks import is_hidden_name
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import check_inside
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BATCH_SAMPLES, BadSample, FileSource, SourcePart
 from datasvc.shards.sources.common.tensors import tensor_field
@@ -146,7 +148,7 @@ def _find_databases(root: str) -> dict[str, str]:
             os.stat(root)  # raises the error of a path that does not exist
             return {os.path.basename(root): root}
         paths = {}
-        for name in sorted(os.listdir(root)):
+        for name in sorted(filterfalse(is_hidden_name, os.listdir(root))):
             path = os.path.join(root, name)
             if os.path.isfile(os.path.join(path, DATA_FILE)):
                 paths[name] = os.path.join(path, DATA_FILE)

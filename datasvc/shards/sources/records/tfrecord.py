@@ -24,7 +24,8 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import to_batches
-from datasvc.shards.sources.common.files import FileReader, count_extensions, list_files
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import list_files
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart, file_part
 from datasvc.shards.sources.common.streams import COMPRESSIONS, DECOMPRESSION_ERRORS, decompress, read_up_to, skip
@@ -84,7 +85,7 @@ class TfRecordSource(FileSource):
             )
         parts = [file_part(file, options) for file in files]
         features, schema = choose_columns(_first_examples(reader, parts, url), options.key)
-        ignored = count_extensions(set(listed) - set(files))
+        ignored = listed.unused(files)
         return cls(url=url, schema=schema, parts=parts, ignored=ignored, features=features)
 
     def fingerprint(self) -> Digest:

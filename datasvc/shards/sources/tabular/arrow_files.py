@@ -19,7 +19,9 @@ from datasvc.errors import ConfigError
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.column_types import checked_names, join_schemas
 from datasvc.shards.sources.common.columns import ColumnMap
-from datasvc.shards.sources.common.files import FileReader, SourceFile
+from datasvc.shards.sources.common.file_checks import HEAD_BYTES, check_head
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart, file_part
 from datasvc.shards.sources.common.tables import (
@@ -128,6 +130,7 @@ def _read_schema(reader: FileReader, file: SourceFile) -> pa.Schema:
         with _open_ipc(reader, file.path) as (ipc, _):
             return checked_names(ipc.schema)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        check_head(file.name, reader.read_range(file.path, 0, HEAD_BYTES))
         raise ConfigError(
             f"{file.name} is not a readable Arrow file or stream: {reason_of(error)}; repair it, or remove it from "
             "the source"

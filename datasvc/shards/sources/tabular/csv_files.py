@@ -16,7 +16,8 @@ import pyarrow as pa
 from datasvc.errors import ConfigError
 from datasvc.shards.sources.common.column_types import check_same_names, check_unique
 from datasvc.shards.sources.common.columns import ColumnMap, bisect_errors
-from datasvc.shards.sources.common.files import FileReader, SourceFile
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart, file_part
 from datasvc.shards.sources.common.tables import (

@@ -19,7 +19,8 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
-from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart
 from datasvc.shards.sources.common.splits import split_of
@@ -46,7 +47,8 @@ class HuggingFaceSource(TableSource):
         """List the source from its JSON files or its Parquet files' names. For errors, see `FileSource.list`."""
         options = options or SourceOptions()
         reader = FileReader(url)
-        files = {file.name: file for file in list_files(url)}
+        listed = list_files(url)
+        files = {file.name: file for file in listed}
         # The layout of `save_to_disk` is recognised by its descriptions; without them, Parquet files are used.
         saved = _saved_splits(reader, files, options)
         if saved:
@@ -60,11 +62,8 @@ class HuggingFaceSource(TableSource):
                 f"cannot ingest {redact_url(url)} as Hugging Face data: expected {_STATE}, {_DICT} or Parquet files, "
                 f"found {sorted(files)[:10]}"
             )
-        ignored = count_extensions(
-            file
-            for name, file in files.items()
-            if name not in splits and posixpath.basename(name) not in _DESCRIPTIONS
-        )
+        described = [file for name, file in files.items() if posixpath.basename(name) in _DESCRIPTIONS]
+        ignored = listed.unused([*(files[name] for name in splits), *described])
         reader_class: type[ArrowSource | ParquetSource] = ArrowSource if saved else ParquetSource
         table = reader_class.of_files(url, [files[name] for name in splits], ignored, options, features)
         # Replace the splits that `of_files` derived from the file names by those of this layout.

@@ -11,9 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from datasvc.errors import ConfigError
+from datasvc.repository.store.redaction import redact_url
+from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.column_types import checked_names, join_schemas
 from datasvc.shards.sources.common.columns import ColumnMap
-from datasvc.shards.sources.common.files import FileReader, SourceFile
+from datasvc.shards.sources.common.file_checks import HEAD_BYTES, check_head, check_no_table_log
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart
 from datasvc.shards.sources.common.tables import (
@@ -69,6 +73,8 @@ class ParquetSource(TableSource):
     ) -> ParquetSource:
         """Return the source of listed `files`; for arguments and errors, see `ArrowSource.of_files`."""
         reader = FileReader(url)
+        with map_exceptions("list", redact_url(url)):
+            check_no_table_log(reader.file_system, reader.root, [file.path for file in files])
         footers = map_files(reader, files, lambda file: read_footer(reader, file))
         filled = [(file, footer) for file, footer in zip(files, footers, strict=True) if footer.num_samples]
         if not filled:
@@ -145,6 +151,7 @@ def read_footer(reader: FileReader, file: SourceFile) -> Footer:
             groups = tuple(_row_group(metadata.row_group(number)) for number in range(metadata.num_row_groups))
             return Footer(checked_names(parquet.schema_arrow), groups)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        check_head(file.name, reader.read_range(file.path, 0, HEAD_BYTES))
         raise ConfigError(
             f"{file.name} is not a readable Parquet file: {reason_of(error)}; repair it, or remove it from the source"
         ) from error

@@ -1,8 +1,9 @@
 """Source of WebDataset tars, in which consecutive files with the same key are one sample.
 
 The key of a file is its path up to the first dot of its base name; its field is the rest in lower case: "a/b.seg.png"
-is the field "seg.png" of the sample "a/b". Files whose base name has no dot or starts with a dot are skipped, as are
-WebDataset's own `__meta__` files. Fields become columns by their extensions, see `webdataset_fields`.
+is the field "seg.png" of the sample "a/b". Files whose base name has no dot are skipped, as are hidden files, such as
+those of macOS, and WebDataset's own `__meta__` files. Fields become columns by their extensions, see
+`webdataset_fields`.
 
 A field "key.txt" overrides the key: `datasvc export` writes it for keys that cannot be a path. WebDataset allows the
 same key in several tars; a data set does not, so the ingest reports the second sample.
@@ -22,7 +23,9 @@ from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import to_batches
-from datasvc.shards.sources.common.files import FileReader, count_extensions, list_files
+from datasvc.shards.sources.common.file_checks import hidden_part
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import list_files
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart, file_part
 from datasvc.shards.sources.tar.tar import MAX_MEMBER_BYTES, TarMember, TarReader, open_tar
@@ -66,7 +69,7 @@ class WebDatasetSource(FileSource):
         for split in dict.fromkeys(part.split for part in parts):
             first_fields += _first_fields(reader, [part for part in parts if part.split == split])
         columns, schema = choose_columns(first_fields)
-        ignored = count_extensions(set(files) - set(tars))
+        ignored = files.unused(tars)
         return cls(url=url, schema=schema, parts=parts, ignored=ignored, columns=columns)
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
@@ -156,7 +159,7 @@ def split_name(path: str) -> tuple[str, str] | None:
     """Return key and field of a file; None if WebDataset skips it."""
     folder, slash, base = path.rpartition("/")
     stem, dot, extension = base.partition(".")
-    if not stem or not dot or _META.match(path):
+    if not stem or not dot or _META.match(path) or hidden_part(path) is not None:
         return None
     return f"{folder}{slash}{stem}", extension.lower()
 

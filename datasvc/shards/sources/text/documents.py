@@ -13,8 +13,9 @@ from typing import Final
 
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.sources.common.files import FileReader, SourceFile, extension_of
+from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.line_blocks import LINE_BYTES, read_line_blocks
+from datasvc.shards.sources.common.listing import SourceFile, extension_of
 from datasvc.shards.sources.common.streams import DECOMPRESSION_ERRORS, read_up_to
 
 TEXT, LINES = ".txt", (".jsonl", ".ndjson")

@@ -24,7 +24,8 @@ from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.sources.common.files import FileReader, SourceFile, count_extensions, list_files
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, FileSource, SourcePart
 from datasvc.shards.sources.text.documents import (
@@ -111,7 +112,7 @@ class TokenSource(FileSource):
             url=url,
             schema=schema,
             parts=parts,
-            ignored=count_extensions(set(listed) - set(files)),
+            ignored=listed.unused(files),
             tokenizer_url=options.tokenizer,
             tokenizer_digest=digest,
             block_tokens=options.block_tokens,

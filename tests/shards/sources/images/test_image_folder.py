@@ -37,7 +37,7 @@ def test_keys_begin_below_the_split_and_classes_are_the_folders_there(tmp_path):
         "train": [("a/3.PNG", 0), ("b/2.jpg", 1), ("b/deep/1.jpg", 1)],
         "val": [("b/2.jpg", 1), ("c/x.b/4.jpeg", 2)],
     }
-    assert listed.ignored == {"(none)": 1}
+    assert listed.ignored == {"hidden .jpg": 1}
     for file in (file for files in listed.splits.values() for file in files):
         assert Path(file.path).read_bytes().decode().lower().endswith(file.key.lower())
         assert (file.size_bytes, file.stamp) == (os.stat(file.path).st_size, str(os.stat(file.path).st_mtime_ns))

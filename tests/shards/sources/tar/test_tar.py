@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.shards.sources.common.files import FileReader, decompress, expand_braces, list_files
+from datasvc.shards.sources.common.files import FileReader, decompress
+from datasvc.shards.sources.common.listing import expand_braces, list_files
 from datasvc.shards.sources.tar.tar import TarReader, open_tar
 from tests.fuzzing import counts_refusals
 

@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.objects.objects import digest_of
 from datasvc.shards.sources import BadSample, SourceOptions
-from datasvc.shards.sources.common.files import FileReader, list_files
+from datasvc.shards.sources.common.files import FileReader
+from datasvc.shards.sources.common.listing import list_files
 from datasvc.shards.sources.text.documents import DocumentRange, plan_pieces, read_documents
 from datasvc.shards.sources.text.token_blocks import BlockPacker
 from datasvc.shards.sources.text.tokens import TOKENIZER, TokenSource, end_of_text
