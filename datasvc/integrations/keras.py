@@ -31,7 +31,8 @@ class LoaderBatches(keras.utils.PyDataset):
     """The batches of a loader of datasvc for `model.fit`, `evaluate` and `predict`, in the access order.
 
     An epoch of Keras is one of the loader. Keras's own shuffle has no effect. Keras may read ahead: the state has the
-    position after the batches that were trained, as `KerasVersions` counts them, and each epoch begins there.
+    position after the batches that were trained, as `KerasVersions` counts them, and each epoch of a training begins
+    there; without `KerasVersions` after those that Keras has taken. Each evaluation begins at the first sample.
 
     Args:
         loader: loader of datasvc with `numpy()`, on the CPU.
@@ -48,19 +49,15 @@ class LoaderBatches(keras.utils.PyDataset):
         self._trained = loader.state_dict()
         self._handed: deque[Mapping[str, Any]] = deque()  # state after each batch that is handed over and not trained
         self._batches: Iterator[Any] = iter(())
+        self._is_counted = self._has_begun = False  # by `KerasVersions`; an epoch that took more than a batch
         self._is_beginning, self.num_left = False, len(loader)
-        self.split, self.batch_size, self.tail, self.ranks = (
-            loader.split,
-            loader.batch_size,
-            loader.tail,
-            loader.ranks,
-        )
+        self.split, self.batch_size = loader.split, loader.batch_size
+        self.tail, self.ranks = loader.tail, loader.ranks
 
     @property
     def num_batches(self) -> int:
         """Number of batches of an epoch; at the begin of a resumed one, of the rest."""
-        # Keras asks for the length of all epochs, also after it has read a batch to build the model. It asks for the
-        # batches to read when an epoch has begun, before the first of them.
+        # Keras asks for the length of all epochs too; for the batches to read only before the first one of an epoch.
         return self.num_left if self._is_beginning else len(self.loader)
 
     def __getitem__(self, index: int) -> Any:
@@ -70,17 +67,20 @@ class LoaderBatches(keras.utils.PyDataset):
         return self._transform(batch)
 
     def on_epoch_begin(self) -> None:
-        """Begin at the position after the batches that were trained; at its end, with the next epoch."""
+        """Begin a training after the batches that were trained; at their end, with the next epoch."""
+        # The first epoch that takes one batch only may be that in which Keras builds the model, and trains nothing.
+        if self._handed and not self._is_counted and (self._has_begun or len(self._handed) > 1):
+            self._trained, self._has_begun = self._handed[-1], True
         self._handed.clear()
-        self.loader.load_state_dict(self._trained)
+        self._batches = iter(())  # end the last iterator
+        if self.loader.training:
+            self.loader.load_state_dict(self._trained)
         self.num_left = self.loader.steps_left or len(self.loader)
         self._batches, self._is_beginning = self.loader.numpy(), True
 
     def count_trained(self, num_batches: int) -> int:
-        """Count the next `num_batches` batches that were handed over as trained; return how many there are.
-
-        An epoch may end within the `steps_per_execution` that Keras reports.
-        """
+        """Count batches that were handed over as trained; return how many: `steps_per_execution` may pass the end."""
+        self._is_counted = True
         num_trained = min(num_batches, len(self._handed))
         for _ in range(num_trained):
             self._trained = self._handed.popleft()
@@ -93,6 +93,7 @@ class LoaderBatches(keras.utils.PyDataset):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state."""
+        self._handed.clear()
         self.loader.load_state_dict(state)
         self._trained = self.loader.state_dict()
 

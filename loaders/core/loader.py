@@ -69,7 +69,8 @@ class Loader(ABC, Generic[B]):
         blob: column to decode; None if the decoder reads the parts of a batch itself.
         columns: other columns of fixed width that the decoder needs.
         batch_size: samples of this rank per step.
-        training: True: shuffled order, full batches only; False: order of the shard table, last batch padded.
+        training: True: shuffled order, full batches only; False: order of the shard table, last batch padded, and
+            each loop starts at the first sample.
         cache: cache of the node, or the folder of a cache whose budget is set; None: read a local repository in
             place, and a remote one into memory.
         seed: seed of the order and of all random changes, 0 <= seed < 2**64; default 0.
@@ -116,6 +117,7 @@ class Loader(ABC, Generic[B]):
             raise ConfigError(f"prefetch is {prefetch}; expected at least 0")
         self.split = split
         self.batch_size = batch_size
+        self.training = training
         self.tail = parse_tail(tail or ("drop" if training else "pad"))
         self._ranks_are_found = ranks is None
         self.ranks = ranks = choose_data_ranks(ranks)
@@ -137,6 +139,8 @@ class Loader(ABC, Generic[B]):
         self._cached_stores, self._batches = self._open(self.order)
 
         self._cursor = Cursor(0, 0)
+        self._num_loads = 0  # of states; a loop compares it, to continue at the state that was loaded inside of it
+        self._is_loaded = False  # whether no batch was handed over since a state was loaded
         self._loop: object | None = None  # identifies the iterator that yielded the last batch; None: no loop runs
         self._decoder: BatchDecoder[B] | None = None
         self._stream: Iterator[SampleBatch] | None = None
@@ -180,6 +184,10 @@ class Loader(ABC, Generic[B]):
     def __iter__(self) -> Iterator[B]:
         """Yield the remaining batches of the epoch; if none remain, those of the next epoch.
 
+        With `training=False`, yield all batches of the epoch, unless a state was loaded since the last batch:
+        frameworks leave the loops of an evaluation early, and then expect the same samples again. Such iterators do
+        not move each other.
+
         Raises:
             BadSampleError: a sample does not decode; the message names it. The cursor is still before its batch.
             ConfigError: the loader is used in a forked process, or by two threads at once; or it was created without
@@ -192,21 +200,28 @@ class Loader(ABC, Generic[B]):
         # No step is left after a `break` at the last batch, or after a state from the end of an epoch was loaded.
         if not self._count_steps_left(self._cursor):
             self._end_epoch()
-        epoch = self._cursor.epoch
+        if self._restarts:
+            self._move(Cursor(self._cursor.epoch, 0))
+        cursor, num_loads = self._cursor, self._num_loads
+        epoch = cursor.epoch
         loop = object()
         try:
             # The first test is cheap; steps are counted only after the last full batch of the epoch.
-            while self._cursor.epoch == epoch and (
-                self._cursor.position < self._full_until or self._count_steps_left(self._cursor)
-            ):
+            while cursor.epoch == epoch and (cursor.position < self._full_until or self._count_steps_left(cursor)):
+                if not self.training:
+                    self._move(cursor)  # another iterator may have moved the loader
                 batch, self._cursor = self._next()
-                self._loop = loop
+                self._loop, self._is_loaded = loop, False
+                cursor = self._cursor
                 yield batch
+                if self.training or num_loads != self._num_loads:
+                    cursor, num_loads = self._cursor, self._num_loads
         finally:
             self.profiler.pause()
             if self._loop is loop:  # otherwise a later iterator is already in use
                 self._loop = None
-        if self._cursor.epoch == epoch:  # no state of another epoch was loaded inside the loop
+        if cursor.epoch == epoch:  # no state of another epoch was loaded inside the loop
+            self._move(cursor)
             self._end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,11 +241,23 @@ class Loader(ABC, Generic[B]):
         opened = None if order == self.order else self._open(order)
         with self._thread_guard:
             self._discard()
-            self._cursor, self._loop = cursor, None
+            self._loop, self._is_loaded = None, True
+            self._num_loads += 1
             if opened is not None:
                 self._change_order(order, *opened)
-            if self._ledger is not None:
-                self._ledger.begin(cursor.epoch, cursor.position)
+            self._begin(cursor)
+
+    def _move(self, cursor: Cursor) -> None:
+        """Continue at a cursor, and drop the batches in progress, unless the loader is there already."""
+        if cursor != self._cursor:
+            with self._thread_guard:
+                self._discard()
+                self._begin(cursor)
+
+    def _begin(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+        if self._ledger is not None:
+            self._ledger.begin(*cursor)
 
     def report(self) -> Report:
         """Return the time per stage and the bottleneck of the steps since `restart_report`."""
@@ -273,10 +300,16 @@ class Loader(ABC, Generic[B]):
 
     @property
     def _reported_cursor(self) -> Cursor:
-        """The cursor that callers see. Outside of a loop, the end of an epoch counts as the start of the next one."""
-        if self._loop is None and not self._count_steps_left(self._cursor):
-            return Cursor(self._cursor.epoch + 1, 0)
-        return self._cursor
+        """The cursor that callers see: outside of a loop, that at which the next one starts."""
+        cursor = self._cursor
+        if self._loop is None and not self._count_steps_left(cursor):
+            return Cursor(cursor.epoch + 1, 0)
+        return Cursor(cursor.epoch, 0) if self._restarts and self._loop is None else cursor
+
+    @property
+    def _restarts(self) -> bool:
+        """Whether the next loop starts at the first sample of the epoch."""
+        return not self.training and not self._is_loaded
 
     def _count_steps_left(self, cursor: Cursor) -> int:
         return count_steps(cursor.position, len(self.split), self._global_batch, self.tail)

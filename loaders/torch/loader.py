@@ -21,9 +21,11 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
     loader uses only its own cursor, so load states into the loader. The loader moves the cursor of its sampler or
     data set, so two loaders must not share a sampler or an `IterableDataset`.
 
-    A new `for` continues after the last batch that was handed over, in the same epoch or at the start of the next
-    one. The state counts batches handed over; it is independent of prefetched batches and of the number of workers.
-    All loaders of datasvc have the same state format, so a state of any of them can be loaded into any other.
+    In training, a new `for` continues after the last batch that was handed over, in the same epoch or at the start of
+    the next one. In evaluation (`training=False`, or an order without a shuffle), each `for` starts at the first
+    sample, unless a state was loaded since the last batch. The state counts batches handed over; it is independent of
+    prefetched batches and of the number of workers. All loaders of datasvc have the same state format, so a state of
+    any of them can be loaded into any other.
 
     Args:
         data: an `IterableDataset`, which has a batch size; or any map-style data set, together with `batches`.
@@ -72,6 +74,8 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
                 f"got {type(data).__name__} and {type(batches).__name__}"
             )
         self._cursor = self._source.cursor
+        self._num_loads = 0  # of states; a loop compares it, to end if a state was loaded inside of it
+        self._is_loaded = True  # no batch was handed over since a state was loaded, or since the creation
         self._loop: object | None = None  # identifies the iterator that yielded the last batch; None: no loop runs
         super().__init__(
             data,
@@ -105,14 +109,18 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
         return self._cursor[0] + (self._loop is None and self._is_served)  # True adds 1
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the remaining batches of the epoch; if none remain, those of the next epoch.
+        """Yield the remaining batches of the epoch; if none remain, those of the next epoch. In evaluation, all.
 
         Errors of reads and transforms are raised here, also those of workers.
         """
         if self._is_served:
             self._cursor = (self._cursor[0] + 1, 0)
+        training = self._source.order.is_training
         # Move the sampler or data set to the loader's cursor. Their cursors may differ, as after `load_state_dict`.
         epoch, position = self._cursor
+        if not training and not self._is_loaded:
+            position = 0
+        num_loads = self._num_loads
         self._source.seek(epoch, position)
         loop = object()
         try:
@@ -120,10 +128,12 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
                 step = self._source.order.step_at(position)
                 assert step is not None
                 position = step.next_position
-                self._cursor, self._loop = (epoch, position), loop
+                self._cursor, self._loop, self._is_loaded = (epoch, position), loop, False
                 yield batch
-                if self._cursor != (epoch, position):
-                    return  # a state was loaded in the loop: the batches in progress belong to the old position
+                # A state was loaded in the loop, or another loop of the training continued: the batches in progress
+                # belong to the old position.
+                if self._num_loads != num_loads or (training and self._cursor != (epoch, position)):
+                    return
         finally:
             if self._loop is loop:  # otherwise another iterator has begun since, and this one is closed late
                 self._loop = None
@@ -149,3 +159,5 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
             StateMismatchError: the state belongs to another version or order; the message has both.
         """
         self._cursor, self._loop = self._source.order.parse_state(state), None
+        self._num_loads += 1
+        self._is_loaded = True

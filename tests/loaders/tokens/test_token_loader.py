@@ -144,7 +144,7 @@ def test_a_for_gives_tensors_and_unpacks_to_tokens_and_labels(numbered):
 
 
 def test_arrays_and_tensors_in_turns_go_on_in_one_epoch(numbered):
-    with make(numbered) as loader, make(numbered) as other:
+    with make(numbered, training=True) as loader, make(numbered, training=True) as other:
         arrays, tensors = loader.numpy(), iter(loader)
         for number, expected in enumerate(other.numpy()):
             batch = next(tensors if number % 2 else arrays)
@@ -156,9 +156,9 @@ def test_pinned_batches_are_those_of_the_run_and_only_they_are_copied(numbered, 
     copied = []
     monkeypatch.setattr(pinned, "can_pin", lambda: True)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: copied.append(tuple(tensor.shape)) or tensor)
-    with make(numbered) as loader:
+    with make(numbered, training=True) as loader:
         expected = [batch.tokens for batch in loader]
-    with make(numbered) as loader:
+    with make(numbered, training=True) as loader:
         found = [next(loader.pin()).tokens]
         assert copied == [(4, BLOCK), (4,), (4,)]
         found.append(next(iter(loader)).tokens)
