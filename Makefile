@@ -14,9 +14,10 @@ setup: .venv/ready  ## make .venv with everything in it
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "datasvc needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another with PYTHON=...")'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@# Tests read our MDS exports with the first, and run a program for the second; what they depend on (cloud clients,
-	@# torchvision) has no part in that.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mosaicml-streaming litdata
+	@# Tests read our MDS exports with the first, run a program for the second, and use components of the third; what they
+	@# depend on (cloud clients, torchvision, an old `datasets`) has no part in that.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mosaicml-streaming litdata \
+		torchtitan spmd_types
 	@touch $@
 
 demo: setup  ## the main job end to end on real images: ingest, stage, train, kill, resume, compare

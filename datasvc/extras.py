@@ -57,7 +57,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "accelerate": ("accelerate>=1.7",),
     "transformers": ("datasvc[accelerate]", "transformers>=5.18"),
     "torchdata": ("torchdata>=0.11",),
-    "torchtitan": ("torchtitan>=0.1.0,<0.2", "tyro>=0.9"),
+    "torchtitan": ("torchtitan>=0.3",),
     "jax": ("jax>=0.6",),
     "keras": ("keras>=3.8",),
     "text": ("tokenizers>=0.23.3",),
@@ -70,7 +70,7 @@ EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "demo": ("scikit-learn>=1.6",),
     "all": (
         "datasvc[train,gpu,sql,s3,gcs,azure,hub,text,ray,ui,sign,onnx,pandas,plot,tensorboard,wandb,mlflow]",
-        "datasvc[lightning,transformers,torchdata,torchtitan,jax,keras]",
+        "datasvc[lightning,transformers,torchdata,jax,keras]",
     ),
     "docs": ("zensical>=0.0.73", "mkdocstrings-python>=2"),
 }
@@ -104,7 +104,7 @@ PURPOSES: Final[Mapping[str, str]] = {
     "pandas": "tables as data frames in notebooks",
     "plot": "plots in notebooks",
     "demo": "the images of the demo",
-    "all": "all of the above but `gpu-cu12` and `demo`",
+    "all": "all of the above but `gpu-cu12`, `torchtitan` and `demo`",
     "docs": "`make docs`",
 }
 _EXTRA_OF_SCHEME: Final = {

@@ -4,161 +4,104 @@ datasvc ingest texts/ books --tokenizer tokenizer.json --block-tokens 256
 torchrun --nproc-per-node 4 examples/torchtitan_llama.py --repo REPO --data books@1 --name llama --steps 100
 torchrun --nproc-per-node 2 examples/torchtitan_llama.py --repo REPO --data books@1 --name llama --steps 200
 
-The model and its sharding are torchtitan's: pip install 'torchtitan>=0.1.0,<0.2' tyro
-The loader and the checkpoints are of datasvc. The second command continues the checkpoint of the first on two ranks
-instead of four, and serves the blocks that are left. torchtitan's own loader refuses a checkpoint of another number
-of data ranks.
+The training is that of torchtitan's Trainer: pip install 'torchtitan>=0.3' triton. The loader and the checkpoints are
+of datasvc. The second command continues the checkpoint of the first on two ranks instead of four, and serves the
+blocks that are left. torchtitan's own loader refuses a checkpoint of another number of data ranks.
 """
 
 import argparse
-import copy
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional
-from torchtitan.components.ft import init_ft_manager
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config_manager import JobConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.models.llama3 import Transformer, llama3_configs, parallelize_llama
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import model_registry
+from torchtitan.trainer import Trainer
 
 import datasvc
 from datasvc.integrations.torchtitan import TitanLoader, TitanVersions
-from datasvc.loaders import DataRanks, TokenLoader
 
 
 def main() -> None:
-    """Train up to a step, and print the loss of each step over all ranks."""
+    """Train up to a step, and log the loss of each step over all ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repo", required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--name", required=True, help="model name of the checkpoints; the newest one is continued")
     parser.add_argument("--steps", type=int, required=True, help="step at which the run ends, and saves")
-    parser.add_argument("--save-every", type=int, help="steps between versions; by default, only the end is saved")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between versions; the end is saved too")
     parser.add_argument("--global-batch", type=int, default=32, help="blocks of all ranks")
     parser.add_argument("--flavor", default="debugmodel", help="a size of torchtitan's Llama")
-    parser.add_argument("--vocabulary", type=int, default=2048)
     parser.add_argument("--tensor", type=int, default=1, help="ranks that share each layer; they get equal batches")
     parser.add_argument("--lr", type=float, default=3e-4)
     args = parser.parse_args()
 
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    device = (
-        torch.device(device_type, int(os.environ["LOCAL_RANK"])) if device_type == "cuda" else torch.device("cpu")
+    block = len(datasvc.open(args.repo).dataset(args.data)["train"][0]["tokens"])
+    data_ranks = int(os.environ.get("WORLD_SIZE", "1")) // args.tensor
+    model = model_registry(args.flavor)
+    if not torch.cuda.is_available():
+        # torchtitan's attention for language models has no backward pass on CPUs.
+        for layer in model.model.layers:
+            layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config = Trainer.Config(
+        model_spec=model,
+        loss=CrossEntropyLoss.Config(),
+        tokenizer=NoTokenizer.Config(),
+        optimizer=default_adamw(lr=args.lr),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, total_steps=10_000),
+        training=TrainingConfig(
+            local_batch_size=args.global_batch // data_ranks,
+            seq_len=block,
+            steps=args.steps,
+            mixed_precision_param="float32",
+            disable_cuda_graphs=True,
+        ),
+        dataloader=TitanLoader.Config(dataset=args.data, dataset_path=args.repo, options={"seed": 1}),
+        checkpoint=TitanVersions.Config(
+            enable=True, repo=args.repo, name=args.name, interval=args.save_every, async_mode="async"
+        ),
+        parallelism=ParallelismConfig(tensor_parallel_degree=args.tensor),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        debug=DebugConfig(seed=0),
+        activation_checkpoint=None,
     )
-    if device_type == "cuda":
-        torch.cuda.set_device(device)
-    # Gloo too, for the messages of a save, which are on the CPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo")
-    ranks = ParallelDims(
-        dp_replicate=1,
-        dp_shard=-1,
-        cp=1,
-        tp=args.tensor,
-        pp=1,
-        world_size=dist.get_world_size(),
-        enable_loss_parallel=False,
-    )
-    mesh = ranks.build_mesh(device_type)
-    # torchtitan's mesh has no axis of data-parallel ranks if there is only one such rank.
-    data_ranks = DataRanks(mesh["dp"].get_local_rank(), mesh["dp"].size()) if ranks.dp_enabled else DataRanks()
-
-    dataset = datasvc.open(args.repo).dataset(args.data)
-    loader = TokenLoader(
-        dataset["train"],
-        batch_size=args.global_batch // data_ranks.world_size,
-        training=True,
-        labels="across",
-        ranks=data_ranks,
-        seed=1,
-    )
-    config = JobConfig()
-    config.checkpoint.enable_checkpoint, config.checkpoint.interval = True, args.steps
-    config.lr_scheduler.warmup_steps = 0
-    model = build_model(args, config, loader.block_tokens, mesh, ranks, device)
-    optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": args.lr})
-    progress = Progress()
-    versions = TitanVersions(
-        datasvc.open(args.repo),
-        args.name,
-        dataloader=TitanLoader(loader),
-        model_parts=[model],
-        optimizers=optimizers,
-        lr_schedulers=build_lr_schedulers(optimizers, config),
-        states={"train_state": progress},
-        job_config=config,
-        ft_manager=init_ft_manager(config),
-    )
-    versions.load()
-    with loader:
-        batches = iter(versions.states["dataloader"])
-        while progress.step < args.steps:
-            inputs, labels = next(batches)
-            loss = train_step(model, optimizers, inputs["input"].to(device), labels.to(device))
-            if dist.get_rank() == 0:
-                print(f"step {progress.step}: loss {loss:.6f}", flush=True)
-            progress.step += 1
-            if progress.step == args.steps or (args.save_every and progress.step % args.save_every == 0):
-                versions.save(progress.step, force=True)
-    versions.close()
+    trainer = config.build()
+    trainer.train()
+    trainer.close()
     if dist.get_rank() == 0:
-        print(f"saved {versions.version}")
+        print(f"saved {trainer.checkpointer.version}")
     dist.destroy_process_group()
 
 
-class Progress(Stateful):
-    """The number of steps so far, which torchtitan's `Trainer` keeps itself."""
+class NoTokenizer(BaseTokenizer):
+    """The blocks are tokens already."""
 
-    step = 0
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """It has no settings."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number."""
-        return {"step": self.step}
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+        self.config = config
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the number."""
-        self.step = state_dict["step"]
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        """Raise NotImplementedError."""
+        raise NotImplementedError
 
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        """Raise NotImplementedError."""
+        raise NotImplementedError
 
-def build_model(
-    args: argparse.Namespace,
-    config: JobConfig,
-    block: int,
-    mesh: DeviceMesh,
-    ranks: ParallelDims,
-    device: torch.device,
-) -> torch.nn.Module:
-    """Return torchtitan's model, equal on all ranks before it is sharded."""
-    model_args = copy.copy(llama3_configs[args.flavor])
-    model_args.vocab_size, model_args.max_seq_len = args.vocabulary, block
-    torch.manual_seed(0)
-    model = Transformer(model_args)
-    model.init_weights()
-    config.activation_checkpoint.mode = "none"
-    config.training.mixed_precision_param = "float32"
-    return parallelize_llama(model.to(device), mesh, ranks, config)
-
-
-def train_step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, labels: torch.Tensor
-) -> float:
-    """Take one optimizer step, and return the mean loss per token of all ranks before it."""
-    logits = model(tokens)
-    # Each block has equally many labels, so the mean of the ranks' means is that of all blocks. FSDP averages the
-    # gradients in the same way.
-    loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    mean = loss.detach().clone()
-    # Ranks that share the layers have equal losses, so the mean over all ranks is that over the data ranks.
-    dist.all_reduce(mean)
-    return mean.item() / dist.get_world_size()
+    def get_vocab_size(self) -> int:
+        """Raise NotImplementedError."""
+        raise NotImplementedError
 
 
 if __name__ == "__main__":

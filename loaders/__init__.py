@@ -1,5 +1,9 @@
 """Data loaders for training jobs: batches of decoded samples in a reproducible, resumable order."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from datasvc.loaders.augment.augment import AugmentConfig
 from datasvc.loaders.core.batch import Batch
 from datasvc.loaders.core.loader import Loader
@@ -14,6 +18,9 @@ from datasvc.loaders.tokens.token_batch import TokenBatch
 from datasvc.loaders.tokens.token_loader import TokenFormat, TokenLoader
 from datasvc.order import OrderConfig
 
+if TYPE_CHECKING:
+    from datasvc.loaders.core.metrics import LoaderCollector, serve_loader_metrics
+
 __all__ = [
     "IMAGENET_MEAN",
     "IMAGENET_STD",
@@ -25,10 +32,21 @@ __all__ = [
     "ImageBatch",
     "ImageLoader",
     "Loader",
+    "LoaderCollector",
     "Mixture",
     "OrderConfig",
     "PixelFormat",
     "TokenBatch",
     "TokenFormat",
     "TokenLoader",
+    "serve_loader_metrics",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on use, because most programs do not need prometheus_client.
+    if name in {"LoaderCollector", "serve_loader_metrics"}:
+        from datasvc.loaders.core import metrics
+
+        return getattr(metrics, name)
+    raise AttributeError(f"module 'datasvc.loaders' has no attribute {name!r}")

@@ -2,49 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Self
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
-from datasvc.api import DataRepository
+import datasvc
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.extras import explain_missing
 from datasvc.loaders import DataRanks, TokenLoader
 from datasvc.models import ConsumptionTracker
 from datasvc.models.dcp import DcpReader, DcpWriter
+from datasvc.models.registry.retention import RetentionPolicy
 
 with explain_missing("datasvc.integrations.torchtitan"):
     import torch
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-    from torchtitan.components.checkpoint import CheckpointManager
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+    from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
 
-__all__ = ["TitanLoader", "TitanVersions", "dataloader_builder"]
-
-# What `CheckpointManager` would do on its own, and versions do otherwise.
-_NOT_SUPPORTED: Final = {
-    "initial_load_path": "load a version with datasvc.models.dcp before the training",
-    "ft_manager": "run without TorchFT",
-}
+__all__ = ["TitanLoader", "TitanVersions"]
 
 
 class TitanLoader(BaseDataLoader):
-    """The batches of a `TokenLoader` without an end, epoch after epoch: `({"input": tokens}, labels)`.
+    """The batches of a `TokenLoader` without an end, epoch after epoch.
 
-    The state is a position in the access order, which does not depend on the number of data ranks.
+    A batch is `({"input": tokens, "positions": positions}, labels)`, as torchtitan's attention requires. Positions
+    begin again at each document if the loader has `documents=True`, so that tokens attend within their document;
+    otherwise they count through the block. The state is a position in the access order, which does not depend on the
+    number of data ranks. torchtitan builds the loader from a `Config`; a program of your own passes `loader`.
 
     Args:
-        loader: loader with `labels="across"` or `labels="within"`.
+        loader: loader with `labels="across"` or `labels="within"`; None: made from `config`.
+        config: data set and options of the loader.
+        runtime: what torchtitan's `Trainer` adds: `dp_rank`, `dp_world_size`, `local_batch_size`, `seq_len`.
+
+    Raises:
+        ConfigError: the blocks of the data set are not of `seq_len` tokens.
     """
 
-    def __init__(self, loader: TokenLoader) -> None:
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """The blocks of a data set: `dataset="books@1"`, and `dataset_path`, the URL of its repository."""
+
+        split: str = "train"
+        options: dict[str, Any] = field(default_factory=dict)
+        """Arguments of `TokenLoader`, such as `seed` and `cache`."""
+
+    def __init__(self, loader: TokenLoader | None = None, *, config: Config | None = None, **runtime: Any) -> None:
+        if loader is None:
+            if config is None or not config.dataset or not config.dataset_path:
+                raise ConfigError(
+                    "the data set is missing: TitanLoader.Config(dataset='NAME@VERSION', dataset_path=REPOSITORY)"
+                )
+            split = datasvc.open(config.dataset_path).dataset(config.dataset)[config.split]
+            ranks = DataRanks(runtime["dp_rank"], runtime["dp_world_size"])
+            given: dict[str, Any] = {"labels": "across", **config.options}
+            loader = TokenLoader(split, batch_size=runtime["local_batch_size"], training=True, ranks=ranks, **given)
+            if runtime.get("seq_len", loader.block_tokens) != loader.block_tokens:
+                raise ConfigError(
+                    f"training.seq_len is {runtime['seq_len']}, but the blocks of {config.dataset} have "
+                    f"{loader.block_tokens} tokens: set it to that, or ingest with --block-tokens"
+                )
         self.loader = loader
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
             for batch in self.loader:
                 assert batch.labels is not None
-                yield {"input": batch.tokens}, batch.labels
+                positions = batch.position_ids
+                if positions is None:
+                    positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(
+                        batch.tokens
+                    )
+                yield {"input": batch.tokens, "positions": positions}, batch.labels
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches that were handed over."""
@@ -55,116 +87,143 @@ class TitanLoader(BaseDataLoader):
         self.loader.load_state_dict(state_dict)
 
 
-def dataloader_builder(split: Any, **options: Any) -> Callable[..., TitanLoader]:
-    """Return a function for `build_dataloader_fn` of a `TrainSpec`, whose loaders read a split of token blocks.
-
-    Args:
-        split: split of a data set of token blocks, as long as `training.seq_len`.
-        **options: arguments of `TokenLoader`, such as `seed=` and `cache=`.
-    """
-
-    def build(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any, **_: Any) -> TitanLoader:  # noqa: ARG001
-        size = job_config.training.local_batch_size
-        ranks = DataRanks(dp_rank, dp_world_size)
-        given: dict[str, Any] = {"labels": "across", **options}
-        return TitanLoader(TokenLoader(split, batch_size=size, training=True, ranks=ranks, **given))
-
-    return build
-
-
 class TitanVersions(CheckpointManager):
     """Saves and loads what torchtitan's `CheckpointManager` does, each rank its shards, as versions of a model.
 
-        trainer = Trainer(job_config)
-        trainer.checkpointer = TitanVersions.of(trainer, repo, "llama")
-        trainer.train()
+        config.checkpoint = TitanVersions.Config(enable=True, repo="repo", name="llama", interval=100)
+        Trainer(config).train()
 
-    A version may be loaded by another number of ranks, and with `TitanLoader` has the consumed samples. It is always
-    complete and committed when `save` returns: `async_mode`, `keep_latest_k` and `last_save_model_weights_only` have
-    no effect; `datasvc models retain` removes versions.
+    A version may be loaded by another number of ranks, and with `TitanLoader` has the consumed samples. All settings
+    of `CheckpointManager` apply: with `async_mode` versions are committed in the background, and `keep_latest_k`
+    removes older versions that have no tag. As long as the model has no version, the run starts from
+    `initial_load_path`, which may also be a version, as URL#NAME@3, or from the newest folder of torchtitan's own
+    manager. A model in the format of Hugging Face (`last_save_in_hf`) goes to `folder`, as with torchtitan.
 
     Args:
-        repo: repository of the versions.
-        name: name of the model.
-        **parts: arguments of `CheckpointManager`, of which `job_config.checkpoint` says whether and when to save.
+        config: settings.
+        parts: arguments of `CheckpointManager`: `dataloader`, `model_parts`, `optimizers` and others.
 
     Attributes:
-        version: newest version that this run committed or loaded; None: none yet.
-
-    Raises:
-        ConfigError: the configuration asks for what versions do not do.
+        version: newest version that this run committed or loaded; None: none yet. A version that is saved in the
+            background counts from the next save on, and after `close`.
     """
 
-    def __init__(self, repo: DataRepository, name: str, **parts: Any) -> None:
-        checkpoint = parts["job_config"].checkpoint
-        given = {"initial_load_path": checkpoint.initial_load_path, "ft_manager": parts["ft_manager"].enabled}
-        for setting, advice in _NOT_SUPPORTED.items():
-            if given[setting]:
-                raise ConfigError(f"versions do not support {setting}={given[setting]!r}: {advice}")
-        checkpoint.async_mode, checkpoint.keep_latest_k = "disabled", 0  # start none of its processes and threads
-        super().__init__(**parts)
-        self._repo, self._name = repo, name
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """The settings of torchtitan's manager. Unlike there, all versions are kept and the last one is complete."""
+
+        repo: str = ""
+        """URL of the repository of the versions."""
+
+        name: str = ""
+        """Name of the model."""
+
+        keep_latest_k: int = 0
+        last_save_model_only: bool = False
+
+        def __post_init__(self) -> None:
+            CheckpointManager.Config.__post_init__(self)
+            if self.enable and not (self.repo and self.name):
+                raise ConfigError(
+                    "TitanVersions needs checkpoint.repo, the URL of a repository, and checkpoint.name, the name of "
+                    f"the model; they are {self.repo!r} and {self.name!r}"
+                )
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        super().__init__(config, **parts)
         self.version: str | None = None
+        if not self.enable:
+            return
+        self._repo, self._name = datasvc.open(config.repo), config.name
+        self._step = 0  # step of the save in progress
         self._tracker: ConsumptionTracker | None = None
         self._dataloader = parts["dataloader"]
         self._start_tracking(0)
 
-    @classmethod
-    def of(cls, trainer: Any, repo: DataRepository, name: str) -> Self:
-        """Return the checkpoints of a `torchtitan.train.Trainer`, to put in the place of its own."""
-        return cls(
-            repo,
-            name,
-            dataloader=trainer.dataloader,
-            model_parts=trainer.model_parts,
-            optimizers=trainer.optimizers,
-            lr_schedulers=trainer.lr_schedulers,
-            states={"train_state": trainer},
-            job_config=trainer.job_config,
-            ft_manager=trainer.ft_manager,
-        )
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        self._step = curr_step
+        return bool(super()._save(curr_step, last_step))
 
-    def save(self, curr_step: int, force: bool = False) -> None:
-        """Save a version after step 1, every `interval` steps, and if `force`. Every rank calls it."""
-        if not self.enable_checkpoint or not (force or curr_step == 1 or curr_step % self.interval == 0):
-            return
-        with torch.no_grad():
-            writer = DcpWriter(
-                self._repo.repository.url,
-                name=self._name,
-                step=curr_step,
-                data=[] if self._tracker is None else [self._tracker.use()],
-                parent=self.version,
-            )
-            saved = save(self.states, storage_writer=writer)
+    @torch.no_grad()  # type: ignore[untyped-decorator]  # untyped in torch
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Save one version, as `CheckpointManager` saves one folder; the result is the same."""
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        writer = DcpWriter(
+            self._repo.repository.url,
+            name=self._name,
+            step=self._step,
+            data=[] if self._tracker is None else [self._tracker.use()],
+            parent=self.version,
+        )
+        if async_mode == AsyncMode.DISABLED:
+            self._note(dcp.save(state_dict, storage_writer=writer))
+            return None
+        other_process = {
+            "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
+            "async_stager": self.stager,
+        }
+        options: dict[str, Any] = other_process if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM else {}
+        return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **options)
+
+    def _wait_for_saving(self) -> None:
+        future = self.save_future
+        super()._wait_for_saving()
+        self._note(future.result())
+
+    def _close(self) -> None:
+        # The last version of a run that ends between two saves must be committed, or its error raised.
+        self.maybe_wait_for_saving()
+        super()._close()
+
+    def _note(self, saved: Any) -> None:
+        """Remember the version that a save has committed; `saved` is its `Metadata`, on every rank."""
         self.version = str(saved.storage_meta.reference).rpartition("#")[2]  # URL#NAME@VERSION
 
-    def load(self, step: int = -1) -> bool:
-        """Load the newest version, or the newest of a step; return False if the model has none. Every rank calls it.
+    def _load(self, step: int = -1) -> bool:
+        """Load the newest version, or the newest of a step; return False if there is nothing to load.
 
         Raises:
             ConfigError: `exclude_from_loading` names no part.
             NotFoundError: no version has this step.
         """
-        if not self.enable_checkpoint or self._repo.repository.newest("models", self._name) is None:
-            return False
         if unknown := sorted({*self.exclude_from_loading} - self.states.keys()):
             raise ConfigError(f"exclude_from_loading has {unknown[0]!r}; the parts are {', '.join(self.states)}")
-        states = {part: state for part, state in self.states.items() if part not in self.exclude_from_loading}
-        reader = DcpReader(self._repo.repository.url, ref=self._find(step))
-        load(states, storage_reader=reader)
+        url = self._repo.repository.url
+        if self._repo.repository.newest("models", self._name) is None:
+            url, has_version, ref = (self.initial_load_path or "").partition("#")
+            if not has_version:
+                return bool(super()._load(step))
+            model_only = self.initial_load_model_only
+        else:
+            ref, model_only = self._find(step), step == 0
+        states = self._states_to_load(model_only)
+        reader = DcpReader(url, ref=ref)
+        dcp.load(states, storage_reader=reader)
+        # `states` has the tensors of the model flat, and torch calls `load_state_dict` of the other parts only.
+        self.states[MODEL].load_state_dict(states)
         assert reader.version is not None
-        self.version = str(reader.version)
-        self._start_tracking(self._repo.repository.entry(reader.version).content["step"])
+        if url == self._repo.repository.url:
+            self.version = str(reader.version)
+            self._start_tracking(0 if model_only else self._repo.repository.entry(reader.version).content["step"])
         return True
 
-    def maybe_wait_for_staging(self) -> None:
-        """Do nothing: nothing is staged."""
+    def _purge_stale_checkpoints(self) -> None:
+        """Remove all but the newest `keep_latest_k` versions that are committed by now."""
+        if self.keep_latest_k and dist.get_rank() == 0 and self.version is not None:
+            self._repo.models.retain(self._name, RetentionPolicy(last=self.keep_latest_k), dry_run=False)
 
     def _find(self, step: int) -> str:
-        steps = {}
         if step == -1:
             return self._name
+        steps = {}
         for version in self._repo.models.versions(self._name):
             steps[self._repo.repository.entry(version).content["step"]] = str(version)
         if step not in steps:

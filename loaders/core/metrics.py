@@ -1,6 +1,7 @@
 """Prometheus metrics of the speed and the waits of loaders.
 
-A job exports them with `registry.register(LoaderCollector({"train": loader}))`.
+A job exports them with `serve_loader_metrics(9100, {"train": loader})`, or from its own registry with
+`registry.register(LoaderCollector({"train": loader}))`.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from datasvc.errors import ConfigError
 from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.profiling.report import Report
 from datasvc.loaders.profiling.step_times import Stage, Totals
@@ -61,6 +64,33 @@ class LoaderCollector(Collector):
         yield _make_stage_counter(
             "beside_seconds", "Seconds of work in other threads, by stage", totals, lambda times: times.beside_s
         )
+
+
+def serve_loader_metrics(port: int, loaders: Mapping[str, Loader[Any]]) -> Callable[[], None]:
+    """Serve the metrics of loaders at `http://HOST:port/metrics` from a thread; return the function that ends this.
+
+    Args:
+        port: port on all addresses of this machine; 0 for a free one.
+        loaders: see `LoaderCollector`.
+
+    Raises:
+        ConfigError: another process listens on the port, or it may not be used.
+    """
+    registry = CollectorRegistry()
+    registry.register(LoaderCollector(loaders))
+    try:
+        server, thread = start_http_server(port, registry=registry)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot serve the metrics of the loaders on port {port}: {error}; choose another"
+        ) from error
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
 
 
 def _make_stage_counter(

@@ -1,14 +1,16 @@
-"""torchtitan's Llama with our loader and checkpoints goes on with other data ranks, which its own loader refuses."""
+"""torchtitan's Trainer with our loader and checkpoints, killed and started again."""
 
 import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import datasvc
 from datasvc.repository import Repository
@@ -19,7 +21,14 @@ BLOCK, VOCABULARY, GLOBAL_BATCH = 16, 64, 8
 # By epoch and position: each block of the first epoch once, and four batches of the second.
 FIFTEEN_BATCHES = [divmod(place, 11 * GLOBAL_BATCH) for place in range(15 * GLOBAL_BATCH)]
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        find_spec("torchtitan") is None or find_spec("triton") is None,
+        reason="torchtitan or triton, which its models import, is not installed",
+    ),
+]
 
 
 @pytest.fixture
@@ -34,34 +43,39 @@ def url(tmp_path):
     return url
 
 
-def run(url, name, steps, *, ranks, tensor=1, save_every=None, killed_at=None):
-    """Train until a step, or until rank 1 is killed when it saves; return the finished process."""
-    program = [ROOT / "examples" / "torchtitan_llama.py"]
-    if killed_at is not None:
-        program = [ROOT / "tests" / "distributed" / "programs" / "killed_at_save.py", killed_at, *program]
-    words = ["--repo", url, "--data", "blocks@1", "--name", name, "--vocabulary", VOCABULARY]
-    words += ["--global-batch", GLOBAL_BATCH, "--steps", steps, "--tensor", tensor]
-    words += [] if save_every is None else ["--save-every", save_every]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+def run(url, name, *, save_every=100, killed_at=None):
+    """Train 15 steps on one rank, or until it is killed when it saves; return the finished process."""
+    programs = ROOT / "tests" / "distributed" / "programs"
+    program = [programs / "torchtitan_on_cpu.py"]
+    program += [] if killed_at is None else [programs / "killed_at_save.py", killed_at]
+    program += [ROOT / "examples" / "torchtitan_llama.py", "--repo", url, "--data", "blocks@1", "--name", name]
+    words = ["--global-batch", GLOBAL_BATCH, "--steps", 15, "--save-every", save_every]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 1]
     return subprocess.run(
         [*map(str, launcher), *map(str, program), *map(str, words)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "OMP_NUM_THREADS": "1",
+        },
+        cwd=Path(url).parent,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
         check=False,
     )
 
 
-def losses(*args, **options):
-    """Return the loss of each step by its number of a `run` that must succeed."""
+def trained(*args, **options):
+    """Make a `run` that must succeed; return its version."""
     done = run(*args, **options)
-    assert done.returncode == 0, done.stderr
-    return losses_in(done.stdout)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return re.search(r"saved (\S+)", done.stdout)[1]
 
 
-def losses_in(text):
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): loss (\S+)", text)}
+def weights(repo, ref):
+    state = repo.models.restore(ref).state
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def consumed(repo, ref):
@@ -70,40 +84,22 @@ def consumed(repo, ref):
     return sorted((use.epoch, use.position) for use in repo.models.trained_on([ref], keys=keys).all_uses())
 
 
-def test_a_run_of_torchtitans_model_goes_on_with_other_data_ranks(url):
-    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
-    whole = losses(url, "whole", 15, ranks=4)
-    assert list(whole) == list(range(15))
-    assert whole[14] < whole[0] - 1
+def test_a_killed_run_of_torchtitan_s_trainer_ends_as_an_uninterrupted_one(url):
+    """Its weights are equal bit for bit, and each block of the epoch was served once.
 
-    parts = losses(url, "parts", 5, ranks=4)
-    parts |= losses(url, "parts", 10, ranks=4, tensor=2)  # two data ranks
-    parts |= losses(url, "parts", 15, ranks=1)
-    assert parts == pytest.approx(whole, abs=1e-5)
-
-    # The last version of each run has consumed every block of the first epoch once, and four batches of the second.
-    repo = datasvc.open(url)
-    assert [repo.models.describe(f"parts@{number}").entry["parent"] for number in (2, 3)] == ["parts@1", "parts@2"]
-    for ref in ("whole@1", "parts@3"):
-        assert consumed(repo, ref) == FIFTEEN_BATCHES
-
-
-def test_a_killed_run_goes_on_from_its_last_version(url):
-    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
-    whole = losses(url, "whole", 15, ranks=2)
-    killed = run(url, "killed", 15, ranks=2, save_every=2, killed_at=6)
+    torchtitan 0.3.0 needs GPUs for several ranks; `tests/integrations` resumes its components on other data ranks.
+    """
+    whole = trained(url, "whole")
+    killed = run(url, "parts", save_every=5, killed_at=10)
     assert killed.returncode != 0
     assert "Signal 9 (SIGKILL)" in killed.stderr
-    assert list(losses_in(killed.stdout)) == list(range(6))
-
-    # Steps 4 and 5 had no version yet, so they are repeated, with one rank in place of two.
-    rest = losses(url, "killed", 15, ranks=1, save_every=2)
-    assert list(rest) == list(range(4, 15))
-    assert losses_in(killed.stdout) | rest == pytest.approx(whole, abs=1e-5)
     repo = datasvc.open(url)
-    steps = [repo.models.describe(f"killed@{number}").entry["step"] for number in range(1, 9)]
-    assert steps == [2, 4, 6, 8, 10, 12, 14, 15]
-    assert consumed(repo, "killed@8") == FIFTEEN_BATCHES
+    assert repo.models.describe("parts").entry["step"] == 5
+    last = trained(url, "parts", save_every=5)
+    repo = datasvc.open(url)
+    torch.testing.assert_close(weights(repo, last), weights(repo, whole), rtol=0, atol=0)
+    for ref in (whole, last):
+        assert consumed(repo, ref) == FIFTEEN_BATCHES
 
 
 def test_torchtitans_own_loader_refuses_other_data_ranks():

@@ -16,8 +16,7 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from datasvc.loaders import ImageLoader
-from datasvc.loaders.core.metrics import LoaderCollector
+from datasvc.loaders import ImageLoader, LoaderCollector
 from datasvc.testing import small_dataset
 from tests import servers
 

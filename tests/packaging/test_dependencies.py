@@ -23,7 +23,7 @@ PACKAGES = {
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
 }
-# Not imported by name: drivers that fsspec finds, what MLflow and torchtitan need besides, and programs.
+# Not imported by name: drivers that fsspec finds, what MLflow needs besides, and programs.
 BY_NAME = {
     "s3fs",
     "gcsfs",
@@ -34,7 +34,6 @@ BY_NAME = {
     "mkdocstrings-python",
     "alembic",
     "sqlalchemy",
-    "tyro",
 }
 # For another CUDA, with the same modules; the images of the demo, which tools/ import; what `onnx` exports with.
 ELSEWHERE = {"nvidia-dali-cuda120", "nvidia-nvimgcodec-cu12", "scikit-learn", "onnx", "onnxscript"}
@@ -117,7 +116,9 @@ def test_every_requirement_has_a_lower_limit(group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extras", [[*sorted({*EXTRAS} - {"gpu-cu12"}), "dev"], ["gpu-cu12"]], ids=["all", "cuda12"])
+@pytest.mark.parametrize(
+    "extras", [[*sorted({*EXTRAS} - {"gpu-cu12", "torchtitan"}), "dev"], ["gpu-cu12"]], ids=["all", "cuda12"]
+)
 def test_the_extras_can_be_installed_with_the_constraints(extras, index):
     """All of them together, and so each; both CUDAs are never together."""
     uv = Path(sys.executable).with_name("uv")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ class Run(Learner):
         log_ids: ids of the runs of `TRACKERS`, and that of the run log by `RUN_LOG`; equal on all ranks.
         cache: cache of the node, as opened for this run; None without one.
         nodes: servers that this rank started for its node.
+        stop_metrics: ends the server of the loaders' metrics.
         checkpoints: manager that saves the run.
         reading: tracker of the samples consumed since the run started, or since the version that it continues.
         step: optimizer steps so far.
@@ -62,6 +64,7 @@ class Run(Learner):
     log_ids: dict[str, str] = field(default_factory=dict)
     cache: Cache | None = None
     nodes: RankNodes | None = None
+    stop_metrics: Callable[[], None] = lambda: None
     # Set by `start` after construction, because a restore changes the other attributes first.
     checkpoints: CheckpointManager = field(init=False)
     reading: ConsumptionTracker = field(init=False)
@@ -112,6 +115,7 @@ class Run(Learner):
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self.recorder.close, error)
+            stack.callback(self.stop_metrics)
             # The last one is closed first: a save that is still running reads nothing but its own copy.
             for log in self.logs.values():
                 stack.callback(log.close)

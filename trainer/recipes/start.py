@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ import datasvc.trainer as hvd
 from datasvc.api import DataRepository
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
+from datasvc.loaders import Loader, serve_loader_metrics
 from datasvc.loaders.core.batch import check_gpu
 from datasvc.models import Checkpoint, ConsumptionTracker, LocalVersion
 from datasvc.models.restoring.stored_version import read_version
@@ -110,6 +112,8 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
                 data.train, training=True, batch_size=batches.batch_size, cache=cache, place=place
             )
             stack.callback(statistics_loader.close)
+        stop_metrics = serve_metrics(config, {"train": loader, "val": val_loader})
+        stack.callback(stop_metrics)
         run = Run(
             **vars(build_learner(config, task, batches, place, layout, block=getattr(loader, "block_tokens", None))),
             loader=loader,
@@ -121,6 +125,7 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
             recorder=Recorder(place.device, is_on=config.run_log, has_own_times=has_own_times(config, layout)),
             cache=cache,
             nodes=nodes,
+            stop_metrics=stop_metrics,
             version=version,
         )
         # The manager installs signal handlers; closing it restores the old ones.
@@ -151,6 +156,14 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
             run.log_ids |= call_on_first_rank(lambda: open_run_logs(run), name="logs")
         stack.pop_all()
     return run
+
+
+def serve_metrics(config: TrainConfig, loaders: Mapping[str, Loader[Any] | None]) -> Callable[[], None]:
+    """Serve the metrics of this rank's loaders if the settings name a port; return the function that ends this."""
+    if config.metrics_port is None:
+        return lambda: None
+    opened = {name: loader for name, loader in loaders.items() if loader is not None}
+    return serve_loader_metrics(config.metrics_port + hvd.local_rank(), opened)
 
 
 def restore_start(run: Run, repo: DataRepository) -> Checkpoint | None:

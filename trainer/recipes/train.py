@@ -360,6 +360,7 @@ def end(run: Run) -> None:
     if run.checkpoints.version is not None:
         # The manager has committed the newest version at its end, if that was on the nodes only.
         run.version = str(run.checkpoints.version)
+    run.stop_metrics()
     run.loader.close()
     for loader in (run.val_loader, run.statistics_loader):
         if loader is not None:

@@ -1,4 +1,4 @@
-"""Runs a program of torchtitan whose rank 1 is killed when it is about to save after a given step.
+"""Runs a program of torchtitan that is killed when it is about to save after a given step.
 
 Arguments: the step, the program, and the program's own arguments.
 """
@@ -10,14 +10,14 @@ import sys
 
 from datasvc.integrations.torchtitan import TitanVersions
 
-last_step, program = int(sys.argv[1]), sys.argv[2]
+killed_step, program = int(sys.argv[1]), sys.argv[2]
 save = TitanVersions.save
 
 
-def save_or_die(versions, curr_step, force=False):
-    if curr_step == last_step and os.environ["RANK"] == "1":
+def save_or_die(versions, curr_step, last_step=False):
+    if curr_step == killed_step:
         os.kill(os.getpid(), signal.SIGKILL)
-    save(versions, curr_step, force)
+    return save(versions, curr_step, last_step)
 
 
 TitanVersions.save = save_or_die

@@ -10,8 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
-from datasvc.loaders import DecodeConfig, ImageLoader
-from datasvc.loaders.core.metrics import LoaderCollector
+from datasvc.loaders import DecodeConfig, ImageLoader, LoaderCollector
 from datasvc.loaders.decode.cpu import CpuBackend
 from datasvc.loaders.decode.gpu.upload import UploadBackend
 from datasvc.loaders.images import image_loader

@@ -164,6 +164,7 @@ WITHOUT_SETTINGS = {
     "ImageBatch": "what a loader serves",
     "TokenBatch": "what a loader serves",
     "Loader": "the base class of the loaders",
+    "LoaderCollector": "what Prometheus reads; `metrics_port` serves it",
 }
 
 

@@ -19,6 +19,8 @@ class ReportSettings(SettingGroup):
         run_log: write a log of the run to the repository, which `datasvc runs` and `datasvc ui` show.
         log_to: experiment trackers: "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:EXPERIMENT".
         report_every: steps between reports; each report waits for the device.
+        metrics_port: port on which the first rank of a node serves the metrics of its loaders for Prometheus; the
+            next ranks of the node use the next ports. None: no metrics.
         profile: file for a trace of the loader's steps, written at the end of each epoch together with a printed
             report; with several ranks each has its own file, such as `trace.0.json`. None: no trace.
     """
@@ -28,6 +30,7 @@ class ReportSettings(SettingGroup):
     run_log: bool = True
     log_to: Annotated[tuple[str, ...], Metavar("TRACKER:TARGET")] = ()
     report_every: Annotated[int, Metavar("STEPS"), Range(1)] = 1
+    metrics_port: Annotated[int | None, Metavar("PORT"), Range(1)] = None
     profile: Annotated[str | None, Metavar("FILE")] = None
 
     def check(self) -> None:
