@@ -13,7 +13,6 @@ import datasvc
 from datasvc.errors import ConfigError, NotFoundError
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(find_spec("torchtitan") is None, reason="torchtitan is not installed"),
 ]
 BLOCK = 8
