@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import datasvc
+from datasvc.api import DataRepository
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.extras import explain_missing
 from datasvc.loaders import DataRanks, TokenLoader
@@ -56,7 +56,7 @@ class TitanLoader(BaseDataLoader):
                 raise ConfigError(
                     "the data set is missing: TitanLoader.Config(dataset='NAME@VERSION', dataset_path=REPOSITORY)"
                 )
-            split = datasvc.open(config.dataset_path).dataset(config.dataset)[config.split]
+            split = DataRepository.open(config.dataset_path).dataset(config.dataset)[config.split]
             ranks = DataRanks(runtime["dp_rank"], runtime["dp_world_size"])
             given: dict[str, Any] = {"labels": "across", **config.options}
             loader = TokenLoader(split, batch_size=runtime["local_batch_size"], training=True, ranks=ranks, **given)
@@ -134,7 +134,7 @@ class TitanVersions(CheckpointManager):
         self.version: str | None = None
         if not self.enable:
             return
-        self._repo, self._name = datasvc.open(config.repo), config.name
+        self._repo, self._name = DataRepository.open(config.repo), config.name
         self._step = 0  # step of the save in progress
         self._tracker: ConsumptionTracker | None = None
         self._dataloader = parts["dataloader"]
