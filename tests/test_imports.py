@@ -194,7 +194,7 @@ def module_of(path: Path) -> str:
 
 MODULES = {module_of(path): path for folder in FOLDERS for path in files_of(folder)}
 FILES = list(MODULES.values())
-MAX_INTEGRATION_LINES = 200
+MAX_INTEGRATION_LINES = 250
 
 
 def full_name(name: str) -> str | None:

@@ -26,46 +26,49 @@ __all__ = ["TitanLoader", "TitanVersions"]
 
 
 class TitanLoader(BaseDataLoader):
-    """The batches of a `TokenLoader` without an end, epoch after epoch.
+    """The batches of a `TokenLoader` without an end: `({"input": tokens, "positions": positions}, labels)`.
 
-    A batch is `({"input": tokens, "positions": positions}, labels)`, as torchtitan's attention requires. Positions
-    begin again at each document if the loader has `documents=True`, so that tokens attend within their document;
-    otherwise they count through the block. The state is a position in the access order, which does not depend on the
-    number of data ranks. torchtitan builds the loader from a `Config`; a program of your own passes `loader`.
+    Positions begin again at each document if the loader has `documents=True`, so that tokens attend within their
+    document; otherwise they count through the block. The state is a position in the access order, which does not
+    depend on the number of data ranks.
 
     Args:
-        loader: loader with `labels="across"` or `labels="within"`; None: made from `config`.
+        loader: loader with `labels="across"` or `labels="within"`; None: made from `config`, as by torchtitan.
         config: data set and options of the loader.
         runtime: what torchtitan's `Trainer` adds: `dp_rank`, `dp_world_size`, `local_batch_size`, `seq_len`.
 
     Raises:
-        ConfigError: the blocks of the data set are not of `seq_len` tokens.
+        ConfigError: no data set is given, or its blocks are not of `seq_len` tokens.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """The blocks of a data set: `dataset="books@1"`, and `dataset_path`, the URL of its repository."""
+        """Blocks of a data set: `dataset="books@1"`, `dataset_path` (a repository), arguments of `TokenLoader`."""
 
         split: str = "train"
         options: dict[str, Any] = field(default_factory=dict)
-        """Arguments of `TokenLoader`, such as `seed` and `cache`."""
 
     def __init__(self, loader: TokenLoader | None = None, *, config: Config | None = None, **runtime: Any) -> None:
-        if loader is None:
-            if config is None or not config.dataset or not config.dataset_path:
-                raise ConfigError(
-                    "the data set is missing: TitanLoader.Config(dataset='NAME@VERSION', dataset_path=REPOSITORY)"
-                )
-            split = DataRepository.open(config.dataset_path).dataset(config.dataset)[config.split]
-            ranks = DataRanks(runtime["dp_rank"], runtime["dp_world_size"])
-            given: dict[str, Any] = {"labels": "across", **config.options}
-            loader = TokenLoader(split, batch_size=runtime["local_batch_size"], training=True, ranks=ranks, **given)
-            if runtime.get("seq_len", loader.block_tokens) != loader.block_tokens:
-                raise ConfigError(
-                    f"training.seq_len is {runtime['seq_len']}, but the blocks of {config.dataset} have "
-                    f"{loader.block_tokens} tokens: set it to that, or ingest with --block-tokens"
-                )
-        self.loader = loader
+        self.loader = self._open(config, **runtime) if loader is None else loader
+
+    @staticmethod
+    def _open(
+        config: Config | None, *, dp_rank: int, dp_world_size: int, local_batch_size: int, seq_len: int, **_: Any
+    ) -> TokenLoader:
+        if config is None or not config.dataset or not config.dataset_path:
+            raise ConfigError(
+                "the data set is missing: TitanLoader.Config(dataset='NAME@VERSION', dataset_path=REPOSITORY)"
+            )
+        split = DataRepository.open(config.dataset_path).dataset(config.dataset)[config.split]
+        given: dict[str, Any] = {"labels": "across", **config.options}
+        ranks = DataRanks(dp_rank, dp_world_size)
+        loader = TokenLoader(split, batch_size=local_batch_size, training=True, ranks=ranks, **given)
+        if seq_len != loader.block_tokens:
+            raise ConfigError(
+                f"training.seq_len is {seq_len}, but the blocks of {config.dataset} have {loader.block_tokens} "
+                "tokens: set it to that, or ingest with --block-tokens"
+            )
+        return loader
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
@@ -90,34 +93,26 @@ class TitanLoader(BaseDataLoader):
 class TitanVersions(CheckpointManager):
     """Saves and loads what torchtitan's `CheckpointManager` does, each rank its shards, as versions of a model.
 
-        config.checkpoint = TitanVersions.Config(enable=True, repo="repo", name="llama", interval=100)
-        Trainer(config).train()
-
-    A version may be loaded by another number of ranks, and with `TitanLoader` has the consumed samples. All settings
-    of `CheckpointManager` apply: with `async_mode` versions are committed in the background, and `keep_latest_k`
-    removes older versions that have no tag. As long as the model has no version, the run starts from
-    `initial_load_path`, which may also be a version, as URL#NAME@3, or from the newest folder of torchtitan's own
-    manager. A model in the format of Hugging Face (`last_save_in_hf`) goes to `folder`, as with torchtitan.
+    Set as `config.checkpoint = TitanVersions.Config(enable=True, repo="repo", name="llama", interval=100)`. All
+    settings of `CheckpointManager` apply: with `async_mode` versions are committed in the background, and
+    `keep_latest_k` removes older versions that have no tag. While the model has no version, a run starts from
+    `initial_load_path`, which may be a version (URL#NAME@3), or from the newest folder of torchtitan's own manager.
 
     Args:
         config: settings.
         parts: arguments of `CheckpointManager`: `dataloader`, `model_parts`, `optimizers` and others.
 
     Attributes:
-        version: newest version that this run committed or loaded; None: none yet. A version that is saved in the
-            background counts from the next save on, and after `close`.
+        version: newest version that this run committed or loaded, or None; after an asynchronous save, from the next
+            save or `close` on.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         """The settings of torchtitan's manager. Unlike there, all versions are kept and the last one is complete."""
 
-        repo: str = ""
-        """URL of the repository of the versions."""
-
-        name: str = ""
-        """Name of the model."""
-
+        repo: str = ""  # URL
+        name: str = ""  # of the model
         keep_latest_k: int = 0
         last_save_model_only: bool = False
 
@@ -125,8 +120,8 @@ class TitanVersions(CheckpointManager):
             CheckpointManager.Config.__post_init__(self)
             if self.enable and not (self.repo and self.name):
                 raise ConfigError(
-                    "TitanVersions needs checkpoint.repo, the URL of a repository, and checkpoint.name, the name of "
-                    f"the model; they are {self.repo!r} and {self.name!r}"
+                    f"set checkpoint.repo, the URL of a repository, and checkpoint.name, that of the model; they are "
+                    f"{self.repo!r} and {self.name!r}"
                 )
 
     def __init__(self, config: Config, **parts: Any) -> None:
@@ -166,11 +161,9 @@ class TitanVersions(CheckpointManager):
         if async_mode == AsyncMode.DISABLED:
             self._note(dcp.save(state_dict, storage_writer=writer))
             return None
-        other_process = {
-            "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
-            "async_stager": self.stager,
-        }
-        options: dict[str, Any] = other_process if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM else {}
+        options: dict[str, Any] = {}
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            options = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
         return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **options)
 
     def _wait_for_saving(self) -> None:

@@ -7,7 +7,10 @@ others, and one thread decodes and scales a window while its pixels are in the c
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,13 +37,43 @@ def import_codec() -> Any:
     # images that neither decodes.
     os.environ.setdefault("PYNVIMGCODEC_VERBOSITY", "0")
     try:
-        from nvidia import nvimgcodec
+        with _without_hints_about_gpus():
+            from nvidia import nvimgcodec
     except ImportError as error:
         raise ConfigError(
             f"decode='cpu' needs nvImageCodec, which cannot be imported ({error}): {how_to_install('images')}; "
             "or use decode='pillow'"
         ) from error
     return nvimgcodec
+
+
+# nvImageCodec writes these to standard error at its import, whatever its verbosity, if libraries that DALI brings are not
+# installed. Decoding on the CPU needs none of them.
+_GPU_HINTS = (b"Failed to load nv", b"Note: If using nvImageCodec's Python distribution")
+
+
+@contextmanager
+def _without_hints_about_gpus() -> Iterator[None]:
+    """Drop nvImageCodec's hints about libraries for GPUs from file descriptor 2; pass everything else on."""
+    try:
+        stderr = None if "nvidia.nvimgcodec" in sys.modules else os.dup(2)
+    except OSError:  # the process has closed it
+        stderr = None
+    if stderr is None:
+        yield
+        return
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(stderr, 2)
+            held.seek(0)
+            # Other threads may have written in the meantime, and an import that fails says why.
+            for line in held:
+                if not line.startswith(_GPU_HINTS):
+                    os.write(stderr, line)
+            os.close(stderr)
 
 
 class CropDecoder:

@@ -190,5 +190,5 @@ def test_wrong_settings_are_refused_with_what_to_set(repo, loader):
         loader(seq_len=9)
     with pytest.raises(ConfigError, match=r"TitanLoader\.Config\(dataset='NAME@VERSION'"):
         TitanLoader.Config().build(dp_rank=0, dp_world_size=1, local_batch_size=1, seq_len=8)
-    with pytest.raises(ConfigError, match=r"checkpoint\.repo, the URL of a repository"):
+    with pytest.raises(ConfigError, match=r"set checkpoint\.repo, the URL of a repository"):
         TitanVersions.Config(enable=True)

@@ -1,16 +1,21 @@
 """What an operator of a cluster sees: boards that fill, manifests that a cluster admits, and quiet logs."""
 
 import json
+import os
 import re
+import runpy
 import socket
+import sys
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+import datasvc
 from datasvc.errors import ConfigError
 from datasvc.loaders import ImageLoader, serve_loader_metrics
 from datasvc.loaders.core import metrics
+from datasvc.loaders.decode.crop import import_codec
 from datasvc.testing import small_dataset
 from datasvc.trainer.recipes import train as loop
 from datasvc.trainer.recipes.settings.config import TrainConfig
@@ -67,3 +72,42 @@ def test_a_port_that_is_taken_ends_the_run_at_its_start_with_the_port(tmp_path):
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"on port {port}: .*; choose another"):
             serve_loader_metrics(port, {"val": loader})
+
+
+HINTS = """Failed to load nvjpeg library! Please install CUDA toolkit or the nvJPEG python wheel.
+Failed to load nvtiff library! Please install nvTIFF.
+Note: If using nvImageCodec's Python distribution, it is enough to install the nvTIFF wheel
+"""
+
+
+@pytest.fixture
+def imported_anew(tmp_path, monkeypatch):
+    """Lets `nvidia.nvimgcodec` be imported from `tmp_path`."""
+    kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "nvidia"}
+    folder = tmp_path / "nvidia" / "nvimgcodec"
+    folder.mkdir(parents=True)
+    (tmp_path / "nvidia" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    yield folder / "__init__.py"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "nvidia"]:
+        del sys.modules[name]
+    sys.modules.update(kept)
+
+
+def test_without_a_gpu_the_decoder_s_hints_about_gpu_libraries_are_not_printed(imported_anew, capfd):
+    """NVIDIA/nvImageCodec#30: messages of its libraries that no setting turns off. Other output is passed on."""
+    imported_anew.write_text(f"import os\nos.write(2, {(HINTS + 'a real error').encode()!r})\n")
+    assert import_codec().__file__ == str(imported_anew)
+    import_codec()
+    os.write(2, b"\nlater")
+    assert capfd.readouterr().err == "a real error\nlater"
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+@pytest.mark.parametrize(("program", "error"), [("train.py", ImportError), ("/usr/bin/datasvc", SystemExit)])
+def test_another_system_than_linux_is_named_in_one_line(platform, program, error, monkeypatch):
+    """amoffat/sh#576: on another system an import ends in an error about a module that it lacks."""
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(sys, "argv", [program])
+    with pytest.raises(error, match=f"^datasvc runs on Linux only, and this is {platform}: use .*$"):
+        runpy.run_path(datasvc.__file__)
