@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 if sys.platform != "linux":
@@ -14,7 +13,7 @@ if sys.platform != "linux":
         f"datasvc runs on Linux only, and this is {sys.platform}: use a Linux machine, a container "
         "(docs/how-to/images.md), or WSL 2 on Windows"
     )
-    if PurePath(sys.argv[0]).stem in {"datasvc", "datasvc-run"}:
+    if sys.argv[0].replace("\\", "/").rpartition("/")[2].removesuffix(".exe") in {"datasvc", "datasvc-run"}:
         sys.exit(_message)  # one line in place of a traceback
     raise ImportError(_message)
 

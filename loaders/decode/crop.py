@@ -47,8 +47,8 @@ def import_codec() -> Any:
     return nvimgcodec
 
 
-# nvImageCodec writes these to standard error at its import, whatever its verbosity, if libraries that DALI brings are not
-# installed. Decoding on the CPU needs none of them.
+# nvImageCodec writes these to standard error at its import, whatever its verbosity, if the libraries that DALI brings
+# are not installed. Decoding on the CPU needs none of them.
 _GPU_HINTS = (b"Failed to load nv", b"Note: If using nvImageCodec's Python distribution")
 
 
