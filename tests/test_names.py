@@ -10,6 +10,10 @@ def test_a_class_name_is_used_for_one_class():
     places = defaultdict(list)
     for module, path in MODULES.items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
+            # torchtitan requires the name `Config` for the settings of each of its classes.
+            if isinstance(node, ast.ClassDef) and (module, node.name) != (
+                "datasvc.integrations.torchtitan",
+                "Config",
+            ):
                 places[node.name.lstrip("_")].append(f"{module}.{node.name}")
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
