@@ -103,6 +103,9 @@ def main() -> None:
     """Run the command line. Print an expected error without a traceback, and exit with its status."""
     try:
         with report_unreadable(), explain_missing("this command"):
+            if sys.argv[1:] == ["--version"]:
+                print_line(f"datasvc {__version__}")  # without the modules of all commands
+                return
             # One name however it was started: the scripts for completion in shells are made for this name.
             make_app(sys.argv[1] if len(sys.argv) > 1 else None)(prog_name="datasvc")
     except (DatasvcError, OSError) as error:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Final
-
-import fsspec
-from fsspec.implementations.dirfs import DirFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
+from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError, UnknownOutcomeError
 from datasvc.repository.store.redaction import redact_text, safe_cause
+
+# fsspec is imported for a store that needs it: it takes as long as Python itself to start.
+if TYPE_CHECKING:
+    import fsspec
 
 WRITABLE_STORES: Final = (
     "a local folder, S3 or a compatible store (s3://), Google Cloud Storage (gs://), Azure Blob Storage "
@@ -34,6 +34,8 @@ _memory_lock = threading.Lock()
 
 def creates_exclusively(file_system: fsspec.AbstractFileSystem) -> bool:
     """Return whether `create` is known to be atomic on this file system."""
+    from fsspec.implementations.dirfs import DirFileSystem
+
     # DirFileSystem passes every call with all its arguments to the wrapped driver. Other wrappers and subclasses may
     # not do so.
     inner = file_system.fs if type(file_system) is DirFileSystem else file_system
@@ -42,6 +44,8 @@ def creates_exclusively(file_system: fsspec.AbstractFileSystem) -> bool:
 
 def inherits_exclusive_create(driver: type[fsspec.AbstractFileSystem]) -> bool:
     """Return whether a driver inherits its `pipe_file` from an accepted class, and does not override it."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
     definer = next(base for base in driver.__mro__ if _METHODS.intersection(vars(base)))  # the nearest base class
     return definer is MemoryFileSystem or definer.__module__.partition(".")[0] in _PACKAGES
 
@@ -51,6 +55,9 @@ def create(file_system: fsspec.AbstractFileSystem, path: str, content: bytes) ->
 
     The file may exist even after an exception, so the caller must then read it.
     """
+    from fsspec.implementations.dirfs import DirFileSystem
+    from fsspec.implementations.memory import MemoryFileSystem
+
     inner = file_system.fs if isinstance(file_system, DirFileSystem) else file_system
     # The memory driver is not atomic. But its files exist only in this process, so a lock is enough.
     lock: AbstractContextManager[object] = _memory_lock if isinstance(inner, MemoryFileSystem) else nullcontext()

@@ -10,7 +10,6 @@ import importlib
 import importlib.util
 import json
 import os
-import ssl
 import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,11 +17,7 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
-
-from fsspec.config import conf
 
 from datasvc.errors import ConfigError
 from datasvc.repository.store.redaction import redact_url
@@ -95,6 +90,8 @@ def choose_bucket(url: str, environ: Mapping[str, str] = os.environ) -> ObjectBu
         return "obstore does not read this kind of URL"
     if environ.get("DATASVC_STORE_CLIENT") == "fsspec":
         return "DATASVC_STORE_CLIENT is set to fsspec"
+    from fsspec.config import conf
+
     if any(conf.get(each) for each, of in SCHEMES.items() if of == kind):
         return f"fsspec is configured for {scheme}://"
     parts = urlsplit(url)
@@ -167,6 +164,10 @@ def move_to_region(bucket: ObjectBucket) -> ObjectBucket:
         ConfigError: the server does not name another region.
         OSError: the server does not respond.
     """
+    import ssl
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
     known = str(bucket.config["region"])
     endpoint = bucket.config.get("endpoint", f"https://s3.{known}.amazonaws.com")
     request = Request(f"{endpoint}/{bucket.name}", method="HEAD")  # noqa: S310

@@ -11,10 +11,8 @@ import threading
 from base64 import b64encode
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
-
-import fsspec
 
 from datasvc.errors import UnavailableError
 from datasvc.repository.store import obstore_loop
@@ -23,6 +21,9 @@ from datasvc.repository.store.object_stores import make_client_options
 from datasvc.repository.store.obstore_errors import UnsupportedResponseError
 from datasvc.repository.store.range_streams import RangeStreams, Take, Timeouts
 from datasvc.repository.store.retries import ATTEMPTS, with_retries
+
+if TYPE_CHECKING:
+    import fsspec
 
 _BLOCK_BYTES: Final = 16 << 20
 

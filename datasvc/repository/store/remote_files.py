@@ -10,9 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
-
-import fsspec
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from datasvc.errors import NotFoundError
 from datasvc.repository.store import exclusive_create, file_age
@@ -21,6 +19,9 @@ from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions, with_retries
+
+if TYPE_CHECKING:
+    import fsspec
 
 _Result = TypeVar("_Result")
 

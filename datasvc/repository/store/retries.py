@@ -11,13 +11,14 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, TypeVar
-
-import fsspec
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from datasvc.errors import ConfigError, MissingPackageError, NotFoundError, UnavailableError
 from datasvc.extras import how_to_install_driver
 from datasvc.repository.store.redaction import redact_text, safe_cause
+
+if TYPE_CHECKING:
+    import fsspec
 
 ATTEMPTS: Final = 4
 FIRST_PAUSE_S = 0.2

@@ -16,10 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
-
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from datasvc import durable
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, UnavailableError
@@ -32,7 +29,10 @@ from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.remote_files import RemoteFiles
-from datasvc.repository.store.urls import open_without_listings, resolve_url, url_to_pickle
+from datasvc.repository.store.urls import local_root, open_without_listings, resolve_url, url_to_pickle
+
+if TYPE_CHECKING:
+    import fsspec
 
 __all__ = ["ReadOnlyStorage", "Storage", "resolve_url", "too_large"]
 
@@ -71,7 +71,9 @@ class Storage:
         self._client_reason = bucket if isinstance(bucket, str) else ""
         # The driver of fsspec with its files, and the process that has opened it; opened when it is needed.
         self._driver: tuple[int, fsspec.AbstractFileSystem, str, LocalFiles | RemoteFiles] | None = None
-        files = self._opened()[3] if self._objects is None else None
+        root = local_root(self.url)
+        # The driver of fsspec is not asked about a plain path: its import takes longer than many commands.
+        files = LocalFiles(root) if root else self._opened()[3] if self._objects is None else None
         self._local = files if isinstance(files, LocalFiles) else None
         self.is_local = self._local is not None
         if self._local is not None:
@@ -87,7 +89,8 @@ class Storage:
 
     def __getstate__(self) -> dict[str, Any]:
         # Do not pickle clients: copies of their sockets and threads do not work in another process.
-        return {"url": self.url if self._objects is not None else url_to_pickle(self._fs, self.url)}
+        has_no_driver = self._objects is not None or self.is_local
+        return {"url": self.url if has_no_driver else url_to_pickle(self._fs, self.url)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["url"])  # type: ignore[misc]
@@ -360,6 +363,8 @@ class Storage:
         """Return the driver of fsspec, its root and its files. A forked child opens its own."""
         if self._driver is None or self._driver[0] != os.getpid():
             driver, root = self._open_driver()
+            from fsspec.implementations.local import LocalFileSystem
+
             is_local = isinstance(driver, LocalFileSystem)
             files = LocalFiles(root) if is_local else RemoteFiles(driver, root, self.url, RangeReader(driver))
             self._driver = os.getpid(), driver, root, files

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any, Final
-
-import fsspec
-from fsspec.config import apply_config
-from fsspec.implementations.local import LocalFileSystem, make_path_posix
+from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.extras import how_to_install_driver
 from datasvc.repository.store.redaction import redact_text, redact_url, safe_cause
 
+if TYPE_CHECKING:
+    import fsspec
+
 # Start of a URL, or of a chain such as `zip://a::s3://b`.
 _SCHEME: Final = re.compile(r"([A-Za-z][\w+.-]*)(?:::|://)")
+
+
+def local_root(url: str) -> str | None:
+    """Return the folder that a URL without a scheme names, as fsspec's driver does; None for any other URL."""
+    if ":" in url or os.name != "posix":
+        return None
+    path = url if os.path.lexists(url) else os.path.expanduser(url)
+    if not path.startswith("/"):
+        path = f"{os.getcwd()}/{path.removeprefix('./')}" if path not in {"", "."} else os.getcwd()
+    return path.rstrip("/") or "/"
 
 
 def resolve_url(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, str]:
@@ -29,6 +38,9 @@ def resolve_url(url: str, **options: Any) -> tuple[fsspec.AbstractFileSystem, st
         ConfigError: the scheme is unknown, or its driver is not installed.
         UnavailableError: a driver that connects immediately gets no response.
     """
+    import fsspec
+    from fsspec.implementations.local import LocalFileSystem, make_path_posix
+
     existing, rest = split_existing(url)
     if existing:
         # Taken as written: fsspec would read `::` in a name as a chain of URLs, and `~` as the user's folder.
@@ -52,8 +64,11 @@ def split_existing(path: str) -> tuple[str, str]:
     The signs of a pattern, such as `[` or `{`, are signs only in the rest.
     """
     scheme = _SCHEME.match(path)
-    if scheme is not None and scheme[1] in fsspec.available_protocols():
-        return "", path
+    if scheme is not None:
+        import fsspec
+
+        if scheme[1] in fsspec.available_protocols():
+            return "", path
     existing = os.path.expanduser(path) if not os.path.lexists(path) else path
     path = existing
     while existing and not os.path.lexists(existing):
@@ -79,6 +94,8 @@ def url_to_pickle(file_system: fsspec.AbstractFileSystem, url: str) -> str:
 
     Otherwise they must be in the pickle: a worker process could not open the store without them.
     """
+    from fsspec.config import apply_config
+
     url_without_password = redact_url(url)
     # Do not compare the options of several drivers in a chain, as in "zip://a::s3://b".
     if url_without_password == url or "::" in url:

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol, overload
 import numpy as np
 import pyarrow as pa
 
-from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.notebook.tables import to_frame
 from datasvc.printable import count_text
 from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage, parse_reference
-from datasvc.repository.logs.references import is_name
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.repository.unreadable import keep_valid, warn_unreadable
+from datasvc.repository.unreadable import keep_valid
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.ancestors import ancestors_of
@@ -30,6 +29,7 @@ from datasvc.shards.notebook.columns import choose_columns, read_columns
 from datasvc.shards.notebook.dataset_log import DatasetLog
 from datasvc.shards.notebook.sample import Sample, image_columns
 from datasvc.shards.versions.deletions import Deletions, load_deletions
+from datasvc.shards.versions.entries import check_splits, newest_entries
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -322,31 +322,6 @@ class DatasetVersion(Mapping[str, Split]):
         return version_html(str(self.resolved), self.entry.content)
 
 
-def check_splits(content: Mapping[str, Any], version: Resolved) -> Mapping[str, Mapping[str, Any]]:
-    """Return the description of each split in the content of an entry, by name.
-
-    Raises:
-        CorruptDataError: a split is not described by the digest of a table and numbers of samples and bytes.
-    """
-    problem = f"the entry of {version} has no valid list of splits"
-    splits = content.get("splits")
-    if not isinstance(splits, Mapping):
-        raise CorruptDataError(f"{problem}: expected an object, found {type(splits).__name__}; restore the entry")
-    for name, split in splits.items():
-        if not isinstance(split, Mapping):
-            raise CorruptDataError(f"{problem}: split {name!r} is {type(split).__name__}, expected an object")
-        if not isinstance(split.get("table"), str):
-            raise CorruptDataError(f"{problem}: split {name!r} has no digest of a table")
-        parse_digest(split["table"])
-        for field in ("samples", "bytes", "shards"):
-            # A Boolean is an integer in Python.
-            if type(split.get(field)) is not int or split[field] < 0:
-                raise CorruptDataError(
-                    f"{problem}: {field!r} of split {name!r} is {split.get(field)!r}, expected a number"
-                )
-    return splits
-
-
 def open_dataset(repository: Repository, ref: str) -> DatasetVersion:
     """Return the version that `ref` currently resolves to.
 
@@ -394,30 +369,8 @@ def find_renamed(repository: Repository, version: Resolved) -> Resolved | None:
 
 
 def list_datasets(repository: Repository) -> list[DatasetVersion]:
-    """Return the newest version of every data set, of its main line, sorted by name.
-
-    A data set whose newest version cannot be read is left out with an `UnreadableVersionWarning`. There is no warning
-    for one whose versions were all marked as lost (`datasvc mark-lost`).
-
-    Raises:
-        UnavailableError: the store does not respond.
-    """
-    datasets = []
-    for name in filter(is_name, repository.storage.list("datasets")):
-        try:
-            newest = repository.newest("datasets", name)
-        except (CorruptDataError, ConfigError) as error:
-            warn_unreadable(Resolved("datasets", name, repository.versions("datasets", name).head()), error)
-            continue
-        for entry in repository.readable_entries("datasets", name, [newest.version]) if newest else ():
-            resolved = Resolved("datasets", name, entry.number)
-            if renamed_to(entry):
-                continue  # the data set is listed by its new name
-            try:
-                datasets.append(DatasetVersion(repository, resolved, entry))
-            except CorruptDataError as error:
-                warn_unreadable(resolved, error)
-    return datasets
+    """Return the newest version of every data set, of its main line, sorted by name; see `newest_entries`."""
+    return [DatasetVersion(repository, resolved, entry) for resolved, entry in newest_entries(repository)]
 
 
 def readable_versions(repository: Repository, name: str, *, last: int | None = None) -> DatasetLog:

@@ -12,35 +12,12 @@ from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.versions.dataset import (
     DatasetVersion,
     Split,
-    list_datasets,
     read_version,
     readable_versions,
 )
 from datasvc.threads import map_in_threads
 
 _READS_AT_ONCE: Final = 8
-
-
-def summarize_datasets(repository: Repository) -> list[dict[str, Any]]:
-    """Return the newest version of every data set as JSON values.
-
-    They are name, version, samples, bytes, created, tags, and branches with their heads. See `list_datasets` for what
-    is left out, and for errors.
-    """
-    datasets = list_datasets(repository)
-    states = [repository.state("datasets", dataset.resolved.name) for dataset in datasets]
-    return [
-        {
-            "name": dataset.resolved.name,
-            "version": dataset.resolved.version,
-            "samples": sum(split["samples"] for split in dataset.entry.content["splits"].values()),
-            "bytes": sum(split["bytes"] for split in dataset.entry.content["splits"].values()),
-            "created": dataset.entry.content.get("created"),
-            "tags": dict(state.tags),
-            "branches": dict(state.branches),
-        }
-        for dataset, state in zip(datasets, states, strict=True)
-    ]
 
 
 def describe_log(repository: Repository, name: str, *, last: int | None = None) -> list[dict[str, Any]]:
