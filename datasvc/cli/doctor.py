@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 from datasvc.cli.nodes.options import CaOption, TlsNameOption, TokenOption
 from datasvc.cli.terminal.output import JsonOption, print_json, print_line
+
+_LEVELS: Final = ("problem", "warning", "ok")
 
 
 def doctor(
@@ -32,7 +35,7 @@ def doctor(
 
     Example: datasvc doctor --repo s3://bucket/repo --cache /nvme/cache --node http://node1:8765
 
-    Each line begins with ok, warning or problem; what to do follows. The exit status is 1 if there is a problem.
+    Problems come first, then warnings; what to do follows each. The exit status is 1 if there is a problem.
     """
     from datasvc.doctor import examine
     from datasvc.node.client import NodeClient
@@ -40,11 +43,11 @@ def doctor(
 
     token = load_token(token_file, os.environ.get(TOKEN_VARIABLE))
     nodes = {url: NodeClient(url, token=token, ca_file=ca, tls_name=tls_name) for url in node or ()}
-    findings = []
-    for finding in examine(repository=repo, nodes=nodes, cache=cache):
-        findings.append(finding)
-        if not as_json:
-            # Printed one by one: a store that does not respond takes a while.
+    if sys.stderr.isatty():
+        print_line("checking; a store or node that does not respond takes a while", err=True)
+    findings = list(examine(repository=repo, nodes=nodes, cache=cache))
+    if not as_json:
+        for finding in sorted(findings, key=lambda finding: _LEVELS.index(finding.level)):
             print_line(f"{finding.level:8} {finding.check}: {finding.text}")
             if finding.advice:
                 print_line(f"         -> {finding.advice}")

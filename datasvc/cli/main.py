@@ -3,54 +3,68 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from typing import Annotated, Any, Final
 
 import typer
 
 from datasvc import __version__
+from datasvc.cli.completion import VARIABLE, run_completion
 from datasvc.cli.terminal.output import print_line
 from datasvc.cli.terminal.unreadable import report_unreadable
 from datasvc.errors import DatasvcError
 from datasvc.extras import explain_missing
 
-# Module and function of each command, below `datasvc.cli`, in the order of the help.
-_COMMANDS: Final = {
-    "ingest": ("datasets.ingest", "ingest"),
-    "ls": ("datasets.listing", "ls"),
-    "show": ("datasets.show", "show"),
-    "head": ("datasets.show", "head"),
-    "samples": ("datasets.samples", "samples"),
-    "sample": ("datasets.samples", "sample"),
-    "histogram": ("datasets.samples", "histogram"),
-    "sql": ("datasets.show", "sql"),
-    "log": ("datasets.listing", "log"),
-    "tag": ("datasets.tags", "tag"),
-    "branch": ("datasets.branches", "branch"),
-    "delete": ("datasets.versions", "delete"),
-    "classes": ("datasets.versions", "classes"),
-    "diff": ("datasets.versions", "diff"),
-    "merge": ("datasets.versions", "merge"),
-    "revert": ("datasets.versions", "revert"),
-    "rename": ("datasets.remove", "rename"),
-    "rm": ("datasets.remove", "rm"),
-    "export": ("datasets.export", "export"),
-    "push": ("datasets.transfer", "push"),
-    "pull": ("datasets.transfer", "pull"),
-    "verify": ("datasets.maintain", "verify"),
-    "gc": ("datasets.maintain", "gc"),
-    "mark-lost": ("datasets.maintain", "mark_lost"),
-    "audit": ("datasets.audit", "audit"),
-    "stage": ("nodes.cache", "stage"),
-    "serve": ("nodes.serve", "serve"),
-    "top": ("nodes.serve", "top"),
-    "report": ("runs", "report"),
-    "ui": ("ui", "ui"),
-    "train": ("train", "train"),
-    "doctor": ("doctor", "doctor"),
+# Module and function of each command, below `datasvc.cli`, by section and in the order of the help. One without a
+# function is a group of commands: the `app` of the module.
+_SECTIONS: Final[dict[str, dict[str, tuple[str, str | None]]]] = {
+    "Data sets": {
+        "ingest": ("datasets.ingest", "ingest"),
+        "ls": ("datasets.listing", "ls"),
+        "log": ("datasets.listing", "log"),
+        "tag": ("datasets.tags", "tag"),
+        "branch": ("datasets.branches", "branch"),
+        "delete": ("datasets.versions", "delete"),
+        "classes": ("datasets.versions", "classes"),
+        "merge": ("datasets.versions", "merge"),
+        "revert": ("datasets.versions", "revert"),
+        "rename": ("datasets.remove", "rename"),
+        "export": ("datasets.export", "export"),
+        "push": ("datasets.transfer", "push"),
+        "pull": ("datasets.transfer", "pull"),
+    },
+    "Models and training": {
+        "train": ("train", "train"),
+        "models": ("models", None),
+        "runs": ("runs", None),
+        "audit": ("datasets.audit", "audit"),
+    },
+    "Nodes": {
+        "stage": ("nodes.cache", "stage"),
+        "cache": ("nodes.cache", None),
+        "serve": ("nodes.serve", "serve"),
+        "top": ("nodes.serve", "top"),
+    },
+    "Look": {
+        "ui": ("ui", "ui"),
+        "show": ("datasets.show", "show"),
+        "head": ("datasets.show", "head"),
+        "samples": ("datasets.samples", "samples"),
+        "sample": ("datasets.samples", "sample"),
+        "histogram": ("datasets.samples", "histogram"),
+        "sql": ("datasets.show", "sql"),
+        "diff": ("datasets.versions", "diff"),
+        "report": ("runs", "report"),
+    },
+    "Maintenance": {
+        "doctor": ("doctor", "doctor"),
+        "verify": ("datasets.maintain", "verify"),
+        "rm": ("datasets.remove", "rm"),
+        "gc": ("datasets.maintain", "gc"),
+        "mark-lost": ("datasets.maintain", "mark_lost"),
+    },
 }
-# Module of each group of commands; the group is its `app`.
-_GROUPS: Final = {"cache": "nodes.cache", "models": "models", "runs": "runs"}
 # The training program parses all options itself, including `--help`.
 _TRAIN_SETTINGS: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -64,19 +78,23 @@ def make_app(command: str | None = None) -> typer.Typer:
     """
     app = typer.Typer(
         no_args_is_help=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
         pretty_exceptions_enable=False,
         help="Versioned training data and model checkpoints. Exit status: 1 failed, 2 wrong usage, 3 corrupt data, "
         "4 conflict with another writer, 5 store unavailable, 6 committed without the bad samples, 130 interrupted.",
     )
     # Without a callback, Typer makes a single command the whole program.
     app.callback()(_options)
-    names = [command] if command in {*_COMMANDS, *_GROUPS} else [*_COMMANDS, *_GROUPS]
-    for name in names:
-        if name in _GROUPS:
-            app.add_typer(_load(_GROUPS[name], "app"), name=name)
-        else:
-            settings = _TRAIN_SETTINGS if name == "train" else None
-            app.command(name, context_settings=settings)(_load(*_COMMANDS[name]))
+    is_known = any(command in commands for commands in _SECTIONS.values())
+    for section, commands in _SECTIONS.items():
+        for name, (module, function) in commands.items():
+            if is_known and name != command:
+                continue
+            if function is None:
+                app.add_typer(_load(module, "app"), name=name, rich_help_panel=section)
+            else:
+                settings = _TRAIN_SETTINGS if name == "train" else None
+                app.command(name, context_settings=settings, rich_help_panel=section)(_load(module, function))
     return app
 
 
@@ -101,12 +119,15 @@ def _load(module: str, attribute: str) -> Any:
 
 def main() -> None:
     """Run the command line. Print an expected error without a traceback, and exit with its status."""
+    if os.environ.get(VARIABLE, "").startswith("complete"):
+        # One name however it was started: the scripts for completion in shells are made for this name.
+        run_completion(lambda command: make_app(command)(prog_name="datasvc"))
+        return
     try:
         with report_unreadable(), explain_missing("this command"):
             if sys.argv[1:] == ["--version"]:
                 print_line(f"datasvc {__version__}")  # without the modules of all commands
                 return
-            # One name however it was started: the scripts for completion in shells are made for this name.
             make_app(sys.argv[1] if len(sys.argv) > 1 else None)(prog_name="datasvc")
     except (DatasvcError, OSError) as error:
         # Print the lines of a message one by one: `print_line` escapes control characters, which names in the

@@ -29,7 +29,13 @@ class LostVersions:
 
 
 def mark_lost(
-    repository: Repository, kind: Kind, refs: Sequence[str], *, force: bool = False, message: str = ""
+    repository: Repository,
+    kind: Kind,
+    refs: Sequence[str],
+    *,
+    force: bool = False,
+    dry_run: bool = False,
+    message: str = "",
 ) -> LostVersions:
     """Mark versions as lost if their entries cannot be read, with one commit per data set or model.
 
@@ -38,6 +44,7 @@ def mark_lost(
         kind: "datasets" or "models".
         refs: references with a version or a tag; removed versions are accepted.
         force: delete the tags of these versions first.
+        dry_run: check all, and change nothing.
         message: message of the commit.
 
     Raises:
@@ -68,7 +75,7 @@ def mark_lost(
             f"{', '.join(tagged)} points at a version to give up; nothing was changed: move the tag first, or delete "
             "it as well with --force (force=True)"
         )
-    for name, versions in numbers.items():
+    for name, versions in () if dry_run else numbers.items():
         remove_tagged(repository, kind, name, versions, tags[name], message or "entry unreadable", lost=True)
     lost = (Resolved(kind, name, number) for name in sorted(numbers) for number in sorted(numbers[name]))
     return LostVersions(tuple(lost), tuple(tagged))

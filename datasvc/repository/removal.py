@@ -32,7 +32,13 @@ class RemovalReport:
 
 
 def remove_versions(
-    repository: Repository, kind: Kind, refs: Sequence[str], *, force: bool = False, message: str = ""
+    repository: Repository,
+    kind: Kind,
+    refs: Sequence[str],
+    *,
+    force: bool = False,
+    dry_run: bool = False,
+    message: str = "",
 ) -> RemovalReport:
     """Remove versions, with one commit per data set or model.
 
@@ -41,6 +47,7 @@ def remove_versions(
         kind: "datasets" or "models".
         refs: references with a version or a tag. A name alone is refused, because it could mean one version or all.
         force: delete the tags of these versions first.
+        dry_run: check all, and change nothing.
         message: message of the commit.
 
     Raises:
@@ -74,7 +81,7 @@ def remove_versions(
     if not force:
         _refuse_tagged(tags)
     done: list[str] = []
-    for name, versions in numbers.items():
+    for name, versions in () if dry_run else numbers.items():
         try:
             remove_tagged(repository, kind, name, versions, tags[name], message)
         except ConflictError as error:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.ingest import format_counts, overlap_facts
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import ConfigError
@@ -23,7 +24,9 @@ _MAX_CONFLICTS = 10
 
 
 def branch(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a data set.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of a data set.", autocompletion=complete_reference)
+    ],
     repo: RepoOption,
     branch: Annotated[  # noqa: A002, RUF100 - the name of the argument
         str | None, typer.Argument(metavar="BRANCH", help="Branch to create; without it, list the branches.")

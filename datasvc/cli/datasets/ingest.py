@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.key_file import read_lines
 from datasvc.cli.terminal.output import (
     JsonOption,
@@ -47,7 +48,9 @@ SplitOverlapOption = Annotated[
 
 def ingest(
     source: Annotated[str, typer.Argument(help="Folder, file or pattern, local or any fsspec URL.")],
-    name: Annotated[str, typer.Argument(help="Name of the data set, or NAME@BRANCH.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of the data set, or NAME@BRANCH.", autocompletion=complete_reference)
+    ],
     repo: RepoOption,
     format: Annotated[str | None, typer.Option(help="Format of SOURCE; default: detected from its files.")] = None,  # noqa: A002
     split: Annotated[str | None, typer.Option(help="Put all samples into this split.")] = None,

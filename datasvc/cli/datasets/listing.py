@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datasvc.cli.completion import complete_reference
 from datasvc.cli.terminal.drawing_file import LastOption, SvgOption, write_version_graph
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.cli.terminal.unreadable import unreadable_facts
@@ -14,7 +15,9 @@ from datasvc.sizes import format_size
 if TYPE_CHECKING:
     from datasvc.repository import Repository
 
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a data set.")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of a data set.", autocompletion=complete_reference)
+]
 
 
 def ls(repo: RepoOption, as_json: JsonOption = False) -> None:

@@ -8,8 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.ingest import overlap_facts
-from datasvc.cli.terminal.output import JsonOption, MessageOption, RefArgument, RepoOption, print_json, print_line
+from datasvc.cli.terminal.output import (
+    DoneOption,
+    DryRunOption,
+    JsonOption,
+    MessageOption,
+    RefArgument,
+    RepoOption,
+    YesOption,
+    check_one_of,
+    print_json,
+    print_line,
+)
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.printable import count_text
 from datasvc.progress import byte_progress
@@ -22,7 +34,6 @@ if TYPE_CHECKING:
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
 
-YesOption = Annotated[bool, typer.Option("--yes", help="Remove; without --yes, only print what would be removed.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Give up tagged versions too, and remove their tags.")]
 RepairFromOption = Annotated[
     list[str] | None,
@@ -109,6 +120,7 @@ def gc(
     repo: RepoOption,
     grace: Annotated[str, typer.Option(help="Keep everything that is younger than this: 7d, 48h, 30m.")] = "7d",
     yes: YesOption = False,
+    dry_run: DryRunOption = False,
     no_writers: NoWritersOption = False,
     runs_older_than: Annotated[
         str | None,
@@ -125,6 +137,7 @@ def gc(
     from datasvc.gc import gc as run_gc
     from datasvc.repository import Repository
 
+    check_one_of(yes=yes, dry_run=dry_run)
     report = run_gc(
         Repository.open(repo),
         grace_s=parse_duration(grace),
@@ -155,9 +168,16 @@ def gc(
 
 
 def mark_lost(
-    refs: Annotated[list[str], typer.Argument(metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.")],
+    refs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.", autocompletion=complete_reference
+        ),
+    ],
     repo: RepoOption,
     force: ForceOption = False,
+    yes: DoneOption = False,
+    dry_run: DryRunOption = False,
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -167,21 +187,28 @@ def mark_lost(
 
     Only for versions whose entry cannot be read. They count as removed, and their numbers are never used again.
     """
-    give_up("datasets", refs, repo, force=force, message=message, as_json=as_json)
+    check_one_of(yes=yes, dry_run=dry_run)
+    give_up("datasets", refs, repo, force=force, dry_run=dry_run, message=message, as_json=as_json)
 
 
-def give_up(kind: Kind, refs: list[str], repo: str, *, force: bool, message: str, as_json: bool) -> None:
+def give_up(
+    kind: Kind, refs: list[str], repo: str, *, force: bool, dry_run: bool, message: str, as_json: bool
+) -> None:
     """Mark versions as lost (`gc` deletes nothing before that) and print them; for data sets and for models."""
     from datasvc.repository import Repository
     from datasvc.repository.lost_versions import mark_lost as run_mark_lost
 
-    result = run_mark_lost(Repository.open(repo), kind, refs, force=force, message=message)
+    result = run_mark_lost(Repository.open(repo), kind, refs, force=force, dry_run=dry_run, message=message)
     versions = [str(version) for version in result.versions]
     if as_json:
-        print_json({"lost": versions, "untagged": list(result.untagged)})
+        facts = {"lost": versions, "untagged": list(result.untagged)}
+        print_json(facts | ({"dry_run": True} if dry_run else {}))
         return
     for tag in result.untagged:
-        print_line(f"removed tag {tag}")
+        print_line(f"{'would remove' if dry_run else 'removed'} tag {tag}")
+    if dry_run:
+        print_line(f"would mark {', '.join(versions)} as lost; nothing was changed")
+        return
     print_line(f"{', '.join(versions)} is marked as lost; after its grace period, `datasvc gc` runs without it")
 
 

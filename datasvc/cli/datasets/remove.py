@@ -6,14 +6,29 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.listing import NameArgument
-from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_json, print_line
+from datasvc.cli.terminal.output import (
+    DoneOption,
+    DryRunOption,
+    JsonOption,
+    MessageOption,
+    RepoOption,
+    check_one_of,
+    print_json,
+    print_line,
+)
 from datasvc.errors import CorruptDataError, DatasvcError
 
 if TYPE_CHECKING:
     from datasvc.repository import Kind, Repository, Resolved
 
-RefsArgument = Annotated[list[str], typer.Argument(metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.")]
+RefsArgument = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.", autocompletion=complete_reference
+    ),
+]
 ForceOption = Annotated[bool, typer.Option("--force", help="Remove tagged versions too, together with their tags.")]
 RemovalMessageOption = Annotated[str, typer.Option("--message", "-m", help="Description stored with the removal.")]
 
@@ -22,6 +37,8 @@ def rm(
     refs: RefsArgument,
     repo: RepoOption,
     force: ForceOption = False,
+    yes: DoneOption = False,
+    dry_run: DryRunOption = False,
     message: RemovalMessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -31,27 +48,35 @@ def rm(
 
     After a grace period, `datasvc gc` frees the bytes that no other version uses.
     """
-    run_rm("datasets", refs, repo, force=force, message=message, as_json=as_json)
+    check_one_of(yes=yes, dry_run=dry_run)
+    run_rm("datasets", refs, repo, force=force, dry_run=dry_run, message=message, as_json=as_json)
 
 
-def run_rm(kind: Kind, refs: list[str], repo: str, *, force: bool, message: str, as_json: bool) -> None:
+def run_rm(
+    kind: Kind, refs: list[str], repo: str, *, force: bool, dry_run: bool, message: str, as_json: bool
+) -> None:
     """Remove versions, and print the result; for `rm` of data sets and of models."""
     from datasvc.repository import Repository
     from datasvc.repository.removal import remove_versions
 
     repository = Repository.open(repo)
-    report = remove_versions(repository, kind, refs, force=force, message=message)
+    report = remove_versions(repository, kind, refs, force=force, dry_run=dry_run, message=message)
     versions = [str(version) for version in report.versions]
     damaged = [str(version) for version in report.versions if _is_damaged(repository, version)]
     command = "datasvc models" if kind == "models" else "datasvc"
     if as_json:
-        print_json({"removed": versions, "untagged": list(report.untagged), "damaged": damaged})
+        facts = {"removed": versions, "untagged": list(report.untagged), "damaged": damaged}
+        print_json(facts | ({"dry_run": True} if dry_run else {}))
+    elif dry_run:
+        for tag in report.untagged:
+            print_line(f"would remove tag {tag}")
+        print_line(f"would remove {', '.join(versions)}; nothing was changed")
     else:
         for tag in report.untagged:
             print_line(f"removed tag {tag}")
         hint = "" if damaged else f"; `{command} gc` frees their bytes after its grace period"
         print_line(f"removed {', '.join(versions)}{hint}")
-    if damaged:
+    if damaged and not dry_run:
         print_line(
             f"the entry of {', '.join(damaged)} cannot be read, so gc deletes nothing; if there is no copy, "
             f"`{command} mark-lost {' '.join(damaged)}` gives it up",
@@ -73,6 +98,8 @@ def rename(
     name: NameArgument,
     new_name: Annotated[str, typer.Argument(metavar="NEW", help="A name that has no version yet.")],
     repo: RepoOption,
+    yes: DoneOption = False,
+    dry_run: DryRunOption = False,
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -85,8 +112,12 @@ def rename(
     from datasvc.repository import Repository
     from datasvc.shards.history.rename import rename as run_rename
 
-    newest = run_rename(Repository.open(repo), name, new_name, message=message)
+    check_one_of(yes=yes, dry_run=dry_run)
+    newest = run_rename(Repository.open(repo), name, new_name, dry_run=dry_run, message=message)
     if as_json:
-        print_json({"from": name, "to": new_name, "version": str(newest)})
+        facts = {"from": name, "to": new_name, "version": str(newest)}
+        print_json(facts | ({"dry_run": True} if dry_run else {}))
+    elif dry_run:
+        print_line(f"would rename {name} to {new_name}; nothing was changed")
     else:
         print_line(f"renamed {name} to {new_name}: its newest version is {newest}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
+from datasvc.cli.completion import complete_reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import NotFoundError
 from datasvc.printable import count_text
@@ -21,7 +22,11 @@ if TYPE_CHECKING:
 
 RefsArgument = Annotated[
     list[str],
-    typer.Argument(metavar="REF...", help="NAME, NAME@VERSION or NAME@TAG, of a data set NAME@BRANCH; one or more."),
+    typer.Argument(
+        metavar="REF...",
+        help="NAME, NAME@VERSION or NAME@TAG, of a data set NAME@BRANCH; one or more.",
+        autocompletion=complete_reference,
+    ),
 ]
 ToOption = Annotated[str, typer.Option("--to", metavar="URL", help="Target repository: a folder or any fsspec URL.")]
 FromOption = Annotated[str, typer.Option("--from", metavar="URL", help="Source repository.")]

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.branches import merge_one
 from datasvc.cli.datasets.ingest import SplitOverlapOption, format_counts, overlap_facts
 from datasvc.cli.datasets.key_file import read_keys, read_lines
 from datasvc.cli.terminal.output import (
+    DoneOption,
     JsonOption,
     MessageOption,
     RefArgument,
     RepoOption,
     WhereOption,
+    check_one_of,
     print_facts,
     print_json,
     print_line,
@@ -43,6 +46,7 @@ def delete(
         bool, typer.Option("--damaged", help="Delete the samples whose bytes are lost; reads every byte.")
     ] = False,
     ignore_missing: Annotated[bool, typer.Option(help="Skip keys that do not exist, instead of an error.")] = False,
+    yes: DoneOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the samples, and delete nothing.")] = False,
     message: MessageOption = "",
     as_json: JsonOption = False,
@@ -55,6 +59,7 @@ def delete(
     from datasvc.shards.history.delete_damaged import delete_damaged
     from datasvc.shards.versions.delete import delete as run_delete
 
+    check_one_of(yes=yes, dry_run=dry_run)
     repository = Repository.open(repo)
     if damaged:
         if keys is not None or where is not None or split is not None or ignore_missing:
@@ -123,8 +128,12 @@ def classes(
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="NAME, NAME@VERSION or NAME@TAG.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="Version to compare with A.")],
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="NAME, NAME@VERSION or NAME@TAG.", autocompletion=complete_reference)
+    ],
+    b: Annotated[
+        str, typer.Argument(metavar="B", help="Version to compare with A.", autocompletion=complete_reference)
+    ],
     repo: RepoOption,
     keys: Annotated[
         bool, typer.Option("--keys", help=f"List all keys, instead of the first {_MAX_KEYS} of each kind.")
@@ -151,11 +160,20 @@ def diff(
 
 def merge(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Data set to commit to, created if missing; or NAME@BRANCH.")
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="Data set to commit to, created if missing; or NAME@BRANCH.",
+            autocompletion=complete_reference,
+        ),
     ],
     refs: Annotated[
         list[str],
-        typer.Argument(metavar="REF...", help="One version of another line of NAME; or two or more versions."),
+        typer.Argument(
+            metavar="REF...",
+            help="One version of another line of NAME; or two or more versions.",
+            autocompletion=complete_reference,
+        ),
     ],
     repo: RepoOption,
     on_common: Annotated[
@@ -271,7 +289,12 @@ def _parse_prefixes(texts: Sequence[str]) -> dict[str, str]:
 
 
 def revert(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="The old version: NAME@VERSION or NAME@TAG.")],
+    ref: Annotated[
+        str,
+        typer.Argument(
+            metavar="REF", help="The old version: NAME@VERSION or NAME@TAG.", autocompletion=complete_reference
+        ),
+    ],
     repo: RepoOption,
     branch: Annotated[
         str | None, typer.Option("--branch", help="Branch to commit to; default: the main line.")

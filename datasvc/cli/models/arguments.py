@@ -7,10 +7,19 @@ from typing import Annotated
 
 import typer
 
+from datasvc.cli.completion import complete_reference
+
 RefArgument = Annotated[
-    str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION, NAME@TAG, NAME@TAG~1 or NAME@best:METRIC.")
+    str,
+    typer.Argument(
+        metavar="REF",
+        help="NAME, NAME@VERSION, NAME@TAG, NAME@TAG~1 or NAME@best:METRIC.",
+        autocompletion=complete_reference,
+    ),
 ]
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of a model.")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of a model.", autocompletion=complete_reference)
+]
 TrustedOption = Annotated[
     list[Path] | None,
     typer.Option(

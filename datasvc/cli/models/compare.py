@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from datasvc.cli.completion import complete_reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.cli.terminal.query_result import CsvOption, check_one_format, print_csv
 from datasvc.printable import text_value
@@ -15,7 +16,11 @@ from datasvc.printable import text_value
 def compare(
     refs: Annotated[
         list[str],
-        typer.Argument(metavar="REF...", help="NAME, NAME@VERSION, NAME@TAG or NAME@best:METRIC; two or more."),
+        typer.Argument(
+            metavar="REF...",
+            help="NAME, NAME@VERSION, NAME@TAG or NAME@best:METRIC; two or more.",
+            autocompletion=complete_reference,
+        ),
     ],
     repo: RepoOption,
     equal: Annotated[bool, typer.Option("--all", help="Also print the values that are the same everywhere.")] = False,

@@ -10,7 +10,18 @@ import typer
 from datasvc.cli.datasets import maintain
 from datasvc.cli.datasets.remove import ForceOption, RefsArgument, RemovalMessageOption, run_rm
 from datasvc.cli.models.arguments import NameArgument
-from datasvc.cli.terminal.output import JsonOption, MessageOption, RepoOption, print_json, print_line, print_table
+from datasvc.cli.terminal.output import (
+    DoneOption,
+    DryRunOption,
+    JsonOption,
+    MessageOption,
+    RepoOption,
+    YesOption,
+    check_one_of,
+    print_json,
+    print_line,
+    print_table,
+)
 from datasvc.printable import count_text
 
 if TYPE_CHECKING:
@@ -29,6 +40,8 @@ def rm(
     refs: RefsArgument,
     repo: RepoOption,
     force: ForceOption = False,
+    yes: DoneOption = False,
+    dry_run: DryRunOption = False,
     message: RemovalMessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -38,7 +51,8 @@ def rm(
 
     After a grace period, `datasvc models gc` frees the bytes that no other version uses.
     """
-    run_rm("models", refs, repo, force=force, message=message, as_json=as_json)
+    check_one_of(yes=yes, dry_run=dry_run)
+    run_rm("models", refs, repo, force=force, dry_run=dry_run, message=message, as_json=as_json)
 
 
 def retain(
@@ -60,9 +74,9 @@ def retain(
     ] = None,
     every: Annotated[int | None, typer.Option(min=1, help="Keep every n-th version.")] = None,
     every_steps: Annotated[int | None, typer.Option(min=1, help="Keep one version per this number of steps.")] = None,
-    apply: Annotated[
-        bool, typer.Option("--apply", help="Remove; without --apply, only print what would be removed.")
-    ] = False,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    apply: Annotated[bool, typer.Option("--apply", hidden=True, help="The former name of --yes.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Remove the versions of a model that no rule keeps, and print the reason for each version that is kept.
@@ -75,6 +89,8 @@ def retain(
     from datasvc.models.registry.retention import RetentionPolicy
     from datasvc.repository import Repository
 
+    apply = yes or apply
+    check_one_of(yes=apply, dry_run=dry_run)
     policy = RetentionPolicy(last, best, metric, None if mode is None else mode.value, every, every_steps)
     versions, plan = run_retain(Repository.open(repo), name, policy, dry_run=not apply)
     if as_json:
@@ -85,7 +101,7 @@ def retain(
     verb = "removed" if apply else "would remove"
     print_line(f"{verb} {len(plan.removed)} of {count_text(len(versions), 'version')}", err=True)
     if plan.removed:
-        hint = "`datasvc models gc` frees their bytes after its grace period" if apply else "--apply removes them"
+        hint = "`datasvc models gc` frees their bytes after its grace period" if apply else "--yes removes them"
         print_line(hint, err=True)
 
 
@@ -94,7 +110,8 @@ def gc(
     grace: Annotated[
         str, typer.Option(help="Keep everything that is younger than this, or was removed later: 7d, 48h, 30m.")
     ] = "7d",
-    yes: maintain.YesOption = False,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
     no_writers: maintain.NoWritersOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -102,13 +119,15 @@ def gc(
 
     Example: datasvc models gc --grace 7d --yes --repo ./repo
     """
-    maintain.gc(repo=repo, grace=grace, yes=yes, no_writers=no_writers, as_json=as_json)
+    maintain.gc(repo=repo, grace=grace, yes=yes, dry_run=dry_run, no_writers=no_writers, as_json=as_json)
 
 
 def mark_lost(
     refs: RefsArgument,
     repo: RepoOption,
     force: maintain.ForceOption = False,
+    yes: DoneOption = False,
+    dry_run: DryRunOption = False,
     message: MessageOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -118,7 +137,8 @@ def mark_lost(
 
     Only for versions whose entry cannot be read. They count as removed, and their numbers are never used again.
     """
-    maintain.give_up("models", refs, repo, force=force, message=message, as_json=as_json)
+    check_one_of(yes=yes, dry_run=dry_run)
+    maintain.give_up("models", refs, repo, force=force, dry_run=dry_run, message=message, as_json=as_json)
 
 
 def _row(version: ModelVersion, plan: RetentionPlan, *, apply: bool) -> tuple[object, ...]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.maintain import RepairFromOption, describe_repair
 from datasvc.cli.models.arguments import TrustedOption
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
@@ -21,7 +22,12 @@ if TYPE_CHECKING:
 def verify(
     repo: RepoOption,
     refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF]...", help="Versions to verify; with --all, names of models.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[REF]...",
+            help="Versions to verify; with --all, names of models.",
+            autocompletion=complete_reference,
+        ),
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Verify every version of the given models, or of all models.")

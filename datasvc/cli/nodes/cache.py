@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from datasvc.cli.completion import complete_reference
 from datasvc.cli.nodes.cache_plan import placement, plan
 from datasvc.cli.nodes.options import (
     BudgetOption,
@@ -51,7 +52,12 @@ app.command()(placement)
 def stage(
     context: typer.Context,
     refs_or_urls: Annotated[
-        list[str], typer.Argument(metavar="REF|URL...", help="NAME, NAME@VERSION or NAME@TAG; or URLs of any files.")
+        list[str],
+        typer.Argument(
+            metavar="REF|URL...",
+            help="NAME, NAME@VERSION or NAME@TAG; or URLs of any files.",
+            autocompletion=complete_reference,
+        ),
     ],
     cache: Annotated[
         Path | None,

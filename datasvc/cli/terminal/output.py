@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from datasvc.cli.completion import complete_reference
+from datasvc.errors import ConfigError
 from datasvc.printable import text_value
 
 # rich is imported on first use: most output is plain lines, and `show` imports little.
@@ -21,7 +23,12 @@ RepoOption = Annotated[
     str, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
 ]
 RefArgument = Annotated[
-    str, typer.Argument(metavar="REF", help="NAME, NAME@VERSION or NAME@TAG; a data set: also NAME@BRANCH.")
+    str,
+    typer.Argument(
+        metavar="REF",
+        help="NAME, NAME@VERSION or NAME@TAG; a data set: also NAME@BRANCH.",
+        autocompletion=complete_reference,
+    ),
 ]
 SplitOption = Annotated[str | None, typer.Option(help="Only this split; default: all splits.")]
 WhereOption = Annotated[
@@ -29,10 +36,19 @@ WhereOption = Annotated[
     typer.Option(metavar="EXPR", help="SQL condition over the columns, such as \"class = 'cat' and width < 100\"."),
 ]
 MessageOption = Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do it. Without --yes, only print what would be removed.")]
+DoneOption = Annotated[bool, typer.Option("--yes", help="Do it; also without --yes.")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and change nothing.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
 EXIT_INTERRUPTED: Final = 130  # 128 + SIGINT, as in shells
+
+
+def check_one_of(*, yes: bool, dry_run: bool) -> None:
+    """Raise ConfigError if both `--yes` and `--dry-run` are given."""
+    if yes and dry_run:
+        raise ConfigError("--yes does it and --dry-run only shows it; give one of them")
 
 
 @contextmanager
@@ -57,10 +73,10 @@ def print_json_line(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table on a terminal; elsewhere, print rows without a header, with tabs between values."""
+    """Print a table on a terminal; elsewhere, one line for the columns and one per row, with tabs between values."""
     if not sys.stdout.isatty():
-        # One line per row, for programs such as cut and awk.
-        for row in rows:
+        # For programs such as cut and awk.
+        for row in (columns, *rows):
             sys.stdout.write("\t".join(text_value(str(value)) for value in row) + "\n")
         return
     from rich.console import Console

@@ -35,7 +35,9 @@ def report_unreadable() -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        if not isinstance(message, UnreadableVersionWarning):
+        if category is UserWarning:  # of the library to its user: the place in its code says nothing
+            sys.stderr.write(f"warning: {text_value(str(message))}\n")
+        elif not isinstance(message, UnreadableVersionWarning):
             show_other(message, category, filename, lineno, file, line)
         elif message.version not in left_out:
             left_out[message.version] = message

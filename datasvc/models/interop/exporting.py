@@ -7,6 +7,7 @@ grow with the model: the tensors are loaded in groups.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -264,6 +265,13 @@ def write_small_files(
     config = _config_content(part, entry, imported_files.get(CONFIG_FILE))
     if config is not None:
         durable.write_file(folder / CONFIG_FILE, config)
+    else:
+        warnings.warn(
+            "no config.json was written, because the version was saved without a configuration that has model_type: "
+            'AutoModel cannot build the model from this folder. Save with config={"huggingface": '
+            "model.config.to_dict()}, or copy the config.json of the model into the folder",
+            stacklevel=2,
+        )
     for name, digest in imported_files.items():
         # The entry may come from another repository, so a name may be hostile: write only new files in the folder.
         if is_plain_name(name) and not (folder / name).exists():
@@ -280,8 +288,8 @@ def _imported_files(entry: Mapping[str, Any]) -> dict[str, Digest]:
 def _config_content(part: ExportPart, entry: Mapping[str, Any], digest: Digest | None) -> bytes | None:
     """Return the content of `config.json`, with the dtype of this export; None if the version has no configuration.
 
-    The content is the file `digest`, which an earlier import stored. Without such a file, it is the value of
-    "huggingface" in the configuration of the entry.
+    The content is the file `digest`, which an earlier import stored. Without such a file, it is what the version was
+    saved with, see `_saved_config`.
     """
     raw: bytes | None = None
     if digest is not None:
@@ -293,9 +301,22 @@ def _config_content(part: ExportPart, entry: Mapping[str, Any], digest: Digest |
         except (ValueError, RecursionError):
             return raw  # the import accepts files that are not valid JSON, so export the same bytes
     else:
-        config = entry.get("config", {}).get("huggingface")
+        config = _saved_config(entry.get("config"))
     if not isinstance(config, dict):
         return raw
     # The key is `torch_dtype` before release 5 of transformers, and `dtype` since.
     dtypes = {name: part.dtype for name in ("torch_dtype", "dtype") if name in config and part.dtype is not None}
     return (json.dumps({**config, **dtypes}, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _saved_config(config: object) -> dict[str, Any] | None:
+    """Return the configuration of a transformers model in that of a version; None if there is none.
+
+    It is the value of "huggingface", or else the first that has `model_type`: all of it, or the value of a key.
+    """
+    if not isinstance(config, dict):
+        return None
+    if isinstance(config.get("huggingface"), dict):
+        return config["huggingface"]
+    values = (config, *config.values())
+    return next((each for each in values if isinstance(each, dict) and isinstance(each.get("model_type"), str)), None)

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
@@ -48,7 +49,7 @@ class _NothingToCommitError(Exception):
     """Ends `Log.append` without a commit."""
 
 
-def rename(repository: Repository, name: str, new_name: str, *, message: str = "") -> Resolved:
+def rename(repository: Repository, name: str, new_name: str, *, dry_run: bool = False, message: str = "") -> Resolved:
     """Give a data set a new name, with all its versions, their numbers, its tags, branches and removals.
 
     The versions of the old name are then removed, and its tags and branches end. Entries of models that name them
@@ -59,6 +60,7 @@ def rename(repository: Repository, name: str, new_name: str, *, message: str = "
         repository: the repository that stores the data set.
         name: the present name.
         new_name: a name that has no version yet, not even a removed one.
+        dry_run: check the names and the versions, and change nothing.
         message: text stored with the rename.
 
     Returns:
@@ -90,6 +92,10 @@ def rename(repository: Repository, name: str, new_name: str, *, message: str = "
         entry = derived_entry({}, {"kind": "rename", "to": new_name}, message=message, parent=None, source=new_name)
         return {**entry, **fields_on_line(repository, name, MAIN, head)}
 
+    if dry_run:
+        with suppress(_NothingToCommitError):
+            build(repository.versions("datasets", name).head())
+        return replace(repository.resolve("datasets", name), name=new_name)
     with suppress(_NothingToCommitError):
         committed = repository.versions("datasets", name).append(build)
     if committed:

@@ -31,7 +31,7 @@ def test_left_out_samples_are_named_and_the_exit_status_says_so(folder, tmp_path
     assert "1 bad sample left out; `datasvc show pets@1 --bad` lists them" in done.stderr
     assert "ignored files: 2 .txt, 1 without an extension" in done.stderr
     shown = datasvc("show", "pets@1", "--bad", repo=tmp_path / "repo")
-    assert (shown.returncode, shown.stdout) == (0, "train\ta/bad.jpg\tempty file\n")
+    assert (shown.returncode, shown.stdout) == (0, "split\tkey\treason\ntrain\ta/bad.jpg\tempty file\n")
     assert json.loads(datasvc("show", "pets", "--bad", "--json", repo=tmp_path / "repo").stdout) == [
         {"split": "train", "key": "a/bad.jpg", "reason": "empty file"}
     ]

@@ -42,11 +42,11 @@ def test_json_has_the_values_of_the_library(pets):
 def test_people_read_what_was_searched_and_how_to_continue(pets):
     num_shards = read_page(pets, "pets").num_shards
     done = datasvc("samples", "pets", "--where", "label < 3", "-n", "2", "--max-shards", "2", repo=pets)
-    assert len(done.stdout.splitlines()) == 2
+    assert len(done.stdout.splitlines()) == 3
     assert "image=" in done.stdout
     assert f"pets@1/train has 20 samples; 2 of {num_shards} shards searched; continue with --start" in done.stderr
     done = datasvc("histogram", "pets", "label", repo=pets)
-    assert done.stdout.splitlines()[0].startswith("class0\t5\t\N{FULL BLOCK}")
+    assert done.stdout.splitlines()[1].startswith("class0\t5\t\N{FULL BLOCK}")
     assert f"20 samples from {num_shards} of {num_shards} shards" in done.stderr
     assert "payload_digest" in datasvc("sample", "pets", read_page(pets, "pets").samples[0].key, repo=pets).stdout
 

@@ -151,7 +151,7 @@ def test_head_draws_pixels_where_the_terminal_has_them(pets):
 def test_sql_prints_tables_csv_and_json(pets):
     query = "select key, label, image from train where label = 1 order by key"
     size = len(jpeg(seed=1))
-    assert datasvc("sql", "pets", query, repo=pets.url).stdout.splitlines()[0] == f"k1\t1\t{size} bytes"
+    assert datasvc("sql", "pets", query, repo=pets.url).stdout.splitlines()[1] == f"k1\t1\t{size} bytes"
     rows = list(csv.reader(io.StringIO(datasvc("sql", "pets", query, "--csv", repo=pets.url).stdout)))
     assert rows[:2] == [["key", "label", "image"], ["k1", "1", f"{size} bytes"]]
     found = said(datasvc("sql", "pets", query, "--json", repo=pets.url))

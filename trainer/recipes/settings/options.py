@@ -169,7 +169,7 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog=prog,
         usage="%(prog)s --data NAME@VERSION --repo URL --name NAME [--preset NAME] [OPTION ...]",
-        description="Train a model on this rank. Several ranks: datasvc-run -np 2 python -m datasvc.trainer ...",
+        description=f"Train a model on this rank. Several ranks: datasvc-run -np 2 {prog} ...",
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--preset", metavar="NAME", help=f"start from a published recipe: {', '.join(PRESETS)}")
@@ -196,7 +196,7 @@ def _add_group(parser: argparse.ArgumentParser, group: type[SettingGroup]) -> No
     helps, types_by_name = _read_helps(group), field_types(group)
     for field in dataclasses.fields(group):
         text = helps[field.name]
-        if field.default is not _REQUIRED:
+        if field.default not in {_REQUIRED, None}:
             text += f" (default: {_format_default(field.default)})"
         if field.name in _VARIABLES:
             text += f" (variable: {_VARIABLES[field.name]})"
@@ -226,7 +226,22 @@ def _read_helps(group: type[SettingGroup]) -> dict[str, str]:
     attributes = docstring.partition("Attributes:\n")[2].partition("\n\n")[0]
     # A field name, and its text with continuation lines, which are indented further.
     entries = re.findall(r"^    (\w+): (.*(?:\n      .*)*)", attributes, flags=re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+    return {name: _in_words_of_options(" ".join(text.split())) for name, text in entries}
+
+
+def _in_words_of_options(text: str) -> str:
+    """Return a docstring's text for people at a prompt: `epochs` is `--epochs`, and None is an option not given."""
+    text = re.sub(r"[;,] see `[A-Z]\w*`", "", text)  # classes are in the reference of Python names
+    names = {field.name for field in setting_fields()}
+
+    def spell(match: re.Match[str]) -> str:
+        name, value = match[1], match[2]
+        return match[0] if name not in names else _option(name) + (f" {value}" if value else "")
+
+    text = re.sub(r"`(\w+)(?:=([^`]+))?`", spell, text)
+    return re.sub(
+        r"(^|[.] )?\bNone\b", lambda match: f"{match[1]}Not given" if match[1] is not None else "not given", text
+    )
 
 
 def _format_default(value: Any) -> str:

@@ -17,7 +17,7 @@ class CacheSettings(SettingGroup):
 
     Attributes:
         cache: folder of the node's cache; None or empty: the repository is read directly.
-        cache_budget: budget of the node's cache, such as "50GB"; None keeps its present budget.
+        cache_budget: budget of the node's cache, such as "50GB"; None: its present budget.
         peers: nodes to read from before the repository, written as for `datasvc stage --peers`; "ranks": the nodes of
             this job, each with a server that the job starts; None: no peers.
         tenant: tenant of the cache whose quota this run is charged to; see `datasvc cache quota`.
