@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from datasvc import __version__
-from datasvc.cli.completion import VARIABLE, run_completion
+from datasvc.cli.terminal.completion import VARIABLE, run_completion
 from datasvc.cli.terminal.output import print_line
 from datasvc.cli.terminal.unreadable import report_unreadable
 from datasvc.errors import DatasvcError

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.ingest import format_counts, overlap_facts
+from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text, text_value

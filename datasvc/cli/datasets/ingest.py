@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.key_file import read_lines
+from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import (
     JsonOption,
     MessageOption,

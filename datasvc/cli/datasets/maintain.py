@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.ingest import overlap_facts
+from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import (
     DoneOption,
     DryRunOption,

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.listing import NameArgument
+from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import (
     DoneOption,
     DryRunOption,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
-from datasvc.cli.completion import complete_reference
+from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import NotFoundError
 from datasvc.printable import count_text

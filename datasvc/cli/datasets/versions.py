@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.branches import merge_one
 from datasvc.cli.datasets.ingest import SplitOverlapOption, format_counts, overlap_facts
 from datasvc.cli.datasets.key_file import read_keys, read_lines
+from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import (
     DoneOption,
     JsonOption,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from datasvc.cli.completion import complete_reference
+from datasvc.cli.terminal.completion import complete_reference
 
 RefArgument = Annotated[
     str,

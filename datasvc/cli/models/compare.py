@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from datasvc.cli.completion import complete_reference
+from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.cli.terminal.query_result import CsvOption, check_one_format, print_csv
 from datasvc.printable import text_value

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.completion import complete_reference
+from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_line
 from datasvc.printable import count_text
 from datasvc.progress import byte_progress

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from datasvc.cli.completion import complete_reference
 from datasvc.cli.datasets.maintain import RepairFromOption, describe_repair
 from datasvc.cli.models.arguments import TrustedOption
+from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.printable import count_text

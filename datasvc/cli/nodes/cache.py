@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from datasvc.cli.completion import complete_reference
 from datasvc.cli.nodes.cache_plan import placement, plan
 from datasvc.cli.nodes.options import (
     BudgetOption,
@@ -21,6 +20,7 @@ from datasvc.cli.nodes.options import (
     TokenOption,
 )
 from datasvc.cli.nodes.remote_stage import stage_on_node
+from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import (
     JsonOption,
     RefArgument,

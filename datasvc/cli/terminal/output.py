@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from datasvc.cli.completion import complete_reference
+from datasvc.cli.terminal.completion import complete_reference
 from datasvc.errors import ConfigError
 from datasvc.printable import text_value
 
