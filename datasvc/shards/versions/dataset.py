@@ -25,11 +25,11 @@ from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.ancestors import ancestors_of
 from datasvc.shards.lines.commit import renamed_to
+from datasvc.shards.lines.newest_entries import check_splits, newest_entries
 from datasvc.shards.notebook.columns import choose_columns, read_columns
 from datasvc.shards.notebook.dataset_log import DatasetLog
 from datasvc.shards.notebook.sample import Sample, image_columns
 from datasvc.shards.versions.deletions import Deletions, load_deletions
-from datasvc.shards.versions.entries import check_splits, newest_entries
 
 if TYPE_CHECKING:
     import pandas as pd

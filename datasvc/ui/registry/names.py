@@ -12,7 +12,7 @@ from datasvc.repository.logs.lines import branch_of
 from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.resolved import KIND_NAMES, NameState
 from datasvc.repository.unreadable import keep_valid
-from datasvc.shards.versions.entries import check_splits
+from datasvc.shards.lines.newest_entries import check_splits
 from datasvc.ui.registry.records import (
     DatasetRow,
     DatasetVersionsPage,
