@@ -1,1 +1,1 @@
-"""The lines of a data set, its main line and its branches: what a commit continues, ancestors, and the newest version."""
+"""The lines of a data set, its main line and its branches: what a commit continues, ancestors, newest versions."""
