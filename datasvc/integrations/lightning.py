@@ -103,7 +103,8 @@ class VersionCallback(lightning.Callback):
         self.checkpoints = RunCheckpoints(repo, name, **options)
         self._random: Any = None  # random states of a version, until the training starts
         self._captured: dict[str, Any] = {}  # what Lightning collects for the checkpoint in progress
-        self._step = -1
+        self._step, self._first_step = -1, -1  # newest step, and the one at which this fit began
+        self._is_save_open = False  # whether a save waits for the end of the epoch
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002 - the signature is Lightning's
         """Have the trainer read references of versions as checkpoints. Raises ConfigError: it shards the model."""
@@ -115,6 +116,9 @@ class VersionCallback(lightning.Callback):
             )
         if not isinstance(strategy.checkpoint_io, VersionIO):
             strategy.checkpoint_io = VersionIO(strategy.checkpoint_io, self.checkpoints)
+        # Last, so that a version has what other callbacks, such as averages of weights, do after a batch.
+        others = [each for each in trainer.callbacks if each is not self and not isinstance(each, _EpochStart)]
+        trainer.callbacks = [_EpochStart(self), *others, self]
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
         """Keep the random states until the training starts."""
@@ -127,6 +131,7 @@ class VersionCallback(lightning.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Open the model. By now the ranks have met, and Lightning has taken the signals that `grace` takes over."""
         loader, self._step = trainer.train_dataloader, trainer.global_step
+        self._first_step, self._is_save_open = self._step, False
         parent = trainer.ckpt_path if is_reference(trainer.ckpt_path) else None
         self.checkpoints.begin(loader, step=self._step, parent=parent)
         self.checkpoints.reinstate(self._random, trainer.global_rank, trainer.world_size)
@@ -137,10 +142,32 @@ class VersionCallback(lightning.Callback):
         if trainer.global_step == self._step:
             return  # the batch only added to the gradients of a step
         self._step = trainer.global_step
-        if self.checkpoints.is_due(self._step):
+        is_due, is_stopping = self.checkpoints.is_due(self._step), self.checkpoints.stop_signal is not None
+        # The validation of an epoch, and schedules that step by it, follow its last batch, and a run that continues
+        # a version from before them would leave them out. After a signal, save before and after: time may run out.
+        self._is_save_open = is_due and bool(trainer.is_last_batch)
+        if is_due and (is_stopping or not self._is_save_open):
             self._save(trainer)
-        if self.checkpoints.stop_signal is not None:
+        if is_stopping:
             self._stop(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Have schedules step by the metrics of an epoch that continued a version, too."""
+        if self._step > self._first_step:
+            # Lightning would leave them out, as if no batch of the epoch had been trained since the restart.
+            trainer.fit_loop._restarting = False  # noqa: SLF001 - its setter sets True if there is a maximum of steps
+
+    def save_epoch(self, trainer: Any) -> None:
+        """Save the state at the end of the last epoch, if that was due, before anything of the next one begins."""
+        if not self._is_save_open:
+            return
+        # The state of a training that ended here: Lightning would leave out an epoch that it finds begun.
+        progress = trainer.fit_loop.epoch_progress
+        for part in (progress.total, progress.current):
+            part.ready -= 1
+        self._save(trainer)
+        progress.increment_ready()
+        self._is_save_open = False
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Save the last state, and wait until everything is committed."""
@@ -165,7 +192,18 @@ class VersionCallback(lightning.Callback):
         # call it is complete, because other callbacks and the module add to the same dict.
         trainer.save_checkpoint(_VERSION_PATH, weights_only=False)
         captured, self._captured = self._captured, {}
-        self.checkpoints.save(captured, step=trainer.global_step, metrics=trainer.callback_metrics)
+        metrics, again = trainer.callback_metrics, self._is_save_open
+        self.checkpoints.save(captured, step=trainer.global_step, metrics=metrics, again=again)
+
+
+class _EpochStart(lightning.Callback):
+    """Calls `save_epoch` before the hooks of all other callbacks."""
+
+    def __init__(self, versions: VersionCallback) -> None:
+        self._versions = versions
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        self._versions.save_epoch(trainer)
 
 
 class VersionIO(CheckpointIO):

@@ -115,15 +115,18 @@ class RunCheckpoints:
         self.stop_signal = manager.stop_signal
         return is_due
 
-    def save(self, state: Mapping[str, Any], *, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, state: Mapping[str, Any], *, step: int, metrics: Mapping[str, Any] | None = None, again: bool = False
+    ) -> None:
         """Save in the background, with the loader's state and this rank's random states, unless `step` is saved.
 
         Args:
             state: state that all ranks share.
             step: number of optimizer steps so far.
             metrics: metric values by name, numbers or tensors of one element.
+            again: save also if `step` is saved, because the state has changed without a step.
         """
-        if step == self._saved_step:
+        if step == self._saved_step and not again:
             return
         content = dict(state)
         if self._loader is not None:
