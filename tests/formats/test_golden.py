@@ -9,6 +9,7 @@ import dataclasses
 import io
 import json
 from collections import OrderedDict
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,7 +42,9 @@ from datasvc.runs.step_table import StepTable
 from datasvc.shards import Shard, ShardStatistics, ShardTable, ShardWriter, image_schema
 from datasvc.shards.format.digests import digest_batch
 from datasvc.shards.format.partial_reader import PartialShard
+from datasvc.shards.format.salvage import missing_rows, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.format.shard_table import TableRow
 from datasvc.shards.ingestion.plan import plan_shards
 from datasvc.shards.lines.commit import commit_on_line
@@ -173,6 +176,45 @@ def deletions():
     return Deletions.build({2: np.isin(np.arange(11), [0, 3, 9]), 5: np.zeros(4, np.bool_), 70: np.array([True])})
 
 
+def timed_batch():
+    """Return samples with values that the formats 1 and 2 of the sample index hash as text."""
+    fields = {
+        "key": pa.array(["a", "b"]),
+        "day": pa.array([-719163, None], pa.int32()).cast(pa.date32()),
+        "span": pa.array([86_400_000_000_000, -1], pa.duration("ns")),
+        "price": pa.array([Decimal("-1.50"), Decimal("7.00")], pa.decimal128(9, 2)),
+        "when": pa.array([253_402_300_800_000_000, 0], pa.timestamp("us", "Europe/Berlin")),
+        "clock": pa.array([1001, 1000], pa.time64("ns")),
+        "past": pa.array([[1], []], pa.list_(pa.timestamp("s"))),
+    }
+    return pa.RecordBatch.from_arrays(list(fields.values()), names=list(fields))
+
+
+def old_batch():
+    """Return samples whose dates Python has, with whole microseconds."""
+    fields = {
+        "key": pa.array(["a", "b"]),
+        "day": pa.array([0, None], pa.int32()).cast(pa.date32()),
+        "span": pa.array([86_400_000_000_000, -1000], pa.duration("ns")),
+        "price": pa.array([Decimal("-1.50"), Decimal("7.00")], pa.decimal128(9, 2)),
+        "when": pa.array([1_000_000, 0], pa.timestamp("us", "Europe/Berlin")),
+        "spans": pa.array([[1000], []], pa.list_(pa.duration("ns"))),
+    }
+    return pa.RecordBatch.from_arrays(list(fields.values()), names=list(fields))
+
+
+def timed_index():
+    samples = timed_batch()
+    sink = io.BytesIO()
+    with ShardWriter(sink, shard_schema(list(samples.schema))) as writer:
+        writer.append_columns({"key": [b"a", b"b"]}, samples.drop_columns(["key"]))
+    return SampleIndex.build(samples.column("key"), *digest_batch(samples), writer.layout)
+
+
+def sized(content):
+    return len(content).to_bytes(8, "little") + content
+
+
 def table():
     counted = dataclasses.replace(STATISTICS, label_counts={0: 1, 1: 1}, image_kinds={"JPEG": 2})
     rows = [TableRow(SHARD, counted, Digest("cd" * 32)), TableRow(SHARD, STATISTICS)]
@@ -232,6 +274,7 @@ def written(folder):
         "table-2.arrow": table().encode(),
         "index-2.arrow": index().encode(),
         "index-2-frame.arrow": index(LARGE).encode(),
+        "index-3.arrow": timed_index().encode(),
         "deletions-1.arrow": deletions().encode(),
         "tensors-2.arrow": encode_table(RECORDS),
         "pointer-1.json": pointer_bytes(folder),
@@ -244,7 +287,13 @@ def written(folder):
 
 
 # Earlier formats: read for ever, written no more.
-ONLY_READ = {"table-1.arrow", "index-1.arrow", "tensors-1.arrow"}
+ONLY_READ = {
+    "table-1.arrow",
+    "index-1.arrow",
+    "index-2-pandas.arrow",
+    "index-2-python.arrow",
+    "tensors-1.arrow",
+}
 # Written anew they may differ: what zstd makes of bytes is its own affair.
 COMPRESSED = set(PLANES)
 
@@ -340,6 +389,32 @@ def test_a_sample_index_of_format_2_says_where_record_batches_lie_and_gives_thei
     message = golden("shard-1.arrow")[only.message.offset : only.message.offset + only.message.length]
     assert pa.ipc.read_record_batch(pa.py_buffer(message), found.layout.schema).to_pylist() == SAMPLES
     assert (only.num_samples, only.digest, only.frame) == (2, xxh3_128(message).digest(), None)
+
+
+def test_a_sample_index_of_format_3_hashes_the_integers_that_arrow_stores_with_their_unit():
+    found = SampleIndex.decode(golden("index-3.arrow"), "golden")
+    assert not found.hashes_text
+    values = {
+        "day": b"tdate,D:-719163",
+        "span": b"tduration,ns:86400000000000",
+        "price": b"n2:-150",
+        "when": b"ttimestamp,us,Europe/Berlin:253402300800000000",
+        "clock": b"ttime,ns:1001",
+        "past": b"[" + sized(b"ttimestamp,s,:1"),
+    }
+    joined = b"".join(sized(name.encode()) + sized(value) for name, value in sorted(values.items()))
+    assert found.digests("sample")[0].tobytes() == xxh3_128(joined).digest()
+    assert digest_batch(timed_batch().slice(1)) == ([found.digests("sample")[1].tobytes()],) * 2
+
+
+@pytest.mark.parametrize("name", ["index-2-pandas.arrow", "index-2-python.arrow"])
+def test_a_sample_index_of_format_2_hashes_text_which_differs_where_pandas_was_installed(name):
+    """Both were written by the release before format 3, with and without pandas."""
+    found = SampleIndex.decode(golden(name), "golden")
+    assert found.hashes_text
+    identities = [identity for row in sample_identities(old_batch(), found) for identity in row]
+    assert missing_rows(found, identities).tolist() == []
+    assert missing_rows(found, identities[:2]).tolist() == [1]
 
 
 def test_a_sample_index_of_format_2_holds_all_but_the_blobs_where_these_are_large():

@@ -97,7 +97,7 @@ def read_all(shard):
 
 def read_shard(content, path):
     """Read a shard in memory, mapped, and the rest of it as `verify` does."""
-    readable_identities(pa.py_buffer(content))
+    readable_identities(pa.py_buffer(content), None)
     path.write_bytes(content)
     in_memory = read_all(Shard.from_bytes(content, "shard"))
     assert repr(read_all(Shard.map(path))) == repr(in_memory)

@@ -14,7 +14,7 @@ as reliably, but an attacker can construct collisions.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -23,10 +23,22 @@ import numpy.typing as npt
 import pyarrow as pa
 from xxhash import xxh3_128_digest
 
-from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, WIDTH, is_blob, offset_dtype
+from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, WIDTH, is_blob, is_gathered, offset_dtype
 
 DIGEST_BYTES: Final = 16
 _LENGTH: Final = struct.Struct("<q")
+_LISTS: Final = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+# Types whose encoding changed with format 3 of the sample index.
+_UNITS: Final = (
+    pa.types.is_date,
+    pa.types.is_time,
+    pa.types.is_timestamp,
+    pa.types.is_duration,
+    pa.types.is_decimal,
+)
+
+EncodeLeaf = Callable[[pa.Array], list[bytes | None]]
+"""Returns the encoding of an array of a type of `has_units` that is not nested; None for null."""
 
 
 def digest_blob(blob: Any) -> bytes:
@@ -39,16 +51,19 @@ def digest_sample(blobs: Mapping[str, bytes], values: Mapping[str, bytes | None]
 
     Args:
         blobs: digest of each blob that is not null, by column.
-        values: result of `encode_value` for all other columns.
+        values: result of `encode_array` for all other columns.
     """
-    # Put the byte 2 before the digest of a blob. `encode_value` starts values of other types with other bytes.
+    # Put the byte 2 before the digest of a blob. `encode_array` starts values of other types with other bytes.
     encoded = {**{name: b"\2" + digest for name, digest in blobs.items()}, **values}
     sample = xxh3_128_digest(_join(encoded))
     return sample, _payload([blobs[name] for name in sorted(blobs)], sample)
 
 
-def digest_batch(batch: pa.RecordBatch) -> tuple[list[bytes], list[bytes]]:
-    """Return the sample digests and the payload digests of a batch, in its order."""
+def digest_batch(batch: pa.RecordBatch, encode_leaf: EncodeLeaf | None = None) -> tuple[list[bytes], list[bytes]]:
+    """Return the sample digests and the payload digests of a batch, in its order.
+
+    `encode_leaf` encodes the types of `has_units`; None: as in the newest format, see `encode_array`.
+    """
     measured = (WIDTH, HEIGHT) if IMAGE in batch.schema.names else ()
     values: dict[str, Sequence[bytes | None]] = {}
     blobs: dict[str, Sequence[bytes | None]] = {}
@@ -59,7 +74,7 @@ def digest_batch(batch: pa.RecordBatch) -> tuple[list[bytes], list[bytes]]:
         if is_blob(column.type):
             blobs[name] = [None if blob is None else digest_blob(blob) for blob in blob_views(column)]
         else:
-            values[name] = _encode_column(column)
+            values[name] = encode_array(column, encode_leaf or _encode_units)
     return digest_samples(batch.num_rows, blobs, values)
 
 
@@ -71,7 +86,7 @@ def digest_samples(
     Args:
         num_samples: number of values in each column.
         blobs: by column, the digest of each blob, None for null.
-        values: by column, the result of `encode_value` for each value; without keys and measured columns.
+        values: by column, the result of `encode_array`; without keys and measured columns.
     """
     # Hash the same bytes as `digest_sample` does, in less time: names are put before values column by column, so that
     # only the join is done per sample. Null adds no bytes.
@@ -104,28 +119,139 @@ def _value_parts(name: str, encoded: Sequence[bytes | None]) -> list[bytes]:
     return [b"" if value is None else prefix + _sized(value) for value in encoded]
 
 
-def encode_value(value: Any) -> bytes | None:
-    """Return the canonical encoding of a Python value for digests; None for null."""
+def has_units(data_type: pa.DataType) -> bool:
+    """Return whether values of a type, at any depth, are dates, times, durations, decimals or an extension type."""
+    if pa.types.is_nested(data_type):
+        return any(has_units(data_type.field(number).type) for number in range(data_type.num_fields))
+    if pa.types.is_dictionary(data_type):
+        return has_units(data_type.value_type)
+    return isinstance(data_type, pa.BaseExtensionType) or any(is_kind(data_type) for is_kind in _UNITS)
+
+
+def encode_array(array: pa.Array, encode_leaf: EncodeLeaf | None = None) -> list[bytes | None]:
+    """Return the canonical encoding of each value of an array for digests; None for null.
+
+    The encoding depends on the values alone, not on widths of integers and floats, 32- or 64-bit offsets, chunks,
+    dictionaries, or bytes below a null. It has the bits of a float: -0.0 differs from 0.0, and so do two NaN of
+    different bits. Dates, times, durations and decimals are encoded as the integer that Arrow stores, with its unit,
+    time zone or scale, and values of an extension type as those of its storage, unless `encode_leaf` encodes them.
+    """
+    data_type = array.type
+    if isinstance(data_type, pa.BaseExtensionType):
+        return encode_array(array.storage) if encode_leaf is None else encode_leaf(array)
+    if pa.types.is_dictionary(data_type):
+        return encode_array(array.dictionary_decode(), encode_leaf)
+    if pa.types.is_null(data_type):
+        return [None] * len(array)
+    if pa.types.is_struct(data_type):
+        return _encode_structs(array, encode_leaf)
+    if pa.types.is_map(data_type):
+        pairs = pa.StructArray.from_arrays([array.keys, array.items], ["key", "value"])
+        start, stop = value_offsets(array)[[0, -1]].tolist() if len(array) else (0, 0)
+        keys, values = (encode_array(part.slice(start, stop - start), encode_leaf) for part in pairs.flatten())
+        return _encode_lists(
+            array, [b"[" + encode_items([key, value]) for key, value in zip(keys, values, strict=True)]
+        )
+    if any(is_list(data_type) for is_list in _LISTS):
+        return _encode_lists(array, encode_array(array.flatten(), encode_leaf))  # without the values of null lists
+    if is_gathered(data_type):
+        if pa.types.is_string(data_type) or pa.types.is_large_string(data_type):
+            return [None if text is None else b"s" + text.encode() for text in array.to_pylist()]
+        return [None if view is None else b"\2" + digest_blob(view) for view in blob_views(array)]
+    if any(is_kind(data_type) for is_kind in _UNITS):
+        return (encode_leaf or _encode_units)(array)
+    if array.null_count == 0:
+        if pa.types.is_integer(data_type):
+            return [b"i%d" % value for value in array.to_numpy().tolist()]
+        if pa.types.is_floating(data_type):
+            # From bytes, since Python may change the bits of a NaN.
+            raw = array.to_numpy().astype("<f8", copy=False).tobytes()
+            return [b"f" + raw[start : start + 8] for start in range(0, len(raw), 8)]
+    elif pa.types.is_integer(data_type) or pa.types.is_floating(data_type):
+        encoded = iter(encode_array(array.drop_null(), encode_leaf))
+        return [next(encoded) if is_valid else None for is_valid in _validity(array)]
+    return [_encode_value(value) for value in array.to_pylist()]
+
+
+def _encode_structs(array: pa.StructArray, encode_leaf: EncodeLeaf | None) -> list[bytes | None]:
+    names = [field.name for field in array.type]
+    # `flatten` makes the fields of a null struct null.
+    parts = {
+        name: _value_parts(name, encode_array(column, encode_leaf))
+        for name, column in zip(names, array.flatten(), strict=True)
+    }
+    rows = zip(*(parts[name] for name in sorted(parts)), strict=True) if parts else [()] * len(array)
+    encoded = [b"{" + b"".join(row) for row in rows]
+    return [value if is_valid else None for value, is_valid in zip(encoded, _validity(array), strict=True)]
+
+
+def _encode_lists(array: pa.Array, values: Sequence[bytes | None]) -> list[bytes | None]:
+    """Return the encoding of lists from that of their values, `values`, without those of null lists."""
+    valid = _validity(array)
+    if pa.types.is_fixed_size_list(array.type):
+        lengths = [array.type.list_size] * len(array)
+    else:
+        lengths = np.diff(value_offsets(array)).tolist()
+    encoded: list[bytes | None] = []
+    start = 0
+    for length, is_valid in zip(lengths, valid, strict=True):
+        if not is_valid:
+            encoded.append(None)
+            continue
+        encoded.append(b"[" + encode_items(values[start : start + length]))
+        start += length
+    return encoded
+
+
+def encode_items(values: Iterable[bytes | None]) -> bytes:
+    """Return the encoding of the items of a list, each with its length before it."""
+    # A null item has the length -1, so that it differs from an empty one.
+    return b"".join([_LENGTH.pack(-1) if value is None else _LENGTH.pack(len(value)) + value for value in values])
+
+
+def _encode_units(array: pa.Array) -> list[bytes | None]:
+    """Return the encoding of dates, times, durations and decimals: unit, and the integer that Arrow stores."""
+    data_type = array.type
+    if pa.types.is_decimal(data_type):
+        size = data_type.byte_width
+        raw = memoryview(array.buffers()[1] or b"")[array.offset * size : (array.offset + len(array)) * size]
+        head = b"n%d:" % data_type.scale
+        values = [
+            int.from_bytes(raw[start : start + size], "little", signed=True) for start in range(0, len(raw), size)
+        ]
+    else:
+        if pa.types.is_date(data_type):
+            unit = "date,D" if pa.types.is_date32(data_type) else "date,ms"
+        elif pa.types.is_time(data_type):
+            unit = f"time,{data_type.unit}"
+        elif pa.types.is_duration(data_type):
+            unit = f"duration,{data_type.unit}"
+        else:
+            unit = f"timestamp,{data_type.unit},{data_type.tz or ''}"
+        head = b"t" + unit.encode() + b":"
+        values = array.view(pa.int32() if data_type.bit_width == 32 else pa.int64()).fill_null(0).to_numpy().tolist()
+    return [
+        head + b"%d" % value if is_valid else None for value, is_valid in zip(values, _validity(array), strict=True)
+    ]
+
+
+def _validity(array: pa.Array) -> Sequence[bool]:
+    if not array.null_count:
+        return [True] * len(array)
+    valid: list[bool] = array.is_valid().to_numpy(zero_copy_only=False).tolist()
+    return valid
+
+
+def _encode_value(value: Any) -> bytes | None:
+    """Return the encoding of a boolean, of bytes, or of an interval of months, days and nanoseconds."""
     if value is None:
         return None
-    # Test this before int, because bool is a subclass of int.
     if isinstance(value, bool):
         return b"b1" if value else b"b0"
-    if isinstance(value, int):
-        return b"i%d" % value
-    if isinstance(value, float):
-        return b"f" + struct.pack("<d", value)
-    if isinstance(value, str):
-        return b"s" + value.encode()
-    if isinstance(value, (bytes, bytearray, memoryview)):
+    if isinstance(value, bytes):
         return b"\2" + digest_blob(value)  # the same first byte as in `_digest_parts`
-    if isinstance(value, Mapping):
-        return b"{" + _join({str(name): encode_value(item) for name, item in value.items()})
-    if isinstance(value, Iterable):
-        items = [encode_value(item) for item in value]
-        # A null item has the length -1, so that it differs from an empty one.
-        return b"[" + b"".join(_LENGTH.pack(-1) if item is None else _sized(item) for item in items)
-    return b"o" + str(value).encode()  # dates, times and decimals have a unique text form
+    assert isinstance(value, tuple), value
+    return b"[" + encode_items([b"i%d" % part for part in value])
 
 
 def value_offsets(column: pa.Array) -> npt.NDArray[Any]:
@@ -160,13 +286,6 @@ def blob_views(column: pa.Array) -> list[memoryview | None]:
     """Return the values of an array of blobs or text as views of their bytes; None for null."""
     views = BlobViews(column)
     return [views.view(row) for row in range(len(column))]
-
-
-def _encode_column(column: pa.Array) -> list[bytes | None]:
-    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
-    # For numbers without null, NumPy gives the same Python values as Arrow in less time.
-    values = column.to_numpy().tolist() if is_number and not column.null_count else column.to_pylist()
-    return [encode_value(value) for value in values]
 
 
 def _payload(blob_digests: Sequence[bytes], sample_digest: bytes) -> bytes:

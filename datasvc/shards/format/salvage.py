@@ -18,6 +18,7 @@ from datasvc.shards.format.digests import digest_batch
 from datasvc.shards.format.ipc_reader import PARSE_ERRORS, IpcReader, check_schema, read_batch
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import KEY
+from datasvc.shards.format.text_digests import text_digests
 
 # Errors that Arrow and Python raise while they parse corrupt bytes, or make Python values and digests of them.
 _DAMAGE_ERRORS: Final = (CorruptDataError, ArithmeticError, LookupError, MemoryError, *PARSE_ERRORS)
@@ -28,18 +29,26 @@ SampleIdentity = tuple[str, bytes, bytes]
 """Key, sample digest and payload digest of a sample, as in the sample index."""
 
 
-def sample_identities(batch: pa.RecordBatch) -> list[SampleIdentity]:
-    """Return the key and the digests of each sample of a batch, computed from its values."""
-    samples, payloads = digest_batch(batch)
-    return list(zip(batch.column(KEY).to_pylist(), samples, payloads, strict=True))
+def sample_identities(batch: pa.RecordBatch, index: SampleIndex | None) -> list[tuple[SampleIdentity, ...]]:
+    """Return key and digests of each sample of a batch, computed from its values.
+
+    An old `index` may have one of two digests, see `text_digests`: a sample has as many identities.
+    """
+    is_text = index is not None and index.hashes_text
+    digests = text_digests(batch) if is_text else [digest_batch(batch)]
+    keys = batch.column(KEY).to_pylist()
+    return list(zip(*(zip(keys, samples, payloads, strict=True) for samples, payloads in digests), strict=True))
 
 
-def readable_identities(content: pa.Buffer) -> set[SampleIdentity]:
-    """Return the keys and digests of all samples in those record batches of a corrupt shard that still parse."""
+def readable_identities(content: pa.Buffer, index: SampleIndex | None) -> set[SampleIdentity]:
+    """Return the keys and digests of all samples in those record batches of a corrupt shard that still parse.
+
+    `index` is the sample index of the shard, which they are compared with.
+    """
     identities: set[SampleIdentity] = set()
     for batch in readable_batches(content):
         try:
-            identities.update(sample_identities(batch))
+            identities.update(*sample_identities(batch, index))
         except _DAMAGE_ERRORS:
             continue
     return identities

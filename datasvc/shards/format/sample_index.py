@@ -17,10 +17,11 @@ import pyarrow as pa
 from datasvc.errors import CorruptDataError
 from datasvc.printable import count_text
 from datasvc.shards.format.arrow_object import decode_metadata, decode_table, encode_table
-from datasvc.shards.format.digests import DIGEST_BYTES
+from datasvc.shards.format.digests import DIGEST_BYTES, has_units
 from datasvc.shards.format.layout import ShardLayout
 
-INDEX_FORMAT = 2
+INDEX_FORMAT = 3
+_TEXT_FORMAT: Final = 2  # the last format in which dates, times, durations and decimals are hashed as text
 _FORMAT_KEY: Final = b"datasvc.index.format"
 _LAYOUT_KEY: Final = b"datasvc.index.batches"
 _SCHEMA = pa.schema(
@@ -55,8 +56,15 @@ class SampleIndex:
         payloads: Sequence[bytes] | pa.Array,
         layout: ShardLayout | None = None,
     ) -> SampleIndex:
-        """Return the index of samples with these keys and digests, and with the layout of their shard."""
-        return cls(pa.table([keys, samples, payloads], schema=_SCHEMA), layout)
+        """Return the index of samples with these keys and digests, and with the layout of their shard.
+
+        It has format 3 only if the shard has a column that this format hashes otherwise, so that earlier releases of
+        datasvc read all other indexes.
+        """
+        has_format_3 = layout is not None and any(map(has_units, layout.schema.types))
+        number = INDEX_FORMAT if has_format_3 else _TEXT_FORMAT
+        schema = _SCHEMA.with_metadata({_FORMAT_KEY: str(number).encode()})
+        return cls(pa.table([keys, samples, payloads], schema=schema), layout)
 
     def encode(self) -> bytes:
         """Return the index as an Arrow IPC file; equal indexes give equal bytes."""
@@ -79,6 +87,11 @@ class SampleIndex:
                 "restore it from another copy"
             )
         return cls(table, layout)
+
+    @property
+    def hashes_text(self) -> bool:
+        """Whether dates, times, durations and decimals are hashed as text, as in the formats 1 and 2."""
+        return int((self.table.schema.metadata or {})[_FORMAT_KEY]) <= _TEXT_FORMAT
 
     @property
     def num_samples(self) -> int:

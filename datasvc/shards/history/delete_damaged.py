@@ -177,7 +177,8 @@ class _Salvage:
         batches = []
         for batch in readable_batches(read_unverified(self.objects, self.table.shard(number))):
             try:
-                rows = [row for row, identity in enumerate(sample_identities(batch)) if identity in wanted]
+                found = sample_identities(batch, index)
+                rows = [row for row, identities in enumerate(found) if not wanted.isdisjoint(identities)]
             except (CorruptDataError, pa.ArrowException, ValueError, LookupError, ArithmeticError):
                 continue
             if rows:

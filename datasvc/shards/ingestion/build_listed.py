@@ -20,7 +20,7 @@ from datasvc.errors import BadSampleError, SourceChangedError
 from datasvc.progress import Progress
 from datasvc.repository import Repository
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.format.digests import digest_blob, digest_samples, encode_value
+from datasvc.shards.format.digests import digest_blob, digest_samples, encode_array
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
 from datasvc.shards.images.header import ImageHeader, check_and_reencode
 from datasvc.shards.ingestion.build import IngestWork, ShardFinisher, ShardOutput, UnitResult
@@ -81,6 +81,7 @@ class _ImageAppender:
     def __init__(self, work: IngestWork, output: ShardOutput) -> None:
         self._output = output
         self._writer = output.writer
+        self._schema = work.schema
         self._decode_check = work.options.decode_check
         self._reencoding = work.options.reencoding
         self._has_label = LABEL in work.source.schema.names
@@ -122,7 +123,7 @@ class _ImageAppender:
         """Write the last record batch, and pass keys, digests and image kinds to the output."""
         self._end_batch()
         values = {
-            name: [encode_value(value) for value in column]
+            name: encode_array(pa.array(column, self._schema.field(name).type))
             for name, column in self._values(self._files).items()
             if name != KEY
         }

@@ -16,7 +16,7 @@ from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Objects
-from datasvc.shards.format.digests import DIGEST_BYTES, digest_batch
+from datasvc.shards.format.digests import DIGEST_BYTES, digest_batch, has_units
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import KEY
@@ -86,16 +86,19 @@ class SplitKeys:
             opened = self._open(shard)
             keys = take_keys(opened.column(KEY), rows)
             return ShardKeys(shard, rows, keys, lambda: take_keys(self._digest(opened), rows))
-        index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest)).table
+        decoded = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
+        index = decoded.table
         if index.num_rows != self._stored[shard]:
             raise CorruptDataError(
                 f"{self._objects.location(digest)} lists {count_text(index.num_rows, 'sample')}, the shard table "
                 f"{self._stored[shard]}: restore both from another copy"
             )
         keys = take_keys(index.column("key"), rows)
-        if self._labels is None:
+        is_comparable = not (decoded.hashes_text and any(map(has_units, self.table.sample_schema.types)))
+        if self._labels is None and is_comparable:
             return ShardKeys(shard, rows, keys, lambda: take_keys(index.column("sample"), rows))
-        # The digests in the index include the stored labels. For other labels, compute digests from the samples.
+        # The digests in the index include the stored labels, and in old indexes they are those of the text of a date.
+        # For other labels, and to compare with new indexes, compute digests from the samples.
         return ShardKeys(
             shard,
             rows,

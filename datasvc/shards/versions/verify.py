@@ -284,7 +284,7 @@ class _SplitCheck:
         kind = problem.kind if problem else "changed"
         detail = problem.detail if problem else "its bytes do not match its digest"
         # Without the index, it is unknown which samples are intact: all count as affected.
-        rows = None if index is None else missing_rows(index, readable_identities(content))
+        rows = None if index is None else missing_rows(index, readable_identities(content, index))
         if rows is not None and not len(rows):
             detail += ", but every sample in it is intact"
         return self._shard_problem(kind, number, detail, index, rows)
@@ -294,7 +294,7 @@ class _SplitCheck:
         try:
             reader = IpcReader(pa.BufferReader(content), "the shard")
             opened = self._table.check_shard(number, Shard(reader.schema, reader.batches(), "it"))
-            identities = [identity for batch in opened.batches for identity in sample_identities(batch)]
+            identities = {each for batch in opened.batches for row in sample_identities(batch, index) for each in row}
         except (CorruptDataError, *PARSE_ERRORS) as error:
             if isinstance(error, ConfigError):
                 raise

@@ -222,7 +222,7 @@ def test_a_damaged_offset_is_not_followed(shard):
     offsets = np.arange(0, 24, 4, dtype=np.int32).tobytes()  # of the keys of a batch of 5
     place = content.index(offsets)
     content[place + 8 : place + 12] = np.int32(2**31 - 8).tobytes()
-    lost = missing_rows(index, readable_identities(pa.py_buffer(bytes(content))))
+    lost = missing_rows(index, readable_identities(pa.py_buffer(bytes(content)), index))
     assert lost.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -321,7 +321,7 @@ def test_whatever_bytes_are_changed_no_sample_with_other_values_counts_as_whole(
     for place in places:
         content[place] ^= 1 << data.draw(st.integers(0, 7))
     del content[data.draw(st.integers(0, len(content)) | st.just(len(content))) :]
-    lost = set(missing_rows(index, readable_identities(pa.py_buffer(bytes(content)))).tolist())
+    lost = set(missing_rows(index, readable_identities(pa.py_buffer(bytes(content)), index)).tolist())
     for row, number in enumerate(range(STEP)):
         if blob_of(number) not in content or index.keys[row].encode() not in content:
             assert row in lost
@@ -329,7 +329,7 @@ def test_whatever_bytes_are_changed_no_sample_with_other_values_counts_as_whole(
 
 def test_an_undamaged_shard_has_lost_nothing(shard):
     content, index = shard
-    assert len(missing_rows(index, readable_identities(pa.py_buffer(content)))) == 0
+    assert len(missing_rows(index, readable_identities(pa.py_buffer(content), index))) == 0
     assert np.array_equal(missing_rows(index, []), np.arange(STEP))
 
 
