@@ -14,7 +14,7 @@ from datasvc.errors import ConfigError
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.mixture import Mixture, check_column, weighted_splits
 from datasvc.shards import Split
-from datasvc.shards.format.reader import text_errors
+from datasvc.shards.format.reader import python_value, text_errors
 
 
 def is_array_column(data_type: pa.DataType) -> bool:
@@ -58,5 +58,5 @@ def read_lists(batch: SampleBatch, columns: Sequence[str]) -> dict[str, list[Any
                 stored = part.shard.column(name)
                 with text_errors(part.shard.name):
                     for index, row in zip(part.indices.tolist(), part.rows.tolist(), strict=True):
-                        values[index] = stored[row].as_py()
+                        values[index] = python_value(stored[row])
     return lists

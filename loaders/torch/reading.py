@@ -23,7 +23,7 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.loaders.core.mixture import check_column
 from datasvc.shards import Shard, ShardStore, Split
-from datasvc.shards.format.reader import text_errors
+from datasvc.shards.format.reader import python_value, text_errors
 from datasvc.shards.versions.dataset import open_listed_shard
 
 # A mapped shard uses two file descriptors, and the limit of a process is often 1024.
@@ -161,7 +161,7 @@ def _read_rows(shard: Shard, rows: Integers, columns: Sequence[str]) -> list[dic
         with text_errors(shard.name):
             samples.append(
                 {
-                    name: batch.column(name)[row_in_batch].as_py() if name in shard.schema.names else None
+                    name: python_value(batch.column(name)[row_in_batch]) if name in shard.schema.names else None
                     for name in columns
                 }
             )

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from datasvc.keyed_random import Integers
 from datasvc.shards.format.digests import blob_views
+from datasvc.shards.format.reader import python_values
 from datasvc.shards.format.schema import is_blob
 from datasvc.shards.versions.dataset import Split, open_listed_shard
 
@@ -73,7 +74,7 @@ class ExportUnit:
 
 def samples_of(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
     """Yield the samples of a batch: blobs as views of the shard, other values as Python values."""
-    columns = [blob_views(column) if is_blob(column.type) else column.to_pylist() for column in batch.columns]
+    columns = [blob_views(column) if is_blob(column.type) else python_values(column) for column in batch.columns]
     for values in zip(*columns, strict=True):
         yield dict(zip(batch.schema.names, values, strict=True))
 

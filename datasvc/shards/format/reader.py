@@ -167,7 +167,7 @@ class Shard:
         row_in_batch = row - int(self._starts[batch])
         with text_errors(self.name):
             return {
-                name: self._batches[batch].column(index)[row_in_batch].as_py()
+                name: python_value(self._batches[batch].column(index)[row_in_batch])
                 for index, name in enumerate(self.schema.names)
             }
 
@@ -239,6 +239,37 @@ def text_errors(name: str) -> Iterator[None]:
         raise CorruptDataError(
             f"{name} has a text that is not UTF-8: {error}; restore the shard from another copy"
         ) from error
+
+
+def python_value(value: pa.Scalar) -> Any:
+    """Return an Arrow value as a Python value.
+
+    A date or time that Python lacks, such as one after the year 9999 or in an unknown time zone, becomes a
+    `numpy.datetime64` (in UTC) or `numpy.timedelta64`. Raise UnicodeDecodeError for a text that is not UTF-8.
+    """
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        raise
+    except (OverflowError, ValueError):  # an ArrowInvalid is a ValueError
+        if pa.types.is_struct(value.type):
+            return {name: python_value(value[name]) for name in value.type.names}
+        if pa.types.is_nested(value.type):
+            return [python_value(item) for item in value]
+        if not pa.types.is_temporal(value.type):
+            raise
+        unit = getattr(value.type, "unit", "D" if pa.types.is_date32(value.type) else "ms")
+        is_moment = pa.types.is_timestamp(value.type) or pa.types.is_date(value.type)
+        return np.datetime64(value.value, unit) if is_moment else np.timedelta64(value.value, unit)
+
+
+def python_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+    """Return the values of a column as Python values, see `python_value`."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except (OverflowError, ValueError):
+        return list(map(python_value, column))
+    return values
 
 
 def blob_part(array: pa.Array) -> BlobPart:

@@ -25,7 +25,7 @@ from datasvc.printable import count_text
 from datasvc.repository import Digest
 from datasvc.shards.format.layout import BatchLayout
 from datasvc.shards.format.partial_reader import PartialShard
-from datasvc.shards.format.reader import Shard, text_errors
+from datasvc.shards.format.reader import Shard, python_values, text_errors
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob, is_image
 from datasvc.shards.versions.dataset import Split
@@ -244,7 +244,7 @@ class _OpenShard:
             self._fetch_whole_batches(rows)
             columns = {field.name: self._column(field, pa.array(rows)) for field in schema}
         with text_errors(self._shard.name):
-            lists = {name: column.to_pylist() for name, column in columns.items()}
+            lists = {name: python_values(column) for name, column in columns.items()}
         return [{name: values[index] for name, values in lists.items()} for index in range(len(rows))]
 
     def blob_sizes(self, column: str, rows: Integers) -> pa.Array:
