@@ -10,7 +10,7 @@ import datasvc
 from datasvc.repository import Repository
 from datasvc.shards.format import sample_index
 from datasvc.shards.format.digests import digest_batch
-from datasvc.shards.format.text_digests import text_digests
+from datasvc.shards.format.salvage import text_digests
 from datasvc.shards.ingestion.ingest import ingest
 from datasvc.shards.versions.verify import verify
 from tests.cli.command import run
