@@ -11,14 +11,15 @@ from datasvc.errors import ConfigError
 _Value = TypeVar("_Value")
 _UNITS: Final = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _BINARY_UNITS: Final = {"ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+_MAX_DIGITS: Final = 24
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)  # groups: the number, and the unit without B
 
 
 def parse_size(text: str) -> int:
     """Return the number of bytes of "64MiB", "1.5GB" or "1000". Raise ConfigError if `text` is not a size."""
     match = _SIZE.fullmatch(text.strip())
-    if not match:
-        raise ConfigError(f"{text!r} is not a valid size; write for example 50GB, 512MiB or a number of bytes")
+    if not match or len(match[1]) > _MAX_DIGITS:
+        raise ConfigError(f"{text[:80]!r} is not a valid size; write for example 50GB, 512MiB or a number of bytes")
     unit = (match[2] or "").lower()
     return int(float(match[1]) * (_UNITS | _BINARY_UNITS)[unit])
 

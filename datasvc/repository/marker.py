@@ -17,7 +17,7 @@ def check_marker(raw: bytes, location: str) -> None:
     """Raise ConfigError for a later format, CorruptDataError for something else than a marker."""
     try:
         stored_format = int(json.loads(raw)["format"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise CorruptDataError(f"{location} is corrupt: expected {MARKER_BYTES!r}, found {raw[:80]!r}") from error
     if stored_format > REPOSITORY_FORMAT:
         raise ConfigError(

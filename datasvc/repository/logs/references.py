@@ -22,6 +22,7 @@ _MAX_NAME_LENGTH = 128
 _NAME = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{_MAX_NAME_LENGTH - 1}}}")
 # DOTALL: the name of a metric may be any text.
 _BEST = re.compile(r"best:(?P<metric>.+?)(:(?P<mode>max|min))?", re.DOTALL)
+_MAX_DIGITS = 18
 _MOVES = re.compile(r"[0-9]{1,9}")
 
 
@@ -111,8 +112,14 @@ def parse_reference(text: str, what: str = "data set") -> Reference:
     check_name(name, what)
     if not at:
         return Reference(name)
-    if version_or_tag.isascii() and version_or_tag.isdecimal() and int(version_or_tag) > 0:
-        return Reference(name, version=int(version_or_tag))
+    if version_or_tag.isascii() and version_or_tag.isdecimal() and version_or_tag.strip("0"):
+        digits = version_or_tag.lstrip("0")
+        if len(digits) > _MAX_DIGITS:  # Python refuses to convert thousands of digits
+            raise ConfigError(
+                f"{name}@{digits[:20]}... has {len(digits)} digits, which no version number has; give one that "
+                f"`datasvc log {name}` lists"
+            )
+        return Reference(name, version=int(digits))
     if best := _BEST.fullmatch(version_or_tag):
         return Reference(
             name, tag=version_or_tag, metric=best["metric"], mode=cast("MetricMode | None", best["mode"])

@@ -150,7 +150,7 @@ def version_of(move: Entry) -> int:
     """
     try:
         return int(move.content["version"] or 0)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise CorruptDataError(f"entry {move.number} of a tag's log has no valid version: {error!r}") from error
 
 

@@ -75,7 +75,7 @@ def read_limit(query: Query) -> int:
 def read_version(parts: Parts) -> int:
     """Return the version number in a path. Raise ConfigError if it is not a number."""
     text = parts["version"]
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:12]) <= MAX_VERSION):
+    if not (text.isascii() and text.isdecimal() and len(text) <= 12 and 1 <= int(text) <= MAX_VERSION):
         raise ConfigError(
             f"{text[:80]!r} is not the number of a version; expected such as /versions/3. A tag is at /tags/NAME"
         )

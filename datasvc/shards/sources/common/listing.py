@@ -31,6 +31,7 @@ from datasvc.shards.sources.common.file_checks import (
 from datasvc.shards.sources.common.streams import COMPRESSIONS
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_MAX_DIGITS = 18  # of a number in a range
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_EXPANDED = 1_000_000
 
@@ -363,6 +364,8 @@ def _choices(inner: str) -> Sequence[str]:
     if match is None:
         return inner.split(",")
     first, last = match.groups()
+    if max(len(first), len(last)) > _MAX_DIGITS:  # Python refuses to convert thousands of digits
+        raise ConfigError(f"the range {{{inner[:40]}...}} has numbers of more than {_MAX_DIGITS} digits")
     if int(first) > int(last):
         raise ConfigError(f"the range {{{inner}}} runs backwards; write the smaller number first")
     if int(last) - int(first) >= _MAX_EXPANDED:

@@ -23,6 +23,7 @@ _CODE: Final = r"^(\+|-?0[0-9xX])"
 _EXPONENT_CODE: Final = r"^[0-9]+[eE][0-9]+$"
 _PLAIN_OR_EXPONENT_CODE: Final = r"^-?[0-9]+([eE][0-9]+)?$"
 _INTEGER: Final = r"^-?[0-9]+$"
+_MAX_DIGITS: Final = 400  # of an integer that is compared with its float; a float has at most 309
 _LONG_INTEGER: Final = r"^-?[0-9]{16,}$"  # a float holds all integers of 15 digits
 
 
@@ -108,7 +109,7 @@ def _filled(text: pa.Array) -> pa.Array:
 def _check_floats(text: pa.Array, floats: pa.Array) -> None:
     """Raise ArrowInvalid if an integer or a large number is another number as a float."""
     for value in text.filter(pc.match_substring_regex(text, _LONG_INTEGER)).to_pylist():
-        if int(value) != float(value):
+        if len(value) > _MAX_DIGITS or int(value) != float(value):
             raise pa.ArrowInvalid("a float does not hold this integer; keep the column with --as-text")
     infinite = text.filter(pc.is_inf(floats))
     if len(infinite) and not _all(infinite, r"(?i)inf"):

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from datasvc.errors import ConfigError
@@ -21,6 +22,8 @@ _MAX_DEPTH: Final = 64
 _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 # An integer of 16 or more digits, which a float may not hold; digits in text match too.
 _LONG_INTEGER: Final = re.compile(rb"(?<![0-9.])[0-9]{16}")
+# A number that a float may not hold: Arrow reads it as infinity, and JSON has no infinity of its own.
+_HUGE_NUMBER: Final = re.compile(rb"[0-9]{300}")
 _MAX_UINT64: Final = (1 << 64) - 1
 # Start of Arrow's error messages, which is left out of ours.
 _ARROW_PREFIX: Final = "JSON parse error: "
@@ -40,7 +43,7 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
     """
     if schema is not None and any(map(_holds_floats, schema.types)) and _LONG_INTEGER.search(content):
         for value in _long_integers(content, schema):
-            if int(float(value)) != value:
+            if not _is_float(value):
                 raise ValueError(f"the integer {value} has no equal float, and its column has floats")
     options = pj.ParseOptions(
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
@@ -52,6 +55,8 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
     # A field name that is not UTF-8 can raise UnicodeDecodeError, which is no ArrowException.
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(str(error).removeprefix(_ARROW_PREFIX)) from error
+    if _HUGE_NUMBER.search(content) and any(map(_has_infinity, table.columns)):
+        raise ValueError("a number is too large for a float")
     # The caller numbers the samples by lines, so each line must be one object.
     if table.num_rows != num_lines:
         raise ValueError(f"{num_lines} lines hold {table.num_rows} objects")
@@ -135,8 +140,8 @@ def _with_long_integers(schema: pa.Schema, content: bytes, name: str) -> pa.Sche
             continue
         if min(values) < 0 or max(values) > _MAX_UINT64:
             raise ConfigError(
-                f"column {field.name!r} of {name} holds integers from {min(values)} to {max(values)}, which no "
-                "integer of 64 bits holds; write them as text"
+                f"column {field.name!r} of {name} holds integers from {_shown(min(values))} to "
+                f"{_shown(max(values))}, which no integer of 64 bits holds; write them as text"
             )
         schema = schema.set(number, field.with_type(pa.uint64()))
     return schema
@@ -169,6 +174,29 @@ def _integers(value: Any, data_type: pa.DataType) -> Iterator[int]:
     elif isinstance(value, dict) and pa.types.is_struct(data_type):
         for field in data_type:
             yield from _integers(value.get(field.name), field.type)
+
+
+def _shown(value: int) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else f"{text[:40]}... ({len(text)} characters)"
+
+
+def _is_float(value: int) -> bool:
+    """Return whether a float holds an integer."""
+    try:
+        return int(float(value)) == value
+    except OverflowError:
+        return False
+
+
+def _has_infinity(column: pa.ChunkedArray | pa.Array) -> bool:
+    """Return whether a float in a column, at any depth, is infinite."""
+    if pa.types.is_struct(column.type):
+        flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+        return any(map(_has_infinity, flat.flatten()))
+    if pa.types.is_list(column.type):
+        return _has_infinity(pc.list_flatten(column))
+    return pa.types.is_floating(column.type) and bool(pc.any(pc.is_inf(column)).as_py())
 
 
 def _holds_floats(data_type: pa.DataType) -> bool:

@@ -21,7 +21,7 @@ WITHOUT_CONTENT: Final = {
     b"4": "a block device",
     b"6": "a named pipe",
 }
-_MAX_NUMBER: Final = (1 << 63) - 1
+_MAX_NUMBER: Final = (1 << 43) - 1  # 8 TiB: file systems cannot seek to offsets near 2 ** 63
 
 
 def padded(size_bytes: int) -> int:
