@@ -47,7 +47,7 @@ def test_a_quoted_column_beside_others_is_text(tmp_path, texts):
 
 
 def test_quotes_around_every_value_say_nothing_about_types(tmp_path):
-    """rapidsai/cudf#12588: files of programs that quote everything lose their numbers, though they mark no text."""
+    """NVIDIA/cudf#12588: files of programs that quote everything lose their numbers, though they mark no text."""
     rows, bad = read(tmp_path, '"id","label","code"\n"1","0","007"\n"2","1","008"\n')
     assert (rows, bad) == ([{"id": 1, "label": 0, "code": "007"}, {"id": 2, "label": 1, "code": "008"}], [])
 

@@ -180,3 +180,39 @@ def test_a_manifest_finds_files_whose_names_have_the_other_unicode_form(tmp_path
     ingest(Repository.create(str(tmp_path / "repo")), str(tmp_path / "in"), "listed", source_options=options)
     split = datasvc.open(str(tmp_path / "repo")).dataset("listed")["train"]
     assert {split[row]["key"]: split[row]["label"] for row in range(2)} == {f"{NFD}.jpg": 0, "plain.jpg": 1}
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def cycle(container):
+    container.append(container) if isinstance(container, list) else container.update(x=container)
+    return container
+
+
+ODD = {
+    "deep": {"x": nested(20_000)},
+    "two thousand": {"x": nested(2_000)},
+    "cycle": {"x": cycle([])},
+    "cycle of dicts": {"x": cycle({})},
+    "number as name": {1: 2},
+    "name that is not UTF-8": {"a\udc80": 1},
+    "deep key": {"key": nested(20_000)},
+    "object": {"x": object()},
+    "set": {"x": {1, 2}},
+    "masked array": {"x": np.ma.masked_array([1], [True])},
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_values_that_no_column_can_store_are_named(tmp_path, name):
+    """pola-rs/polars#17960: a list that contains itself ends the process without a message."""
+    with pytest.raises(ConfigError, match=r"column name|no column can store"):
+        datasvc.ingest(iter([{"key": "a", **ODD[name]}]), "odd", repo=str(tmp_path))
+    rows = [{"key": str(row), "x": [[row]]} for row in range(100)]
+    with pytest.raises(BadSampleError, match=r"1 of 101 samples.*(late|a sample): "):
+        datasvc.ingest(iter([*rows, {"key": "late", **ODD[name]}]), "odd", repo=str(tmp_path))

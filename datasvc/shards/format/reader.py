@@ -258,7 +258,7 @@ def python_value(value: pa.Scalar) -> Any:
             return [python_value(item) for item in value]
         if not pa.types.is_temporal(value.type):
             raise
-        unit = getattr(value.type, "unit", "D" if pa.types.is_date32(value.type) else "ms")
+        unit: Any = getattr(value.type, "unit", "D" if pa.types.is_date32(value.type) else "ms")
         is_moment = pa.types.is_timestamp(value.type) or pa.types.is_date(value.type)
         return np.datetime64(value.value, unit) if is_moment else np.timedelta64(value.value, unit)
 

@@ -86,8 +86,8 @@ class PythonSource(StreamedSource):
             _check_mapping(original)
             sample = original if self._has_keys else _with_number(original, number)
             value = sample.get(self._columns.key or KEY)
-            # A sample without a key is named by its position.
-            key = f"sample {number}" if value is None else str(value)
+            # A sample without a key is named by its position; the text of a nested value may take any time.
+            key = f"sample {number}" if value is None or isinstance(value, (list, tuple, Mapping)) else str(value)
             missing = [name for name in required if sample.get(name) is None]
             reason = _rejection_reason(key, sample.keys() - names, missing)
             if reason:

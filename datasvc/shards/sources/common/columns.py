@@ -207,7 +207,8 @@ class SampleBatcher:
         try:
             check_nesting(sample.values())
         except ValueError as error:
-            yield BadSample(self._split, str(sample.get(KEY)), str(error))
+            key = sample.get(KEY)
+            yield BadSample(self._split, key if isinstance(key, str) else "a sample", str(error))
             return
         size_bytes = sum(map(_size_of, sample.values()))
         # Flush before the sample is added, so that a batch exceeds the limit only if a single sample does.
@@ -317,7 +318,8 @@ def infer_table(samples: Sequence[Mapping[str, Any]]) -> pa.Table:
             columns[name] = infer_array(values)
         except MISFITS as error:
             raise ConfigError(
-                f"column {name!r} holds values that no column can store: {error}; give all its values one type"
+                f"column {name!r} holds values that no column can store: {error}; expected numbers, text, bytes, "
+                "dates, lists, dicts or NumPy arrays, all values of one type"
             ) from error
     return pa.table(columns)
 

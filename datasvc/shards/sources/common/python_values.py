@@ -116,7 +116,7 @@ def _check(values: Iterable[Any], data_type: pa.DataType) -> None:
     for cls in classes:
         if not issubclass(cls, accepted) or issubclass(cls, refused):
             value = next(value for value in filled if type(value) is cls)
-            raise TypeError(f"{_shown(value)} is a {cls.__name__}, no {data_type}")
+            raise TypeError(f"{_shown(value)} has the type {cls.__name__}, but the column holds {data_type}")
     if pa.types.is_floating(data_type):
         _check_floats(filled, classes, data_type)
     elif pa.types.is_struct(data_type):
