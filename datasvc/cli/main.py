@@ -11,7 +11,7 @@ import typer
 
 from datasvc import __version__
 from datasvc.cli.terminal.completion import VARIABLE, run_completion
-from datasvc.cli.terminal.output import print_line
+from datasvc.cli.terminal.output import escape_unencodable, print_line
 from datasvc.cli.terminal.unreadable import report_unreadable
 from datasvc.errors import DatasvcError
 from datasvc.extras import explain_missing
@@ -119,6 +119,7 @@ def _load(module: str, attribute: str) -> Any:
 
 def main() -> None:
     """Run the command line. Print an expected error without a traceback, and exit with its status."""
+    escape_unencodable()
     if os.environ.get(VARIABLE, "").startswith("complete"):
         # One name however it was started: the scripts for completion in shells are made for this name.
         run_completion(lambda command: make_app(command)(prog_name="datasvc"))

@@ -15,7 +15,7 @@ from PIL import Image
 from datasvc.errors import BadSampleError
 from datasvc.loaders.decode.pixels import Pixels
 from datasvc.shards.images.exif import read_orientation, swaps_sides, turn_upright
-from datasvc.shards.images.header import open_image
+from datasvc.shards.images.header import open_image, to_rgb
 
 if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes
@@ -77,28 +77,6 @@ def scale_box(image: Image.Image, box: Sequence[float], size: int) -> Pixels:
     """
     left, top, right, bottom = box
     return np.asarray(image.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, right, bottom)))
-
-
-def to_rgb(image: Image.Image, kind: str) -> Image.Image:
-    """Return an image of any mode as 8-bit RGB, see `decode_window`; the same object if it is RGB already.
-
-    `kind` is Pillow's name of the file format. Raises BadSampleError: the pixels are 32-bit integers.
-    """
-    if image.mode == "RGB":
-        return image
-    if image.mode.startswith("I;16") or (image.mode == "I" and kind != "TIFF"):
-        # 16-bit values; only in TIFF, the mode I has 32 bits. Pillow's own conversion clips them at 255. Round to the
-        # nearest level: no value is exactly between two levels, because 65535 is odd.
-        levels = (np.asarray(image).astype(np.uint32) * 255 + 32767) // 65535
-        return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
-    if image.mode == "F":
-        levels = np.rint(np.clip(np.nan_to_num(np.asarray(image)), 0, 1) * 255)
-        return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
-    if image.mode == "I":
-        raise BadSampleError("has 32-bit integer pixels, whose range is undefined; store it with 8 or 16 bits")
-    if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
-        image = image.convert("RGBA")  # a direct conversion warns about the loss of the alpha channel
-    return image.convert("RGB")
 
 
 def _check_window(image_size: tuple[int, int], window: tuple[int, int, int, int]) -> None:

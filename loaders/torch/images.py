@@ -10,9 +10,8 @@ from typing import Any, Literal
 import numpy as np
 from PIL import Image
 
-from datasvc.loaders.decode.pillow_decoder import to_rgb
 from datasvc.shards.images.exif import read_orientation, turn_upright
-from datasvc.shards.images.header import open_image
+from datasvc.shards.images.header import open_image, to_rgb
 
 Decode = Literal["pil", "numpy"] | None
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 
 import typer
 
@@ -63,13 +64,27 @@ def resumable() -> Iterator[None]:
 
 def print_json(value: Any) -> None:
     """Print one JSON document on standard output."""
-    sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=not _is_unicode(sys.stdout)) + "\n")
 
 
 def print_json_line(value: Any) -> None:
     """Print one JSON document as a single line and flush it. Commands that print events while they run use this."""
-    sys.stdout.write(json.dumps(value, sort_keys=True, ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps(value, sort_keys=True, ensure_ascii=not _is_unicode(sys.stdout)) + "\n")
     sys.stdout.flush()
+
+
+def escape_unencodable() -> None:
+    """Let standard output and error escape what their encoding does not have, instead of raising an error.
+
+    A terminal or container may take ASCII only, and names of files may hold bytes that are not UTF-8.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _is_unicode(stream: TextIO) -> bool:
+    return (stream.encoding or "").lower().startswith("utf")
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -86,7 +101,10 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Non
 
 def print_line(line: str, *, err: bool = False) -> None:
     """Print one line, with control characters escaped, on standard output, or with `err` on standard error."""
-    typer.echo(text_value(line), err=err)
+    # Not by `typer.echo`, which writes UTF-8 to a stream that takes ASCII.
+    stream = sys.stderr if err else sys.stdout
+    stream.write(text_value(line) + "\n")
+    stream.flush()
 
 
 def plain_text(value: object) -> Text:

@@ -16,13 +16,14 @@ from typing import Final, Literal
 
 from PIL import Image
 
+from datasvc.shards.images.png_chunks import png_chunks
+
 _UPRIGHT: Final = 1
 _ORIENTATION_TAG = 0x0112
 _SHORT, _LONG = 3, 4  # types of a tag's value: 2 or 4 bytes
 _EXIF_PREFIX: Final = b"Exif\0\0"
 _APP1, _START_OF_SCAN = 0xE1, 0xDA
 _SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of what follows the marker (these two bytes too)
-_PNG_CHUNK: Final = struct.Struct(">I4s")  # length of the data, name; data and checksum follow
 _RIFF_CHUNK: Final = struct.Struct("<4sI")  # name, length of the data, which is padded to an even length
 # The operation that makes an image of each orientation upright. Orientation 1 is upright already.
 _TRANSPOSES: Final = {
@@ -94,7 +95,7 @@ def _exif_blocks(raw: memoryview, kind: str) -> Iterator[memoryview]:
     if kind in ("JPEG", "MPO"):
         blocks = (data for data in _jpeg_app1_segments(raw) if _has_exif_prefix(data))
     elif kind == "PNG":
-        blocks = (data for name, data in _png_chunks(raw) if name == b"eXIf")
+        blocks = (data for name, data, _ in png_chunks(raw) if name == b"eXIf")
     elif kind == "WEBP":
         blocks = (data for name, data in _riff_chunks(raw) if name == b"EXIF")
     else:
@@ -121,15 +122,6 @@ def _jpeg_app1_segments(raw: memoryview) -> Iterator[memoryview]:
         if marker == _APP1:
             yield raw[offset + _SEGMENT.size : offset + 2 + length]
         offset += 2 + length
-
-
-def _png_chunks(raw: memoryview) -> Iterator[tuple[bytes, memoryview]]:
-    offset = 8  # after the signature of a PNG
-    while offset + _PNG_CHUNK.size <= len(raw):
-        length, name = _PNG_CHUNK.unpack_from(raw, offset)
-        offset += _PNG_CHUNK.size
-        yield name, raw[offset : offset + length]
-        offset += length + 4  # a checksum follows the data
 
 
 def _riff_chunks(raw: memoryview) -> Iterator[tuple[bytes, memoryview]]:

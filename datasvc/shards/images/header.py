@@ -14,13 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError, features
 
 from datasvc.errors import BadSampleError, ConfigError, DatasvcError
 from datasvc.shards.images.exif import parse_orientation, read_orientation, swaps_sides
 from datasvc.shards.images.jpeg_damage import check_scans, decode_jpeg
+from datasvc.shards.images.png_chunks import readable_png
 
-EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
+EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif"})
 REENCODE_QUALITY: Final = 90  # default of `Reencoding.quality`
 
 _END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
@@ -37,7 +39,8 @@ _IGNORED_MARKERS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {
 _SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of the segment from this length field on
 _FRAME: Final = struct.Struct(">BHHB")  # bits per component, height, width, number of components
 # Formats that Pillow may try. Others are unsafe for untrusted bytes: the EPS reader, for example, starts a program.
-FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000")
+_AVIF: Final = ("AVIF",) if features.check("avif") else ()  # since Pillow 11.3
+FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000", *_AVIF)
 _ENCODERS: Final = {"JPEG", "PNG", "WEBP"}  # formats that `reencode` keeps
 
 
@@ -120,9 +123,9 @@ def reencode(content: bytes | memoryview, settings: Reencoding) -> bytes | None:
         is_recompressed = settings.max_side is None and kind in {"JPEG", "WEBP"}  # only `quality` is given
         if not is_too_long and not is_recompressed:
             return None
-        upright = ImageOps.exif_transpose(image)
+        upright = _in_continuous_tones(ImageOps.exif_transpose(image), kind)
         if is_too_long and settings.max_side is not None:  # the second condition only narrows the type
-            upright.thumbnail((settings.max_side, settings.max_side), Image.Resampling.LANCZOS)
+            upright = _scale_down(upright, settings.max_side)
         return _encode(upright, kind, settings.quality or REENCODE_QUALITY)
 
 
@@ -159,7 +162,7 @@ def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
     if not len(content):
         raise BadSampleError("empty file")
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(readable_png(content)), formats=FORMATS) as image:
             if image.format in {"JPEG", "MPO"}:
                 check_scans(content, _scan_offset(memoryview(content)), image.width * image.height)
             yield image
@@ -173,13 +176,77 @@ def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
         raise BadSampleError(f"does not decode: {error}") from error
 
 
+def _in_continuous_tones(image: Image.Image, kind: str) -> Image.Image:
+    """Return an image in a mode whose values can be averaged, and that the encoder of its format has.
+
+    A palette or two levels cannot be averaged: Pillow would repeat single pixels.
+    """
+    if image.mode == "1":
+        return image.convert("L")
+    if image.mode in {"P", "PA"}:
+        return image.convert("RGBA" if image.mode == "PA" or "transparency" in image.info else "RGB")
+    if image.mode in {"CMYK", "LAB", "YCbCr", "HSV"} and not (kind in {"JPEG", "MPO"} and image.mode == "CMYK"):
+        converted = _lab_to_rgb(image) if image.mode == "LAB" else image.convert("RGB")
+        converted.info.pop("icc_profile", None)  # it describes the colours of the old mode
+        return converted
+    return image
+
+
+def _lab_to_rgb(image: Image.Image) -> Image.Image:
+    from PIL import ImageCms
+
+    lab, rgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+    converted = ImageCms.applyTransform(image, ImageCms.buildTransform(lab, rgb, "LAB", "RGB"))
+    assert converted is not None  # None is returned only for a change in place
+    return converted
+
+
+def _scale_down(image: Image.Image, max_side: int) -> Image.Image:
+    """Return an image with neither side longer than `max_side` pixels; 16-bit values stay 16-bit values."""
+    is_16_bit = image.mode.startswith("I;16")
+    if is_16_bit:
+        # Pillow cannot average this mode; floats of 32 bits hold its values exactly.
+        image = Image.fromarray(np.asarray(image).astype(np.float32))
+    image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS, reducing_gap=None if is_16_bit else 2.0)
+    return Image.fromarray(np.rint(np.asarray(image)).clip(0, 65535).astype(np.uint16)) if is_16_bit else image
+
+
+def to_rgb(image: Image.Image, kind: str) -> Image.Image:
+    """Return an image of any mode as 8-bit RGB; the same object if it is RGB already.
+
+    Grey values are repeated, palettes are resolved, and an alpha channel is dropped. 16-bit values are scaled and
+    rounded to 8 bits, not clipped. Floats 0..1 become 0..255. LAB becomes sRGB, other modes are converted without a
+    profile.
+
+    `kind` is Pillow's name of the file format. Raises BadSampleError: the pixels are 32-bit integers.
+    """
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I;16") or (image.mode == "I" and kind != "TIFF"):
+        # 16-bit values; only in TIFF, the mode I has 32 bits. Pillow's own conversion clips them at 255. Round to the
+        # nearest level: no value is exactly between two levels, because 65535 is odd.
+        levels = (np.asarray(image).astype(np.uint32) * 255 + 32767) // 65535
+        return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
+    if image.mode == "F":
+        levels = np.rint(np.clip(np.nan_to_num(np.asarray(image)), 0, 1) * 255)
+        return Image.fromarray(levels.astype(np.uint8)).convert("RGB")
+    if image.mode == "I":
+        raise BadSampleError("has 32-bit integer pixels, whose range is undefined; store it with 8 or 16 bits")
+    if image.mode == "LAB":
+        return _lab_to_rgb(image)
+    if image.mode == "P" and isinstance(image.info.get("transparency"), bytes):
+        image = image.convert("RGBA")  # a direct conversion warns about the loss of the alpha channel
+    return image.convert("RGB")
+
+
 def _encode(image: Image.Image, kind: str, quality: int) -> bytes:
     buffer = io.BytesIO()
     # Keep only the first picture of an MPO (a JPEG with several). PNG stores any other format without loss.
     if kind == "MPO":
         kind = "JPEG"
     elif kind not in _ENCODERS:
-        kind = "PNG"
+        # PNG has neither floats nor integers of 32 bits.
+        kind = "TIFF" if image.mode in {"F", "I"} and kind == "TIFF" else "PNG"
     image.save(buffer, kind, quality=quality)
     return buffer.getvalue()
 

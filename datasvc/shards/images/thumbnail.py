@@ -7,7 +7,7 @@ import io
 from PIL import Image, ImageOps
 
 from datasvc.errors import BadSampleError
-from datasvc.shards.images.header import open_image
+from datasvc.shards.images.header import open_image, to_rgb
 
 
 def thumbnail(encoded: bytes, max_side: int, *, max_pixels: int | None = None) -> Image.Image:
@@ -26,7 +26,7 @@ def thumbnail(encoded: bytes, max_side: int, *, max_pixels: int | None = None) -
         width, height = image.size
         if max_pixels is not None and width * height > max_pixels:
             raise BadSampleError(f"too large: {width} x {height} pixels, expected at most {max_pixels:,} in all")
-        upright = ImageOps.exif_transpose(image).convert("RGB")
+        upright = to_rgb(ImageOps.exif_transpose(image), image.format or "")
     upright.thumbnail((max_side, max_side))
     return upright
 

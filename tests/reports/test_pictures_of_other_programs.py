@@ -1,0 +1,164 @@
+"""Pictures as other programs write them: intact, but in modes and with metadata that a library refuses or clips."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageCms, PngImagePlugin
+
+from datasvc.loaders.torch.images import decode_image
+from datasvc.shards import ingest, open_dataset
+from datasvc.shards.images.header import Reencoding, read_header, reencode
+from datasvc.shards.images.thumbnail import thumbnail
+from tests.odd_images import chunk, encode, picture, png_16, sixteen_bits
+
+GREY_16 = np.linspace(0, 65535, 64 * 48).astype(np.uint16).reshape(48, 64)
+
+
+def png_with(**texts):
+    info = PngImagePlugin.PngInfo()
+    for key, text in texts.items():
+        {"t": info.add_text, "i": info.add_itxt}[key[0]](key, text, zip=key[1] == "z")
+    return encode(picture(), "PNG", pnginfo=info)
+
+
+def broken_checksum(name):
+    content = encode(picture(), "PNG")
+    extra = bytearray(chunk(name, b"Comment\0abc"))
+    extra[-1] ^= 1
+    return content[:33] + bytes(extra) + content[33:]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        png_with(tz="a" * 3_000_000),
+        png_with(iz="a" * 3_000_000),
+        png_with(tu="a" * 3_000_000),
+        png_with(**{f"tz{number}": "a" * 900_000 for number in range(80)}),
+        encode(picture(), "PNG", icc_profile=bytes(2_000_000)),
+        broken_checksum(b"tEXt"),
+        broken_checksum(b"gAMA"),
+        encode(picture(), "PNG")[:-12] + broken_checksum(b"tEXt")[33:60] + encode(picture(), "PNG")[-12:],
+    ],
+    ids=["ztxt", "itxt", "text", "many", "profile", "checksum", "gamma", "at the end"],
+)
+def test_a_png_with_odd_metadata_is_a_picture(content):
+    """python-pillow/Pillow#8363, python-pillow/Pillow#5610, hiyouga/LlamaFactory#6300: the pixels are intact."""
+    assert read_header(content, decode=True) == ("PNG", 60, 44)
+    assert np.array_equal(decode_image(content, "numpy"), np.asarray(picture()))
+
+
+def test_damage_of_the_pixels_of_a_png_is_still_found():
+    """python-pillow/Pillow#8363: the other way round."""
+    content = bytearray(encode(picture(), "PNG"))
+    content[content.find(b"IDAT") + 30] ^= 1
+    with pytest.raises(Exception, match=r"does not decode|not an image"):
+        read_header(bytes(content), decode=True)
+
+
+def scaled(content, side=30):
+    made = reencode(content, Reencoding(max_side=side))
+    assert made is not None
+    return Image.open(io.BytesIO(made))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "LAB", "YCbCr"])
+def test_pictures_of_every_mode_are_scaled(mode):
+    """VoxelCubes/PanelCleaner#194, un1t/django-resized#40: PNG has no CMYK, LAB or YCbCr."""
+    if mode == "LAB":
+        lab = ImageCms.buildTransform(ImageCms.createProfile("sRGB"), ImageCms.createProfile("LAB"), "RGB", "LAB")
+        image = ImageCms.applyTransform(picture(), lab)
+    else:
+        image = picture().convert(mode)
+    content = encode(image, "TIFF")
+    small = scaled(content)
+    assert (small.format, small.size) == ("PNG", (30, 22))
+    expected = (
+        picture().convert("L" if mode in {"1", "L", "LA"} else "RGB").resize((30, 22), Image.Resampling.LANCZOS)
+    )
+    difference = np.asarray(small.convert(expected.mode), np.int16) - np.asarray(expected, np.int16)
+    assert np.abs(difference).mean() < (40 if mode == "1" else 12 if mode == "P" else 4)
+    assert read_header(encode(small, "PNG"), decode=True).kind == "PNG"
+
+
+def test_a_profile_of_inks_is_not_kept_with_colours_of_light():
+    """VoxelCubes/PanelCleaner#194: a CMYK profile in an RGB file gives wrong colours in each viewer."""
+    assert "icc_profile" not in scaled(encode(picture().convert("CMYK"), "TIFF", icc_profile=b"cmyk")).info
+
+
+def test_a_palette_is_scaled_in_true_colour():
+    """python-pillow/Pillow#1097, thumbor/thumbor#376: a palette cannot be averaged."""
+    stripes = np.zeros((40, 40), np.uint8)
+    stripes[:, ::2] = 1
+    image = Image.fromarray(stripes, "P")
+    image.putpalette([0, 0, 0, 250, 250, 250])
+    grey = np.asarray(scaled(encode(image, "PNG"), 10).convert("L"))
+    assert 100 < grey.min() <= grey.max() < 150
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_grey_values_of_16_bits_stay_16_bits_when_they_are_scaled(kind):
+    """python-pillow/Pillow#3011, python-pillow/Pillow#1099: X-rays were refused or clipped."""
+    content = encode(Image.fromarray(GREY_16), kind)
+    small = scaled(content, 16)
+    assert (small.mode, small.size) == ("I;16", (16, 12))
+    values = np.asarray(small).astype(int)
+    assert np.abs(values - GREY_16.reshape(12, 4, 16, 4).mean((1, 3))).max() < 700
+    assert np.unique(values).size > 180
+
+
+def test_floats_stay_floats_when_they_are_scaled():
+    """python-pillow/Pillow#3011: the same for depth in metres."""
+    small = scaled(encode(Image.fromarray(GREY_16.astype(np.float32) / 7), "TIFF"), 16)
+    assert (small.format, small.mode, small.size) == ("TIFF", "F", (16, 12))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        encode(Image.fromarray(GREY_16), "PNG"),
+        encode(Image.fromarray(GREY_16), "TIFF"),
+        png_16(sixteen_bits(picture())),
+    ],
+    ids=["png", "tiff", "colour"],
+)
+def test_a_page_shows_16_bits_in_their_range(content):
+    """python-pillow/Pillow#2574, python-pillow/Pillow#1108: all values above 255 were white."""
+    shown = np.asarray(thumbnail(content, 64).convert("L"))
+    assert shown.mean() < 200
+    assert np.unique(shown).size > 100
+
+
+def two(kind, **options):
+    """Return a file of two pictures."""
+    return encode(picture(), kind, save_all=True, append_images=[picture(seed=1)], **options)
+
+
+@pytest.mark.parametrize("max_side", [None, 16])
+def test_phones_photos_and_names_that_lie_are_ingested(repository, tmp_path, max_side):
+    """photoprism/photoprism#189: what phones and other programs write, also names that lie."""
+    files = {
+        "png.jpg": encode(picture(), "PNG"),
+        "mpo.jpg": two("MPO"),
+        "pages.tif": two("TIFF"),
+        "moves.png": two("PNG"),
+        "moves.webp": two("WEBP", lossless=True),
+        "grey.jpg": encode(picture().convert("L"), "JPEG"),
+        "inks.jpg": encode(picture().convert("CMYK"), "JPEG"),
+        "slow.jpg": encode(picture(), "JPEG", progressive=True),
+        "jpg.png": encode(picture(), "JPEG"),
+        "new.avif": encode(picture(), "AVIF"),
+    }
+    (tmp_path / "a").mkdir()
+    for name, content in files.items():
+        (tmp_path / "a" / name).write_bytes(content)
+    ingest(repository, str(tmp_path / "a"), "photos", max_side=max_side, decode_check=True)
+    samples = {sample["key"]: sample for sample in open_dataset(repository, "photos")["train"]}
+    assert samples.keys() == files.keys()
+    expected = np.asarray(picture().resize((16, 12)) if max_side else picture()).astype(int)
+    for name, sample in samples.items():
+        pixels = decode_image(sample["image"], "numpy").astype(int)
+        assert pixels.shape == expected.shape, name
+        if not name.startswith("grey"):
+            assert np.abs(pixels - expected).mean() < 20, name
