@@ -77,7 +77,10 @@ def test_the_program_is_well_typed_and_an_unknown_argument_of_any_call_is_an_err
     expected = sorted(call.lineno for _, call in facade_calls(ast.parse(text)))
     wrong = tmp_path / "user_program_with_wrong_arguments.py"
     wrong.write_text(text)
-    errors = mypy(SOURCE, wrong)
+    readme = tmp_path / "user_program_of_readme.py"
+    (block,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    readme.write_text(block)
+    errors = mypy(SOURCE, readme, wrong)
     assert [error for error in errors if not error[0].endswith(wrong.name)] == []
     found = sorted(int(line) for _, line, message in errors if "no_such_argument" in message)
     assert found == expected

@@ -1,5 +1,7 @@
 """A program of a user: it calls every public method of `datasvc.open(...)` and of a checkpoint manager once.
 
+It also trains in the loop of README.md.
+
 `tests/test_user_program.py` runs it on a small data set, checks its types, and compares its calls with the facade.
 """
 
@@ -7,11 +9,16 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import assert_type
 
+import numpy as np
 import torch
 
 import datasvc
+import datasvc.trainer as hvd
+from datasvc.cache import Cache
 from datasvc.errors import ConfigError
+from datasvc.loaders import ImageLoader
 from datasvc.models import RetentionPolicy, SaveHandle, load_private_key, make_key
 from datasvc.shards import SourceOptions
 
@@ -185,9 +192,36 @@ def use_runs(folder: Path) -> None:
     assert [run.ref for run in repo.runs.ls("net", last=1)] == [log.ref]
 
 
+def use_loaders(folder: Path) -> None:
+    """Train in the loop of README.md."""
+    repo = datasvc.open(str(folder / "repo"))
+    train = repo.dataset("again@1")["train"]
+    cache = Cache(folder / "cache", budget="10MB")
+    hvd.init()
+    net = torch.nn.Linear(3 * 8 * 8, 4)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters())
+    assert_type(optimizer, torch.optim.SGD)
+    with ImageLoader(train, batch_size=4, training=True, cache=cache, size=8) as loader:
+        for images, labels in loader:
+            assert_type(images, torch.Tensor)
+            assert_type(labels, torch.Tensor)
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(net(images.flatten(1)), labels).backward()  # type: ignore[no-untyped-call]  # of torch
+            optimizer.step()
+            state = loader.state_dict()
+        for batch in loader:
+            assert_type(batch[1], torch.Tensor)
+            assert_type(batch.labels, torch.Tensor | None)
+        for arrays, _ in loader.numpy():
+            assert arrays.astype(np.float64).shape == (4, 3, 8, 8)
+        loader.load_state_dict(state)
+    cache.close()
+
+
 def main(folder: Path, images: Path) -> None:
     """Use a new repository in `folder`, with the data set of an image folder."""
     use_datasets(folder, images)
+    use_loaders(folder)
     use_manager(folder)
     use_models(folder)
     use_runs(folder)

@@ -72,6 +72,9 @@ class CacheJob:
         # `close` calls this finalizer; it also runs if this object is garbage-collected without `close`.
         self._leave = weakref.finalize(self, leave_folder, folder, opened)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({str(self.folder)!r}, tenant={self.tenant!r})"
+
     @property
     def budget_bytes(self) -> int:
         """Limit of this tenant: the budget minus other tenants' guarantees, or its own maximum if that is lower."""

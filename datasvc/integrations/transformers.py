@@ -37,7 +37,7 @@ class OrderedTrainer(transformers.Trainer):
             return super().get_train_dataloader()
         batches = OrderBatchSampler(
             dataset,
-            batch_size=args.train_batch_size,
+            batch_size=self._train_batch_size,  # smaller than that of `args` if it is searched for
             seed=args.seed if args.data_seed is None else args.data_seed,
             ranks=DataRanks(args.process_index, args.world_size),
         )

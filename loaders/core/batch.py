@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any, Generic, Literal, Self, SupportsIndex, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, SupportsIndex, TypeVar, cast
 
 from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
@@ -42,7 +43,8 @@ class Batch(ABC, Generic[A]):
     """Base of dataclasses of arrays or tensors, which can be unpacked and indexed like the tuple `(inputs, labels)`.
 
     `len(batch)` is therefore 2, as for a pair from torch's `DataLoader`; the number of samples is
-    `len(batch.positions)`. `A` is the type of inputs and labels: a torch tensor or a NumPy array.
+    `len(batch.positions)`. `A` is the type of inputs and labels: a torch tensor or a NumPy array. Without labels in
+    the data, the second element is None. Only the type of the attribute says so: in most loops there are labels.
     """
 
     @property
@@ -50,18 +52,18 @@ class Batch(ABC, Generic[A]):
     def _pair(self) -> tuple[A, A | None]:
         """Inputs of the model, and labels or None."""
 
-    def __iter__(self) -> Iterator[A | None]:
-        return iter(self._pair)
+    def __iter__(self) -> Iterator[A]:
+        return iter(cast("tuple[A, A]", self._pair))
 
     def __len__(self) -> int:
         return len(self._pair)
 
-    @overload
-    def __getitem__(self, index: Literal[0, -2]) -> A: ...
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> A | None: ...
-    def __getitem__(self, index: SupportsIndex) -> A | None:
-        return self._pair[index]
+    def __getitem__(self, index: SupportsIndex) -> A:
+        return cast("tuple[A, A]", self._pair)[index]
+
+    def __repr__(self) -> str:
+        shapes = [f"{name} {list(value.shape)}" for name, value in vars(self).items() if hasattr(value, "shape")]
+        return f"{type(self).__name__}({', '.join(shapes)})"
 
     def to(self, device: str | int | torch.device, *, non_blocking: bool = False) -> Self:
         """Return the batch with all tensors on a device; NumPy arrays and other values are unchanged.
@@ -83,6 +85,16 @@ class Batch(ABC, Generic[A]):
         """Return the batch with all tensors in page-locked memory; unchanged if torch finds no GPU."""
         return self._change(methodcaller("pin_memory")) if pinned.can_pin() else self
 
+    @classmethod
+    def register(cls) -> None:
+        """Register the class as a pytree of torch, whose leaves are the tensors; torch is imported by now."""
+        from torch.utils import _pytree
+
+        if cls not in _pytree.SUPPORTED_NODES:
+            _pytree.register_pytree_node(
+                cls, _flatten, _unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}"
+            )
+
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return the batch with `change` applied to each tensor, also to those in mappings."""
         import torch
@@ -95,3 +107,42 @@ class Batch(ABC, Generic[A]):
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every batch is a dataclass
         changed = {field.name: convert(getattr(self, field.name)) for field in fields}
         return dataclasses.replace(self, **changed)  # type: ignore[type-var]  # every batch is a dataclass
+
+
+@dataclass(frozen=True, eq=False)
+class _Structure:
+    """What of a batch is no tensor. Structures are equal if their tensors have equal names."""
+
+    batch: Batch[Any]
+    names: tuple[tuple[str, ...], ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Structure) and self.names == other.names
+
+    def __hash__(self) -> int:
+        return hash(self.names)
+
+
+def _flatten(batch: Batch[Any]) -> tuple[list[Any], _Structure]:
+    import torch
+
+    tensors: dict[tuple[str, ...], Any] = {}
+    rest: dict[str, Any] = {}  # without the tensors, whose memory a structure must not hold
+    for name, value in vars(batch).items():
+        if isinstance(value, torch.Tensor):
+            tensors[name,], rest[name] = value, None
+        elif isinstance(value, Mapping):
+            inner = {key: each for key, each in value.items() if isinstance(each, torch.Tensor)}
+            tensors |= {(name, key): each for key, each in inner.items()}
+            rest[name] = {key: each for key, each in value.items() if key not in inner}
+    return list(tensors.values()), _Structure(dataclasses.replace(batch, **rest), tuple(tensors))  # type: ignore[type-var]
+
+
+def _unflatten(leaves: Iterable[Any], structure: _Structure) -> Batch[Any]:
+    changed: dict[str, Any] = {}
+    for (name, *keys), leaf in zip(structure.names, leaves, strict=True):
+        if keys:
+            changed.setdefault(name, dict(getattr(structure.batch, name)))[keys[0]] = leaf
+        else:
+            changed[name] = leaf
+    return dataclasses.replace(structure.batch, **changed)  # type: ignore[type-var]  # every batch is a dataclass

@@ -10,8 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, Protocol, Self, TypeVar
 
 from datasvc.cache import Cache
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
@@ -38,6 +39,8 @@ from datasvc.shards import ShardStore, Split
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+# The batches and the cursor depend on these attributes, so they are set once.
+_FIXED: Final = frozenset({"split", "batch_size", "training", "tail", "ranks"})
 B = TypeVar("B")
 B_co = TypeVar("B_co", covariant=True)
 
@@ -153,6 +156,32 @@ class Loader(ABC, Generic[B]):
         # ledger of a derived order is opened in the first loop.
         if not self._is_derived:
             self._open_ledger()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.split!r}, batch_size={self.batch_size}, training={self.training}, "
+            f"data rank {self.ranks.rank} of {self.ranks.world_size}, epoch {self.epoch})"
+        )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _FIXED and name in self.__dict__:
+            raise ConfigError(
+                f"{name} of a loader cannot change: create another loader with {name}={value!r}, which can load the "
+                "state of this one"
+            )
+        super().__setattr__(name, value)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        raise ConfigError(
+            f"this {type(self).__name__} makes batches and has no samples by number: iterate over it, without a "
+            "DataLoader; for a DataLoader use datasvc.loaders.torch.Dataset"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise ConfigError(
+            f"this {type(self).__name__} has threads and open files, so it cannot be copied, pickled or sent to "
+            "another process: create one there, which can load the state_dict() of this one"
+        )
 
     @abstractmethod
     def _make_decoder(self) -> BatchDecoder[B]:
@@ -480,7 +509,9 @@ def check_num_steps(samples: Split | Mixture, *, batch_size: int, world_size: in
 
 
 def check_sizes(**sizes: int | None) -> None:
-    """Raise ConfigError, with the argument's name, if a number is below 1; None is allowed."""
+    """Raise ConfigError, with the argument's name, if a number is below 1 or no integer; None is allowed."""
     for name, value in sizes.items():
+        if value is not None and not isinstance(value, Integral):
+            raise ConfigError(f"{name} is {value!r}; expected an integer")
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; expected at least 1")

@@ -15,7 +15,7 @@ from datasvc.keyed_random import Integers
 from datasvc.mix_order import MixOrder, own_order
 from datasvc.order import OrderConfig
 from datasvc.printable import count_text
-from datasvc.shards import Split
+from datasvc.shards import DatasetVersion, Split
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.versions.labels import check_unicode_forms
 
@@ -54,6 +54,10 @@ class Mixture:
         block: int = _DEFAULT_BLOCK,
     ) -> None:
         pairs = list(parts.items() if isinstance(parts, Mapping) else parts)
+        for pair in pairs:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise ConfigError(f"a part of a mixture is {pair!r}; expected a split and its weight, as a pair")
+            check_samples(pair[0], or_mixture=False)
         self.splits: tuple[Split, ...] = tuple(split for split, _ in pairs)
         self.weights: tuple[int, ...] = _as_integers([_parse_weight(weight, split) for split, weight in pairs])
         self.block = block
@@ -124,6 +128,29 @@ class Mixture:
                     f"the weight of {name} gives less than one sample in a block of {self.block}; give a block of at "
                     f"least {min_block}, or the weight 0"
                 )
+
+
+def check_samples(samples: object, *, or_mixture: bool = True) -> None:
+    """Raise ConfigError if a loader gets something else than a split, or a mixture of splits.
+
+    The message says how to get a split from what was given.
+    """
+    if isinstance(samples, Split) or (or_mixture and isinstance(samples, Mixture)):
+        return
+    if isinstance(samples, DatasetVersion):
+        names = " or ".join(f"version[{name!r}]" for name in samples)
+        advice = f"{samples.resolved} is a version of a data set: give a split of it, {names}"
+    elif isinstance(samples, str):
+        advice = f"{samples!r} is a text: give a split, datasvc.open(REPOSITORY).dataset('NAME@1')['train']"
+    elif isinstance(samples, list | tuple) and samples and isinstance(samples[0], Mapping):
+        advice = (
+            "a list of samples is not a split: give the split itself, and leave the loop after the samples to read"
+        )
+    elif isinstance(samples, Mixture):
+        advice = "a mixture is for ImageLoader and TokenLoader: give one split"
+    else:
+        advice = f"{type(samples).__name__} is not a split: give one, such as repo.dataset('NAME@1')['train']"
+    raise ConfigError(advice)
 
 
 def splits_of(samples: Split | Mixture) -> tuple[Split, ...]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ImageBatch(Batch[A]):
     """One rank's part of a global batch. It unpacks as `(images, labels)`. `A` is a torch tensor or a NumPy array.
 

@@ -60,6 +60,8 @@ class ImageDecoder:
         display: BatchDisplay,
         profiler: StepProfiler,
     ) -> None:
+        if framework == "torch":
+            ImageBatch.register()
         self._backend = backend
         self._framework = framework
         self._plan = plan

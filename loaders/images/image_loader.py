@@ -17,7 +17,7 @@ from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import AugmentConfig, parse_evaluation
 from datasvc.loaders.core.batches import SampleBatches
 from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes
-from datasvc.loaders.core.mixture import Mixture, check_column, holds_labels, largest
+from datasvc.loaders.core.mixture import Mixture, check_column, check_samples, holds_labels, largest
 from datasvc.loaders.core.other_columns import divide_columns
 from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.core.state import DECODE, EVALUATION
@@ -103,6 +103,7 @@ class ImageLoader(Loader["ImageBatch[torch.Tensor]"]):
         ledger: Path | str | None = None,
         decode_group: DecodeGroup | str | None = None,
     ) -> None:
+        check_samples(split)
         check_sizes(size=size)
         pixels = PixelFormat(pixels) if isinstance(pixels, str) else pixels
         decode = DecodeConfig(decode) if isinstance(decode, str) else decode

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TokenBatch(Batch[A]):
     """One rank's part of a global batch. It unpacks as `(tokens, labels)`.
 
@@ -70,6 +70,7 @@ def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:
     with explain_missing("a loader that yields tensors (its numpy() yields arrays)"):
         import torch
 
+    TokenBatch.register()
     tensors: dict[str, Any] = {
         name: torch.from_numpy(value)
         for name, value in vars(batch).items()

@@ -15,7 +15,7 @@ import pyarrow as pa
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.loader import BatchDecoder, Loader, check_sizes
-from datasvc.loaders.core.mixture import Mixture, weighted_splits
+from datasvc.loaders.core.mixture import Mixture, check_samples, weighted_splits
 from datasvc.loaders.core.pinned import warn_without_gpu
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.ranks.data_ranks import DataRanks
@@ -101,6 +101,7 @@ class TokenLoader(Loader[TokenBatch[Any]]):
         prefetch: int = 2,
         ledger: Path | str | None = None,
     ) -> None:
+        check_samples(split)
         token_format = TokenFormat(tokens) if isinstance(tokens, str) else tokens
         splits = weighted_splits(split)
         self._config = TokenConfig(

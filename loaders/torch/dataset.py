@@ -13,6 +13,7 @@ import torch.utils.data
 
 from datasvc.cache import Cache
 from datasvc.errors import BadSampleError, ConfigError
+from datasvc.loaders.core.mixture import check_samples
 from datasvc.loaders.torch.images import Decode, black_image, decode_image
 from datasvc.loaders.torch.randomness import SeededTransform
 from datasvc.loaders.torch.reading import CacheAddress, SampleReader, check_columns, reopen
@@ -61,6 +62,7 @@ class Dataset(torch.utils.data.Dataset[Any]):
         cache: Cache | str | Path | None = None,
         on_bad: Literal["raise", "mask"] = "raise",
     ) -> None:
+        check_samples(split, or_mixture=False)
         if decode not in ("pil", "numpy", None):
             raise ConfigError(f"decode is {decode!r}; expected 'pil', 'numpy' or None")
         if on_bad not in ("raise", "mask"):

@@ -69,6 +69,9 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
         """Return the number of this rank's samples in an epoch."""
         return self.order.count_rank_batches()[1]
 
+    def __repr__(self) -> str:
+        return f"IterableDataset({self.order})"
+
     def __iter__(self) -> ServedSamples:
         self.order.check_group()
         epoch, position = self.cursor

@@ -108,6 +108,9 @@ class ResumableDataLoader(torch.utils.data.DataLoader[Any]):
         """The current epoch, counted from 0. A new `for` serves its remaining batches. See `Loader.epoch`."""
         return self._cursor[0] + (self._loop is None and self._is_served)  # True adds 1
 
+    def __repr__(self) -> str:
+        return f"ResumableDataLoader({self._source.order}, epoch {self.epoch}, num_workers={self.num_workers})"
+
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the remaining batches of the epoch; if none remain, those of the next epoch. In evaluation, all.
 

@@ -70,6 +70,10 @@ class RankOrder:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_epoch_order": None}  # large, and quick to compute again
 
+    def __str__(self) -> str:
+        ranks = f"data rank {self.ranks.rank} of {self.ranks.world_size}"
+        return f"{self.split!r}, batch_size={self.batch_size}, training={self.is_training}, {ranks}"
+
     def step_at(self, position: int) -> Step | None:
         """Return the step that starts at a position; None if the epoch has no further step."""
         return plan_step(position, self.num_samples, self.global_batch, self.tail)

@@ -11,6 +11,7 @@ from datasvc.cache.prefetch.window_budget import BatchesAtOnce
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.derived_order import derive_windowed
 from datasvc.loaders.core.loader import check_sizes, choose_order
+from datasvc.loaders.core.mixture import check_samples
 from datasvc.loaders.ranks.data_ranks import DataRanks, choose_data_ranks
 from datasvc.loaders.torch.dataset import Dataset
 from datasvc.loaders.torch.drawn_batches import DrawnBatches
@@ -58,6 +59,7 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
         check_sizes(batch_size=batch_size)
         self.batch_size = batch_size
         split = data.split if isinstance(data, Dataset) else data
+        check_samples(split, or_mixture=False)
         data_ranks = choose_data_ranks(ranks)
         batches = BatchesAtOnce(batch_size, data_ranks.world_size, tail=parse_tail(tail))
 
@@ -102,6 +104,9 @@ class OrderBatchSampler(torch.utils.data.Sampler[list[int]]):
     def __len__(self) -> int:
         """Return the number of batches of an epoch."""
         return self.order.count_rank_batches()[0]
+
+    def __repr__(self) -> str:
+        return f"OrderBatchSampler({self.order})"
 
     def __iter__(self) -> DrawnBatches:
         self.order.check_group()

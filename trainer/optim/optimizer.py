@@ -8,7 +8,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,12 +32,14 @@ from datasvc.trainer.optim.adasum_optimizer import (
 from datasvc.trainer.optim.parameter_names import Groups, check_groups, name_parameters, parameters_of, place_groups
 from datasvc.trainer.optim.wrapper_numbers import next_number
 
+Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
+
 # Part of the name by which a saved state identifies the process that saved it; see `_name_process`.
 _process_token = uuid.uuid4().hex
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like a class
-    optimizer: torch.optim.Optimizer,
+    optimizer: Opt,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     compression: type[Compressor] | Compressor | CompressionWithMemory = Compression.none,
     backward_passes_per_step: int = 1,
@@ -49,7 +51,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     process_set: ProcessSet = global_process_set,
     *,
     bucket_bytes: int | Literal["auto"] | None = None,
-) -> Any:
+) -> Opt:
     """Wrap an optimizer so that `step` uses the gradients of all ranks.
 
     The result is an instance of a subclass of the optimizer's class. It shares the parameter groups and the state,
@@ -100,7 +102,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
     passes = check_passes(backward_passes_per_step)
     # A single rank has nothing to combine, so `_DistributedOptimizer` is enough for Adasum too.
     if op is ReduceOp.ADASUM and (runtime.size() > 1 or runtime.is_elastic()):
-        return make_adasum_optimizer(optimizer, compression, process_set, names=names, passes_per_step=passes)
+        adasum = make_adasum_optimizer(optimizer, compression, process_set, names=names, passes_per_step=passes)
+        return cast("Opt", adasum)
     reduction = GradientReduction(op=op, predivide_factor=gradient_predivide_factor, process_set=process_set)
     wrapped: _DistributedOptimizer = wrap_optimizer(optimizer, _DistributedOptimizer)
     takes_part = _takes_part(process_set)
@@ -117,7 +120,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name, which users call like 
         tuner=tuner,
     )
     wrapped.set_up(names, exchange, passes)
-    return wrapped
+    return cast("Opt", wrapped)  # an instance of a subclass of its class
 
 
 class _DistributedOptimizer(torch.optim.Optimizer):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from datasvc.cache import Cache
@@ -30,7 +31,7 @@ IntoState = Mapping[str, Any] | Callable[[StoredVersion], Mapping[str, Any] | No
 """Type of the argument `into` of `restore`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoint:
     """A restored checkpoint.
 
@@ -45,6 +46,11 @@ class Checkpoint:
     state: Any
     entry: Mapping[str, Any]
     report: RestoreReport
+
+    def __repr__(self) -> str:
+        # Without the tensors of the state, which would fill a terminal.
+        parts = ", ".join(map(str, self.state)) if isinstance(self.state, Mapping) else type(self.state).__name__
+        return f"Checkpoint({self.version}, step {self.entry.get('step')}, state: {shorten(parts, 80)})"
 
 
 def restore(

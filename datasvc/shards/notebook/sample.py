@@ -9,6 +9,7 @@ import pyarrow as pa
 
 from datasvc.drawing import Markup, facts_table, figure, markup, standalone
 from datasvc.errors import BadSampleError
+from datasvc.printable import count_text
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob, is_image
 from datasvc.sizes import format_size
 
@@ -40,6 +41,14 @@ class Sample(dict[str, Any]):
         label = values.get(LABEL)
         name = classes[label] if isinstance(label, int) and 0 <= label < len(classes) else None
         return cls(values, images, name)
+
+    def __repr__(self) -> str:
+        # Without encoded images: a slice of a split is a list of samples, whose representation has all of them.
+        shown = (
+            f"{name!r}: " + (f"<{count_text(len(value), 'byte')}>" if isinstance(value, bytes) else repr(value))
+            for name, value in self.items()
+        )
+        return "{" + ", ".join(shown) + "}"
 
     def _repr_html_(self) -> str:
         pictures = [_picture(self, column, _SIDE, [column]) for column in self.images if self.get(column) is not None]
