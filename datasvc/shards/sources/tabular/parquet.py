@@ -31,12 +31,16 @@ from datasvc.shards.sources.common.tables import (
     row_keys,
 )
 from datasvc.shards.sources.tabular.features import features_of_files, image_columns, label_column
+from datasvc.shards.sources.tabular.parquet_footer import largest_cells
 from datasvc.shards.sources.tabular.partitions import Partitions
+from datasvc.sizes import format_size
 
 EXTENSIONS: Final = frozenset({".parquet", ".pq"})
 PART_BYTES: Final = 16 << 20  # size of a part after decompression
 # Each column of an open part has a read buffer of this size; larger pages bypass it.
 _BUFFER_BYTES: Final = 64 << 10
+_MAX_CHECKED_BYTES: Final = 16 << 20  # of a file whose cells are checked; their limit is far above for larger files
+_TAIL_BYTES: Final = 8  # after the footer: its length, and "PAR1"
 # Spark and Hive write INT96 timestamps. As nanoseconds, Arrow's default, years after 2262 wrap: 9999 is 1816.
 _INT96_UNIT: Final = "us"
 # Number of samples that are decoded to measure their size.
@@ -148,6 +152,7 @@ def read_footer(reader: FileReader, file: SourceFile) -> Footer:
     try:
         with reader.open_seekable(file.path) as opened, _open_footer(opened) as parquet:
             metadata = parquet.metadata
+            _check_cells(opened, file, metadata.serialized_size)
             groups = tuple(_row_group(metadata.row_group(number)) for number in range(metadata.num_row_groups))
             return Footer(checked_names(parquet.schema_arrow), groups)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -155,6 +160,20 @@ def read_footer(reader: FileReader, file: SourceFile) -> Footer:
         raise ConfigError(
             f"{file.name} is not a readable Parquet file: {reason_of(error)}; repair it, or remove it from the source"
         ) from error
+
+
+def _check_cells(opened: pa.NativeFile, file: SourceFile, footer_bytes: int) -> None:
+    """Raise ConfigError if the file is small and its cells are not, see `largest_cells`."""
+    if file.size_bytes > _MAX_CHECKED_BYTES:
+        return
+    opened.seek(file.size_bytes - _TAIL_BYTES - footer_bytes)
+    cell_bytes = largest_cells(opened.read(footer_bytes), file.size_bytes)
+    if cell_bytes is not None:
+        raise ConfigError(
+            f"{file.name} has {format_size(file.size_bytes)}, and cells of {format_size(cell_bytes)} in one row "
+            "group, which would fill the memory: it is hostile, or its values repeat. Write smaller cells, or row "
+            "groups of fewer rows"
+        )
 
 
 def _open_footer(opened: pa.NativeFile) -> pq.ParquetFile:
