@@ -1,19 +1,22 @@
-"""All that is tested and measured on a GPU, in stages of a few minutes: what to run first on a machine that has one.
+"""All that is tested and measured on a GPU, within 15 minutes: what to run first on a machine that has one.
 
-    PYTHONPATH=.:$PYTHONPATH python tools/gpu_day.py OUT [--stage NAME ...] [--limit-s 450]
+    PYTHONPATH=.:$PYTHONPATH python tools/gpu_day.py OUT [--stage NAME ...] [--total-s 900]
     PYTHONPATH=.:$PYTHONPATH python tools/gpu_day.py OUT --table
 
-Each stage runs in a process of its own and writes OUT/NAME.json: whether it is done, failed, or needs a GPU that this
-machine does not have, with its figures, the device's name and the end of its log. Stages that are done are not run
-again, so a day that was interrupted goes on where it was; remove a file to have its stage run again. Without a GPU
-every stage runs on small data up to the point where it needs one. The exit status is 1 if a stage failed.
+Stages run in the order of their value: the first three (tests, loader, ResNet-50 beside synthetic batches) have 8
+minutes together. Each stage runs in a process of its own and writes OUT/NAME.json: whether it is done, failed, or
+needs a GPU that this machine does not have, with its figures, the device's name and the end of its log. A stage that
+was ended by its limit has the figures it has found. The same command continues it with the parts that are not done;
+those that are done are kept in OUT/kept, beside the photos. Stages that are done are not run again. Without a GPU
+every stage runs on small data up to where it needs one. The exit status is 1 if a stage failed or had no time left.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -31,6 +34,20 @@ STAGES: Final[Mapping[str, str]] = {
     "ranks": "NCCL at one rank, gloo with CUDA tensors at two",
     "layouts": "Memory of recomputation and offloading, a pipeline of two ranks",
 }
+
+# Seconds of each stage: 480 for the first three, 900 in all.
+LIMITS_S: Final[Mapping[str, float]] = {
+    "gpu_tests": 180,
+    "loading": 140,
+    "training": 160,
+    "profiling": 60,
+    "saving": 80,
+    "digits": 100,
+    "ranks": 80,
+    "layouts": 80,
+}
+# A stage that would get less would end during its start.
+_SHORTEST_S: Final = 20.0
 
 # Packages by the modules that are imported of them. Stages run without DALI too, and say so.
 _NEEDED: Final[Mapping[str, str]] = {
@@ -64,15 +81,29 @@ def main() -> None:
             f"nothing was run: packages that the stages import are not installed: pip install {' '.join(missing)}"
         )
     arguments.out.mkdir(parents=True, exist_ok=True)
+    ends_s, is_cut = time.monotonic() + arguments.total_s, False
     for name, outcome in outcomes.items():
         if outcome is not None and outcome["status"] == "done":
             print(f"{name}: done before", flush=True)
             continue
-        outcome = run_stage(name, STAGES[name], arguments.out, arguments.limit_s)  # noqa: PLW2901 - the newer one
+        left_s = ends_s - time.monotonic()
+        if left_s < _SHORTEST_S:
+            print(f"{name}: no time left; the same command continues here", flush=True)
+            is_cut = True
+            continue
+        # Seconds that earlier stages did not need go to the last ones.
+        limit_s = min(left_s, arguments.limit_s or max(LIMITS_S[name], left_s - sum_after(name, outcomes)))
+        outcome = run_stage(name, STAGES[name], arguments.out, limit_s)  # noqa: PLW2901 - the newer one
         outcomes[name] = outcome
         reason = f": {outcome['reason']}" if outcome["reason"] else ""
         print(f"{name}: {outcome['status']} after {outcome['duration_s']:.0f} s{reason}", flush=True)
-    sys.exit(any(outcome is not None and outcome["status"] == "failed" for outcome in outcomes.values()))
+    sys.exit(is_cut or any(outcome is not None and outcome["status"] == "failed" for outcome in outcomes.values()))
+
+
+def sum_after(name: str, stages: Iterable[str]) -> float:
+    """Return the seconds of the stages that come after `name`."""
+    names = list(stages)
+    return sum(LIMITS_S[each] for each in names[names.index(name) + 1 :])
 
 
 def find_missing(stages: Sequence[str]) -> list[str]:
@@ -87,7 +118,8 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", help="folder for a JSON file of each stage; made where missing")
     parser.add_argument("--stage", action="extend", nargs="+", choices=STAGES, help="default: all")
-    parser.add_argument("--limit-s", type=float, default=450.0, help="of a stage, default: %(default)s")
+    parser.add_argument("--total-s", type=float, default=900.0, help="of all stages, default: %(default)s")
+    parser.add_argument("--limit-s", type=float, help="of each stage, default: its share of --total-s")
     parser.add_argument("--list", action="store_true", help="name the stages")
     parser.add_argument("--table", action="store_true", help="print what was found as Markdown")
     arguments = parser.parse_args()

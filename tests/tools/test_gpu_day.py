@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,21 +33,21 @@ def make_stage(tmp_path, monkeypatch):
     from gpu_stages.stage import Stage
 
     class Standing(Stage):
-        def __init__(self, device, answers):
-            super().__init__(tmp_path, device=device)
+        def __init__(self, device, answers, kept):
+            super().__init__(tmp_path, device=device, kept=kept or Path(tempfile.mkdtemp(dir=tmp_path)))
             self.commands, self._answers = [], answers
 
         def run(self, *command, **how):  # noqa: ARG002 - as a stage
             self.commands.append(" ".join(map(str, command)))
             return next(answer(command) for word, answer in self._answers.items() if word in self.commands[-1])
 
-    def make(device="cpu", **answers):
+    def make(device="cpu", kept=None, **answers):
         if device == "cuda":  # what is too large here is not made
             for module in (loading, profiling):
                 monkeypatch.setattr(module, "make_photos", lambda folder, num_images: (folder, SmallSplit()))
             monkeypatch.setattr(loading, "Cache", SmallCache)
         monkeypatch.setattr(profiling, "measure", lambda *arguments, **options: PROFILE)
-        return Standing(device, answers)
+        return Standing(device, answers, kept)
 
     return make
 
@@ -124,6 +125,16 @@ def test_a_stage_runs_to_where_it_needs_a_gpu_and_says_what_was_not_done(make_st
     assert found["durations_s"].keys() == stage.durations.keys()
 
 
+@pytest.fixture
+def few_files(monkeypatch):
+    from gpu_stages import gpu_tests
+
+    files = [ROOT / "tests" / f"test_{letter}.py" for letter in "abc"]
+    monkeypatch.setattr(gpu_tests, "find_test_files", lambda tests: files)
+    monkeypatch.setattr(gpu_tests, "FILES_PER_RUN", 3)
+
+
+@pytest.mark.usefixtures("few_files")
 def test_with_a_gpu_failed_tests_fail_the_stage_by_name_and_a_crash_is_one_of_them(make_stage):
     stage = make_stage("cuda", pytest=write_junit("passed", "failure", "error", "skipped"))
     with pytest.raises(SystemExit, match=r"4 tests failed: tests.t::t1, tests.t::t2"):
@@ -136,6 +147,56 @@ def test_with_a_gpu_failed_tests_fail_the_stage_by_name_and_a_crash_is_one_of_th
     with pytest.raises(SystemExit, match="no test was collected"):
         run("gpu_tests", make_stage("cuda", pytest=write_junit()))
     run("gpu_tests", make_stage("cuda", pytest=write_junit("passed")))
+
+
+@pytest.mark.usefixtures("few_files")
+def test_a_stage_that_was_ended_continues_with_the_parts_that_are_not_done(make_stage, monkeypatch, tmp_path):
+    from gpu_stages import gpu_tests
+
+    monkeypatch.setattr(gpu_tests, "FILES_PER_RUN", 1)
+    write, kept = write_junit("passed"), tmp_path / "kept"
+    kept.mkdir()
+
+    def write_or_end(command):
+        if any(str(word).endswith("test_b.py") for word in command):
+            raise KeyboardInterrupt
+        return write(command)
+
+    first = make_stage("cuda", kept, pytest=write_or_end)
+    with pytest.raises(KeyboardInterrupt):
+        run("gpu_tests", first)
+    assert next((row.name, row.values) for row in first.report.rows) == ("passed", [1])
+    second = make_stage("cuda", kept, pytest=write)
+    assert run("gpu_tests", second)["passed"] == [3]
+    assert not any("test_a.py" in command and "-k not" in command for command in second.commands)
+
+
+def test_the_first_three_stages_have_eight_minutes_and_all_have_fifteen(tmp_path, monkeypatch, capsys):
+    """What a stage does not need goes to the last ones, and none starts that would end at once."""
+    import gpu_day
+
+    assert list(gpu_day.STAGES)[:3] == ["gpu_tests", "loading", "training"]
+    assert sum(gpu_day.LIMITS_S[name] for name in list(gpu_day.STAGES)[:3]) <= 480
+    assert gpu_day.LIMITS_S.keys() == gpu_day.STAGES.keys()
+    assert sum(gpu_day.LIMITS_S.values()) <= 900
+    now, limits = [0.0], {}
+
+    def run_stage(name, title, out, limit_s):
+        limits[name] = limit_s
+        now[0] += 880.0 if name == "saving" else 10.0
+        outcome = outcome_of(name, "done")
+        (out / f"{name}.json").write_text(json.dumps(outcome))
+        return outcome
+
+    monkeypatch.setattr(gpu_day, "run_stage", run_stage)
+    monkeypatch.setattr(gpu_day.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "argv", ["gpu_day.py", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as end:
+        gpu_day.main()
+    assert end.value.code == 1
+    assert limits["loading"] == 900 - 10 - sum(list(gpu_day.LIMITS_S.values())[2:])
+    assert list(limits) == ["gpu_tests", "loading", "training", "profiling", "saving"]
+    assert "digits: no time left; the same command continues here" in capsys.readouterr().out
 
 
 def test_the_files_with_tests_for_a_gpu_are_found():
@@ -163,7 +224,7 @@ def test_with_a_gpu_a_decoder_that_ends_its_process_is_named_and_the_others_are_
     assert found["cache, gpu-whole / cpu"] == [4.0] * 2
     assert found["memory, auto"] == [400.0]  # once: it is one of the others
     assert found["memory, gpu-window: ended with status -11, after so many runs"] == [0]
-    assert found["cache, gpu-window: killed after 60 s, after so many runs"] == [0]
+    assert found["cache, gpu-window: killed after 30 s, after so many runs"] == [0]
     assert "cache, gpu-window" not in found
 
 

@@ -1,6 +1,6 @@
-"""The process that runs one stage: `runner.py` starts it, with the folder for its data, and ends it.
+"""The process that runs one stage: `runner.py` starts it, with folders for its data and what is kept, and ends it.
 
-python -P tools/gpu_stages/child.py STAGE FOLDER
+python -P tools/gpu_stages/child.py STAGE FOLDER KEPT
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from gpu_stages.stage import NeedsGpu, Stage
 
 def main() -> None:
     """Run the stage that is named, and write how it ended; what it raises is for the log."""
-    name, folder = sys.argv[1:]
+    name, folder, kept = sys.argv[1:]
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    stage = Stage(Path(folder))
+    stage = Stage(Path(folder), kept=Path(kept), name=name)
     module = importlib.import_module(f"gpu_stages.{name}")
     stage.write()
     try:

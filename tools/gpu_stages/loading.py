@@ -10,26 +10,27 @@ import argparse
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from report import Figure
 
 from datasvc.cache import Cache
 from gpu_stages.loading_rate import measure
-from gpu_stages.photo_data import make_photos
+from gpu_stages.photo_data import NUM_PHOTOS, make_photos
 from gpu_stages.stage import Stage, last_json
 
 ON_GPU = ("cpu", "gpu-window", "gpu-whole", "auto")
 ONCE = "auto"  # it is one of the others, after a trial
 PROGRAM = Path(__file__).with_name("loading_rate.py")
 REPEATS = 2
-LIMIT_S = 60.0  # of a process: all of them fit into the limit of the stage
+LIMIT_S = 30.0  # of a process: all of them fit into the limit of the stage
 
 
 def run(stage: Stage) -> None:
     """Measure every way to decode, in turn and each in a process of its own."""
     with stage.timed("photos"):
-        _, split = make_photos(stage.folder, num_images=stage.choose(6000, 8))
+        _, split = make_photos(stage.kept, num_images=stage.choose(*NUM_PHOTOS))
         cache = Cache(stage.folder / "cache", budget=2 * split.table.size_bytes)
         cache.stage([split])
     if not stage.has_gpu:
@@ -55,13 +56,16 @@ def measure_all(stage: Stage) -> dict[str, list[float]]:
     }
     rates: dict[str, list[float]] = {name: [] for name in commands}
     problems: dict[str, str] = {}
-    repository = stage.folder / "repository"
+    repository = stage.kept / "repository"
     for repeat in range(REPEATS):
         for name in list(commands) if repeat % 2 == 0 else reversed(commands):
             if name in problems or (repeat and name.endswith(ONCE)):
                 continue
             try:
-                printed = stage.run("-P", PROGRAM, repository, *commands[name], limit_s=LIMIT_S)
+                printed = stage.once(
+                    f"{name}, {repeat}",
+                    partial(stage.run, "-P", PROGRAM, repository, *commands[name], limit_s=LIMIT_S),
+                )
             except subprocess.CalledProcessError as error:
                 problems[name] = f"ended with status {error.returncode}"
                 print(f"{name}: {problems[name]}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from photos import write_photos
@@ -9,11 +10,20 @@ from photos import write_photos
 import datasvc
 from datasvc.shards import Split
 
+NUM_PHOTOS = (4000, 12)  # with and without a GPU, the same for all stages
+
 
 def make_photos(folder: Path, *, num_images: int) -> tuple[Path, Split]:
-    """Write photos, and ingest them; returns their folder and the split, whose repository lies beside it."""
-    photos = folder / "photos"
-    write_photos(photos, num_images=num_images)
-    repository = datasvc.open(str(folder / "repository"), create=True)
-    repository.datasets.ingest(str(photos), "photos")
-    return photos, next(iter(repository.dataset("photos@1").values()))
+    """Write photos, and ingest them, once in a folder; returns their folder and the split of the repository there.
+
+    Three stages read the same photos, and writing them takes longer than some of these.
+    """
+    photos, repository = folder / "photos", folder / "repository"
+    done = folder / f"{num_images}-photos"
+    if not done.exists():
+        for left in (photos, repository):  # of a stage that was ended
+            shutil.rmtree(left, ignore_errors=True)
+        write_photos(photos, num_images=num_images)
+        datasvc.open(str(repository), create=True).datasets.ingest(str(photos), "photos")
+        done.touch()
+    return photos, next(iter(datasvc.open(str(repository)).dataset("photos@1").values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from profile_check import add_profile, measure
 
 from datasvc.processors import count_processors
-from gpu_stages.photo_data import make_photos
+from gpu_stages.photo_data import NUM_PHOTOS, make_photos
 from gpu_stages.stage import Stage
 
 WORKLOADS = {
@@ -20,8 +20,8 @@ REPEATS, STEPS = 5, 20
 def run(stage: Stage) -> None:
     """Profile both models, or a small one on the CPU."""
     with stage.timed("photos"):
-        make_photos(stage.folder, num_images=stage.choose(6000, 12))
-    repository, threads = str(stage.folder / "repository"), stage.choose(count_processors(), 1)
+        make_photos(stage.kept, num_images=stage.choose(*NUM_PHOTOS))
+    repository, threads = str(stage.kept / "repository"), stage.choose(count_processors(), 1)
     repeats, steps = stage.choose((REPEATS, STEPS), (1, 1))
     for workload, options in stage.choose(WORKLOADS, TINY).items():
         with stage.timed(workload):

@@ -1,7 +1,7 @@
 """Runs stages, each in a process of its own with a time limit, and writes what each found into one folder.
 
-Invariant: a file of the folder is the whole outcome of a stage that is over. A stage that was interrupted has none,
-and none of its processes outlives it.
+What a later run of a stage can use is in the folder `kept`. Invariant: a file of the results is the whole outcome of
+a stage that is over. A stage that was interrupted has none, and none of its processes outlives it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def run_stage(name: str, title: str, out: Path, limit_s: float) -> dict[str, Any
     with tempfile.TemporaryDirectory(prefix="datasvc-gpu-day-", ignore_cleanup_errors=True) as work:
         folder, log = Path(work, "data"), Path(work, "log")
         folder.mkdir()
-        command = [sys.executable, "-P", str(TOOLS / "gpu_stages" / "child.py"), name, str(folder)]
+        kept = out.absolute() / "kept"
+        kept.mkdir(exist_ok=True)
+        command = [sys.executable, "-P", str(TOOLS / "gpu_stages" / "child.py"), name, str(folder), str(kept)]
         problem = _run(command, log, limit_s)
         found = _read_figures(folder / "figures.json")
         tail = log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
@@ -89,7 +91,7 @@ def _run(command: list[str], log: Path, limit_s: float) -> str:
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return f"the stage took longer than {limit_s:g} s and was ended; give --limit-s more, or see its log"
+            return f"the stage took longer than {limit_s:.0f} s and was ended; the same command continues it"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, SIGKILL)

@@ -6,12 +6,13 @@ A stage runs on any machine: without a GPU it makes small data, does the part th
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
@@ -48,16 +49,22 @@ class Stage:
     Args:
         folder: empty, for its data; removed once it is over.
         device: "cuda" or "cpu"; None: a GPU where there is one.
+        kept: folder for what later runs and other stages can use; None: `folder`.
+        name: name of the stage.
 
     Attributes:
-        folder: as given.
+        folder, kept: as given.
         device: where it computes.
         report: rows and ratios that it found.
         durations: seconds of its parts, by name.
     """
 
-    def __init__(self, folder: Path, *, device: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, device: str | None = None, kept: Path | None = None, name: str = "stage"
+    ) -> None:
         self.folder = folder
+        self.kept = kept or folder
+        self._name = name
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.report = Report("")
         self.durations: dict[str, float] = {}
@@ -66,6 +73,17 @@ class Stage:
     def has_gpu(self) -> bool:
         """Whether figures mean something; without, everything is small."""
         return self.device == "cuda"
+
+    def once(self, part: str, find: Callable[[], T]) -> T:
+        """Return what `find` returns, a JSON value; a later run of an interrupted stage reads it instead."""
+        digest = hashlib.sha256(f"{describe_surroundings()['commit']} {self.device} {part}".encode()).hexdigest()[:16]
+        path = self.kept / f"{self._name}.{digest}.json"
+        if path.exists():
+            print(f"{part}: done before", flush=True)
+            return json.loads(path.read_bytes())
+        found = find()
+        write_file(path, json.dumps(found).encode(), synced=False)
+        return found
 
     def choose(self, on_gpu: T, without: T) -> T:
         """Return a size: the one that is measured, or a small one where there is no GPU."""

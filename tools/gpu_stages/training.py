@@ -23,7 +23,7 @@ from datasvc.loaders import ImageLoader, PixelFormat
 from datasvc.processors import count_processors
 from datasvc.trainer.recipes.models import build_model
 from gpu_stages.loading_rate import endless
-from gpu_stages.photo_data import make_photos
+from gpu_stages.photo_data import NUM_PHOTOS, make_photos
 from gpu_stages.stage import Stage, synchronize
 
 MODELS = ("resnet50", "alexnet")
@@ -39,7 +39,7 @@ def run(stage: Stage) -> None:
     """Time the steps of both models on all three, in turn."""
     batch, size = stage.choose((256, 224), (2, 32))
     with stage.timed("photos"):
-        photos, split = make_photos(stage.folder, num_images=stage.choose(8000, 4))
+        photos, split = make_photos(stage.kept, num_images=stage.choose(*NUM_PHOTOS))
         cache = Cache(stage.folder / "cache", budget=2 * split.table.size_bytes)
         cache.stage([split])
     pixels = PixelFormat("bfloat16", "NHWC")
@@ -81,7 +81,7 @@ def time_model(stage: Stage, name: str, feeds: dict[str, Batches], *, batch: int
         return rate
 
     contestants = {feed: measure(batches) for feed, batches in feeds.items()}
-    rates = alternate(contestants, stage.choose(REPEATS, 1))
+    rates = stage.once(name, lambda: alternate(contestants, stage.choose(REPEATS, 1)))
     if stage.has_gpu:
         for feed, values in rates.items():
             stage.report.add_row(f"{name}, {feed}", "images/s", values)
