@@ -92,13 +92,13 @@ class ThumbnailCache:
             size_bytes -= size
 
 
-def make_thumbnail(encoded: bytes | None) -> bytes:
-    """Return the thumbnail of an encoded image as JPEG; for one that cannot be shown, a picture that says why."""
+def make_thumbnail(encoded: bytes | None, max_side: int = MAX_SIDE) -> bytes:
+    """Return an encoded image as JPEG of at most `max_side` pixels; if it cannot be shown, a picture of why."""
     if encoded is None:
         return _placeholder("no image", "its value is null")
     try:
         with _decoding:
-            small = thumbnail(encoded, MAX_SIDE, max_pixels=_MAX_PIXELS)
+            small = thumbnail(encoded, max_side, max_pixels=_MAX_PIXELS)
     except BadSampleError as error:
         return _placeholder("damaged image", str(error))
     return _encode(small)

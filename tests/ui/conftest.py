@@ -75,7 +75,7 @@ class RunningUi:
         request = urllib.request.Request(self.url + path, headers=headers)
         try:
             with urllib.request.build_opener(NoRedirects).open(request) as response:
-                return response.status, response.headers, response.read().decode()
+                return response.status, response.headers, response.read().decode(errors="replace")
         except urllib.error.HTTPError as error:
             return error.code, error.headers, error.read().decode()
 

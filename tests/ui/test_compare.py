@@ -107,7 +107,7 @@ def test_a_removed_version_is_compared_by_its_metadata(layers):
     with running_ui(layers) as server:
         html = server.get("/compare/net@2/net@3")[2]
     assert "net@3 was removed" in html
-    assert "config.text" in html
+    assert "config.<wbr>text" in html
 
 
 def test_hostile_names_of_tensors_and_values_are_text(layers):

@@ -307,7 +307,7 @@ def _of_values(values: pa.Array, expression: str, bins: int, facts: Mapping[str,
     is_text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
     # A value of another type, such as a date, is compared as DuckDB writes it.
     operand = expression if is_text else f"cast({expression} as varchar)"
-    bars = [Bin(text, count, f"{operand} = {_literal(text)}") for text, count in shown]
+    bars = [Bin(text, count, f"{operand} = {quote_text(text)}") for text, count in shown]
     other = len(texts) - texts.null_count - sum(count for _, count in shown)
     return Histogram(**facts, kind="values", bins=bars, other=other, null=texts.null_count, low=None, high=None)
 
@@ -325,5 +325,6 @@ def _text(number: float) -> str:
     return str(int(number)) if number.is_integer() and abs(number) < _MAX_EXACT else repr(number)
 
 
-def _literal(text: str) -> str:
+def quote_text(text: str) -> str:
+    """Return a text as a literal of SQL."""
     return "'" + text.replace("'", "''") + "'"

@@ -14,6 +14,8 @@ from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.lines import branch_of
 from datasvc.shards.history.version_nodes import dataset_nodes
 from datasvc.shards.query.histogram import list_columns
+from datasvc.shards.query.sample_page import page_of
+from datasvc.shards.query.sample_reader import SampleSummary
 from datasvc.shards.query.shared_bytes import shared_bytes
 from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples
 from datasvc.ui.pages.charts.histogram_charts import count_columns, draw_histogram
@@ -28,6 +30,7 @@ _MAX_VERSIONS = 50  # of the graph
 _MAX_COMPARED = 20  # versions whose shared bytes are shown
 _MAX_COMPARED_SHARDS = 200_000  # of all of them
 _MAX_HISTOGRAMS = 12
+_SOME_SAMPLES = 8  # that are shown above the distributions
 _MAX_BARS = 20  # of the histogram of classes; more classes have a table, too
 _VERSION_COLUMNS = (
     Column("version", "version", "time"),
@@ -213,6 +216,10 @@ def _show_split(
     where = query.text("where")
     columns = list_columns(dataset[split])[:_MAX_HISTOGRAMS]
 
+    samples, some = site.splits.samples(dataset, split), list[SampleSummary]()
+    if samples.image_columns:
+        with failures.noted():
+            some.extend(page_of(samples, where=where, count=_SOME_SAMPLES).samples)
     panels, charts = {}, []
     for column, counted in count_columns(site, dataset, split, columns, where, failures).items():
         name = f"histogram {column}"
@@ -229,6 +236,8 @@ def _show_split(
         "splits": names,
         "where": where or "",
         "charts": charts,
+        "some": some,
+        "image_columns": samples.image_columns,
         **_classes(facts["splits"][split], query, dataset_link(ref)),
     }
 

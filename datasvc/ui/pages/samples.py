@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
+
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.provenance.find_consumers import find_consumers
-from datasvc.shards.query.histogram import list_columns
+from datasvc.shards.format.schema import KEY
+from datasvc.shards.query.histogram import list_columns, quote_text
 from datasvc.shards.query.sample_details import details_of
-from datasvc.shards.query.sample_page import PAGE_SAMPLES, find_key, no_page, page_of
+from datasvc.shards.query.sample_page import PAGE_SAMPLES, SamplePage, find_key, no_page, page_of, summary_to_json
 from datasvc.shards.query.sample_reader import NumberedSamples
+from datasvc.shards.versions.dataset import Split
+from datasvc.shards.versions.labels import CLASS, with_class
 from datasvc.sql_sandbox import warm
+from datasvc.ui.pages.charts.histogram_charts import Selection
 from datasvc.ui.pages.charts.sample_columns import describe_counted, list_sample_columns, sample_cell
+from datasvc.ui.thumbnails import make_thumbnail
 from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import dataset_link, sample_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
@@ -17,6 +26,8 @@ from datasvc.ui.web.site import Site
 
 # The search for the models that were trained on a sample reads all their versions; of more, only on request.
 _MAX_MODELS = 20
+_MAX_FULL_SIDE = 8192
+_MAX_CSV_SAMPLES = 100_000
 _MAX_DUPLICATE_SHARDS = 64  # that are searched before a reader asks for all of them
 
 
@@ -33,6 +44,8 @@ def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     start = query.number("start", 0)
     problems: list[Problem] = []
     count = PAGE_SAMPLES
+    if (text := query.text("find")) is not None:
+        where = Selection(where, lambda joined: joined or "").added(_contains(samples.split, text))
     page = None
     try:
         if key is not None:
@@ -48,6 +61,9 @@ def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         # those that were asked for would be taken for them.
         problems.append(Problem(str(error)))
         page = no_page(samples, where=where, order=order)
+    if query.text("format") is not None and not problems:
+        query.choice("format", ("csv",))
+        return _csv(page_of(samples, where=where, order=order, count=_MAX_CSV_SAMPLES, max_shards=None))
     view = query.choice("view", ("pictures", "table")) if samples.image_columns else "table"
     failures = Failures(site.faults, samples_link(ref, split))
     # Not in the address of samples without images: there is no other view.
@@ -104,8 +120,38 @@ def load_page(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "this_all": link(None),
             "view": view,
             "this": link(page.where),
+            "csv_link": samples_link(ref, split, where=page.where, order=page.order, format="csv"),
+            "text": text or "",
         },
     )
+
+
+def _contains(split: Split, text: str) -> str:
+    """Return the condition that the key or the class of a sample contains a text, in upper or lower case."""
+    names = with_class(split.table.sample_schema, split.classes).names
+    columns = [KEY, *([CLASS] if CLASS in names else [])]
+    found = " or ".join(f"contains(lower({column}), lower({quote_text(text)}))" for column in columns)
+    return f"({found})"  # it may be joined with another condition
+
+
+def _csv(page: SamplePage) -> RawResponse:
+    """Return the samples that a page selects, of all shards, as CSV: blobs by their sizes."""
+    if page.next_start is not None:
+        raise ConfigError(
+            f"more than {_MAX_CSV_SAMPLES:,} samples satisfy the condition; `datasvc sql {page.version} QUERY --csv` "
+            "writes any number of them"
+        )
+    rows = [summary_to_json(sample) for sample in page.samples]
+    columns = list(dict.fromkeys(name for row in rows for name in row["values"]))
+    buffer = io.StringIO()
+    writer = csv.writer(buffer)
+    writer.writerow(("number", KEY, "class", *columns))
+    for row in rows:
+        values = (row["values"].get(name) for name in columns)
+        cells = (value["bytes"] if isinstance(value, dict) and [*value] == ["bytes"] else value for value in values)
+        texts = (json.dumps(cell, ensure_ascii=False) if isinstance(cell, (dict, list)) else cell for cell in cells)
+        writer.writerow((row["number"], row["key"], row["class"], *texts))
+    return RawResponse(buffer.getvalue().encode(), "text/csv")
 
 
 def load_sample(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
@@ -154,13 +200,17 @@ def load_sample(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     )
 
 
-def load_image(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
-    """Return the thumbnail of an image of a sample."""
+def load_image(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
+    """Return the thumbnail of an image of a sample; with `full` in the address, the image in its full size."""
     dataset = site.splits.version(site.repo.repository, parts["ref"])
     samples = site.splits.samples(dataset, parts["split"])
     column, number = parts["column"], _position(parts)
     if column not in samples.image_columns:
         raise NotFoundError(f"{dataset.resolved}/{parts['split']} has no images in a column {column!r}")
+    if query.text("full") is not None:
+        # Encoded anew as a thumbnail is: a browser gets no bytes of a data set as they are.
+        content = make_thumbnail(samples.blob(number, column), _MAX_FULL_SIDE)
+        return RawResponse(content, "image/jpeg", is_immutable=parts["ref"] == str(dataset.resolved))
     content = site.thumbnails.get(_image_name(samples, number, column), lambda: samples.blob(number, column))
     # A version never changes, but a tag in the address may move.
     return RawResponse(content, "image/jpeg", is_immutable=parts["ref"] == str(dataset.resolved))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -51,6 +52,7 @@ def make_environment() -> Environment:
         "money": format_money,
         "number": number,
         "size": size,
+        "words": words,
     }
     environment.globals |= {
         "navigation": NAVIGATION,
@@ -151,6 +153,11 @@ def digest(value: str) -> Markup:
     algorithm, colon, digits = str(value).rpartition(":")
     short = f"{algorithm}{colon}{digits[:_SHORT_DIGEST_CHARS]}"
     return Markup('<code class="digest" tabindex="0" title="{}" data-copy="{}">{}</code>').format(value, value, short)
+
+
+def words(name: str) -> Markup:
+    """Return a name that a narrow column breaks between its parts, such as "config." and "learning_", and "rate"."""
+    return Markup("<wbr>").join(re.split(r"(?<=[._/])", escape_controls(name)))
 
 
 def json_text(value: object) -> str:
