@@ -6,6 +6,7 @@ A worker process is a process of `multiprocessing`: it watches its parent (`end_
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle  # only between a process and its own child
 import subprocess
@@ -13,7 +14,9 @@ import sys
 import threading
 import weakref
 from contextlib import suppress
-from multiprocessing import connection, parent_process
+from multiprocessing import connection, current_process, parent_process
+
+KEY_VARIABLE = "DATASVC_CHILD_KEY"
 
 
 def end_with_parent() -> None:
@@ -50,9 +53,17 @@ def command_of(module: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of this process, with its current import path as PYTHONPATH."""
+    """Return the environment of this process, with its current import path as PYTHONPATH, and `KEY_VARIABLE`."""
     # Leave out "", which is the working directory; see `command_of`.
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return {**os.environ, "PYTHONPATH": paths, KEY_VARIABLE: inherited_key().hex()}
+
+
+def inherited_key() -> bytes:
+    """Return the key that this process shares with its child processes, and with no other, see `url_to_pickle`."""
+    # A worker process inherits the key of multiprocessing, and a helper program gets it in its environment.
+    given = os.environ.get(KEY_VARIABLE)
+    return bytes.fromhex(given) if given else hashlib.sha256(current_process().authkey).digest()
 
 
 class ChildProcess:

@@ -34,6 +34,7 @@ ALLOWED = {
     "datasvc.order": {"datasvc.errors", "datasvc.keyed_random", "datasvc.interval_index"},
     "datasvc.mix_order": {"datasvc.keyed_random", "datasvc.order"},
     "datasvc.repository": {
+        "datasvc.child_process",
         "datasvc.errors",
         "datasvc.durable",
         "datasvc.extras",

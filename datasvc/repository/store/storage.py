@@ -29,7 +29,7 @@ from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.remote_files import RemoteFiles
-from datasvc.repository.store.urls import local_root, open_without_listings, resolve_url, url_to_pickle
+from datasvc.repository.store.urls import local_root, open_without_listings, resolve_url, url_of_pickle, url_to_pickle
 
 if TYPE_CHECKING:
     import fsspec
@@ -89,11 +89,11 @@ class Storage:
 
     def __getstate__(self) -> dict[str, Any]:
         # Do not pickle clients: copies of their sockets and threads do not work in another process.
-        has_no_driver = self._objects is not None or self.is_local
-        return {"url": self.url if has_no_driver else url_to_pickle(self._fs, self.url)}
+        url, encrypted = (self.url, b"") if self.is_local else url_to_pickle(self.url)
+        return {"url": url, "encrypted": encrypted}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["url"])  # type: ignore[misc]
+        self.__init__(url_of_pickle(state["url"], state["encrypted"]))  # type: ignore[misc]
 
     def local_path(self, path: str) -> Path | None:
         """Return the local path of `path`, or None if the store is remote."""

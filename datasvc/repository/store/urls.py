@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
+import secrets
 from typing import TYPE_CHECKING, Any, Final
 
+from blake3 import blake3
+
+from datasvc.child_process import inherited_key
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.extras import how_to_install_driver
 from datasvc.repository.store.redaction import redact_text, redact_url, safe_cause
@@ -89,23 +94,30 @@ def open_without_listings(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         return resolve_url(url)
 
 
-def url_to_pickle(file_system: fsspec.AbstractFileSystem, url: str) -> str:
-    """Return the URL. Its user and password are left out if fsspec's configuration contains the same ones.
+def url_to_pickle(url: str) -> tuple[str, bytes]:
+    """Return a URL without its password, and the whole one encrypted, for `url_of_pickle`; b"" if it has none.
 
-    Otherwise they must be in the pickle: a worker process could not open the store without them.
+    A pickle may be stored or sent, so it must not have a password. The key is that of `multiprocessing`, which worker
+    processes inherit and others do not have.
     """
-    from fsspec.config import apply_config
-
     url_without_password = redact_url(url)
-    # Do not compare the options of several drivers in a chain, as in "zip://a::s3://b".
-    if url_without_password == url or "::" in url:
-        return url
-    driver = type(file_system)
-    # Compare the options that fsspec would use, without opening a store. FSSPEC_* variables and fsspec's
-    # configuration files may set the user and password too.
-    options, configured_options = (
-        apply_config(driver, driver._get_kwargs_from_urls(each))  # noqa: SLF001 - a driver's documented interface
-        for each in (url, url_without_password)
-    )
-    same_path = driver._strip_protocol(url) == driver._strip_protocol(url_without_password)  # noqa: SLF001
-    return url_without_password if same_path and options == configured_options else url
+    if url_without_password == url:
+        return url, b""
+    nonce, content = secrets.token_bytes(32), url.encode()
+    return url_without_password, nonce + _cipher(nonce, content) + _mac(nonce, content)
+
+
+def url_of_pickle(url: str, encrypted: bytes) -> str:
+    """Return the whole URL; in a process that does not have the key, the URL without a password."""
+    nonce, content = encrypted[:32], _cipher(encrypted[:32], encrypted[32:-32])
+    # Without the password, fsspec's configuration may have it; otherwise the store refuses access.
+    return content.decode() if encrypted and hmac.compare_digest(_mac(nonce, content), encrypted[-32:]) else url
+
+
+def _cipher(nonce: bytes, content: bytes) -> bytes:
+    stream = blake3(nonce, key=inherited_key()).digest(len(content))
+    return bytes(a ^ b for a, b in zip(content, stream, strict=True))
+
+
+def _mac(nonce: bytes, content: bytes) -> bytes:
+    return blake3(b"mac" + nonce + content, key=inherited_key()).digest()
