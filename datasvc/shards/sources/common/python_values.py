@@ -7,7 +7,7 @@ fields that the type lacks. Here each of these values is an error, so that its s
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Final
 
@@ -47,6 +47,12 @@ _REFUSED: Final[Mapping[type, _Classes]] = {
     dt.date: (dt.datetime,),
     np.ndarray: (np.ma.MaskedArray,),
 }
+_NESTED: Final[_Classes] = (list, tuple, Mapping, np.ndarray)
+_EXACT: Final[tuple[tuple[Callable[[pa.DataType], bool], type], ...]] = (
+    (pa.types.is_float64, float),
+    (pa.types.is_integer, int),
+    (pa.types.is_string, str),
+)
 _TIMES: Final[_Classes] = (dt.datetime, dt.time, dt.timedelta)
 
 
@@ -76,19 +82,23 @@ def check_nesting(values: Iterable[Any]) -> None:
         if not level:
             return
         # By identity: lists that share their items, or contain themselves, would take exponential time.
-        inner = {id(item): item for value in level for item in _items(value) if _is_nested(item)}
+        inner: dict[int, Any] = {}
+        for items in map(_items, level):
+            # The set of classes first: a list of a thousand numbers has one.
+            if any(issubclass(cls, _NESTED) for cls in set(map(type, items))):
+                inner.update((id(item), item) for item in items if _is_nested(item))
         level = list(inner.values())
     raise ValueError(f"a value is nested more than {MAX_DEPTH} levels deep, or contains itself")
 
 
 def _is_nested(value: Any) -> bool:
-    return isinstance(value, (list, tuple, Mapping)) or (isinstance(value, np.ndarray) and value.dtype == object)
+    return isinstance(value, _NESTED) and not (isinstance(value, np.ndarray) and value.dtype != object)
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _items(value: Any) -> Collection[Any]:
     if isinstance(value, np.ndarray):
-        return value.ravel().tolist()
-    return value.values() if isinstance(value, Mapping) else value
+        return list(value.ravel().tolist())
+    return list(value.values()) if isinstance(value, Mapping) else value
 
 
 def _plain(value: Any) -> Any:
@@ -150,9 +160,12 @@ def _check_structs(values: Sequence[Mapping[str, Any]], data_type: pa.StructType
 
 def _check_lists(values: Sequence[Any], data_type: Any) -> None:
     inner: list[Any] = []
+    # The class of values that Arrow stores in the list without loss, or refuses: they need no further check.
+    exact = next((cls for is_kind, cls in _EXACT if is_kind(data_type.value_type)), None)
     for value in values:
         if not isinstance(value, np.ndarray):
-            inner += value
+            if exact is None or set(map(type, value)) != {exact}:
+                inner += value
         elif value.ndim != 1:
             raise ValueError(
                 f"an array of {value.ndim} dimensions is inside of another value; pass it as nested lists"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any, Final
@@ -24,6 +25,7 @@ _STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"', re.DOTALL)
 _LONG_INTEGER: Final = re.compile(rb"(?<![0-9.])[0-9]{16}")
 # A number that a float may not hold: Arrow reads it as infinity, and JSON has no infinity of its own.
 _HUGE_NUMBER: Final = re.compile(rb"[0-9]{300}")
+_MAX_EXACT_FLOAT: Final = float(1 << 53)  # all integers up to this one are floats
 _MAX_UINT64: Final = (1 << 64) - 1
 # Start of Arrow's error messages, which is left out of ours.
 _ARROW_PREFIX: Final = "JSON parse error: "
@@ -41,10 +43,6 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
         ValueError: a line does not parse or has several objects, or an integer is another number in its column of
             floats; the message is the reason.
     """
-    if schema is not None and any(map(_holds_floats, schema.types)) and _LONG_INTEGER.search(content):
-        for value in _long_integers(content, schema):
-            if not _is_float(value):
-                raise ValueError(f"the integer {value} has no equal float, and its column has floats")
     options = pj.ParseOptions(
         explicit_schema=schema, unexpected_field_behavior="infer" if schema is None else "error"
     )
@@ -55,8 +53,14 @@ def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> p
     # A field name that is not UTF-8 can raise UnicodeDecodeError, which is no ArrowException.
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise ValueError(str(error).removeprefix(_ARROW_PREFIX)) from error
-    if _HUGE_NUMBER.search(content) and any(map(_has_infinity, table.columns)):
+    if _HUGE_NUMBER.search(content) and any(_reaches(column, math.inf) for column in table.columns):
         raise ValueError("a number is too large for a float")
+    # Parse again in Python only if a float is so large that an integer may have become it.
+    is_suspect = schema is not None and any(_reaches(column, _MAX_EXACT_FLOAT) for column in table.columns)
+    if is_suspect and _LONG_INTEGER.search(content):
+        for value in _long_integers(content, table.schema):
+            if not _is_float(value):
+                raise ValueError(f"the integer {value} has no equal float, and its column has floats")
     # The caller numbers the samples by lines, so each line must be one object.
     if table.num_rows != num_lines:
         raise ValueError(f"{num_lines} lines hold {table.num_rows} objects")
@@ -189,22 +193,14 @@ def _is_float(value: int) -> bool:
         return False
 
 
-def _has_infinity(column: pa.ChunkedArray | pa.Array) -> bool:
-    """Return whether a float in a column, at any depth, is infinite."""
+def _reaches(column: pa.ChunkedArray | pa.Array, limit: float) -> bool:
+    """Return whether the absolute value of a float in a column, at any depth, is `limit` or more."""
     if pa.types.is_struct(column.type):
         flat = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-        return any(map(_has_infinity, flat.flatten()))
+        return any(_reaches(field, limit) for field in flat.flatten())
     if pa.types.is_list(column.type):
-        return _has_infinity(pc.list_flatten(column))
-    return pa.types.is_floating(column.type) and bool(pc.any(pc.is_inf(column)).as_py())
-
-
-def _holds_floats(data_type: pa.DataType) -> bool:
-    if pa.types.is_list(data_type):
-        return _holds_floats(data_type.value_type)
-    if pa.types.is_struct(data_type):
-        return any(_holds_floats(field.type) for field in data_type.fields)
-    return bool(pa.types.is_floating(data_type))
+        return _reaches(pc.list_flatten(column), limit)
+    return pa.types.is_floating(column.type) and bool(pc.any(pc.greater_equal(pc.abs(column), limit)).as_py())
 
 
 def _strings_for_timestamps(schema: pa.Schema) -> pa.Schema:
