@@ -31,6 +31,7 @@ from datasvc.ui.pages import (
     lineage,
     model,
     models,
+    run_comparison,
     runs,
     samples,
 )
@@ -63,6 +64,7 @@ PAGES: Final[Mapping[str, Load]] = {
     "/compare": compare.load,
     "/compare/{a}/{b}": compare.load,
     "/runs": runs.load_list,
+    "/runs/compare": run_comparison.load,
     "/runs/{name}/{id}": runs.load,
     "/cluster": cluster.load,
     "/planner": planner.load,

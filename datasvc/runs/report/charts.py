@@ -79,6 +79,11 @@ def _curves(history: RunHistory) -> list[tuple[str, Series, str]]:
     ]
 
 
+def named_curves(history: RunHistory) -> list[tuple[str, Series]]:
+    """Return name and values of each curve that `line_charts` draws, and of those that it leaves out."""
+    return [(name, series) for name, series, _ in _curves(history)]
+
+
 def time_chart(history: RunHistory, *, width: int = 800) -> dict[str, Any] | None:
     """Return stacked areas of the parts of a step in milliseconds; None if the run has not measured its steps."""
     whole = history.series.get("step_s")
@@ -110,7 +115,7 @@ def _chart(
 ) -> dict[str, Any]:
     values = [value if math.isfinite(value) else None for value in series.values.tolist()]
     points = thin_points(series.steps.tolist(), values, _MAX_POINTS)
-    title, unit = _title_and_unit(name)
+    title, unit = title_and_unit(name)
     is_from_zero = name.endswith(("_per_s", "_bytes"))
     line = ChartSeries(title, [x for x, _ in points], [y for _, y in points], colour)
     return {
@@ -133,7 +138,7 @@ def _chart(
     }
 
 
-def _title_and_unit(name: str) -> tuple[str, str]:
+def title_and_unit(name: str) -> tuple[str, str]:
     """Return the title of a curve and its unit; names of the training program end in their units."""
     if name.endswith("_per_s"):
         return name.removesuffix("_per_s").replace("_", " ") + "/s", ""
