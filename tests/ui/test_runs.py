@@ -207,7 +207,7 @@ def test_runs_are_sorted_by_the_heads_of_their_columns(tmp_path, monkeypatch):
             log.report("step", step=number, loss=loss)
 
     def names(path):
-        return re.findall(r'<th scope="row"><a href="/runs/([^/"]*)/', server.get(path)[2])
+        return re.findall(r'<th scope="row">(?:<input[^>]*> )?<a href="/runs/([^/"]*)/', server.get(path)[2])
 
     with running_ui(tmp_path / "repo") as server:
         assert names("/runs") == ["r4", "r3", "r2", "r1"]

@@ -13,8 +13,7 @@ from datasvc.ui.pages.cluster import nodes_panel
 from datasvc.ui.pages.datasets import count_names, datasets_panel, datasets_table
 from datasvc.ui.pages.models import models_panel, models_table
 from datasvc.ui.pages.problems import disk_problems, node_problems, recent_run_problems
-from datasvc.ui.pages.run_table import runs_table
-from datasvc.ui.pages.runs import runs_panel
+from datasvc.ui.pages.runs import runs_panel, runs_table
 from datasvc.ui.web.live import PageState
 from datasvc.ui.web.node_monitor import NodeState
 from datasvc.ui.web.page import Page, Panel, Parts, Problem, Query, RawResponse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from datasvc.ledger.folders import find_ledgers
 from datasvc.runs import RunHistory, RunSummary, list_runs
@@ -24,7 +24,6 @@ from datasvc.ui.pages.audit import find_ledger_of
 from datasvc.ui.pages.charts.layout import CHART_WIDTH
 from datasvc.ui.pages.epoch_audit import audit_current_epoch
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
-from datasvc.ui.pages.run_table import runs_table
 from datasvc.ui.web.links import run_link, runs_link
 from datasvc.ui.web.live import PageState
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
@@ -35,6 +34,18 @@ _RUNS_PER_PAGE: Final = 100
 _MAX_SORTED: Final = 1000  # runs whose logs are read to sort them
 _MAX_EVENTS: Final = 100
 _LIVE: Final = frozenset({"running", "not responding"})
+_COLUMNS: Final = (
+    Column("run", "name"),
+    Column("state", "state"),
+    Column("step", "step", "number"),
+    Column("progress", "progress", "number", "%"),
+    Column("loss", "loss", "number"),
+    Column("waits, newest step", "waits", "number", "%"),
+    Column("data"),
+    Column("versions"),
+    Column("ranks", "ranks", "number"),
+    Column("started", "started", "time"),
+)
 
 
 def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
@@ -72,6 +83,31 @@ def load_list(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # 
             "num_sorted": len(runs) if is_sorted and len(found) > last else None,
         },
     )
+
+
+def runs_table(runs: Sequence[RunSummary], query: Query, *, path: str, prefix: str = "") -> TableView:
+    """Return the page of the table of runs that the address names; for arguments and errors, see `view_table`."""
+    return view_table(list(map(_row, runs)), _COLUMNS, query, path=path, prefix=prefix)
+
+
+def _row(run: RunSummary) -> dict[str, Any]:
+    share, progress = starved_share(run.latest), _number(run.latest.get("progress"))
+    return {
+        "run": run,
+        "name": run.ref,
+        "state": run.state,
+        "step": run.step,
+        "progress": None if progress is None else 100 * progress,
+        "loss": _number(run.latest.get("loss")),
+        "waits": None if share is None else 100 * share,
+        "ranks": run.world_size,
+        "started": run.started_s,
+    }
+
+
+def _number(value: object) -> float | None:
+    """Return a number of a log; None for NaN, which is a text there, and for anything else."""
+    return value if isinstance(value, (int, float)) else None
 
 
 def runs_panel(site: Site, runs: Sequence[RunSummary], name: str | None = None, *, last: int, skip: int = 0) -> Panel:
