@@ -10,6 +10,7 @@ from datasvc.loaders.torch.images import decode_image
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.images.header import Reencoding, read_header, reencode
 from datasvc.shards.images.thumbnail import thumbnail
+from tests.cli.command import run
 from tests.odd_images import chunk, encode, picture, png_16, sixteen_bits
 
 GREY_16 = np.linspace(0, 65535, 64 * 48).astype(np.uint16).reshape(48, 64)
@@ -162,3 +163,15 @@ def test_phones_photos_and_names_that_lie_are_ingested(repository, tmp_path, max
         assert pixels.shape == expected.shape, name
         if not name.startswith("grey"):
             assert np.abs(pixels - expected).mean() < 20, name
+
+
+def test_pictures_that_are_not_read_are_named_before_during_and_after(tmp_path):
+    """caezium/burrow#283, photoprism/photoprism#189: most photos of a folder were left out."""
+    (tmp_path / "a" / "x").mkdir(parents=True)
+    for name in ("1.HEIC", "2.heic", "3.gif", "4.png"):
+        (tmp_path / "a" / "x" / name).write_bytes(encode(picture(), "GIF" if "gif" in name else "PNG"))
+    said = "ignored files: 2 .heic, 1 .gif; pictures in .gif and .heic are not read: convert them to PNG or JPEG"
+    repo = ("--repo", str(tmp_path / "repo"))
+    assert said in run("ingest", str(tmp_path / "a"), "a", *repo, "--dry-run").stdout
+    assert said in run("ingest", str(tmp_path / "a"), "a", *repo).stderr
+    assert said in run("show", "a", *repo).stdout

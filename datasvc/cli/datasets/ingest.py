@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 EXIT_LEFT_OUT = 6  # committed without the bad samples
 _EVENT_INTERVAL_S = 1.0
 _MAX_SHOWN = 20  # largest number of bad samples, and of duplicates, to print
+# Pictures that no reader of image folders has; phones and web pages write them.
+_UNREAD_PICTURES = frozenset({".heic", ".heif", ".gif", ".jxl", ".dng", ".cr2", ".nef", ".arw"})
 _MAX_OVERLAPS_IN_JSON = 1000
 
 
@@ -178,6 +180,9 @@ def ingest(
         )
         _print_dry_run(plan, as_json=as_json)
         return
+    if opened_source.ignored and not as_json:
+        # Before the ingest, so that it can be stopped: photos may be among them, such as .heic.
+        print_line(f"ignored files: {format_ignored(opened_source.ignored)}", err=True)
     with resumable(), _show_progress(name, opened_source, as_json=as_json) as progress:
         report = run_ingest(
             Repository.create(repo),
@@ -260,6 +265,7 @@ def _print_dry_run(plan: DryRun, *, as_json: bool) -> None:
             "columns": columns,
             "classes": len(plan.classes),
             "bad samples among the first": len(plan.bad),
+            "ignored files": format_ignored(plan.ignored) or "none",
         }
     )
 
@@ -275,6 +281,7 @@ def _facts(report: IngestReport) -> dict[str, Any]:
         "skipped": [asdict(sample) for sample in report.bad],
         "duplicates": {split: [asdict(pair) for pair in pairs] for split, pairs in report.duplicates.items()},
         "overlaps": [overlap_facts(overlap) for overlap in report.overlaps],
+        "conflicts": [conflict._asdict() for conflict in report.conflicts],
         "ignored": dict(report.ignored),
         "resumed_shards": report.num_resumed,
         "source_changed": report.has_source_changed,
@@ -327,16 +334,23 @@ def _print_report(report: IngestReport) -> None:
         print_line(f"{count_text(len(duplicates), 'duplicate')} in total", err=True)
     for overlap in report.overlaps:
         print_line(str(overlap), err=True)
-    if report.ignored:
-        print_line(f"ignored files: {_format_ignored(report.ignored)}", err=True)
+    if report.conflicts:
+        from datasvc.shards.versions.label_conflicts import describe_conflicts
+
+        print_line(describe_conflicts(report.conflicts), err=True)
 
 
-def _format_ignored(ignored: Mapping[str, int]) -> str:
+def format_ignored(ignored: Mapping[str, int]) -> str:
     """Return the number of ignored files of each extension as text: `2 .txt, 1 without an extension`."""
     counts = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
-    return ", ".join(
-        f"{count} without an extension" if extension == "(none)" else f"{count} {extension}"
-        for extension, count in counts
+    unread = sorted(_UNREAD_PICTURES & ignored.keys())
+    advice = f"; pictures in {' and '.join(unread)} are not read: convert them to PNG or JPEG" if unread else ""
+    return (
+        ", ".join(
+            f"{count} without an extension" if extension == "(none)" else f"{count} {extension}"
+            for extension, count in counts
+        )
+        + advice
     )
 
 

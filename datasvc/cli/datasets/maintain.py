@@ -56,7 +56,7 @@ def verify(
     repair_from: RepairFromOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find missing, truncated and changed objects of a data-set version, and samples that are in two splits.
+    """Find missing, truncated and changed objects of a version, samples in two splits, and contradicting labels.
 
     Example: datasvc verify pets@1 --deep --repo s3://bucket/repo
 
@@ -66,17 +66,27 @@ def verify(
     """
     from datasvc.repository import Repository
     from datasvc.shards.history.repair import repair_dataset
+    from datasvc.shards.versions.label_conflicts import describe_conflicts
 
     with byte_progress(f"verifying {ref}") as progress:
         outcome = repair_dataset(Repository.open(repo), ref, repair_from or (), deep=deep, progress=progress)
     result = outcome.verified
     if as_json:
         # An overlap may have millions of samples, so `asdict` must not copy it; `overlap_facts` lists the first ones.
-        facts = asdict(replace(result, overlaps=()))
+        facts = asdict(replace(result, overlaps=(), conflicts=()))
         overlaps = [overlap_facts(overlap) for overlap in result.overlaps]
+        conflicts = [conflict._asdict() for conflict in result.conflicts]
         repairs = [asdict(repair) for repair in outcome.repairs]
         # `num_left` counts the problems that were not repaired.
-        print_json({**facts, "overlaps": overlaps, "repairs": repairs, "num_left": len(outcome.remaining)})
+        print_json(
+            {
+                **facts,
+                "overlaps": overlaps,
+                "conflicts": conflicts,
+                "repairs": repairs,
+                "num_left": len(outcome.remaining),
+            }
+        )
     else:
         how = "read and compared" if deep else "checked by size and structure; --deep reads every byte"
         print_line(
@@ -102,9 +112,11 @@ def verify(
                 f"{count_text(result.num_unchecked, 'sample has', 'samples have')} no sample index: equal "
                 "images in two splits are not detected"
             )
-        num_problems = len(outcome.remaining) + len(result.overlaps)
+        if result.conflicts:
+            print_line(describe_conflicts(result.conflicts))
+        num_problems = len(outcome.remaining) + len(result.overlaps) + len(result.conflicts)
         print_line(count_text(num_problems, "problem") if num_problems else "no problems")
-    if outcome.remaining or result.overlaps:
+    if outcome.remaining or result.overlaps or result.conflicts:
         raise typer.Exit(CorruptDataError.exit_code)
 
 

@@ -76,6 +76,10 @@ def show(
         head |= {"message": facts["message"] or "-", "source": facts["source"]["url"], "skipped": facts["skipped"]}
     except (KeyError, TypeError) as error:
         raise CorruptDataError(f"the entry of {facts['version']} is not valid: {error!r}") from error
+    if facts.get("ignored"):
+        from datasvc.cli.datasets.ingest import format_ignored  # here, because most versions do not need it
+
+        head["ignored files"] = format_ignored(facts["ignored"])
     print_facts(head)
     for name, split in facts["splits"].items():
         if facts.get("removed"):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -17,15 +18,15 @@ from datasvc.repository import Repository
 from datasvc.repository.logs.references import parse_line
 from datasvc.shards.format.digests import digest_blob
 from datasvc.shards.format.schema import stored_schema
-from datasvc.shards.images.header import Reencoding, read_header
+from datasvc.shards.images.header import read_header
 from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.ingestion.ingest import (
     AnySource,
-    choose_val_fractions,
     count_workers,
     find_newest,
     open_any_source,
 )
+from datasvc.shards.ingestion.ingest_commit import choose_reencoding, choose_val_fractions
 from datasvc.shards.ingestion.plan import SHARD_BYTES, BuildOptions, IngestUnit, plan_units
 from datasvc.shards.ingestion.validate import check_batch
 from datasvc.shards.sources.common.files import FileReader
@@ -50,6 +51,7 @@ class DryRun:
         classes: class names by label.
         seconds: estimated duration without writing, from the time of reading and checking the first samples.
         bad: bad samples among those that were read.
+        ignored: number of files of the source that would not be ingested, by extension.
     """
 
     kind: str
@@ -62,6 +64,7 @@ class DryRun:
     classes: tuple[str, ...]
     seconds: float
     bad: list[BadSample]
+    ignored: Counter[str]
 
 
 @dataclass
@@ -104,7 +107,7 @@ def dry_run_ingest(
     line = parse_line(name)
     newest = find_newest(repository, line) if append and repository is not None else None
     _, held_out = choose_val_fractions(repository, newest, opened, val_fraction)
-    reencoding = Reencoding(max_side, quality)
+    reencoding = choose_reencoding(repository, newest, max_side, quality)
     options = BuildOptions(shard_bytes, decode_check, reencoding, keep_order, seed, held_out, limit)
     num_workers = count_workers(opened, workers)
     units = plan_units(opened, options)
@@ -134,6 +137,7 @@ def dry_run_ingest(
         classes=opened.classes,
         seconds=_estimate_seconds(probe, probe_s, needed_bytes, expansion) / max(1, min(num_workers, len(units))),
         bad=bad,
+        ignored=opened.ignored,
     )
 
 

@@ -29,26 +29,25 @@ from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.urls import split_existing
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
-from datasvc.shards.images.header import Reencoding
 from datasvc.shards.ingestion.build import BuiltShard, IngestWork, UnitResult
 from datasvc.shards.ingestion.duplicates import DuplicateSample, SplitDuplicates, drop_duplicates
 from datasvc.shards.ingestion.executors import EngineName, run_units
-from datasvc.shards.ingestion.ingest_commit import LEFT_OUT, IngestCommit
+from datasvc.shards.ingestion.ingest_commit import LEFT_OUT, IngestCommit, choose_reencoding, choose_val_fractions
 from datasvc.shards.ingestion.lean_memory import lean_arrow
 from datasvc.shards.ingestion.plan import SHARD_BYTES, BuildOptions, IngestUnit, plan_units, relabel_unit
 from datasvc.shards.ingestion.quarantine import check_bad, check_duplicates, store_quarantine
 from datasvc.shards.sources.choose import check_options, open_source
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
-from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, StreamedSource, printable
-from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
+from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, printable
 from datasvc.shards.sources.python_samples import PythonSource
 from datasvc.shards.versions.class_names import name_tables
 from datasvc.shards.versions.combine import OnCommon
 from datasvc.shards.versions.dataset import open_dataset
+from datasvc.shards.versions.label_conflicts import LabelConflict
 from datasvc.shards.versions.labels import combine_classes, plan_labels
 from datasvc.shards.versions.split_overlap import OnSplitOverlap, Overlap, check_on_overlap
-from datasvc.shards.versions.version_entry import VAL_FRACTION, read_val_fraction
+from datasvc.shards.versions.version_entry import VAL_FRACTION
 
 OnBad = Literal["fail", "skip"]
 Duplicates = Literal["keep", "drop", "fail"]
@@ -75,6 +74,7 @@ class IngestReport:
         bad: samples of the source that are damaged or repeat a key; they are not in the version.
         duplicates: samples with the same content as an earlier one of their split, by split.
         overlaps: samples that two splits share, except those that an earlier version accepted.
+        conflicts: samples of the source whose label contradicts that of an equal sample of the version.
         ignored: number of files of the source that are not ingested, by extension.
         num_resumed: number of shards that an earlier, interrupted run stored.
         has_source_changed: whether the source changed since an interrupted run, which was therefore not continued.
@@ -89,6 +89,7 @@ class IngestReport:
     bad: list[BadSample] = field(default_factory=list)
     duplicates: Mapping[str, Sequence[DuplicateSample]] = field(default_factory=dict)
     overlaps: Sequence[Overlap] = ()
+    conflicts: Sequence[LabelConflict] = ()
     ignored: Counter[str] = field(default_factory=Counter)
     num_resumed: int = 0
     has_source_changed: bool = False
@@ -105,6 +106,7 @@ class IngestReport:
             "bad": len(self.bad),
             "duplicates": sum(map(len, self.duplicates.values())),
             "overlaps": sum(len(overlap.samples) for overlap in self.overlaps),
+            "conflicts": len(self.conflicts),
             "ignored": self.ignored.total(),
         }
         shown = [f"{name}={value}" for name, value in counts.items()]
@@ -153,7 +155,8 @@ def ingest(
             then an error even if decoders can repair it.
         duplicates: rule for samples with the same content as an earlier one of their split. "keep" stores and reports
             them, "drop" leaves them out, "fail" raises an error.
-        max_side: longest side in pixels; larger images are scaled down and encoded again.
+        max_side: longest side in pixels; larger images are scaled down and encoded again. An append without it uses
+            that of the version it continues, and the same for `quality`.
         quality: quality of images that are encoded again, 1 to 100. If only `quality` is given, and not `max_side`,
             all JPEG and WebP images are encoded again.
         keep_order: keep the source's order instead of assigning samples to shards by a permutation.
@@ -190,7 +193,7 @@ def ingest(
     found = find_newest(repository, line) if append or line.branch is not None else None
     newest = found if append else None
     recorded_fraction, held_out = choose_val_fractions(repository, newest, opened, val_fraction)
-    reencoding = Reencoding(max_side, quality)
+    reencoding = choose_reencoding(repository, newest, max_side, quality)
     options = BuildOptions(shard_bytes, decode_check, reencoding, keep_order, seed, held_out, limit)
     if classes is not None and opened.classes:
         raise ConfigError(
@@ -230,6 +233,7 @@ def ingest(
             "source": _describe(plan, source_options, on_bad=on_bad, duplicates=duplicates),
             "skipped": len(bad),
             "quarantine": store_quarantine(repository.objects, bad),
+            "ignored": dict(opened.ignored),
             VAL_FRACTION: recorded_fraction,
         }
         commit = IngestCommit(
@@ -242,6 +246,7 @@ def ingest(
             on_common=on_common,
             on_overlap=on_split_overlap,
             keys_are_places=opened.keys_are_places,
+            has_duplicates=bool(duplicate_samples.by_payload) and duplicates != "drop",
         )
         committed = commit.run()
         with suppress(UnavailableError):  # the version is committed; `gc` removes a journal that is left behind
@@ -257,6 +262,7 @@ def ingest(
         bad=bad,
         duplicates=duplicate_samples.by_payload,
         overlaps=commit.overlaps,
+        conflicts=commit.conflicts,
         ignored=opened.ignored,
         num_resumed=num_resumed,
         has_source_changed=plan.has_source_changed,
@@ -413,44 +419,6 @@ def find_newest(repository: Repository, line: LineName) -> Resolved | None:
         return repository.newest("datasets", line.name)
     find_branch(repository, line.name, line.branch)
     return repository.resolve("datasets", str(line))
-
-
-def choose_val_fractions(
-    repository: Repository | None, newest: Resolved | None, source: Source, requested: float | None
-) -> tuple[float, float]:
-    """Return two fractions of "train" to hold out as "val": one to record with the version, one for this source.
-
-    The first is `requested`. If that is None, it is the recorded fraction for an append, and otherwise 0. The second
-    equals the first, but it is 0 if `requested` is None and the source has "val" or no "train".
-
-    Args:
-        repository: repository of the data set; may be None without `newest`.
-        newest: the version to append to; None: it is no append, or there is no version.
-        source: the source.
-        requested: the fraction that the caller gave, if any.
-
-    Raises:
-        ConfigError: `requested` differs from the recorded fraction of the data set appended to.
-        CorruptDataError, UnavailableError: the entries of the data set cannot be read.
-    """
-    recorded = requested or 0.0
-    if newest is not None and repository is not None:
-        recorded = read_val_fraction(repository, newest)
-        if requested is not None and requested != recorded:
-            raise ConfigError(
-                f"{newest} holds out {recorded:g} of {DEFAULT_SPLIT!r} as {HELD_OUT_SPLIT!r}, and an append must "
-                f"hold out the same fraction: got --val-fraction {requested:g}; leave out --val-fraction"
-            )
-    if isinstance(source, ListedSource):
-        splits = set(source.splits)
-    else:
-        assert isinstance(source, StreamedSource)
-        splits = {part.split for part in source.parts}
-    can_hold_out = DEFAULT_SPLIT in splits and HELD_OUT_SPLIT not in splits
-    # `plan_units` raises an error for such a source if the fraction is not 0. Only a requested fraction is an error.
-    if requested is None and not can_hold_out:
-        return recorded, 0.0
-    return recorded, recorded
 
 
 def _newest_classes(repository: Repository, newest: Resolved) -> tuple[str, ...]:

@@ -20,10 +20,14 @@ from datasvc.repository import Entry, Repository, Resolved
 from datasvc.repository.logs.references import LineName
 from datasvc.repository.objects.objects import digest_of
 from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.images.header import Reencoding
 from datasvc.shards.lines.commit import commit_on_line
+from datasvc.shards.sources.common.source import ListedSource, Source, StreamedSource
+from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.versions.combine import OnCommon, append_splits, keep_splits
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.diff import find_partners
+from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
 from datasvc.shards.versions.split_overlap import (
     ENTRY_FIELD,
     OnSplitOverlap,
@@ -31,11 +35,68 @@ from datasvc.shards.versions.split_overlap import (
     accepted_counts,
     settle_overlaps,
 )
-from datasvc.shards.versions.version_entry import VAL_FRACTION, describe_tables, read_val_fraction
+from datasvc.shards.versions.version_entry import (
+    VAL_FRACTION,
+    describe_tables,
+    read_ingest_options,
+    read_val_fraction,
+)
 
 LEFT_OUT: Final = "left_out"
 # Number of newest entries that are searched for the id.
 _SEARCHED_ENTRIES: Final = 64
+
+
+def choose_val_fractions(
+    repository: Repository | None, newest: Resolved | None, source: Source, requested: float | None
+) -> tuple[float, float]:
+    """Return two fractions of "train" to hold out as "val": one to record with the version, one for this source.
+
+    The first is `requested`. If that is None, it is the recorded fraction for an append, and otherwise 0. The second
+    equals the first, but it is 0 if `requested` is None and the source has "val" or no "train".
+
+    Args:
+        repository: repository of the data set; may be None without `newest`.
+        newest: the version to append to; None: it is no append, or there is no version.
+        source: the source.
+        requested: the fraction that the caller gave, if any.
+
+    Raises:
+        ConfigError: `requested` differs from the recorded fraction of the data set appended to.
+        CorruptDataError, UnavailableError: the entries of the data set cannot be read.
+    """
+    recorded = requested or 0.0
+    if newest is not None and repository is not None:
+        recorded = read_val_fraction(repository, newest)
+        if requested is not None and requested != recorded:
+            raise ConfigError(
+                f"{newest} holds out {recorded:g} of {DEFAULT_SPLIT!r} as {HELD_OUT_SPLIT!r}, and an append must "
+                f"hold out the same fraction: got --val-fraction {requested:g}; leave out --val-fraction"
+            )
+    if isinstance(source, ListedSource):
+        splits = set(source.splits)
+    else:
+        assert isinstance(source, StreamedSource)
+        splits = {part.split for part in source.parts}
+    can_hold_out = DEFAULT_SPLIT in splits and HELD_OUT_SPLIT not in splits
+    # `plan_units` raises an error for such a source if the fraction is not 0. Only a requested fraction is an error.
+    if requested is None and not can_hold_out:
+        return recorded, 0.0
+    return recorded, recorded
+
+
+def choose_reencoding(
+    repository: Repository | None, newest: Resolved | None, max_side: int | None, quality: int | None
+) -> Reencoding:
+    """Return how images are made smaller: as requested, or else as in `newest`, the version that an append continues.
+
+    Otherwise half of the images of a data set would have another size. Raise what `read_ingest_options` raises.
+    """
+    recorded = read_ingest_options(repository, newest) if repository is not None and newest is not None else {}
+    return Reencoding(
+        recorded.get("max_side") if max_side is None else max_side,
+        recorded.get("quality") if quality is None else quality,
+    )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -49,8 +110,10 @@ class IngestCommit:
         metadata: further fields of the log entry.
         attempt: identifies the attempt of the ingest, see `Journal.begin`.
         append, on_common: as in `ingest`.
+        has_duplicates: whether samples of one split have the same content.
         on_overlap, keys_are_places: as in `settle_overlaps`.
         overlaps: samples that two splits share, as found by the last call of `_build`.
+        conflicts: samples of this ingest whose label contradicts an equal sample, as found by the last call.
     """
 
     repository: Repository
@@ -62,7 +125,9 @@ class IngestCommit:
     on_common: OnCommon
     on_overlap: OnSplitOverlap
     keys_are_places: bool
+    has_duplicates: bool
     overlaps: list[Overlap] = field(default_factory=list)
+    conflicts: list[LabelConflict] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._log = self.repository.versions("datasets", self.line.name)
@@ -97,6 +162,9 @@ class IngestCommit:
             return self._build_append(newest)
         # `shared` is the number of samples that two splits share, by kind: by key, or by equal blobs.
         tables, shared, self.overlaps = self._settled_new_version
+        # Only equal samples can contradict each other: `ingest` has found those of one split.
+        if self.has_duplicates or self.overlaps:
+            self.conflicts = find_label_conflicts(self.repository.objects, tables)
         added = {split: table.num_samples for split, table in tables.items()}
         splits = describe_tables(self.repository.objects, tables)
         return {**self.metadata, "added": added, ENTRY_FIELD: shared, "splits": splits}
@@ -133,6 +201,7 @@ class IngestCommit:
             # If the old splits were compared with each other before, only new samples are compared with all others.
             checked=old if accepted is not None else None,
         )
+        self.conflicts = find_label_conflicts(objects, combined, checked=old)
         num_kept = {split: _count_kept(table, combined[split]) for split, table in old.items()}
         added = {split: combined[split].num_samples - num_kept.get(split, 0) for split in new}
         left_out = {split: table.num_samples - num_kept[split] for split, table in old.items()}

@@ -20,8 +20,8 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.commit import check_newest, commit_on_line, find_line, head_of_line
 from datasvc.shards.versions.dataset import DatasetVersion, choose_split, open_dataset
 from datasvc.shards.versions.deletions import delete_samples
-from datasvc.shards.versions.key_join import first_keys
 from datasvc.shards.versions.keys import SplitKeys
+from datasvc.shards.versions.matching import first_keys
 from datasvc.shards.versions.sql_filter import Condition
 from datasvc.shards.versions.version_entry import changed_entry
 

@@ -1,7 +1,8 @@
 """Exact join of two sets of samples on a value: their key, or a digest.
 
-`key_join` and `split_overlap` use this join. Both sides are read shard by shard. Memory holds one 8-byte hash per
-sample of the smaller side. Only samples with equal hashes are held as Arrow and NumPy arrays, and compared by value.
+Append, merge and diff join two splits on keys, and compare the matched samples by their sample digests.
+`split_overlap` and `label_conflicts` join on digests. Both sides are read shard by shard. Memory holds one 8-byte
+hash per sample of the smaller side. Only samples with equal hashes are held as Arrow and NumPy arrays, and compared.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from datasvc.keyed_random import Integers
+from datasvc.repository import Objects
+from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Flags
-from datasvc.shards.versions.keys import SampleRows, take_keys
+from datasvc.shards.versions.keys import SampleRows, SplitKeys, take_keys
 
 
 class ShardValues(NamedTuple):
@@ -96,6 +99,55 @@ def match_values(a: Side, b: Side) -> Matches:
     )
 
 
+@dataclass(frozen=True)
+class CommonKeys:
+    """Pairs of samples of two splits, a and b, that have the same key; in the order of b.
+
+    Attributes:
+        keys: Arrow array of `n` keys.
+        a: shard and row of each sample in the first split.
+        b: shard and row of each sample in the second split.
+        equal: `bool[n]`, True where the two samples are equal.
+    """
+
+    keys: pa.Array
+    a: SampleRows
+    b: SampleRows
+    equal: Flags
+
+    def __len__(self) -> int:
+        return len(self.a)
+
+    def take(self, chosen: Integers) -> CommonKeys:
+        """Return the pairs at the given positions of the arrays."""
+        return CommonKeys(self.keys.take(pa.array(chosen)), self.a[chosen], self.b[chosen], self.equal[chosen])
+
+
+def find_common_keys(objects: Objects, a: ShardTable, b: ShardTable) -> CommonKeys:
+    """Return the pairs of live (not deleted) samples with equal keys; for errors, see `match_keys`."""
+    return match_keys(SplitKeys(objects, a), SplitKeys(objects, b))
+
+
+def match_keys(a: SplitKeys, b: SplitKeys) -> CommonKeys:
+    """Return the pairs of samples of `a` and `b` with equal keys.
+
+    Raises:
+        CorruptDataError, NotFoundError, UnavailableError: a sample index, or a shard without one, cannot be read.
+    """
+    matches = match_values(_key_side(a), _key_side(b))
+    # Without matches, the arrays of attached values (here sample digests) have the type null and cannot be compared.
+    if not len(matches):
+        return CommonKeys(matches.values, matches.a, matches.b, np.empty(0, np.bool_))
+    equal = pc.equal(matches.attached_a, matches.attached_b).to_numpy(zero_copy_only=False)
+    return CommonKeys(matches.values, matches.a, matches.b, equal)
+
+
+def first_keys(keys: list[str] | pa.Array, count: int = 10) -> str:
+    """Return the first `count` keys and the number of further ones, as text for a message."""
+    listed = ", ".join(map(repr, keys[:count] if isinstance(keys, list) else keys[:count].to_pylist()))
+    return f"{listed} and {len(keys) - count} more" if len(keys) > count else listed
+
+
 def hash_values(values: pa.Array) -> Integers:
     """Return a hash of each value: `int64[n]`."""
     if pa.types.is_fixed_size_binary(values.type):
@@ -161,3 +213,12 @@ def _with_wide_offsets(values: pa.Array) -> pa.Array:
 
 def _sample_rows(batch: pa.RecordBatch) -> SampleRows:
     return SampleRows(batch.column("shard").to_numpy(), batch.column("row").to_numpy())
+
+
+def _key_side(split: SplitKeys) -> Side:
+    """Return `split` as one side of a match by key, with sample digests as the attached values."""
+
+    def read() -> Iterator[ShardValues]:
+        return (ShardValues(shard.shard, shard.rows, shard.keys, shard.read_digests) for shard in split)
+
+    return Side(split.num_samples, read)

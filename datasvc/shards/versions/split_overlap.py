@@ -145,17 +145,17 @@ def find_overlaps(
     """
     # "drop" removes samples from the first split of a pair, so training data come first, then validation data.
     splits = sorted(tables, key=lambda name: (name != DEFAULT_SPLIT, name != HELD_OUT_SPLIT, name))
-    new_shards = {split: _new_shards(objects, tables[split], (checked or {}).get(split)) for split in splits}
+    added = {split: new_shards(objects, tables[split], (checked or {}).get(split)) for split in splits}
     overlaps = []
     for kind in KINDS:
         for split, other in combinations(splits, 2):
             all_shards = np.arange(tables[split].num_shards)
-            old_shards = np.setdiff1d(all_shards, new_shards[split])
+            old_shards = np.setdiff1d(all_shards, added[split])
             # Old shards of both splits were compared before. So new shards of `split` are compared with all of
             # `other`, and old shards of `split` with new ones of `other`.
             shared = [
-                *_find_shared(objects, kind, (tables[split], new_shards[split]), (tables[other], None)),
-                *_find_shared(objects, kind, (tables[split], old_shards), (tables[other], new_shards[other])),
+                *_find_shared(objects, kind, (tables[split], added[split]), (tables[other], None)),
+                *_find_shared(objects, kind, (tables[split], old_shards), (tables[other], added[other])),
             ]
             if shared:
                 overlaps.append(Overlap(kind, split, other, _join(shared)))
@@ -258,9 +258,9 @@ def _find_shared(
 
     `table` and `other` are each a shard table and the numbers of the shards to compare; None stands for all shards.
     """
-    if kind == "payload" and not (_has_blobs(table[0]) and _has_blobs(other[0])):
+    if kind == "payload" and not (has_blobs(table[0]) and has_blobs(other[0])):
         return
-    side = _key_side if kind == "key" else _payload_side
+    side = _key_side if kind == "key" else payload_side
     # The matches are samples of the second argument, each with the first equal sample of the first argument.
     matches = match_values(side(objects, *other), side(objects, *table))
     if len(matches):
@@ -281,7 +281,7 @@ def _key_side(objects: Objects, table: ShardTable, shards: Integers | None) -> S
     return Side(keys.num_samples, read)
 
 
-def _payload_side(objects: Objects, table: ShardTable, shards: Integers | None) -> Side:
+def payload_side(objects: Objects, table: ShardTable, shards: Integers | None) -> Side:
     """Return the samples with blobs of some shards, to be matched by payload digest; their keys are attached.
 
     Shards without a sample index are left out.
@@ -328,7 +328,7 @@ def _is_accepted(overlap: Overlap, accepted: Sequence[Overlap]) -> Flags:
     return flags
 
 
-def _new_shards(objects: Objects, table: ShardTable, checked: ShardTable | None) -> Integers:
+def new_shards(objects: Objects, table: ShardTable, checked: ShardTable | None) -> Integers:
     """Return the numbers of the shards with a live (not deleted) sample that is not live in `checked`, ascending."""
     if checked is None:
         return np.arange(table.num_shards)
@@ -360,5 +360,6 @@ def _is_indexed(table: ShardTable) -> Flags:
     return np.array(table.rows.column("index").is_valid().to_pylist(), np.bool_)
 
 
-def _has_blobs(table: ShardTable) -> bool:
+def has_blobs(table: ShardTable) -> bool:
+    """Return whether samples have a column of images or other blobs."""
     return any(is_blob(field.type) for field in table.sample_schema)

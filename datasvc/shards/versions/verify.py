@@ -29,6 +29,7 @@ from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import check_shard_schema
 from datasvc.shards.versions.dataset import Split, open_dataset
 from datasvc.shards.versions.deletions import Deletions
+from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
 from datasvc.shards.versions.split_overlap import (
     Overlap,
     accepted_counts,
@@ -92,6 +93,7 @@ class VerifyReport:
         size_bytes: bytes of all shards checked.
         problems: in the order of splits and shards; empty for an intact version.
         overlaps: samples that two splits share, without the kinds in `accepted`.
+        conflicts: samples whose label contradicts that of an equal sample.
         num_unchecked: number of samples without a sample index; their blobs were not compared with other splits.
         accepted: number of shared samples by kind: "key" or "payload" (an image or other blobs). It has only the
             kinds with no more shared samples than the commit accepted.
@@ -104,6 +106,7 @@ class VerifyReport:
     size_bytes: int
     problems: tuple[DatasetProblem, ...]
     overlaps: tuple[Overlap, ...] = ()
+    conflicts: tuple[LabelConflict, ...] = ()
     num_unchecked: int = 0
     accepted: Mapping[str, int] = field(default_factory=dict)
 
@@ -150,6 +153,7 @@ def verify(
     for split, _ in readable:
         problems += _SplitCheck(split, deep=deep).run(progress)
     overlaps: list[Overlap] = []
+    conflicts: list[LabelConflict] = []
     tables = {split.name: table for split, table in readable}
     accepted = accepted_counts(dataset.entry.content) or {}
     # The comparison of splits ends at an index or shard that cannot be read. If there are `problems`, they include
@@ -157,6 +161,7 @@ def verify(
     suppressed: tuple[type[Exception], ...] = (NotFoundError, CorruptDataError) if problems else ()
     with suppress(*suppressed):
         overlaps = find_overlaps(repository.objects, tables)
+        conflicts = find_label_conflicts(repository.objects, tables)
     counts = count_overlaps(overlaps)
     # Later deletions do not lower the accepted number in the log entry, so a lower count is accepted too.
     within_accepted = {kind: count for kind, count in counts.items() if count <= accepted.get(kind, 0)}
@@ -168,6 +173,7 @@ def verify(
         size_bytes,
         tuple(problems),
         tuple(overlap for overlap in overlaps if overlap.kind not in within_accepted),
+        tuple(conflicts),
         count_unchecked(tables) if len(tables) > 1 else 0,
         within_accepted,
     )

@@ -109,6 +109,21 @@ def read_val_fraction(repository: Repository, version: Resolved) -> float:
         version = repository.resolve("datasets", ancestor, removed=True)
 
 
+def read_ingest_options(repository: Repository, version: Resolved) -> Mapping[str, Any]:
+    """Return the options of the newest ingest in the history of a version; {} if no ingest is found.
+
+    Raises:
+        CorruptDataError, NotFoundError, UnavailableError: a log entry cannot be read.
+    """
+    while True:
+        content = repository.entry(version).content
+        source, parent = content.get("source", {}), content.get("parent")
+        if source.get("kind") != "version" or parent is None:
+            options = source.get("options", {})
+            return options if isinstance(options, Mapping) else {}
+        version = repository.resolve("datasets", parent, removed=True)
+
+
 def changed_entry(
     dataset: DatasetVersion, changed: Mapping[str, ShardTable], change: Mapping[str, Any], *, message: str
 ) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.text.tokens import TOKENIZER
 from datasvc.shards.versions.combine import append_splits, append_table, combine_schemas, relabel_shards
 from datasvc.shards.versions.deletions import delete_samples
-from datasvc.shards.versions.key_join import find_common_keys
 from datasvc.shards.versions.keys import SplitKeys
 from datasvc.shards.versions.labels import combine_classes, map_labels, plan_labels
+from datasvc.shards.versions.matching import find_common_keys
 from tests.shards.written_versions import LABELLED_SCHEMA, TEXT_SCHEMA, read_samples, write_shard, write_table
 
 KEY = pa.field("key", pa.string(), nullable=False)
