@@ -62,12 +62,14 @@ class ChartFrame:
         if from_zero:
             low, high = min(low, 0.0), max(high, 0.0)
         first, last = min(xs, default=0.0), max(xs, default=1.0)
-        ends = (first, last if last > first else first + max(1.0, abs(first) * 1e-9))
+        space = 0.0 if last > first else max(0.5, abs(first) * 1e-9)  # a single x is in the middle
+        ends = (first - space, last + space)
         y_unit = unit if unit.startswith("bytes") else ""
         y_ticks = [(tick, format_quantity(tick, y_unit)) for tick in choose_ticks(low, high, 5)]
         # Half of a picture at most: the labels of extreme numbers are cut before the plot disappears.
         widest = min(max(text_width(text) for _, text in y_ticks) + _GAP, size[0] / 2)
-        x_ticks = _x_ticks(ends, size[0] - widest, x_text)
+        # No tick beside a single x: it would be a step that has not been taken.
+        x_ticks = [(first, shorten(x_text(first), 16))] if space and xs else _x_ticks(ends, size[0] - widest, x_text)
         halves = [text_width(text) / 2 for _, text in x_ticks] or [0.0]
         rows = 1 + max((row for row, _ in _legend_places(names, size[0])), default=-1)
         return cls(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
@@ -49,6 +50,15 @@ class Collector:
     _num_cut: int = 0
     _newest_s: float = 0.0
     _floor_s: float = 0.0
+
+    def continue_after(self, head: Mapping[str, Any], parent: str | None) -> None:
+        """Begin with the head of the attempt before, and with the version that this one continues."""
+        self.latest = {**head.get("latest", {}), **self.latest}
+        parents = [] if parent is None else [parent]
+        versions = dict.fromkeys([*head.get("versions", []), *parents, *self.versions])
+        self.versions = [*versions][-_MAX_VERSIONS:]
+        stalls = {name: head[name] for name in ("num_stalls", "last_stall_s") if name in head}
+        self.warnings = {**stalls, **self.warnings}
 
     @property
     def has_content(self) -> bool:

@@ -174,9 +174,15 @@ class RunHistory:
 
     @property
     def versions(self) -> list[str]:
-        """Model versions that the run has saved, oldest first."""
-        saved = [event.facts.get("version") for event in self.events if event.event == "checkpoint"]
-        return list(dict.fromkeys(version for version in saved if isinstance(version, str)))
+        """Model versions that the run has saved, oldest first.
+
+        The version that a later attempt continues is one of them: an attempt that is killed may not report its last.
+        """
+        saved: list[tuple[int, Any]] = [(number, header.get("parent")) for number, header in self.headers.items()]
+        saved = [(number, version) for number, version in saved if number > 1]
+        saved += [(event.attempt, event.facts.get("version")) for event in self.events if event.event == "checkpoint"]
+        saved.sort(key=lambda version: version[0])  # stable: the parent comes before what its attempt has saved
+        return list(dict.fromkeys(version for _, version in saved if isinstance(version, str)))
 
     def to_arrow(self) -> pa.Table:
         """Return a row for each point of each curve.

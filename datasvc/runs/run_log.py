@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -23,6 +24,8 @@ from datasvc.runs.collector import Collector
 from datasvc.runs.ended_attempts import start_merging
 from datasvc.runs.facts import choose_facts, to_text
 from datasvc.runs.header import make_header
+from datasvc.runs.part import choose_parts
+from datasvc.runs.part_files import read_parts
 from datasvc.runs.part_writer import PART_LIMITS, PartWriter, with_unused_bins
 from datasvc.runs.run_ids import check_run_id, new_run_id, run_folder
 from datasvc.threads import run_before_threads_end
@@ -308,9 +311,19 @@ class RunLog:
         if self._parts is None:
             entry = self._log.append(lambda head: {**self._header, "attempt": head + 1})
             self._parts = PartWriter(self._storage, self._log.path, entry.number)
+            if entry.number > 1:
+                self._continue_after(entry.number)
         self._parts.write_again()
         self._parts.write(self._make_head(end), self._collector.take())
         return self._parts
+
+    def _continue_after(self, attempt: int) -> None:
+        """Begin with what lists show of the attempt before, until this one reports it: it may take no step."""
+        with contextlib.suppress(DatasvcError, OSError):  # without it, the run is only shown as one without steps
+            listed = choose_parts(self._storage.list(self._log.path))
+            older = [part for part in listed if part.attempt < attempt]
+            parts, _ = read_parts(self._storage, self._log.path, older[-1:])
+            self._collector.continue_after(parts[-1].head if parts else {}, self._header.get("parent"))
 
     def _make_head(self, end: tuple[Outcome, str] | None) -> dict[str, Any]:
         """Return what lists of runs show, see docs/reference/formats.md."""

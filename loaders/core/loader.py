@@ -434,7 +434,8 @@ class Loader(ABC, Generic[B]):
                 self._batches.retire(batch)
                 # Write to the ledger before the cursor moves, so that no state is ahead of the ledger.
                 if self._ledger is not None:
-                    with self.profiler.stage(Stage.LEDGER):
+                    # The first write creates a file and syncs it, which is no sign of a slow disk.
+                    with self.profiler.stage(Stage.LEDGER if self._ledger.has_file else Stage.START):
                         self._ledger.write(batch, self._bad_samples(finished))
             except BaseException:
                 # After Ctrl-C or an error the state of the decoder is unknown. The next call restarts at the cursor.

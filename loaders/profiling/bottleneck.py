@@ -8,7 +8,7 @@ consumer's time for a batch plus the loader's work inside the call. So the bottl
 - If most calls waited for other threads, the bottleneck is these threads' stage, however long other stages took.
 - Otherwise it is the stage that blocked the calls longest.
 
-The creation of the decoder (`Stage.START`) is not counted, because it happens once.
+The creation of the decoder and of the ledger's file (`Stage.START`) is not counted, because it happens once.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Bottleneck:
         if self.stage is not None:
             return f"starved by {self.stage}: {self.offered:,.0f} {self.unit}/s offered, {asked} asked; {self.advice}"
         headroom = "" if self.headroom is None else f", {self.headroom:.0%} headroom"
+        if self.headroom is not None and self.headroom > _MAX_HEADROOM:
+            headroom = f", more than {_MAX_HEADROOM:,.0%} headroom"  # measured in microseconds: the digits are noise
         return (
             f"not starved: the consumer is the limit{headroom}; it takes {self.offered:,.0f} {self.unit}/s and waits "
             f"{self.starved_share:.1%} of the time"
@@ -166,6 +168,7 @@ def _threads(number: int) -> str:
     return f"{count} more decode thread{'' if number == 1 else 's'}"
 
 
+_MAX_HEADROOM: Final = 10.0
 _ROUNDING: Final = 1e-6  # tolerance: a rounding error must not add a thread, and no division may be by zero
 _NUMBERS: Final = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _ADVICE: Final[Mapping[Stage, str]] = {

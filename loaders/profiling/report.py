@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.loaders.profiling.bottleneck import Bottleneck, Resources, diagnose
@@ -95,6 +95,12 @@ class Report:
         from datasvc.loaders.profiling.report_html import report_html
 
         return report_html(self)
+
+    def of_all_ranks(self, num_ranks: int) -> Report:
+        """Return the report of this rank with the rates of all data ranks, which take equal steps together."""
+        found = self.bottleneck
+        asked = None if found.asked is None else num_ranks * found.asked
+        return replace(self, bottleneck=replace(found, offered=num_ranks * found.offered, asked=asked))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers, and the bottleneck in words, as JSON values."""

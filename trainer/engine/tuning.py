@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 
 from datasvc.trainer.engine.autotune import Autotuner
-from datasvc.trainer.engine.execution.wire import wire_dtype
+from datasvc.trainer.engine.execution.wire import num_lanes, wire_dtype
 from datasvc.trainer.engine.negotiation.messages import Tuning
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
 from datasvc.trainer.env.engine_settings import EngineSettings
@@ -50,7 +50,7 @@ class Tuner:
     def observe(self, requests: Sequence[Request]) -> None:
         """Record the operations that have begun in one cycle. Only the bytes of allreduces count."""
         num_bytes = sum(
-            prod(shape) * wire_dtype(dtype).itemsize
+            prod(shape) * wire_dtype(dtype, request).itemsize * num_lanes(dtype, request)
             for request in requests
             if request.kind is CollectiveKind.ALLREDUCE
             for dtype, shape in zip(request.dtypes, request.shapes, strict=True)

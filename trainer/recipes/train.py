@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+from typing import Any
 
 import datasvc.trainer as hvd
 from datasvc.errors import NotFiniteError
@@ -191,7 +192,7 @@ def go_through_epochs(run: Run, memory: ElasticMemory | None = None) -> None:
 def end_epoch(run: Run) -> None:
     """Evaluate and commit the state at the end of an epoch, if that is due."""
     run.recorder.compare_ranks(run.step, now=True)
-    run.recorder.report_diagnosis(run.step, lambda: run.loader.report().to_dict(), now=True)
+    run.recorder.report_diagnosis(run.step, lambda: diagnose(run), now=True)
     # Always evaluate and commit the last state of the run, whatever the period is.
     if run.is_over or is_due(run.loader.epoch, run.config.evaluate_every):
         report_not_finite(run)
@@ -316,16 +317,20 @@ def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: fl
     samples = run.batches.global_batch
     progress = run.loader.progress
     curves = {"loss": loss, "rate": rate, f"{run.task.unit}_per_s": samples / step_s}
-    facts = {"epoch": epoch, "progress": progress / run.config.epochs, "coverage": progress - epoch, **curves}
+    # At the end of an epoch, samples that do not fill a batch may be left, and the epoch is over all the same.
+    done = (progress if run.loader.steps_left else epoch + 1) / run.config.epochs
+    if run.config.max_steps is not None:
+        done = min(1.0, max(done, run.step / run.config.max_steps))
+    facts = {"epoch": epoch, "progress": done, "coverage": progress - epoch, **curves}
     run.recorder.report_step(run.step, step_s=step_s, wait_s=wait_s, facts={**facts, "unit": run.task.unit})
-    run.recorder.report_diagnosis(run.step, lambda: run.loader.report().to_dict())
+    run.recorder.report_diagnosis(run.step, lambda: diagnose(run))
     if hvd.rank() != 0:
         return
     run.events.report(
         "step",
         step=run.step,
         epoch=epoch,
-        progress=progress / run.config.epochs,
+        progress=done,
         loss=loss,
         rate=rate,
         step_s=step_s,
@@ -336,6 +341,11 @@ def report_step(run: Run, clock: StepClock, *, epoch: int, loss: float, rate: fl
     values = {**curves, "data_stall": wait_s / step_s}
     for log in run.logs.values():
         log.log(run.step, values)
+
+
+def diagnose(run: Run) -> dict[str, Any]:
+    """Return the report of the loader with the rates of all ranks, as the curves of the run have."""
+    return run.loader.report().of_all_ranks(run.layout.num_data_ranks).to_dict()
 
 
 def report_profile(run: Run, path: str, epoch: int) -> None:

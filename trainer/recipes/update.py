@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -116,8 +116,8 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
     mark("update")
     if shared_loss is None:
         return total / max(num_targets, 1)
-    loss_sum, num_all_targets = hvd.synchronize(shared_loss)
-    return (loss_sum / num_all_targets.clamp(min=1)).float()
+    sums = cast("torch.Tensor", hvd.synchronize(shared_loss))
+    return (sums[0] / sums[1].clamp(min=1)).float()
 
 
 def _share_overflow(scale: torch.amp.GradScaler, optimizer: Any) -> None:

@@ -123,9 +123,10 @@ class Classification:
         return torch.stack([count.double().cpu() for count in counts])
 
     def metrics(self, totals: Tensor) -> dict[str, float]:
-        """Return top-1 and top-5 accuracy in 0..1, and the mean cross entropy."""
+        """Return top-1 and, with more than 5 classes, top-5 accuracy in 0..1, and the mean cross entropy."""
         right, among_five, loss, samples = cast("list[float]", totals.tolist())
-        return {"val_accuracy": right / samples, "val_top5": among_five / samples, "val_loss": loss / samples}
+        top_5 = {"val_top5": among_five / samples} if self._num_classes > _TOP else {}  # else it is always 1
+        return {"val_accuracy": right / samples, **top_5, "val_loss": loss / samples}
 
 
 def count_classes(split: Split | Mixture) -> int:
