@@ -102,10 +102,9 @@ class Ledger:
         self._before_last: tuple[Cursor, _FileEnd] | None = None  # cursor and end of the file before the last batch
         self._check_folder()
 
-    @property
-    def has_file(self) -> bool:
-        """Whether the file for the batches from the begun cursor on is created."""
-        return self._path is not None
+    def prepare(self) -> None:
+        """Create the file for the next batches, if it is not there. Raises the errors of `write`."""
+        self._open()
 
     def begin(self, epoch: int, position: int) -> None:
         """Begin a new file for the batches from this cursor on."""

@@ -434,8 +434,10 @@ class Loader(ABC, Generic[B]):
                 self._batches.retire(batch)
                 # Write to the ledger before the cursor moves, so that no state is ahead of the ledger.
                 if self._ledger is not None:
-                    # The first write creates a file and syncs it, which is no sign of a slow disk.
-                    with self.profiler.stage(Stage.LEDGER if self._ledger.has_file else Stage.START):
+                    # Creating a file syncs it, once, which is no sign of a slow disk.
+                    with self.profiler.stage(Stage.START):
+                        self._ledger.prepare()
+                    with self.profiler.stage(Stage.LEDGER):
                         self._ledger.write(batch, self._bad_samples(finished))
             except BaseException:
                 # After Ctrl-C or an error the state of the decoder is unknown. The next call restarts at the cursor.
