@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from datasvc.trainer.optim.optimizer import (
-    DistributedOptimizer,
-    _DistributedAdasumOptimizer,
-    _DistributedOptimizer,
-)
+from datasvc.trainer.optim.adasum_optimizer import _DistributedAdasumOptimizer
+from datasvc.trainer.optim.optimizer import DistributedOptimizer, _DistributedOptimizer
 
 __all__ = ["DistributedOptimizer", "_DistributedAdasumOptimizer", "_DistributedOptimizer"]

@@ -17,8 +17,8 @@ from datasvc.models.registry.retention import RetentionPolicy
 with explain_missing("datasvc.integrations.torchtitan"):
     import torch
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
     from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
     from torchtitan.components.dataloader import BaseDataLoader
 
@@ -139,7 +139,7 @@ class TitanVersions(CheckpointManager):
         self._step = curr_step
         return bool(super()._save(curr_step, last_step))
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]  # untyped in torch
+    @torch.no_grad()
     def dcp_save(
         self,
         state_dict: dict[str, Any],
@@ -159,12 +159,12 @@ class TitanVersions(CheckpointManager):
             parent=self.version,
         )
         if async_mode == AsyncMode.DISABLED:
-            self._note(dcp.save(state_dict, storage_writer=writer))
+            self._note(save(state_dict, storage_writer=writer))
             return None
         options: dict[str, Any] = {}
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             options = {"async_checkpointer_type": AsyncCheckpointerType.PROCESS, "async_stager": self.stager}
-        return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **options)
+        return async_save(state_dict, storage_writer=writer, process_group=self.pg, **options)
 
     def _wait_for_saving(self) -> None:
         future = self.save_future
@@ -199,7 +199,7 @@ class TitanVersions(CheckpointManager):
             ref, model_only = self._find(step), step == 0
         states = self._states_to_load(model_only)
         reader = DcpReader(url, ref=ref)
-        dcp.load(states, storage_reader=reader)
+        load(states, storage_reader=reader)
         # `states` has the tensors of the model flat, and torch calls `load_state_dict` of the other parts only.
         self.states[MODEL].load_state_dict(states)
         assert reader.version is not None

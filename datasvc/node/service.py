@@ -95,6 +95,7 @@ class Service:
         application.add_routes(
             [
                 web.get("/healthz", self._get_health),
+                web.get("/livez", self._get_liveness),
                 web.get("/status", self._get_status),
                 web.get("/metrics", self._get_metrics),
             ]
@@ -166,6 +167,10 @@ class Service:
     def _fail(self, error: UnusableCatalogueError) -> None:
         self.failure = error
         self._request_stop()
+
+    async def _get_liveness(self, _request: web.Request) -> web.Response:
+        # 200 while it stops, too: a kubelet that restarted it then would cut the transfers that it completes.
+        return web.json_response({"status": "alive"})
 
     async def _get_health(self, _request: web.Request) -> web.Response:
         status, text = (503, "stopping") if self._is_stopping else (200, "ok")

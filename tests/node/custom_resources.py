@@ -1,9 +1,9 @@
 """JSON schemas of the resources that Kubernetes itself does not have: of the fields that our manifests use.
 
 Written after the types of the projects: `JobSetSpec`, `ReplicatedJob`, `Network` and `FailurePolicy` of
-kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go; `PodMonitorSpec`, `PodMetricsEndpoint` and
-`SafeAuthorization` of prometheus-operator/prometheus-operator, pkg/apis/monitoring/v1. A field that is not here is an
-error: look up its name and type there first.
+kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go; `PodMonitorSpec`, `PodMetricsEndpoint`, `SafeAuthorization`
+and `PrometheusRuleSpec` of prometheus-operator/prometheus-operator, pkg/apis/monitoring/v1. A field that is not here
+is an error: look up its name and type there first.
 """
 
 NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
@@ -45,6 +45,16 @@ JOB_SET = resource(
         failurePolicy=fields(
             maxRestarts=COUNT,
             restartStrategy={"enum": ["Recreate", "BlockingRecreate"]},
+            rules={
+                "type": "array",
+                "items": fields(
+                    ["action"],
+                    name=NAME,
+                    action={"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]},
+                    onJobFailureReasons={"type": "array", "items": {"type": "string"}},
+                    targetReplicatedJobs={"type": "array", "items": NAME},
+                ),
+            },
         ),
         suspend={"type": "boolean"},
         ttlSecondsAfterFinished=COUNT,
@@ -71,4 +81,22 @@ POD_MONITOR = resource(
         },
     ),
 )
-SCHEMAS = {"JobSet": JOB_SET, "PodMonitor": POD_MONITOR}
+RULE = fields(
+    ["expr"],
+    alert={"type": "string"},
+    expr={"type": "string"},
+    labels=TEXTS,
+    annotations=TEXTS,
+    **{"for": {"type": "string", "pattern": "^[0-9]+(ms|s|m|h|d)$"}},
+)
+PROMETHEUS_RULE = resource(
+    "monitoring.coreos.com/v1",
+    "PrometheusRule",
+    fields(
+        groups={
+            "type": "array",
+            "items": fields(["name"], name={"type": "string"}, rules={"type": "array", "items": RULE}),
+        }
+    ),
+)
+SCHEMAS = {"JobSet": JOB_SET, "PodMonitor": POD_MONITOR, "PrometheusRule": PROMETHEUS_RULE}

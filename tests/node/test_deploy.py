@@ -77,7 +77,7 @@ def test_the_daemon_set_starts_a_server_that_understands_its_options(monkeypatch
     assert values["peers"] == f"dns:{service['name']}.{service['namespace']}.svc.cluster.local:{port}"
     assert pod["terminationGracePeriodSeconds"] > 3 * values["grace"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert values["cache"].is_relative_to(mounts["disk"])
+    assert values["cache"].is_relative_to(mounts["cache"])
     assert values["token_file"].is_relative_to(mounts["token"])
 
 
@@ -90,7 +90,8 @@ def test_the_pods_of_the_manifests_find_each_other_and_share_the_cache():
     pod = spec["template"]["spec"]
     assert "hostPID" not in pod
     assert {volume["name"] for volume in pod["volumes"]} == {m["name"] for m in pod["containers"][0]["volumeMounts"]}
-    assert pod["containers"][0]["livenessProbe"]["httpGet"]["path"] == "/healthz"
+    assert pod["containers"][0]["livenessProbe"]["httpGet"]["path"] == "/livez"
+    assert pod["containers"][0]["readinessProbe"]["httpGet"]["path"] == "/healthz"
 
 
 def test_the_token_of_the_manifests_is_readable_and_not_for_everybody(tmp_path):

@@ -43,7 +43,13 @@ def render(folder):
 def test_every_manifest_keeps_the_schema_of_the_api():
     validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate").validate
     rendered = render(FOLDER / "example") if shutil.which("kubectl") else []
-    for manifest in [*files_of(FOLDER / "example"), *rendered, job_of(JOB_SET), JOB_POLICY]:
+    for manifest in [
+        *files_of(FOLDER / "example"),
+        *rendered,
+        *files_of(FOLDER / "baseline"),
+        job_of(JOB_SET),
+        JOB_POLICY,
+    ]:
         if manifest["kind"] not in SCHEMAS:
             validate(manifest, KUBERNETES, strict=True)
 
@@ -80,7 +86,7 @@ def test_the_overlay_changes_what_the_base_marks():
     base, changed = (render(FOLDER / name) for name in ("base", "example"))
     assert sorted(each["kind"] for each in base) == sorted(each["kind"] for each in MANIFESTS)
     kinds = {each["kind"]: each for each in changed}
-    assert set(kinds) == {each["kind"] for each in base} | {"PodMonitor"}
+    assert set(kinds) == {each["kind"] for each in base} | {"PodMonitor", "PrometheusRule"}
     pod = kinds["DaemonSet"]["spec"]["template"]["spec"]
     images = {container["image"] for container in (*pod["initContainers"], *pod["containers"])}
     assert images == {"registry.example.com/team/datasvc:0.1.0"}

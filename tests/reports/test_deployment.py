@@ -9,6 +9,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import yaml
 
 import datasvc
 from datasvc.errors import ConfigError
@@ -18,6 +19,7 @@ from datasvc.loaders.decode.crop import import_codec
 from datasvc.testing import small_dataset
 from datasvc.trainer.recipes import train as loop
 from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.options import parse_options
 
 ROOT = Path(__file__).parents[2]
 BOARD = json.loads((ROOT / "deploy/grafana/datasvc.json").read_text())
@@ -110,3 +112,85 @@ def test_another_system_than_linux_is_named_in_one_line(platform, program, error
     monkeypatch.setattr(sys, "argv", [program])
     with pytest.raises(error, match=f"^datasvc runs on Linux only, and this is {platform}: use .*$"):
         exec(Path(datasvc.__file__).read_text(), {"__name__": "datasvc"})
+
+
+def manifests(*names):
+    paths = [ROOT / "deploy/kubernetes" / name for name in names]
+    return [each for path in paths for each in yaml.safe_load_all(path.read_text()) if each]
+
+
+def pods_of(documents):
+    """Return the name and the pod of each workload."""
+    for document in documents:
+        spec = document.get("spec", {})
+        jobs = [job["template"]["spec"]["template"]["spec"] for job in spec.get("replicatedJobs", ())]
+        if "template" in spec:
+            jobs.append(spec["template"]["spec"])
+        yield from ((f"{document['kind']}/{document['metadata']['name']}", pod) for pod in jobs)
+
+
+ALL_PODS = dict(pods_of(manifests("base/datasvc.yaml", "jobset.yaml", "baseline/statefulset.yaml")))
+
+
+@pytest.mark.parametrize("workload", ALL_PODS)
+def test_a_pod_has_limits_and_no_power_that_it_does_not_need(workload):
+    """kube-logging/logging-operator#1945: a namespace that enforces `baseline` refuses pods with a hostPath."""
+    pod = ALL_PODS[workload]
+    paths = [volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume]
+    assert paths == ([] if workload.startswith("StatefulSet") else ["/mnt/nvme/datasvc"]), "the cache, not its disk"
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+    for container in [*pod.get("initContainers", ()), *pod["containers"]]:
+        context, resources = container["securityContext"], container["resources"]
+        assert "memory" in resources["limits"]
+        assert {"cpu", "memory"} <= resources["requests"].keys()
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["readOnlyRootFilesystem"] is True
+        assert context["capabilities"]["drop"] == ["ALL"]
+        assert set(context["capabilities"].get("add", ())) <= {"CHOWN", "FOWNER"}
+        assert context.get("runAsUser") != 0 or container["name"] == "owner"
+
+
+def test_the_servers_on_local_volumes_are_those_of_the_daemon_set():
+    daemons, stateful = ALL_PODS["DaemonSet/datasvc"], ALL_PODS["StatefulSet/datasvc"]
+    assert stateful["containers"] == daemons["containers"]
+    assert stateful["securityContext"] == daemons["securityContext"]
+    assert "initContainers" not in stateful
+    (document,) = manifests("baseline/statefulset.yaml")
+    claims = {claim["metadata"]["name"] for claim in document["spec"]["volumeClaimTemplates"]}
+    mounts = {mount["name"] for mount in stateful["containers"][0]["volumeMounts"]}
+    assert mounts == claims | {volume["name"] for volume in stateful["volumes"]}
+
+
+def test_a_wrong_setting_ends_the_job_set_and_does_not_restart_it_a_hundred_times():
+    """kubernetes-sigs/jobset#262: failures that each restart repeats must not use up the restarts."""
+    job_set = manifests("jobset.yaml")[0]["spec"]
+    (rule,) = job_set["failurePolicy"]["rules"]
+    assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    job = job_set["replicatedJobs"][0]["template"]["spec"]
+    pod = job["template"]["spec"]
+    names = [container["name"] for container in [*pod["initContainers"], *pod["containers"]]]
+    rules = job["podFailurePolicy"]["rules"]
+    assert [each["onExitCodes"]["containerName"] for each in rules] == names
+    assert {tuple(each["onExitCodes"]["values"]) for each in rules} == {(2,)}
+    assert pod["restartPolicy"] == "Never"
+
+
+def test_the_alerts_and_the_board_for_kubernetes_are_those_of_the_other_files():
+    (rule,) = manifests("monitoring/rules.yaml")
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/datasvc.rules.yaml").read_text())
+    assert rule["spec"] == rules
+    (board,) = manifests("monitoring/dashboard.yaml")
+    assert json.loads(board["data"]["datasvc.json"]) == BOARD
+    listed = yaml.safe_load((ROOT / "deploy/kubernetes/monitoring/kustomization.yaml").read_text())["resources"]
+    assert listed == ["podmonitor.yaml", "rules.yaml", "dashboard.yaml"]
+
+
+def test_the_job_of_slurm_trains_with_options_that_exist_and_saves_before_its_end():
+    script = (ROOT / "deploy/slurm/train.sbatch").read_text()
+    settings = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", script, re.MULTILINE))
+    assert settings["comment"] == "datasvc:digits@1"
+    words = re.search(r"-m datasvc\.trainer (.*?) \|\|", script, re.DOTALL)[1].replace("\\\n", " ").split()
+    found = parse_options(words, environ={"DATASVC_REPO": "s3://bucket/repo", "DATASVC_CACHE": "/scratch"}).config()
+    assert int(found.grace.removesuffix("s")) < int(settings["signal"].partition("@")[2])
+    assert found.global_batch % (int(settings["nodes"]) * int(settings["ntasks-per-node"])) == 0
+    assert settings["ntasks-per-node"] == settings["gpus-per-node"]

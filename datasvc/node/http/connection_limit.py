@@ -26,9 +26,9 @@ _BURST_S: Final = 1.0
 # Limit of the connections of aiohttp, as a multiple of `max_connections`. Connections without access count until they
 # are answered and closed.
 _TOTAL_FACTOR: Final = 2
-_NUM_HEALTH: Final = 64  # connections above the total limit that only `/healthz` may use
+_NUM_HEALTH: Final = 64  # connections above the total limit that only `/healthz` and `/livez` may use
 _MAX_HEAD_BYTES: Final = 16 << 10  # more than aiohttp accepts in one line of a head
-_HEALTH: Final = (b"GET /healthz ", b"HEAD /healthz ")
+_HEALTH: Final = (b"GET /healthz ", b"HEAD /healthz ", b"GET /livez ", b"HEAD /livez ")
 _BODY: Final = b'{"error": "too many connections"}'
 _REFUSAL: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"

@@ -33,8 +33,8 @@ _STATUS: Final[tuple[tuple[type[DatasvcError], int], ...]] = (
     (BusyError, 503),
     (DatasvcError, 500),
 )
-# Load balancers and kubelets request these paths without a token. `/healthz` reveals only whether the node runs.
-_OPEN_PATHS: Final = frozenset({"/healthz"})
+# Load balancers and kubelets request these paths without a token. They reveal only whether the node runs.
+_OPEN_PATHS: Final = frozenset({"/healthz", "/livez"})
 
 
 def status_of(error: DatasvcError) -> int:
