@@ -35,12 +35,12 @@ CORE: Final = (
 )
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "torch": ("torch>=2.11",),
-    "images": ("nvidia-nvimgcodec-cu13>=0.9; sys_platform == 'linux'", "simplejpeg>=1.8"),
-    "gpu": ("datasvc[torch,images]", "nvidia-dali-cuda130>=2.4; sys_platform == 'linux'"),
+    "images": ("nvidia-nvimgcodec-cu13>=0.9,<0.10; sys_platform == 'linux'", "simplejpeg>=1.8"),
+    "gpu": ("datasvc[torch,images]", "nvidia-dali-cuda130>=2.4,<3; sys_platform == 'linux'"),
     "gpu-cu12": (
         "datasvc[torch]",
-        "nvidia-dali-cuda120>=2.4; sys_platform == 'linux'",
-        "nvidia-nvimgcodec-cu12>=0.9; sys_platform == 'linux'",
+        "nvidia-dali-cuda120>=2.4,<3; sys_platform == 'linux'",
+        "nvidia-nvimgcodec-cu12>=0.9,<0.10; sys_platform == 'linux'",
         "simplejpeg>=1.8",
     ),
     "train": ("datasvc[torch,yaml]", "cloudpickle>=3"),

@@ -80,7 +80,7 @@ def test_the_driver_of_another_store_is_left_to_its_users():
 
 def test_an_extra_has_the_packages_of_those_that_it_includes():
     assert set(packages_of("train")) == {*EXTRAS["torch"], *EXTRAS["yaml"], "cloudpickle>=3"}
-    assert {"torch>=2.11", "s3fs>=2025.9", "nvidia-dali-cuda130>=2.4"} < set(packages_of("all"))
+    assert {"torch>=2.11", "s3fs>=2025.9", "nvidia-dali-cuda130>=2.4,<3"} < set(packages_of("all"))
     every = {package for extra in EXTRAS for package in packages_of(extra)}
     others = {package for extra in ("gpu-cu12", "torchtitan", "demo", "docs") for package in packages_of(extra)}
     assert every - set(packages_of("all")) == others - set(packages_of("all"))

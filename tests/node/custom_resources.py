@@ -1,9 +1,9 @@
 """JSON schemas of the resources that Kubernetes itself does not have: of the fields that our manifests use.
 
 Written after the types of the projects: `JobSetSpec`, `ReplicatedJob`, `Network` and `FailurePolicy` of
-kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go; `PodMonitorSpec`, `PodMetricsEndpoint`, `SafeAuthorization`
-and `PrometheusRuleSpec` of prometheus-operator/prometheus-operator, pkg/apis/monitoring/v1. A field that is not here
-is an error: look up its name and type there first.
+kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go; `PodMonitorSpec`, `PodMetricsEndpoint`,
+`SafeAuthorization` and `PrometheusRuleSpec` of prometheus-operator/prometheus-operator, pkg/apis/monitoring/v1. A
+field that is not here is an error: look up its name and type there first.
 """
 
 NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
