@@ -126,15 +126,19 @@ def train_with_ray_train(config):
     optimizer = torch.optim.AdamW(net.parameters())
     split = repo.dataset("pets@1")["train"]
     with (
-        ImageLoader(split, batch_size=BATCH // 2, training=True, size=8, ranks=ranks()) as loader,
+        ImageLoader(split, batch_size=BATCH // 2, training=True, size=8) as loader,
+        ImageLoader(split, batch_size=BATCH // 2, training=False, size=8) as evaluation,
         WorkerVersions(repo, config["name"], loader=loader, every=2, report_every=3) as versions,
     ):
+        assert loader.ranks == evaluation.ranks == ranks()
         step, state = versions.restore()
         if state is not None:
             net.module.load_state_dict(state["net"])
             optimizer.load_state_dict(state["optimizer"])
         while step < NUM_STEPS:
             for batch in loader:
+                # An evaluation over a part of the samples, which is the same in each step.
+                assert next(iter(evaluation)).positions[0] == ranks().rank * (BATCH // 2)
                 loss = loss_of(net, batch)
                 optimizer.zero_grad()
                 loss.backward()
