@@ -85,16 +85,6 @@ class Batch(ABC, Generic[A]):
         """Return the batch with all tensors in page-locked memory; unchanged if torch finds no GPU."""
         return self._change(methodcaller("pin_memory")) if pinned.can_pin() else self
 
-    @classmethod
-    def register(cls) -> None:
-        """Register the class as a pytree of torch, whose leaves are the tensors; torch is imported by now."""
-        from torch.utils import _pytree
-
-        if cls not in _pytree.SUPPORTED_NODES:
-            _pytree.register_pytree_node(
-                cls, _flatten, _unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}"
-            )
-
     def _change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return the batch with `change` applied to each tensor, also to those in mappings."""
         import torch
@@ -107,6 +97,15 @@ class Batch(ABC, Generic[A]):
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # every batch is a dataclass
         changed = {field.name: convert(getattr(self, field.name)) for field in fields}
         return dataclasses.replace(self, **changed)  # type: ignore[type-var]  # every batch is a dataclass
+
+
+def register_tree(kind: type[Batch[Any]]) -> None:
+    """Register a class of batches as a pytree of torch, whose leaves are the tensors. This imports torch."""
+    from torch.utils import _pytree
+
+    if kind not in _pytree.SUPPORTED_NODES:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        _pytree.register_pytree_node(kind, _flatten, _unflatten, serialized_type_name=name)
 
 
 @dataclass(frozen=True, eq=False)

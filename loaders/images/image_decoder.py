@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from datasvc.errors import BadSampleError
+from datasvc.loaders.core.batch import register_tree
 from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.other_columns import read_lists
 from datasvc.loaders.decode.backend import DecodedImages, Framework, ImageBackend, OnBad
@@ -61,7 +62,7 @@ class ImageDecoder:
         profiler: StepProfiler,
     ) -> None:
         if framework == "torch":
-            ImageBatch.register()
+            register_tree(ImageBatch)
         self._backend = backend
         self._framework = framework
         self._plan = plan

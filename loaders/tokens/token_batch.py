@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from datasvc.extras import explain_missing
 from datasvc.keyed_random import Integers
-from datasvc.loaders.core.batch import Batch
+from datasvc.loaders.core.batch import Batch, register_tree
 
 if TYPE_CHECKING:
     import torch
@@ -70,7 +70,7 @@ def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:
     with explain_missing("a loader that yields tensors (its numpy() yields arrays)"):
         import torch
 
-    TokenBatch.register()
+    register_tree(TokenBatch)
     tensors: dict[str, Any] = {
         name: torch.from_numpy(value)
         for name, value in vars(batch).items()
