@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ class Cache(CacheJob):
         if not str(folder):
             # Python takes an empty path for the working folder.
             raise ConfigError("the folder of the cache is empty; give its path, such as /nvme/cache")
-        path = Path(folder).expanduser().resolve()
+        path = Path(os.path.realpath(os.path.expanduser(folder)))
         no_budget = ConfigError(
             f"the cache {path} has no budget yet; set one: Cache({str(folder)!r}, budget='50GB'), "
             "`datasvc stage --budget 50GB`, or --cache-budget of the training program"

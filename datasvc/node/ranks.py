@@ -55,7 +55,7 @@ class _RankNode:
     @classmethod
     def of(cls, folder: str | Path, address: str | None) -> _RankNode:
         """Return the `_RankNode` of the calling rank. Raise OSError or ConfigError."""
-        path = Path(folder).expanduser().resolve()
+        path = Path(os.path.realpath(os.path.expanduser(folder)))
         # Create the folder, because its inode is needed before `Cache` opens it.
         path.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
         status = path.stat()

@@ -51,7 +51,7 @@ class CacheAddress:
         """Return the address of a cache, or of its folder."""
         if isinstance(cache, Cache):
             return cls(cache.folder, cache.tenant, cache.peers)
-        return cls(Path(cache).expanduser().resolve())
+        return cls(Path(os.path.realpath(os.path.expanduser(cache))))
 
     def open(self) -> Cache:
         """Open the cache in this process. For errors see `Cache`."""

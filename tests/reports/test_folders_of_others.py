@@ -11,7 +11,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.cache import Cache
+from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.models.interop.artefact_files import attach
 from datasvc.models.interop.importing import import_model
 from datasvc.models.interop.safetensors_files import write_safetensors
@@ -211,3 +212,18 @@ def test_a_folder_of_links_to_itself_is_refused_at_once(repository, folder):
     (folder / "a.csv").write_bytes(_csv(1))
     with pytest.raises(ConfigError, match=r"link to one of its parent folders|link out of the source"):
         ingest(repository, str(data), "d")
+
+
+@pytest.mark.parametrize("path", ["loop", "~nobody-of-this-name/x"])
+def test_a_path_that_cannot_be_resolved_is_an_error_of_ours(path, repository, folder):
+    """pypa/distutils#44: links that lead to each other end what resolves them."""
+    folder.mkdir(exist_ok=True)
+    (folder / "loop").symlink_to(folder / "loop")
+    named = str(folder / path) if path == "loop" else path
+    model = folder / "model"
+    model.mkdir()
+    _write_weights(model / "model.safetensors")
+    import_model(repository, model / "model.safetensors", "m")
+    for use in (lambda: attach(repository, "m@1", named), lambda: Cache(named)):
+        with pytest.raises(DatasvcError):
+            use()

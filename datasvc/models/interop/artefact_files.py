@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -65,7 +66,7 @@ def attach(
     version = repository.resolve("models", ref)
     source = Path(path)
     try:
-        sources = _list_files(source, check_artefact_name(name or source.resolve().name))
+        sources = _list_files(source, check_artefact_name(name or Path(os.path.realpath(source)).name))
         found_format, found_details = _describe(sources)
         progress.begin(sum(file.stat().st_size for file in sources.values()))
         files = {file_name: _store(repository, file, progress) for file_name, file in sources.items()}
@@ -75,7 +76,7 @@ def attach(
         raise UnavailableError(f"cannot read {source}: {error}") from error
     artefact = Artefact(
         version,
-        name or source.resolve().name,
+        name or Path(os.path.realpath(source)).name,
         format or found_format,
         files,
         {**found_details, **(details or {})},

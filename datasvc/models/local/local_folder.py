@@ -106,7 +106,7 @@ class LocalFolder:
     """
 
     def __init__(self, root: str | Path, name: str) -> None:
-        self._root = Path(root).expanduser().resolve()
+        self._root = Path(os.path.realpath(os.path.expanduser(root)))
         self._name = name
         self._folder = self._root / name
         with map_exceptions("write", str(self._folder)):
