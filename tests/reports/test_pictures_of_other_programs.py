@@ -1,6 +1,7 @@
 """Pictures as other programs write them: intact, but in modes and with metadata that a library refuses or clips."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -173,5 +174,7 @@ def test_pictures_that_are_not_read_are_named_before_during_and_after(tmp_path):
     said = "ignored files: 2 .heic, 1 .gif; pictures in .gif and .heic are not read: convert them to PNG or JPEG"
     repo = ("--repo", str(tmp_path / "repo"))
     assert said in run("ingest", str(tmp_path / "a"), "a", *repo, "--dry-run").stdout
+    planned = run("ingest", str(tmp_path / "a"), "a", *repo, "--dry-run", "--json").stdout
+    assert json.loads(planned)["ignored"] == {".heic": 2, ".gif": 1}
     assert said in run("ingest", str(tmp_path / "a"), "a", *repo).stderr
     assert said in run("show", "a", *repo).stdout

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -64,7 +63,7 @@ class DryRun:
     classes: tuple[str, ...]
     seconds: float
     bad: list[BadSample]
-    ignored: Counter[str]
+    ignored: dict[str, int]
 
 
 @dataclass
@@ -137,7 +136,7 @@ def dry_run_ingest(
         classes=opened.classes,
         seconds=_estimate_seconds(probe, probe_s, needed_bytes, expansion) / max(1, min(num_workers, len(units))),
         bad=bad,
-        ignored=opened.ignored,
+        ignored=dict(opened.ignored),
     )
 
 

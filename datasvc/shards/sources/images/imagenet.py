@@ -167,7 +167,7 @@ def _find_tars(url: str, reader: FileReader) -> tuple[str, list[SourceFile]]:
         is_folder = reader.file_system.isdir(reader.root)
     if not is_folder:
         return reader.root.rpartition("/")[0], list_files(url)
-    tars = []
+    tars: list[SourceFile] = []
     for name in (_TRAIN_TAR, _VAL_TAR):
         # Do not list the folder: it may also hold a million extracted images.
         try:
