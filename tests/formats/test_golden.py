@@ -6,17 +6,24 @@ content must give the same bytes. A new format gets new files beside the old one
 """
 
 import dataclasses
+import datetime as dt
+import enum
 import io
 import json
-from collections import OrderedDict
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict, deque
 from decimal import Decimal
-from pathlib import Path
+from fractions import Fraction
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import SimpleNamespace
 from typing import NamedTuple
+from uuid import UUID
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from xxhash import xxh3_128
 
 from datasvc.errors import ConfigError
@@ -119,6 +126,53 @@ class Pair(NamedTuple):
 
 
 Pair.__module__ = "optimizers"  # the same, whether pytest or a command line runs this file
+
+
+class Kind(enum.Enum):
+    A = "a"
+
+
+@dataclasses.dataclass
+class Options:
+    rate: float
+
+
+Kind.__module__ = Options.__module__ = "optimizers"
+VALUES_STATE = {
+    "values": [
+        Counter(a=1),
+        defaultdict(list, {3: [1]}),
+        deque([1], maxlen=2),
+        {1, "a"},
+        frozenset([2]),
+        range(3),
+        slice(1, None),
+        1 + 2j,
+        bytearray(b"a"),
+        np.float32(0.1),
+        np.datetime64("2026-01-02"),
+        dt.date(2026, 1, 2),
+        dt.time(1, 2),
+        dt.datetime(2026, 1, 2, tzinfo=dt.UTC),
+        dt.timedelta(1),
+        Decimal("1.10"),
+        Fraction(1, 3),
+        UUID(int=5),
+        Path("/data"),
+        PurePosixPath("a"),
+        PureWindowsPath("c:"),
+        Namespace(lr=0.1),
+        SimpleNamespace(a=1),
+        Kind.A,
+        Options(1),
+        torch.Size([2]),
+        torch.bfloat16,
+        torch.strided,
+        torch.channels_last,
+        torch.device("cpu"),
+    ]
+}
+WRAPPED_STATE = {"w": TwoTensor(torch.zeros(2), torch.ones(2))}
 TYPED_STATE = {"model": OrderedDict(w=STATE["w"], tied=STATE["w"].detach()), "pair": Pair(1, 0.5)}
 LOADER_STATE = OrderState("ab" * 32, 2, 17, OrderConfig(seed=5, shuffle="windowed", lanes=4, block=100, sticky=True))
 
@@ -281,6 +335,8 @@ def written(folder):
         "run-part-1.jsonl": encode_part(RUN_PART),
         "state-1.json": encode_state(flatten(STATE)[0]),
         "state-1-types.json": encode_state(flatten(TYPED_STATE)[0]),
+        "state-1-kinds.json": encode_state(flatten(VALUES_STATE)[0]),
+        "state-2.json": encode_state(flatten(WRAPPED_STATE)[0]),
         "order-1.json": json.dumps(orders(), indent=1, sort_keys=True).encode(),
         "loader-state-1.json": json.dumps(LOADER_STATE.to_dict(), sort_keys=True).encode(),
     }
@@ -486,6 +542,17 @@ def test_a_state_of_format_1_opens_with_its_types():
     assert repr(found) == repr(TYPED_STATE)
     assert tied_tensors(skeleton) == {"model.tied": "model.w"}
     assert found["pair"] == Pair(1, 0.5)
+
+
+def test_a_state_of_format_1_opens_with_its_kinds():
+    found = unflatten(decode_state(golden("state-1-kinds.json"), "golden"), {})
+    assert repr(found) == repr(VALUES_STATE)
+
+
+def test_a_state_of_format_2_opens():
+    skeleton = decode_state(golden("state-2.json"), "golden")
+    found = unflatten(skeleton, {f"w.inner.{name}": torch.full((2,), n) for n, name in enumerate("ab")})["w"]
+    assert (type(found), found.a.tolist(), found.b.tolist()) == (TwoTensor, [0, 0], [1, 1])
 
 
 def test_a_loader_state_of_format_1_opens():

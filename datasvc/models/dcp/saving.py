@@ -20,7 +20,7 @@ from datasvc.models.dcp.metadata import planned_paths
 from datasvc.models.dcp.paths import path_of
 from datasvc.models.dcp.values import encode_value, nest
 from datasvc.models.tensors.chunks import Shape, slices
-from datasvc.models.tensors.dtypes import dtype_name
+from datasvc.models.tensors.dtypes import check_storable, dtype_name
 from datasvc.models.tensors.sharded import plan_part_chunks
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks, whole_blocks
@@ -87,6 +87,8 @@ def _blocks(planner: SavePlanner, item: WriteItem) -> list[TensorBlock]:
             f"{type(planner).__name__} planned {item.index.fqn!r} as {tuple(block.sizes)} and returned {resolved}; a "
             "planner that changes the shape of a tensor must plan the new shape"
         )
+    # Before the slices: those of a wrapper, such as a quantised weight, can be tensors of another class.
+    check_storable(item.index.fqn, tensor)
     name, start, tensor = item.index.fqn, tuple(block.offsets), tensor.detach()
     tensor_shape = tuple(item.tensor_data.size)
     boxes = plan_part_chunks((start, tuple(block.sizes)), tensor_shape, tensor.itemsize)

@@ -6,8 +6,10 @@ many ranks, and with another sharding.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import json
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +17,14 @@ from datasvc.errors import ConfigError
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.fit import LoadReport, Mismatch, TensorSpec
 from datasvc.models.tensors.chunks import Box
-from datasvc.models.tensors.container_types import is_named_tuple, untyped
+from datasvc.models.tensors.container_types import kind_of, untyped
 from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.read import load_tensors, plan_reads, read_chunks
 from datasvc.models.tensors.sharded import local_part
-from datasvc.models.tensors.state_tree import dict_parts, unflatten
+from datasvc.models.tensors.state_tree import dict_parts, flatten, unflatten
+from datasvc.models.tensors.tensor_classes import inner_tensors, memory_of
 from datasvc.models.tensors.tensor_table import TensorRecord
+from datasvc.models.tensors.value_types import is_named_tuple
 from datasvc.progress import Progress
 
 if TYPE_CHECKING:
@@ -118,7 +122,7 @@ def _check_tied(targets: list[_Target]) -> None:
         part = target.part
         if target.box is None:
             continue
-        other = first.setdefault((part.device, part.data_ptr(), part.dtype, part.shape, part.stride()), target)
+        other = first.setdefault(memory_of(part) or target.path, target)
         boxes, other_boxes = ([chunk.box for chunk in each.record.chunks] for each in (target, other))
         if boxes == other_boxes and target.record.content != other.record.content:
             raise ConfigError(
@@ -138,7 +142,14 @@ def _assemble(
     import torch
 
     if isinstance(into, torch.Tensor):
-        return visit(path, into, skeleton)
+        inner = inner_tensors(into)
+        if inner is None:
+            return visit(path, into, skeleton)
+        _check_same_class(path, into, skeleton)
+        stored = _children(_children(skeleton).get("inner"))
+        for name, tensor in inner.items():
+            _assemble(tensor, stored.get(name, _ABSENT), f"{path}.inner.{name}", tensors, visit)
+        return into
     if path and not _has_tensors(into):  # at the root, only the keys of `into` are restored
         return into if skeleton is _ABSENT else unflatten(skeleton, tensors)
     children = _children(skeleton)
@@ -151,11 +162,35 @@ def _assemble(
         # Settings beside tensors, such as a step count in the state of a parameter, need not be in `into`.
         more = {key: child for key, child in children.items() if path and key not in into and _is_plain(child)}
         restored_dict |= {key: unflatten(child, tensors) for key, child in more.items()}
-        return OrderedDict(restored_dict) if isinstance(into, OrderedDict) else restored_dict
+        if type(into) not in (OrderedDict, Counter, defaultdict):
+            return restored_dict
+        # A copy keeps what else a dict has, such as the factory of a defaultdict.
+        restored_copy: Any = copy(into)
+        restored_copy.clear()
+        restored_copy.update(restored_dict)
+        return restored_copy
     restored = [assemble_child(index, child) for index, child in enumerate(into)]
     if isinstance(into, tuple):
         return tuple.__new__(type(into), restored) if is_named_tuple(into) else tuple(restored)
     return restored
+
+
+def _check_same_class(path: str, into: torch.Tensor, skeleton: Any) -> None:
+    """Raise ConfigError if a wrapper is stored with another class or other settings, such as a group size.
+
+    Its inner tensors would get values that mean something else there.
+    """
+    if kind_of(skeleton) is None:
+        return  # the inner tensors are missing, or found by their names
+    expected, _ = flatten(into)
+    plain, kind, *details = skeleton["$typed"]
+    found = [kind, *details, untyped(plain).get("context")]
+    described = [*expected["$typed"][1:], expected["$typed"][0]["context"]]
+    if json.dumps(found) != json.dumps(described):
+        raise ConfigError(
+            f"{path} is a {type(into).__name__} with the settings {json.dumps(described)[:400]}, but is stored as "
+            f"{json.dumps(found)[:400]}; nothing was restored. Make the state with the settings of the version"
+        )
 
 
 def _has_tensors(value: Any) -> bool:

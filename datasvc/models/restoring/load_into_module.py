@@ -22,6 +22,7 @@ from datasvc.models.tensors.dtypes import cast as cast_tensor
 from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.name_filter import is_below, map_names
 from datasvc.models.tensors.state_tree import flatten
+from datasvc.models.tensors.tensor_classes import has_memory, is_sharded, memory_of
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 
@@ -220,10 +221,13 @@ def _describe(model: torch.nn.Module) -> tuple[dict[str, TensorSpec], dict[str, 
                 f"{type(model).__name__}: {name} has no memory yet; call model.to_empty(device=...) first"
             )
         expected[name] = spec_of(value)
-        if not value.numel():
-            continue  # empty tensors have no memory that shows whether they are tied
-        # Tied names have the same elements of the same memory.
-        memory = (value.device, value.data_ptr(), tuple(value.shape), value.stride())
-        if first_names.setdefault(memory, name) != name:
+        if not is_sharded(value) and not has_memory(value):
+            raise ConfigError(
+                f"{type(model).__name__}: the values of {name}, a {type(value).__name__}, are in other tensors; "
+                "restore with into={...: model.state_dict()}, which fills these"
+            )
+        memory = memory_of(value)
+        # Tied names have the same elements of the same memory. A tensor without memory shows nothing.
+        if memory is not None and first_names.setdefault(memory, name) != name:
             tied[name] = first_names[memory]
     return expected, tied

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError
+from datasvc.models.tensors.tensor_classes import memory_of
 
 if TYPE_CHECKING:
     import torch
@@ -163,8 +164,8 @@ def plan_offsets(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, int], i
     offset_by_memory: dict[Any, int] = {}
     end = 0
     for name, tensor in tensors.items():
-        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        memory = (tensor.device, tensor.data_ptr(), *layout)
+        # Without memory of its own, a tensor shares it with no other.
+        memory = memory_of(tensor) or name
         if memory not in offset_by_memory:
             offset_by_memory[memory] = end
             # Round up to a multiple of the alignment.

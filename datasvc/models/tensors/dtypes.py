@@ -12,6 +12,7 @@ import numpy as np
 from datasvc.errors import ConfigError
 from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.codec import Bytes
+from datasvc.models.tensors.tensor_classes import has_memory, inner_tensors, is_sharded
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -47,20 +48,30 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:
-    """Raise ConfigError, with the name, if a tensor is not dense or its dtype is unknown. Does not read the data."""
+    """Raise ConfigError, with the name, if the values of a tensor cannot be stored. Does not read them."""
     import torch
 
-    # A DTensor has this attribute, so its class need not be imported.
-    if hasattr(tensor, "placements"):
+    if is_sharded(tensor):
         raise ConfigError(
             f"tensor {name!r} is a DTensor: each rank holds only a part of it. Save it on every rank with a "
             "CheckpointManager (repo.models.manager) or datasvc.models.dcp, or save its full_tensor()"
         )
     is_dense = tensor.layout == torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
-    if not is_dense or dtype_name(tensor) not in ITEM_BYTES:
+    if not is_dense:
         layout = "meta" if tensor.is_meta else "nested" if tensor.is_nested else tensor.layout
         kind = f"{layout}, {dtype_name(tensor)}"
         raise ConfigError(f"tensor {name!r} ({kind}) cannot be stored; make it a dense tensor with data first")
+    if not has_memory(tensor):
+        how = "or save it with a CheckpointManager" if inner_tensors(tensor) else "as it has no __tensor_flatten__"
+        raise ConfigError(
+            f"tensor {name!r} is a {type(tensor).__name__}, which has no memory of its own; store the tensors that "
+            f"it is made of, {how}"
+        )
+    if dtype_name(tensor) not in ITEM_BYTES:
+        raise ConfigError(
+            f"tensor {name!r} has the dtype {dtype_name(tensor)}, which cannot be stored: torch itself cannot copy "
+            "all values of this dtype; store tensor.view(torch.uint8)"
+        )
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError
 from datasvc.models.tensors.chunks import CHUNK_BYTES, Box, Shape, plan_chunks
+from datasvc.models.tensors.tensor_classes import is_sharded
 
 if TYPE_CHECKING:
     import torch
@@ -18,12 +19,6 @@ if TYPE_CHECKING:
 # Chunks of a part of a tensor have 1/16 of the tensor's bytes, but at least 512 KiB and at most `CHUNK_BYTES`.
 _MIN_CHUNK_BYTES: Final = 512 << 10
 _CHUNKS_PER_TENSOR: Final = 16
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor, of which a rank may hold only a part."""
-    # A DTensor has this attribute, so its class need not be imported.
-    return hasattr(tensor, "placements")
 
 
 def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box | None]:

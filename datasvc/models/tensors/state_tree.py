@@ -3,15 +3,14 @@
 The JSON tree is the skeleton: it has the name of each tensor in place of the tensor. No pickle is used, so reading a
 state runs no code. A value that JSON cannot represent becomes a dict with a single key, its mark: `{"$tensor":
 NAME}`, `{"$tuple": [...]}`, `{"$float": "nan"}` or `{"$bytes": HEX}`. `{"$dict": [[KEY, VALUE], ...]}` stands for a
-dict in which some key is not a string, or begins with `$`. `container_types` describes the marks of ordered dicts,
-named tuples and tied tensors.
+dict in which some key is not a string, or begins with `$`. `container_types` describes the marks of values with a
+type, such as ordered dicts, and of tied tensors; `value_types` has the types.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,25 +18,21 @@ import numpy as np
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.extras import missing_package
-from datasvc.models.tensors.container_types import (
-    is_named_tuple,
-    join_types,
-    make_named,
-    mark_named,
-    mark_tied,
-    split_types,
-    untyped,
-)
+from datasvc.models.tensors.container_types import join_types, mark_tied, split_types, untyped
+from datasvc.models.tensors.value_types import describe, make
 from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
     import torch
 
-STATE_FORMAT: Final = 1
+STATE_FORMAT: Final = 2
+# Written where a release that leaves out unknown types would restore wrong values: dicts in place of tensors.
+_FORMAT_OF_SUBCLASSES: Final = 2
 # Largest state object that is written or read: enough for the names of two million tensors, or for the random states
 # of 36,000 ranks. The limit bounds memory: parsed JSON takes about twenty times as much memory as tensors.
 MAX_STATE_BYTES: Final = 256 << 20
 _MAX_DEPTH: Final = 100
+_MAX_INT_BITS: Final = 1 << 13  # Python refuses to read longer decimal numbers than 4,300 digits
 # Longest path in an untrusted tree. Each path repeats the keys above it, so a few long keys could take much memory.
 _MAX_PATH_CHARS: Final = 1 << 16
 
@@ -82,9 +77,12 @@ def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str,
 def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor], *, named: bool = True) -> Any:
     """Return the state tree of a `flatten` result, with `tensors` as they are: the caller ties tied tensors.
 
-    `named`: whether named tuples keep their classes, see `make_named`; else they become plain tuples.
+    `named`: whether values keep their types; else only those that `torch.load` reads by default, see
+    `value_types.make`.
 
-    Raises CorruptDataError: `skeleton` is not a valid skeleton.
+    Raises:
+        CorruptDataError: `skeleton` is not a valid skeleton.
+        ConfigError: the class of a tensor is not imported, or does not accept the stored values.
     """
     return _unflatten(skeleton, tensors, 0, named=named)
 
@@ -114,12 +112,13 @@ def encode_state(skeleton: Any) -> bytes:
     Raises:
         ConfigError: there are more than `MAX_STATE_BYTES`.
     """
-    raw = json.dumps({"format": STATE_FORMAT, "state": skeleton}, allow_nan=False).encode()
+    raw = json.dumps({"format": 1, "state": skeleton}, allow_nan=False).encode()
     # Most states have no types, and a search in the text costs less than a walk through the tree.
-    if b'"$ordered"' in raw or b'"$named"' in raw or b'"$tied"' in raw:
+    if b'"$typed"' in raw or b'"$tied"' in raw:
         tree, types = split_types(skeleton)
-        stored = {"format": STATE_FORMAT, "state": tree, **({"types": types} if types else {})}
-        raw = json.dumps(stored, allow_nan=False).encode()
+        has_subclass = any(kind == "subclass" for _, kind, *_ in types)
+        stored = {"format": _FORMAT_OF_SUBCLASSES if has_subclass else 1, "state": tree}
+        raw = json.dumps({**stored, **({"types": types} if types else {})}, allow_nan=False).encode()
     if len(raw) > MAX_STATE_BYTES:
         raise ConfigError(
             f"the state without its tensors takes {format_size(len(raw))} of JSON; the limit is "
@@ -152,6 +151,7 @@ def decode_state(raw: bytes, version: str) -> Any:
 def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> Any:
     """Return the skeleton of the value at `path`, and add its tensors to `tensors`. For errors see `flatten`."""
     import torch
+    from torch.nn.parameter import is_lazy
 
     if depth > _MAX_DEPTH:
         raise ConfigError(f"the state at {path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
@@ -162,7 +162,12 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         raise ConfigError(f"the state has too many values or too long paths of keys, at {path[:60]}...")
     if isinstance(value, np.ndarray):
         value = _from_numpy(value, path)
+    described = describe(value, path)
+    if described is not None:
+        return {"$typed": [_flatten(described.plain, path, tensors, depth), described.kind, *described.details]}
     if isinstance(value, torch.Tensor):
+        if is_lazy(value):
+            raise ConfigError(f"tensor {path!r} has no shape yet; run one batch through the model first")
         name = path or "tensor"
         # {"a.b": x, "a": {"b": y}} has the path a.b twice: the second tensor is named a.b'.
         while name in tensors:
@@ -171,24 +176,26 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         leaf = {"$tensor": name}
         tensors.leaves.append((leaf, value))
         return leaf
-    if isinstance(value, np.generic):
-        value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": repr(value)}
+        return {"$float": repr(float(value))}
+    if isinstance(value, int) and value.bit_length() > _MAX_INT_BITS:
+        raise ConfigError(
+            f"state value {path or '(root)'} is an integer of over {_MAX_INT_BITS} bits; store its bytes"
+        )
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
         return {"$bytes": value.hex()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         items = [_flatten(item, _join(path, index), tensors, depth + 1) for index, item in enumerate(value)]
-        if not isinstance(value, tuple):
-            return items
-        return mark_named(value, {"$tuple": items}) if is_named_tuple(value) else {"$tuple": items}
-    if isinstance(value, Mapping):
+        return {"$tuple": items} if type(value) is tuple else items
+    # At the root a state may be any mapping: its values are what is stored.
+    if type(value) is dict or (isinstance(value, Mapping) and not path):
         return _flatten_mapping(value, path, tensors, depth)
     raise ConfigError(
         f"state value {path or '(root)'} is a {type(value).__name__}, which cannot be stored without pickle; "
-        "store tensors, numbers, strings, or lists, tuples and dicts of these, for example the value's state_dict()"
+        "store tensors, numbers, strings, or lists, tuples and dicts of these, for example the value's state_dict(), "
+        "or dict() of a mapping"
     )
 
 
@@ -198,9 +205,7 @@ def _flatten_mapping(value: Mapping[Any, Any], path: str, tensors: _TensorCollec
             raise ConfigError(
                 f"state key {key!r} at {path or '(root)'} is neither a string nor an int; convert it with str()"
             )
-    flat = {key: _flatten(item, _join(path, key), tensors, depth + 1) for key, item in value.items()}
-    skeleton = dict_skeleton(flat)
-    return {"$ordered": skeleton} if isinstance(value, OrderedDict) else skeleton
+    return dict_skeleton({key: _flatten(item, _join(path, key), tensors, depth + 1) for key, item in value.items()})
 
 
 def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int, *, named: bool) -> Any:
@@ -226,35 +231,30 @@ def _unflatten(value: Any, tensors: Mapping[str, torch.Tensor], depth: int, *, n
             return tuple(_unflatten(item, tensors, deeper, named=named) for item in content)
         if mark == "$dict":
             return {key: _unflatten(item, tensors, deeper, named=named) for key, item in content}
-        if mark in ("$ordered", "$named"):
-            return _with_type(value, untyped(value), tensors, depth, named=named)
+        if mark == "$typed":
+            plain, kind, *details = content
+            # A type around a type would make the tree deeper without being counted: take the plain value inside.
+            plain = _unflatten(untyped(plain), tensors, depth, named=named)
+            return make(kind, plain, details, is_exported=not named)
         if mark == "$float":
             return float(content)
         if mark == "$bytes":
             return bytes.fromhex(content)
-    except (KeyError, ValueError, TypeError) as error:
+    except ConfigError:  # a ValueError too
+        raise
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CorruptDataError(f"the value of {marks[0]} in the state is damaged: {error!r}") from error
     raise CorruptDataError(f"the state uses the unknown mark {mark!r}; it may need a later release of datasvc")
-
-
-def _with_type(value: Any, plain: Any, tensors: Mapping[str, torch.Tensor], depth: int, *, named: bool) -> Any:
-    """Return the ordered dict or named tuple of a part of a skeleton, whose plain form is `plain`."""
-    ((mark, content),) = value.items()
-    # A type around a type would make the tree deeper without being counted.
-    if untyped(plain) is not plain:
-        raise ValueError("a value has two types")
-    restored = _unflatten(plain, tensors, depth, named=named)
-    if mark == "$ordered":
-        return OrderedDict(restored)
-    if not named:
-        return restored
-    module, qualname, fields, _ = content
-    return make_named(module, qualname, fields, restored)
 
 
 def _from_numpy(value: np.ndarray[Any, Any], path: str) -> torch.Tensor:
     import torch
 
+    if type(value) not in (np.ndarray, np.memmap):
+        raise ConfigError(
+            f"state value {path or '(root)'} is a {type(value).__name__}, of which only elements could be stored; "
+            "store its parts as arrays, such as the data and the mask of a masked array"
+        )
     try:
         # torch accepts neither a foreign byte order nor negative strides. `ascontiguousarray` makes an array of one
         # element from a scalar, so restore the shape.
