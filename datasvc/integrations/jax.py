@@ -78,7 +78,7 @@ def from_state(state: dict[str, Any], like: Any) -> Any:
     wrong = [f"{name} is missing" for name in named if name not in state]
     wrong += [f"{name} is unexpected" for name in state if name not in named]
     for name in named.keys() & state.keys():
-        (dtype, shape), found = _outline(name, named[name]), torch.as_tensor(state[name])
+        (dtype, shape), found = _outline(name, named[name]), torch.as_tensor(state[name], device="cpu")
         if (dtype, shape) != (found.dtype, tuple(found.shape)):
             wrong.append(f"{name} is {found.dtype}{list(found.shape)}, expected {dtype}{list(shape)}")
     if wrong:
@@ -126,7 +126,7 @@ def _to_tensor(name: str, leaf: Any) -> torch.Tensor:
 
 def _from_tensor(tensor: Any, like: Any) -> Any:
     """Return a leaf with the type and the sharding of `like`."""
-    tensor = torch.as_tensor(tensor)
+    tensor = torch.as_tensor(tensor, device="cpu")
     if tensor.dtype == torch.bfloat16:
         array = tensor.view(torch.uint16).numpy().view(jax.numpy.bfloat16)
     else:

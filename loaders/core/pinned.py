@@ -35,4 +35,7 @@ def empty_pinned(shape: Sequence[int], dtype: np.dtype[Any]) -> torch.Tensor:
     """Return page-locked memory with arbitrary values; ordinary memory without a GPU."""
     import torch
 
-    return torch.empty(tuple(shape), dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=can_pin())
+    with torch.inference_mode(mode=False):  # the memory is used again outside of it
+        return torch.empty(
+            tuple(shape), dtype=torch.from_numpy(np.empty(0, dtype)).dtype, pin_memory=can_pin(), device="cpu"
+        )

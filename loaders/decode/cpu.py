@@ -213,7 +213,7 @@ class CpuBackend:
             return images
         import torch
 
-        return torch.as_tensor(images).view(torch.bfloat16)
+        return torch.as_tensor(images, device="cpu").view(torch.bfloat16)
 
     def _worker(self) -> ImageWorker:
         """Return the worker of the calling thread; workers reuse their buffers, so threads cannot share one."""

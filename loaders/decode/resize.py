@@ -31,7 +31,7 @@ def _make_torch_resizer(size: int) -> Callable[[Pixels], Pixels]:
 
     # The operator behind `interpolate(mode="bilinear", antialias=True)`; this variant writes to existing memory.
     scale = torch.ops.aten._upsample_bilinear2d_aa.out  # noqa: SLF001 - the operator's name
-    scaled = torch.empty(1, size, size, 3, dtype=torch.uint8)
+    scaled = torch.empty(1, size, size, 3, dtype=torch.uint8, device="cpu")
     out, pixels = scaled.permute(0, 3, 1, 2), scaled[0].numpy()
 
     def resize(window: Pixels) -> Pixels:

@@ -52,7 +52,7 @@ def _reduce_tensor(tensor: Any, torch: Any) -> tuple[Callable[..., Any], tuple[A
     The bytes are those of its storage, so its axes may be in any order, and its dtype may be one that NumPy lacks.
     """
     tensor = tensor.detach().cpu()
-    flat = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
+    flat = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(tensor.untyped_storage())
     if flat.numel() != tensor.numel():  # a view of a larger storage: all of the storage would be sent
         tensor = tensor.contiguous().clone()
         flat = tensor.reshape(-1)
@@ -65,5 +65,5 @@ def _make_tensor(values: Part, dtype: str, shape: tuple[int, ...], stride: tuple
 
     torch_dtype = getattr(torch, dtype)
     if not values.size:
-        return torch.empty(shape, dtype=torch_dtype)
+        return torch.empty(shape, dtype=torch_dtype, device="cpu")
     return torch.from_numpy(values).view(torch_dtype).as_strided(shape, stride)

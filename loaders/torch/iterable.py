@@ -41,7 +41,7 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
         self.order: RankOrder = batches.order
         # Epoch, position, lanes and block, in shared memory: persistent workers read them at the start of an epoch.
         # Lanes and block are included, because a state that is loaded later may replace those of a derived order.
-        start = torch.tensor([*batches.cursor, *self.order.lanes_and_block])
+        start = torch.tensor([*batches.cursor, *self.order.lanes_and_block], dtype=torch.int64, device="cpu")
         self._start: torch.Tensor = start.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
@@ -102,7 +102,9 @@ class IterableDataset(torch.utils.data.IterableDataset[Any]):
 
     def seek(self, epoch: int, position: int) -> None:
         """Set the epoch and position at which a `for` starts."""
-        self._start.copy_(torch.tensor([epoch, position, *self.order.lanes_and_block]))
+        self._start.copy_(
+            torch.tensor([epoch, position, *self.order.lanes_and_block], dtype=torch.int64, device="cpu")
+        )
 
 
 class ServedSamples(Iterator[Any]):

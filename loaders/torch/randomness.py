@@ -56,7 +56,7 @@ def generator_at(index: ServedIndex) -> np.random.Generator:
 def generator_without_order() -> np.random.Generator:
     """Return a new generator for a sample without an order, seeded from torch's global generator."""
     # The limit of `randint` must itself fit into int64.
-    return np.random.default_rng(int(torch.randint(_BOUND - 1, ()).item()))
+    return np.random.default_rng(int(torch.randint(_BOUND - 1, (), dtype=torch.int64, device="cpu").item()))
 
 
 @contextmanager

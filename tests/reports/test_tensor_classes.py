@@ -1,6 +1,7 @@
 """Tensors of other classes than torch's own: wrappers of other tensors, and what has no values to store."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import datasvc
+import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
 from datasvc.models.restoring.load_into_module import load_into
 from datasvc.models.tensors.state_tree import encode_state, flatten
@@ -158,3 +160,28 @@ def test_empty_tensors_of_one_shape_are_not_tied(repository):
     ).state
     assert state["a"] is not state["b"]
     assert state["a"].shape == (0, 3)
+
+
+def test_a_quantised_model_is_broadcast_by_what_it_is_made_of(monkeypatch):
+    """pytorch/ao#2338: a copy into a wrapper can be lost, so a rank would keep its own weights without an error."""
+    sent = []
+    monkeypatch.setattr(
+        "datasvc.trainer.optim.broadcast_state.broadcast_async_",
+        lambda tensor, root, name: sent.append((name, tensor.tolist())) or SimpleNamespace(wait=lambda: None),
+    )
+    nested = TwoTensor(Quantised(codes(5, 6), 0.5), Quantised(codes(8, 9), 0.5))
+    hvd.broadcast_parameters({"w": nested, "b": torch.ones(1), "n": 1}, 0)
+    assert sent == [("parameters.w.a.codes", [5, 6]), ("parameters.w.b.codes", [8, 9]), ("parameters.b", [1])]
+
+
+def test_a_wrapper_is_not_reduced_as_if_it_had_memory():
+    hvd.init()
+    try:
+        for tensor in (Halves(codes(1, 2), 0.5), torch.ones(2, device="meta")):
+            with pytest.raises(ValueError, match="has no memory of its own"):
+                hvd.broadcast_(tensor, 0)
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        optimizer.state[optimizer.param_groups[0]["params"][0]] = {"m": Quantised(codes(1, 2), 0.5)}
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    finally:
+        hvd.shutdown()

@@ -48,11 +48,13 @@ def fit_cost(sizes_bytes: Sequence[int], times_s: Sequence[float]) -> AllReduceC
         sizes_bytes: sizes of measured all-reduces, at least two different ones.
         times_s: their times, more than 0.
     """
-    times = torch.tensor(times_s, dtype=torch.float64)
-    sizes = torch.tensor(sizes_bytes, dtype=torch.float64)
+    times = torch.tensor(times_s, dtype=torch.float64, device="cpu")
+    sizes = torch.tensor(sizes_bytes, dtype=torch.float64, device="cpu")
     # Scaled by the times, so that a small all-reduce counts as much as a large one.
     rows = torch.stack([1 / times, sizes / times], dim=1)
-    alpha_s, beta_s = torch.linalg.lstsq(rows, torch.ones(len(times), 1, dtype=torch.float64)).solution.flatten()
+    alpha_s, beta_s = torch.linalg.lstsq(
+        rows, torch.ones(len(times), 1, dtype=torch.float64, device="cpu")
+    ).solution.flatten()
     return AllReduceCost(max(0.0, float(alpha_s)), max(0.0, float(beta_s)))
 
 

@@ -106,7 +106,7 @@ class BucketTuner:
         sizes_bytes = [parameter.numel() * parameter.element_size() for parameter in parameters.values()]
         medians = [statistics.median(self._ready_s.get(position, [0.0])) for position in parameters]
         # A bucket is sent when the last rank has its gradients.
-        ready = torch.tensor(medians, dtype=torch.float64)
+        ready = torch.tensor(medians, dtype=torch.float64, device="cpu")
         self._allreduce(ready, ReduceOp.MAX)
         self.cost = self._measure_cost(like, total_bytes=sum(sizes_bytes))
         self.bucket_bytes = choose_bucket_bytes(
@@ -137,7 +137,9 @@ class BucketTuner:
         size_bytes = _FIRST_BYTES
         while len(sizes_bytes) < 2 or (times_s[-1] < _LONG_S and size_bytes <= min(total_bytes, _LAST_BYTES)):
             tensor = torch.zeros(int(size_bytes * share) // dtype.itemsize, dtype=dtype, device=like.device)
-            samples_s = torch.tensor([self._time(tensor) for _ in range(_REPEATS + 1)], dtype=torch.float64)
+            samples_s = torch.tensor(
+                [self._time(tensor) for _ in range(_REPEATS + 1)], dtype=torch.float64, device="cpu"
+            )
             # The time of a rank includes its wait for later ranks. The last rank does not wait: it has the minimum.
             self._allreduce(samples_s, ReduceOp.MIN)
             sizes_bytes.append(size_bytes)

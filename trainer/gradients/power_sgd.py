@@ -99,7 +99,7 @@ class _PowerSGDBucket(Bucket):
         self._settings = settings
         self._factors: dict[int, _Factors] = {}
         self._uncompressed: dict[int, Tensor] = {}
-        self._flat = torch.empty(0)  # the values of one message
+        self._flat = torch.empty(0, dtype=torch.float32, device="cpu")  # the values of one message
 
     def send_second(self) -> None:
         self._wait()
@@ -175,7 +175,7 @@ class _PowerSGDBucket(Bucket):
         # The random basis must be equal on all ranks, because their left factors are summed.
         generator = torch.Generator().manual_seed(hash((self._settings.seed, position)) % 2**63)
         shape = (matrix.shape[1], min(self._settings.rank, *matrix.shape))
-        random_basis = torch.randn(shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
+        random_basis = torch.randn(shape, generator=generator, dtype=matrix.dtype, device="cpu").to(matrix.device)
         last = self._memory[position].get(_BASIS)
         if last is None or last.shape != random_basis.shape:
             return random_basis

@@ -372,6 +372,12 @@ def _common_device(name: str, tensors: Sequence[Tensor]) -> torch.device:
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             raise ValueError(f"'{name}': only dense tensors are supported, not {tensor.layout}")
+        # The values of a wrapper, such as a quantised weight, are in other tensors: a copy into it can be lost.
+        if tensor.data_ptr() == 0 and tensor.numel():
+            raise ValueError(
+                f"'{name}': a {type(tensor).__name__} on {tensor.device} has no memory of its own; send the tensors "
+                "that it is made of"
+            )
         if tensor.device != tensors[0].device:
             raise ValueError(
                 f"'{name}': a group has tensors on {tensors[0].device} and {tensor.device}; all must be on one device"

@@ -188,7 +188,7 @@ class _Alltoall(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         handle = submit_alltoall(tensor, splits, name=name, process_set=process_set)
         output = _tensor(handle.wait())
-        received = torch.tensor(handle.received_splits, dtype=torch.int32)
+        received = torch.tensor(handle.received_splits, dtype=torch.int32, device="cpu")
         ctx.arguments = (f"{handle.name}.gradient", list(handle.received_splits), process_set)
         ctx.num_rows = tensor.shape[0]
         ctx.mark_non_differentiable(received)

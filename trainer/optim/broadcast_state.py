@@ -8,13 +8,14 @@ and trust each other. This module never reads a pickle from a file or from outsi
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # has no types
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from datasvc.trainer.gradients.compression_with_memory import HasMemory
 from datasvc.trainer.job import runtime
@@ -29,7 +30,8 @@ def broadcast_parameters(
 
     Args:
         params: `model.state_dict()`, `model.named_parameters()`, or `model.parameters()`, in the same order on every
-            rank; values that are not tensors are ignored.
+            rank; values that are not tensors are ignored. Of a wrapper, such as a quantised weight, the tensors are
+            sent that it is made of.
         root_rank: global rank to copy from.
 
     Raises:
@@ -38,13 +40,15 @@ def broadcast_parameters(
     """
     handles = [
         broadcast_async_(tensor, root_rank, f"parameters.{name}")
-        for name, tensor in _named_values(params)
-        if isinstance(tensor, Tensor)
+        for named in _named_values(params)
+        for name, tensor in _with_memory(*named)
     ]
     for handle in handles:
         handle.wait()
 
 
+# The thread of the engine writes tensors outside inference mode: those that are made here must not be of it.
+@torch.inference_mode(mode=False)
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
@@ -64,13 +68,19 @@ def broadcast_object(
     # On the other ranks, `data` is None until the length is known.
     data = torch.frombuffer(bytearray(_pickle(obj)), dtype=torch.uint8) if is_root else None
     # Send the length first, because the other ranks must allocate the memory for the data.
-    length = broadcast_(torch.tensor([0 if data is None else data.numel()]), root_rank, f"{name}.length", process_set)
+    length = broadcast_(
+        torch.tensor([0 if data is None else data.numel()], dtype=torch.int64, device="cpu"),
+        root_rank,
+        f"{name}.length",
+        process_set,
+    )
     if data is None:
-        data = torch.empty(int(length.item()), dtype=torch.uint8)
+        data = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
     broadcast_(data, root_rank, f"{name}.data", process_set)
     return obj if is_root else pickle.loads(data.numpy().tobytes())  # noqa: S301 - from a rank of this job
 
 
+@torch.inference_mode(mode=False)
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return copies of the objects of all ranks, in rank order.
 
@@ -84,11 +94,14 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """
     name = name or "object"
     data = torch.frombuffer(bytearray(_pickle(obj)), dtype=torch.uint8)
-    lengths = allgather(torch.tensor([data.numel()]), f"{name}.length", process_set).tolist()
+    lengths = allgather(
+        torch.tensor([data.numel()], dtype=torch.int64, device="cpu"), f"{name}.length", process_set
+    ).tolist()
     parts = torch.split(allgather(data, f"{name}.data", process_set), lengths)
     return [pickle.loads(part.numpy().tobytes()) for part in parts]  # noqa: S301 - from ranks of this job
 
 
+@torch.inference_mode(mode=False)
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
@@ -184,15 +197,15 @@ def _describe(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values with each tensor replaced by its description."""
     return {
         key: _TensorDescription(value.shape, value.dtype, value.device.type == "cpu")
-        if isinstance(value, Tensor)
-        else value
+        if isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value)
+        else value  # a wrapper is sent as an object: another rank cannot make it from a shape
         for key, value in values.items()
     }
 
 
 def _prepare(local_values: Mapping[str, Any], root_values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the values of the root, with a tensor for each description: the local one if it fits, else a new one."""
-    prepared = dict(root_values)
+    prepared = {k: value.to(device) if isinstance(value, Tensor) else value for k, value in root_values.items()}
     for key, value in root_values.items():
         if isinstance(value, _TensorDescription):
             local = local_values.get(key)
@@ -220,6 +233,16 @@ def _find_sparse_parameters(model: torch.nn.Module | None) -> set[int]:
     """Return the ids of the parameters that get sparse gradients: the weights of embeddings with `sparse=True`."""
     modules = () if model is None else model.modules()
     return {id(module.weight) for module in modules if getattr(module, "sparse", False) is True}
+
+
+def _with_memory(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a tensor is made of: itself, or those inside a wrapper; nothing of another value."""
+    # Of a DTensor, each rank has another part.
+    if is_traceable_wrapper_subclass(value) and not hasattr(value, "placements"):
+        for inner in value.__tensor_flatten__()[0]:
+            yield from _with_memory(f"{name}.{inner}", getattr(value, inner))
+    elif isinstance(value, Tensor):
+        yield name, value
 
 
 def _named_values(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str, Any]]:

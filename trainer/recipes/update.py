@@ -79,7 +79,11 @@ def update(run: Learner, batch: Any, mark: Mark = mark_nothing) -> torch.Tensor:
         # Adasum combines steps of ranks that each follow the mean over their own targets.
         num_divided_by = num_targets
     elif run.task.targets_vary:
-        num_divided_by = int(hvd.allreduce(torch.tensor(num_targets), name="update.targets", op=hvd.Sum))
+        num_divided_by = int(
+            hvd.allreduce(
+                torch.tensor(num_targets, dtype=torch.int64, device="cpu"), name="update.targets", op=hvd.Sum
+            )
+        )
         num_divided_by //= run.layout.num_copies
         mark("targets")
     num_divided_by = max(num_divided_by, 1)  # 0 if all blocks are padding; their gradient is 0 too

@@ -19,9 +19,8 @@ from datasvc.errors import ConfigError
 from datasvc.models.dcp.metadata import planned_paths
 from datasvc.models.dcp.paths import path_of
 from datasvc.models.dcp.values import encode_value, nest
-from datasvc.models.tensors.chunks import Shape, slices
+from datasvc.models.tensors.chunks import Shape, plan_part_chunks, slices
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
-from datasvc.models.tensors.sharded import plan_part_chunks
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks, whole_blocks
 from datasvc.repository import Repository

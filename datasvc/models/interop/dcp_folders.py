@@ -128,7 +128,9 @@ def _flatten(tree: Any) -> tuple[Any, list[ForeignTensor]]:
     def to_placeholder(value: Any) -> Any:
         if not isinstance(value, ForeignTensor):
             return value
-        placeholders.append(torch.empty(0))  # because `flatten` needs a loaded tensor
+        placeholders.append(
+            torch.empty(0, dtype=torch.float32, device="cpu")
+        )  # because `flatten` needs a loaded tensor
         foreign[id(placeholders[-1])] = value
         return placeholders[-1]
 

@@ -249,7 +249,9 @@ def _check_skeleton(skeleton: Any, names: Iterable[str], location: str) -> None:
     placeholders = {name: object() for name in names}
     try:
         # `unflatten` puts any value into the tree, so placeholders can stand for the tensors.
-        tree = unflatten(skeleton, cast("Any", placeholders))
+        unflatten(skeleton, cast("Any", placeholders))
+        # Count in the plain tree: pytree does not look into values of other types.
+        tree = unflatten(skeleton, cast("Any", placeholders), named=False)
     except (ArithmeticError, CorruptDataError, RecursionError) as error:
         raise CorruptDataError(f"{location}: {error}") from error
     counts = Counter(map(id, pytree.tree_leaves(tree)))

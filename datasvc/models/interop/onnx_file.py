@@ -152,4 +152,6 @@ def make_input(text: str) -> torch.Tensor:
         raise ConfigError(
             f"{text!r} is not a valid input; expected sizes and a dtype, such as 2x3x224x224 or 2x128:int64"
         )
-    return torch.zeros([int(size) for size in match[1].split("x")], dtype=getattr(torch, match[2] or "float32"))
+    return torch.zeros(
+        [int(size) for size in match[1].split("x")], dtype=getattr(torch, match[2] or "float32"), device="cpu"
+    )

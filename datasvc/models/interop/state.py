@@ -127,7 +127,7 @@ def read_block(file: IO[bytes], dtype: str, shape: Shape, location: str) -> torc
     """
     import torch
 
-    block = torch.empty(shape, dtype=getattr(torch, dtype))
+    block = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
     # `readinto` may read fewer bytes than requested, in particular from a pipe. Call it until the block is full.
     view, filled = bytes_of(block), 0
     while filled < view.nbytes:

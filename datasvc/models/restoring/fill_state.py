@@ -20,9 +20,8 @@ from datasvc.models.tensors.chunks import Box
 from datasvc.models.tensors.container_types import kind_of, untyped
 from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.read import load_tensors, plan_reads, read_chunks
-from datasvc.models.tensors.sharded import local_part
 from datasvc.models.tensors.state_tree import dict_parts, flatten, unflatten
-from datasvc.models.tensors.tensor_classes import inner_tensors, memory_of
+from datasvc.models.tensors.tensor_classes import inner_tensors, local_part, memory_of
 from datasvc.models.tensors.tensor_table import TensorRecord
 from datasvc.models.tensors.value_types import is_named_tuple
 from datasvc.progress import Progress

@@ -175,8 +175,12 @@ def _find_differing(channel: RankChannel, fingerprints: Mapping[BlockId, int | N
         return frozenset()
     # One collective gives the maximum and the minimum, -max(-x). Both are equal if all ranks have the same x. A rank
     # without the block sends a value below every x and -x.
-    values = torch.tensor([_NO_FINGERPRINT if x is None else x for x in fingerprints.values()], dtype=torch.int64)
-    negatives = torch.tensor([_NO_FINGERPRINT if x is None else -x for x in fingerprints.values()], dtype=torch.int64)
+    values = torch.tensor(
+        [_NO_FINGERPRINT if x is None else x for x in fingerprints.values()], dtype=torch.int64, device="cpu"
+    )
+    negatives = torch.tensor(
+        [_NO_FINGERPRINT if x is None else -x for x in fingerprints.values()], dtype=torch.int64, device="cpu"
+    )
     reduced = channel.all_reduce_max(torch.cat([values, negatives]))
     largest, smallest = reduced[: len(values)], -reduced[len(values) :]
     is_different = largest != smallest

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from datasvc.errors import ConfigError
 from datasvc.models.saving.shared_plan import HeldTensor, SharedPlan, outline, plan_replicas
-from datasvc.models.tensors.chunks import Box, slices
+from datasvc.models.tensors.chunks import Box, plan_part_chunks, slices
 from datasvc.models.tensors.container_types import untyped
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
-from datasvc.models.tensors.sharded import local_part, plan_part_chunks
 from datasvc.models.tensors.state_tree import flatten
-from datasvc.models.tensors.tensor_classes import is_sharded
+from datasvc.models.tensors.tensor_classes import is_sharded, local_part
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 from datasvc.models.tensors.write import TensorBlock, whole_blocks
 

@@ -12,8 +12,7 @@ from collections.abc import Collection
 from typing import Final
 
 from datasvc.models.saving.shared_plan import BlockId, SharedPlan
-from datasvc.models.tensors.chunks import Box
-from datasvc.models.tensors.sharded import plan_part_chunks
+from datasvc.models.tensors.chunks import Box, plan_part_chunks
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 
 SMALL_BYTES: Final = 64 << 10

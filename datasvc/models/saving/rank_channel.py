@@ -124,7 +124,7 @@ class GroupChannel(RankChannel):
         import torch
         import torch.distributed as dist
 
-        buffer = None if received is None else torch.empty(max(received[1], 1), dtype=torch.uint8)
+        buffer = None if received is None else torch.empty(max(received[1], 1), dtype=torch.uint8, device="cpu")
 
         def run(group: Any) -> None:
             # Post the receive first: both directions then use the connection at the same time.

@@ -85,7 +85,7 @@ class HostBuffer:
         copies: dict[str, torch.Tensor] = {}
         copy_by_offset: dict[int, torch.Tensor] = {}
         start_events: dict[torch.device, Any] = {}
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad(), torch.inference_mode(mode=False):
             first_cuda = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
             if nbytes:
                 self._grow(nbytes, pin_for=first_cuda)
@@ -93,7 +93,7 @@ class HostBuffer:
                 offset = offsets[name]
                 # An empty tensor has the same offset as the next tensor, so it is not added to `copy_by_offset`.
                 if not tensor.numel():
-                    copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                    copies[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     continue
                 if offset not in copy_by_offset:
                     copy_by_offset[offset] = self._fill(offset, tensor.detach(), start_events)

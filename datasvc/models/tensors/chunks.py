@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import add
 from typing import Final
 
 import numpy as np
@@ -16,6 +17,9 @@ Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 
 CHUNK_BYTES: Final = 8 << 20
+# Chunks of a part of a tensor have 1/16 of the tensor's bytes, but at least 512 KiB and at most `CHUNK_BYTES`.
+_MIN_CHUNK_BYTES: Final = 512 << 10
+_CHUNKS_PER_TENSOR: Final = 16
 # A regular tiling needs few comparisons per box. Boxes of a tensor that need more comparisons than this are rejected
 # as invalid, because they may be an attack.
 _MAX_COMPARISONS: Final = 50_000_000
@@ -38,6 +42,22 @@ def plan_chunks(shape: Shape, item_bytes: int, *, chunk_bytes: int = CHUNK_BYTES
     num_rows = max(1, chunk_bytes // row_bytes)
     zeros = (0,) * (len(shape) - 1)
     return [((row, *zeros), (min(num_rows, shape[0] - row), *shape[1:])) for row in range(0, shape[0], num_rows)]
+
+
+def plan_part_chunks(box: Box, shape: Shape, item_bytes: int) -> list[Box]:
+    """Return the boxes of the chunks in which `box` of a tensor of `shape` is stored; [] for an empty box."""
+    start, size = box
+    if size == shape:
+        # Plan the same chunks as an ordinary save does, so that equal tensors are stored only once.
+        return plan_chunks(shape, item_bytes)
+    # Plan smaller chunks: a restore on another number of ranks needs parts of the box, but reads whole chunks.
+    tensor_bytes = math.prod(shape) * item_bytes
+    chunk_bytes = min(CHUNK_BYTES, max(_MIN_CHUNK_BYTES, tensor_bytes // _CHUNKS_PER_TENSOR))
+    # `plan_chunks` counts from the first element of the box; add the index of this element in the tensor.
+    return [
+        (tuple(map(add, start, inner)), inner_size)
+        for inner, inner_size in plan_chunks(size, item_bytes, chunk_bytes=chunk_bytes)
+    ]
 
 
 def is_tiling(shape: Shape, boxes: Sequence[Box]) -> bool:

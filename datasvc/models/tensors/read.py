@@ -163,6 +163,8 @@ def read_chunks(
     partial: PartialReader | None = None,
 ) -> None:
     """Read chunks into their targets, in a number of threads that suits the source. For errors see `load_tensors`."""
+    import torch
+
     reader = ChunkReader(source, [read.chunk for read in reads])
 
     def read_one(read: ChunkRead, size_bytes: int) -> None:
@@ -177,7 +179,9 @@ def read_chunks(
         if target is None:
             loaded = tensor_of(content, record.dtype, chunk.shape)
             for view, box in read.targets:
-                view.copy_(loaded[slices(box, origin=chunk.start)])
+                # A tensor from inference mode can be filled in this mode only.
+                with torch.inference_mode(mode=view.is_inference()):
+                    view.copy_(loaded[slices(box, origin=chunk.start)])
         progress.advance(size_bytes)
 
     sizes = [read.record.chunk_bytes(read.chunk) for read in reads]
@@ -194,7 +198,9 @@ def _allocate(name: str, dtype: str, shape: Shape) -> torch.Tensor:
     import torch
 
     try:
-        return torch.empty(shape, dtype=getattr(torch, dtype))
+        # Other threads fill it, outside the inference mode of this one.
+        with torch.inference_mode(mode=False):
+            return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
     except (RuntimeError, MemoryError) as error:
         size = format_size(math.prod(shape) * ITEM_BYTES[dtype])
         raise ConfigError(

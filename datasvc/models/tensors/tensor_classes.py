@@ -1,4 +1,4 @@
-"""Tensors of other classes than torch's own: which memory stands behind them, and what is stored of a wrapper.
+"""Classes of tensors: the memory behind a tensor, the part of a DTensor that a rank has, the tensors in a wrapper.
 
 A wrapper, such as a quantised weight, is a tensor without memory of its own: its values are in other tensors, its
 *inner tensors*. Its address is 0, so an address tells nothing of its elements. A class with torch's methods
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from datasvc.errors import ConfigError
+from datasvc.models.tensors.chunks import Box
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,32 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor, of which a rank may hold only a part."""
     # A DTensor has this attribute, so its class need not be imported.
     return hasattr(tensor, "placements")
+
+
+def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box | None]:
+    """Return the part of a tensor that this rank holds, without gradient, and its box in the whole tensor.
+
+    Of a tensor that is not a DTensor, the part is the whole tensor. The box is None if the part has no elements, for
+    example on a rank outside of the tensor's mesh. No communication takes place.
+
+    Raises:
+        ConfigError: the tensor has partial placements, so that no rank has its values; the message has `name`.
+    """
+    shape = tuple(tensor.shape)
+    if not is_sharded(tensor):
+        return tensor.detach(), ((0,) * len(shape), shape) if tensor.numel() else None
+    distributed: Any = tensor
+    if any(placement.is_partial() for placement in distributed.placements):
+        raise ConfigError(
+            f"tensor {name!r} has the placements {distributed.placements}: each rank has only a summand of its "
+            "values; redistribute it to Shard or Replicate first"
+        )
+    local = distributed.detach().to_local()
+    if distributed.device_mesh.get_coordinate() is None or not local.numel():
+        return local, None
+    # `torch.distributed.checkpoint` asks a DTensor for its parts by this method.
+    (chunk,) = distributed.__create_chunk_list__()
+    return local, (tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -256,7 +256,7 @@ def _to_levels(image: Any, config: BackendConfig) -> Any:
     """Return an image of any format as pixel values from 0 to 255, `float64[...]`."""
     import torch
 
-    tensor = torch.as_tensor(image)
+    tensor = torch.as_tensor(image, device="cpu")
     if config.pixels.output == "bfloat16" and tensor.dtype != torch.bfloat16:
         tensor = tensor.view(torch.bfloat16)  # an array has the bits as uint16, see `PixelFormat.dtype`
     values = tensor.detach().cpu().double().numpy()

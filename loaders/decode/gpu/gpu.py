@@ -197,8 +197,8 @@ class GpuBackend:
     def _to_device(self, images: object) -> torch.Tensor:
         import torch
 
-        tensor = torch.as_tensor(images)
-        return tensor if self._config.device_id is None else tensor.cuda(self._config.device_id)
+        device_id = self._config.device_id
+        return torch.as_tensor(images, device="cpu" if device_id is None else f"cuda:{device_id}")
 
     def _cpu(self) -> CpuBackend:
         if self._cpu_backend is None:

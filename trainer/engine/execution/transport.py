@@ -350,6 +350,6 @@ class GroupTransport(Transport):
         # An allgather needs equal lengths, so shorter data are padded with zeros.
         max_length = max(lengths)
         padded = torch.frombuffer(bytearray(data.ljust(max_length, b"\0")), dtype=torch.uint8)
-        gathered = [torch.empty(max_length, dtype=torch.uint8) for _ in lengths]
+        gathered = [torch.empty(max_length, dtype=torch.uint8, device="cpu") for _ in lengths]
         dist.all_gather(gathered, padded, group=self._control)
         return [tensor[:length].numpy().tobytes() for tensor, length in zip(gathered, lengths, strict=True)]

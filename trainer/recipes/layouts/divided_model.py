@@ -136,7 +136,7 @@ class DividedModel:
         gradients = [(name, weight.grad) for name, weight in weights if weight.grad is not None]
         # Each element counts on one rank, so that one sum over all ranks is the square of the norm.
         counted = [to_local(gradient) for name, gradient in gradients if self._counts(name, gradient)]
-        squares = torch.zeros((), dtype=torch.float64)
+        squares = torch.zeros((), dtype=torch.float64, device="cpu")
         if counted:
             # One copy to the host, because each waits for the device.
             squares = torch.stack([torch.linalg.vector_norm(each).double() for each in counted]).square().sum().cpu()

@@ -92,7 +92,7 @@ class LayoutOptimizer:
                 state.setdefault(int(number), {})[name] = (
                     torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                     if is_like_parameter
-                    else torch.zeros(shape, dtype=dtype)
+                    else torch.zeros(shape, dtype=dtype, device="cpu")
                 )
         return state
 

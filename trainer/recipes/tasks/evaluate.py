@@ -61,4 +61,4 @@ def _sum_metrics(task: Task, model: nn.Module, examples: Examples, divided: Divi
         outputs = divided.pipeline.evaluate(examples.inputs, examples.extra)
         if outputs is not None:
             counts = task.sum_metrics(take_outputs, replace(examples, inputs=outputs, extra={}))
-    return counts if divided.reports_outputs else torch.zeros(task.num_sums, dtype=torch.float64)
+    return counts if divided.reports_outputs else torch.zeros(task.num_sums, dtype=torch.float64, device="cpu")
