@@ -7,18 +7,21 @@ many ranks, and with another sharding.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from datasvc.errors import ConfigError
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.fit import LoadReport, Mismatch, TensorSpec
+from datasvc.models.restoring.report import shorten
 from datasvc.models.tensors.chunks import Box
 from datasvc.models.tensors.container_types import kind_of, untyped
 from datasvc.models.tensors.dtypes import dtype_name
+from datasvc.models.tensors.name_filter import is_selected, select_names
 from datasvc.models.tensors.read import load_tensors, plan_reads, read_chunks
 from datasvc.models.tensors.state_tree import dict_parts, flatten, unflatten
 from datasvc.models.tensors.tensor_classes import inner_tensors, local_part, memory_of
@@ -29,6 +32,7 @@ from datasvc.progress import Progress
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 _ABSENT: Any = object()
 
 
@@ -42,6 +46,20 @@ class _Target:
     record: TensorRecord
 
 
+class Filled(NamedTuple):
+    """Result of `fill_state`.
+
+    Attributes:
+        state: restored tree.
+        read: records of the chunks that were read.
+        kept: tensors of the tree that had no stored value, and stay as they are.
+    """
+
+    state: Any
+    read: list[TensorRecord]
+    kept: tuple[str, ...]
+
+
 def fill_state(
     into: Any,
     copies: StoredCopies,
@@ -49,8 +67,12 @@ def fill_state(
     records: Mapping[str, TensorRecord],
     version: str,
     progress: Progress,
-) -> tuple[Any, list[TensorRecord]]:
-    """Fill the tensors of `into` in place; return the restored tree, and the records of the chunks that were read.
+    *,
+    only: Collection[str] = (),
+    exclude: Collection[str] = (),
+    strict: bool = True,
+) -> Filled:
+    """Fill the tensors of `into` in place.
 
     Args:
         into: state tree; see the argument `into` of `restore.restore`.
@@ -59,13 +81,32 @@ def fill_state(
         records: stored tensors by name.
         version: name of the version, for messages.
         progress: counts the bytes of each chunk that was read.
+        only: patterns of the parts of `into` to restore, see `name_filter.select_names`; the others stay as they are.
+        exclude: patterns of the parts that stay as they are.
+        strict: whether every selected tensor must be stored, with its dtype and shape. If False, the others stay.
 
     Raises:
-        ConfigError: the version lacks a tensor of `into`, or has it with another dtype or shape (the message lists
-            these in a table); or a tensor of `into` has no memory, or cannot be filled. Nothing was changed.
+        ConfigError: `strict` is set, and the version lacks a tensor of `into`, or has it with another dtype or shape
+            (the message lists these in a table); or a tensor of `into` has no memory, or cannot be filled; or a
+            pattern matches nothing. Nothing was changed.
         CorruptDataError, NotFoundError, UnavailableError: see `load_tensors`. Tensors may be filled in part.
     """
-    targets, used = _plan(into, skeleton, records, version)
+    plan = _Plan(records, _selection(into, only, exclude))
+    _assemble(into, skeleton, "", plan.used, plan)
+    never_made = tuple(_never_made(into, skeleton, ""))
+    missing = {path: spec for path, spec in plan.missing.items() if not path.startswith(never_made)}
+    if (missing or plan.mismatched) and strict:
+        targets = tuple(target.path for target in plan.targets)
+        report = LoadReport(targets, missing, {}, tuple(plan.mismatched))
+        raise ConfigError(
+            f"{version} does not fit the state to restore into, nothing was restored: {report}\n"
+            "pass the state of the same model and optimizer, with the names that it was saved with; leave parts as "
+            "they are with exclude=, or all that does not fit with strict=False"
+        )
+    kept = (*plan.missing, *(each.name for each in plan.mismatched))
+    if kept:
+        logger.warning("%s has no values for %s; they stay as they are", version, shorten(kept))
+    targets, used = plan.targets, list(plan.used.values())
     _check_tied(targets)
     reads = plan_reads((target.record, target.box, target.part) for target in targets if target.box is not None)
     needed = [*(replace(read.record, chunks=(read.chunk,)) for read in reads), *used]
@@ -73,45 +114,90 @@ def fill_state(
     with copies.open_source(needed) as source:
         read_chunks(source, reads, progress)
         tensors = load_tensors(source, used, progress=progress)
-    return _assemble(into, skeleton, "", tensors, lambda _path, target, _skeleton: target), needed
+    plan.is_done = True
+    return Filled(_assemble(into, skeleton, "", tensors, plan), needed, kept)
 
 
-def _plan(
-    into: Any, skeleton: Any, records: Mapping[str, TensorRecord], version: str
-) -> tuple[list[_Target], list[TensorRecord]]:
-    """Return the tensors to fill, and the records of the other tensors that the restored tree will have."""
-    targets: list[_Target] = []
-    missing: dict[str, TensorSpec] = {}
-    mismatched: list[Mismatch] = []
+class _Plan:
+    """The visits of `_assemble`: first to plan, then to leave the tensors of the tree, which are filled by then.
 
-    def plan_target(path: str, target: torch.Tensor, stored: Any) -> None:
+    Attributes:
+        targets: tensors to fill.
+        missing: tensors of the tree that the version lacks.
+        mismatched: tensors of the tree that are stored with another dtype or shape.
+        used: records of the other tensors that the restored tree will have.
+        is_done: whether the tensors are filled.
+    """
+
+    def __init__(self, records: Mapping[str, TensorRecord], is_selected: Callable[[str], bool]) -> None:
+        self.targets: list[_Target] = []
+        self.missing: dict[str, TensorSpec] = {}
+        self.mismatched: list[Mismatch] = []
+        self.used = UsedRecords(records)
+        self.is_selected = is_selected
+        self.is_done = False
+        self._records = records
+
+    def visit(self, path: str, target: torch.Tensor, stored: Any) -> None:
+        """Plan to fill `target` with the tensor of the skeleton `stored`."""
+        if self.is_done or not self.is_selected(path):
+            return
         expected = TensorSpec(dtype_name(target), tuple(target.shape))
         record = None
         if stored is _ABSENT:
             # The stored tree may be nested in another way, as a flattened optimizer state is; then the name is equal.
-            record = records.get(path)
+            record = self._records.get(path)
         elif isinstance(stored, dict) and "$tensor" in stored:
-            record = records.get(stored["$tensor"])
+            record = self._records.get(stored["$tensor"])
         if record is None:
-            missing[path] = expected
+            self.missing[path] = expected
             return
         found = TensorSpec(record.dtype, record.shape)
         if found != expected:
-            mismatched.append(Mismatch(path, expected, found))
+            self.mismatched.append(Mismatch(path, expected, found))
             return
         if target.is_meta:
             raise ConfigError(f"{path} has no memory yet; call to_empty(device=...) of its module before the restore")
-        targets.append(_Target(path, *local_part(path, target), record))
+        self.targets.append(_Target(path, *local_part(path, target), record))
 
-    used = UsedRecords(records)
-    _assemble(into, skeleton, "", used, plan_target)
-    if missing or mismatched:
-        report = LoadReport(tuple(target.path for target in targets), missing, {}, tuple(mismatched))
-        raise ConfigError(
-            f"{version} does not fit the state to restore into, nothing was restored: {report}\n"
-            "pass the state of the same model and optimizer, with the names that it was saved with"
-        )
-    return targets, list(used.values())
+
+def _selection(into: Any, only: Collection[str], exclude: Collection[str]) -> Callable[[str], bool]:
+    """Return whether the part of `into` at a path is restored. Raises ConfigError: a pattern matches no tensor."""
+    if not (only or exclude):
+        return lambda _path: True
+    select_names(list(flatten(into)[1]), only, exclude)  # raises
+    return lambda path: is_selected(path, only, exclude)
+
+
+def _never_made(into: Any, skeleton: Any, path: str) -> Iterator[str]:
+    """Yield paths, with a dot: states of parameters in `into` of which the version has none.
+
+    Optimizers make the state of a parameter at its first gradient: an unused head has none. `get_state_dict` makes the
+    state of all parameters before a restore.
+    """
+    if isinstance(into, list | tuple):
+        into = dict(enumerate(into))
+    if not isinstance(into, Mapping):
+        return
+    children = _children(skeleton)
+    if _has_groups(into) and _has_groups(children):
+        made = {key: state for key, state in _children(children.get("state")).items() if _children(state)}
+        nested = into.get("state")
+        names = _parameters(into, nested if isinstance(nested, Mapping) else {})
+        yield from (f"{path}state.{name}." for name in names - _parameters(children, made))
+    for key, child in into.items():
+        yield from _never_made(child, children.get(key), f"{path}{key}.")
+
+
+def _has_groups(optimizer: Mapping[Any, Any]) -> bool:
+    """Return whether a dict is the state of an optimizer, nested or flattened as `get_state_dict` does."""
+    return any(isinstance(key, str) and key.partition(".")[0] == "param_groups" for key in optimizer)
+
+
+def _parameters(optimizer: Mapping[Any, Any], nested: Mapping[Any, Any]) -> set[str]:
+    """Return the names of the parameters that have a state; `nested` has those of a state that is not flattened."""
+    flat = (key.removeprefix("state.") for key in optimizer if isinstance(key, str) and key.startswith("state."))
+    return {*map(str, nested), *(key.rpartition(".")[0] for key in flat)}
 
 
 def _check_tied(targets: list[_Target]) -> None:
@@ -130,36 +216,35 @@ def _check_tied(targets: list[_Target]) -> None:
             )
 
 
-def _assemble(
-    into: Any,
-    skeleton: Any,
-    path: str,
-    tensors: Mapping[str, Any],
-    visit: Callable[[str, torch.Tensor, Any], Any],
-) -> Any:
-    """Return `into` with stored values: `visit(path, tensor, skeleton)` returns tensors, `unflatten` the others."""
+def _assemble(into: Any, skeleton: Any, path: str, tensors: Mapping[str, Any], plan: _Plan) -> Any:
+    """Return `into` with stored values: `plan` visits its tensors, `unflatten` returns the other values."""
     import torch
 
     if isinstance(into, torch.Tensor):
         inner = inner_tensors(into)
         if inner is None:
-            return visit(path, into, skeleton)
+            plan.visit(path, into, skeleton)
+            return into
         _check_same_class(path, into, skeleton)
         stored = _children(_children(skeleton).get("inner"))
         for name, tensor in inner.items():
-            _assemble(tensor, stored.get(name, _ABSENT), f"{path}.inner.{name}", tensors, visit)
+            _assemble(tensor, stored.get(name, _ABSENT), f"{path}.inner.{name}", tensors, plan)
         return into
     if path and not _has_tensors(into):  # at the root, only the keys of `into` are restored
-        return into if skeleton is _ABSENT else unflatten(skeleton, tensors)
+        return unflatten(skeleton, tensors) if skeleton is not _ABSENT and plan.is_selected(path) else into
     children = _children(skeleton)
 
     def assemble_child(key: Any, child: Any) -> Any:
-        return _assemble(child, children.get(key, _ABSENT), f"{path}.{key}" if path else str(key), tensors, visit)
+        return _assemble(child, children.get(key, _ABSENT), f"{path}.{key}" if path else str(key), tensors, plan)
 
     if isinstance(into, Mapping):
         restored_dict = {key: assemble_child(key, child) for key, child in into.items()}
         # Settings beside tensors, such as a step count in the state of a parameter, need not be in `into`.
-        more = {key: child for key, child in children.items() if path and key not in into and _is_plain(child)}
+        more = {
+            key: child
+            for key, child in children.items()
+            if path and key not in into and _is_plain(child) and plan.is_selected(f"{path}.{key}")
+        }
         restored_dict |= {key: unflatten(child, tensors) for key, child in more.items()}
         if type(into) not in (OrderedDict, Counter, defaultdict):
             return restored_dict

@@ -47,6 +47,7 @@ class RestoreReport:
             the cache), "direct" (read without the cache). Of a version on the nodes, "resident" is the disk of this
             node, and "peer" another node.
         bad_copies: copies that were unusable.
+        kept: tensors of `into` for which the version has no value: they keep their own.
         lost_steps: steps of a newer version on the nodes that are lost, because they no longer have all of it.
     """
 
@@ -55,6 +56,7 @@ class RestoreReport:
     came_bytes: Mapping[str, int]
     bad_copies: tuple[BadCopy, ...]
     lost_steps: int = 0
+    kept: tuple[str, ...] = ()
 
     @property
     def bytes_s(self) -> float:

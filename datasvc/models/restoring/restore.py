@@ -64,6 +64,7 @@ def restore(
     exclude: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
     into: IntoState | None = None,
+    strict: bool = True,
     planes: int | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
@@ -86,10 +87,14 @@ def restore(
         rename: map from stored names to new names; see `name_filter.map_names`.
         into: state tree, such as the one that a save gets. Its tensors are filled in place; of a DTensor, only the
             part of this rank is read, however the version was sharded. `Checkpoint.state` is this tree, with stored
-            values in place of all parts without tensors; a part that the version lacks stays as it is. A dict below
-            the root also gets stored values without tensors that it lacks. Nothing else is read. Not with `only`,
-            `exclude` or `rename`. A function gets the version without its tensors (`stored_version.StoredVersion`),
+            values in place of all parts without tensors; a part that the version lacks stays as it is, and so does
+            the optimizer's state of a parameter for which none was made, as without a gradient (see
+            `RestoreReport.kept`). A dict below the root also gets stored values without tensors that it lacks.
+            Nothing else is read. `only` and `exclude` select parts of this tree; the others stay as they are. Not
+            with `rename`. A function gets the version without its tensors (`stored_version.StoredVersion`),
             and returns such a tree, or None to restore all.
+        strict: with `into`, whether a missing tensor, or one of another dtype or shape, is an error; if False, it
+            stays as it is and is in `RestoreReport.kept`.
         planes: for a preview, read only this number of high bytes, 2 or 3, of each float32 and complex64 (of float64
             and complex128 one more), where they are stored separately. With 2, the relative error is below 2^-7, with
             3 below 2^-15; see `PartialReader.read`. Other numbers are exact. What is read in part is not verified,
@@ -118,6 +123,7 @@ def restore(
         exclude=exclude,
         rename=rename,
         into=into,
+        strict=strict,
         planes=planes,
         trusted_keys=trusted_keys,
         progress=progress,
@@ -132,6 +138,7 @@ def restore_from(
     exclude: Collection[str] = (),
     rename: Mapping[str, str] | None = None,
     into: IntoState | None = None,
+    strict: bool = True,
     planes: int | None = None,
     trusted_keys: Sequence[str | Path] | None = None,
     progress: Progress = NO_PROGRESS,
@@ -142,17 +149,20 @@ def restore_from(
     if callable(into):
         into = into(stored)
     # Check the patterns and the state before the tensors are read, because the tensors are by far the largest part.
-    is_part = bool(only or exclude or rename)
-    if is_part and into is not None:
-        raise ConfigError("into= cannot be combined with only=, exclude= or rename=; leave parts out of the state")
+    if rename and into is not None:
+        raise ConfigError("into= cannot be combined with rename=; use load_into() of a module")
+    is_part = bool(only or exclude or rename) and into is None
     records = _select(stored.records, only, exclude, rename) if is_part else stored.records
     skeleton = None
     if not is_part:
         skeleton = decode_state(copies.direct.read(stored.state, MAX_STATE_BYTES), str(stored.version))
     if into is not None:
         by_name = {record.name: record for record in records}
-        state, read = fill_state(into, copies, skeleton, by_name, str(stored.version), progress)
-        return Checkpoint(stored.version, state, stored.entry, copies.report(read, time.monotonic() - began))
+        filled = fill_state(
+            into, copies, skeleton, by_name, str(stored.version), progress, only=only, exclude=exclude, strict=strict
+        )
+        report = replace(copies.report(filled.read, time.monotonic() - began), kept=filled.kept)
+        return Checkpoint(stored.version, filled.state, stored.entry, report)
     tied = {} if is_part else tied_tensors(skeleton)
     if tied:
         tied = _confirm_tied(tied, records)

@@ -328,6 +328,7 @@ class CheckpointManager:
         exclude: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
         into: IntoState | None = None,
+        strict: bool = True,
         progress: Progress = NO_PROGRESS,
     ) -> Checkpoint: ...
 
@@ -341,6 +342,7 @@ class CheckpointManager:
         exclude: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
         into: IntoState | None = None,
+        strict: bool = True,
         progress: Progress = NO_PROGRESS,
     ) -> Checkpoint | _Default: ...
 
@@ -353,6 +355,7 @@ class CheckpointManager:
         exclude: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
         into: IntoState | None = None,
+        strict: bool = True,
         progress: Progress = NO_PROGRESS,
     ) -> Any:
         """Return a verified checkpoint, the same on every rank. Its version becomes the parent of the next save.
@@ -375,11 +378,12 @@ class CheckpointManager:
             exclude: see `models.restore`.
             rename: see `models.restore`.
             into: see `models.restore`; each rank passes the state that it holds, as for `save`.
+            strict: see `models.restore`.
             progress: see `models.restore`.
         """
         self._queue.finish()
         options: dict[str, Any] = {
-            "only": only, "exclude": exclude, "rename": rename, "into": into, "progress": progress
+            "only": only, "exclude": exclude, "rename": rename, "into": into, "strict": strict, "progress": progress
         }  # fmt: skip
         error, version, head = self._look_up(ref, has_default=default is not _NO_DEFAULT)
         lost_steps = 0

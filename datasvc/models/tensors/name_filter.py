@@ -116,18 +116,21 @@ def select_names(names: Sequence[str], only: Collection[str] = (), exclude: Coll
     for pattern in (*only, *exclude):
         if not any(_matches(name, pattern) for name in names):
             raise ConfigError(f"no tensor matches {pattern!r}; {_nearest(pattern, names)}")
-    chosen = [
-        name
-        for name in names
-        if (not only or any(_matches(name, pattern) for pattern in only))
-        and not any(_matches(name, pattern) for pattern in exclude)
-    ]
+    chosen = [name for name in names if is_selected(name, only, exclude)]
     # Without `exclude`, at least one name is chosen, because each pattern of `only` matches a name.
     if not chosen and names and exclude:
         raise ConfigError(
             f"nothing is left of {count_text(len(names), 'tensor')} without {', '.join(map(repr, exclude))}"
         )
     return chosen
+
+
+def is_selected(name: str, only: Collection[str] = (), exclude: Collection[str] = ()) -> bool:
+    """Return whether patterns select a name; see `select_names`."""
+    only, exclude = ((patterns,) if isinstance(patterns, str) else patterns for patterns in (only, exclude))
+    if only and not any(_matches(name, pattern) for pattern in only):
+        return False
+    return not any(_matches(name, pattern) for pattern in exclude)
 
 
 def map_names(names: Iterable[str], rename: Mapping[str, str] | None) -> dict[str, str]:
