@@ -7,7 +7,7 @@ A foreign state or tensor is one that was read from another format and is not st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, cast
@@ -22,11 +22,19 @@ from datasvc.models.interop.huggingface_folder import (
     with_small_files,
 )
 from datasvc.models.interop.safetensors_files import INDEX_FILE, SUFFIX, read_safetensors, read_safetensors_folder
-from datasvc.models.interop.state import ForeignState, ForeignTensor, check_inside, check_tensor_name, flat_skeleton
+from datasvc.models.interop.state import (
+    ForeignState,
+    ForeignTensor,
+    check_inside,
+    check_kept,
+    check_tensor_name,
+    flat_skeleton,
+)
 from datasvc.models.interop.torch_files import CHECKPOINT_FILE, LEGACY, ZIP, read_torch_file
 from datasvc.models.interop.torch_reader import READER_MEMORY_BYTES
-from datasvc.models.tensors.name_filter import map_names, select_names
-from datasvc.models.tensors.state_tree import dict_skeleton, encode_state, unflatten
+from datasvc.models.tensors.container_types import untyped
+from datasvc.models.tensors.name_filter import is_selected, map_names, select_names
+from datasvc.models.tensors.state_tree import dict_parts, dict_skeleton, encode_state, unflatten
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord, join_chunks
 from datasvc.models.tensors.write import Codec, StoredState, TensorBlock, store_chunks
 from datasvc.models.versions.code_revision import CodeRevision
@@ -120,6 +128,8 @@ def import_model(
     base = base_records(repository, name, parent) if parent and codec == "delta" else ()
     foreign = read_foreign(path, reader_memory_bytes)
     tensors, skeleton = arrange(foreign, only, exclude, rename, prefix)
+    if not (only or exclude or rename):
+        check_kept(foreign.refused, str(path))
     check_arranged(tensors, skeleton, str(path))
     progress.begin(sum(tensor.nbytes for tensor in tensors))
     try:
@@ -213,9 +223,15 @@ def arrange(
 ) -> tuple[list[ForeignTensor], Any]:
     """Return the selected tensors with their new names, and the skeleton of their state tree, see `import_model`."""
     by_name = {tensor.name: tensor for tensor in foreign.tensors}
+    # Patterns may name values that are no tensors, such as what cannot be stored: none of them is in the result.
+    values = [*value_paths(foreign.skeleton), *foreign.refused]
+    is_part = bool(only or exclude or rename)
+    if exclude:
+        patterns = (exclude,) if isinstance(exclude, str) else exclude
+        exclude = [each for each in patterns if select_names([*by_name, *values], (each,)) and _is_of(by_name, each)]
     new_names = map_names(select_names(list(by_name), only, exclude), rename)
     # The source's state tree refers to all its tensors by name, so it is kept only if none is left out or renamed.
-    if foreign.skeleton is not None and not (only or exclude or rename):
+    if foreign.skeleton is not None and not is_part:
         return list(foreign.tensors), foreign.skeleton
     # A plain dict of tensors has no skeleton; only it is stored below `prefix`.
     parent_key = prefix if foreign.skeleton is None else ""
@@ -223,6 +239,23 @@ def arrange(
     tensors = [replace(by_name[old], name=full_names[new]) for old, new in new_names.items()]
     leaves = flat_skeleton(full_names)
     return tensors, dict_skeleton({parent_key: leaves}) if parent_key else leaves
+
+
+def value_paths(skeleton: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted paths of the values in a skeleton that are no tensors, those of dicts and lists included."""
+    children = dict_parts(skeleton)
+    plain = untyped(skeleton)
+    if children is None:
+        items = plain.get("$tuple") if isinstance(plain, dict) else plain
+        children = dict(enumerate(items)) if isinstance(items, list) else {}
+    if path and not (isinstance(plain, dict) and "$tensor" in plain):
+        yield path
+    for key, child in children.items():
+        yield from value_paths(child, f"{path}.{key}" if path else str(key))
+
+
+def _is_of(names: Iterable[str], pattern: str) -> bool:
+    return any(not is_selected(name, exclude=(pattern,)) for name in names)
 
 
 def check_arranged(tensors: Sequence[ForeignTensor], skeleton: Any, location: str) -> None:

@@ -59,17 +59,31 @@ class ForeignState:
         files: other files that were stored with the model: unchanged bytes by file name.
         ignored: names of tensors that are in the files, but do not belong to the model.
         left_out: names of files of the folder that are neither weights of the model nor in `files`.
+        refused: values that cannot be stored, by path: what they are.
         weight_files: names of the files of the folder that hold `tensors`.
     """
 
     format: str
     tensors: Sequence[ForeignTensor]
     skeleton: Any = None
+    refused: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     weight_files: tuple[str, ...] = ()
+
+
+def check_kept(refused: Mapping[str, str], location: str) -> None:
+    """Raise ConfigError if values cannot be stored: `refused` says by path what they are."""
+    if refused:
+        path, what = next(iter(refused.items()))
+        more = f" (and {len(refused) - 1} more such values)" if len(refused) > 1 else ""
+        raise ConfigError(
+            f"{location} holds {what}, so it is refused: {path}{more}. Leave it out (--exclude {path}, in Python "
+            "exclude=), import a part (--only, only=), or save plain values, such as model.state_dict(), and import "
+            "that"
+        )
 
 
 def check_tensor_name(name: object, location: str) -> str:

@@ -29,6 +29,7 @@ import torch
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.interop.dcp_pickle import describe_metadata
+from datasvc.models.interop.foreign_values import foreign_globals, placeholder, stored_form
 from datasvc.models.interop.torch_files import LEGACY, ZIP
 from datasvc.models.interop.torch_reader import MAX_REPEATED_BYTES, Extent, ReadRequest
 from datasvc.models.restoring.load_into_module import spec_of
@@ -50,6 +51,8 @@ _MAX_MESSAGE_CHARS: Final = 2000
 _REFUSED = re.compile(
     r"GLOBAL (\S+)|Trying to (?:call reduce|instantiate) \S* ?\S* ?(\S+)|module (\S+) is blocked|``(\S+)`` must be"
 )
+_UNKNOWN = re.compile(r"Unsupported global: GLOBAL (\S+) was not")
+_MAX_CLASSES: Final = 1000  # a file with more is hostile: each one needs another read
 _NO_MEMORY = re.compile("allocate memory|bad_alloc|bad allocation")
 _SCRIPT_MESSAGE: Final = "{} is a TorchScript program; save its tensors: torch.save(model.state_dict())"
 
@@ -99,15 +102,19 @@ class _PickleServer:
         # torch can map only a whole file. A part takes its size in memory twice: as bytes and as tensors.
         self._set_limits(extent.length if is_whole else 2 * extent.length, extent)
         value, stored = _load(extent, is_whole=is_whole)
-        skeleton, self._tensors = flatten(value, max_nodes=self._max_nodes)
-        _check_tensors(self._tensors, stored, extent)
+        refused: dict[str, str] = {}
+        skeleton, self._tensors = flatten(
+            value, max_nodes=self._max_nodes, replace=lambda part, path: stored_form(part, path, refused)
+        )
+        _check_tensors(self._tensors, stored, extent, refused)
         self._extent = extent
         specs = {name: spec_of(tensor) for name, tensor in self._tensors.items()}
         values = value.values() if isinstance(value, Mapping) else [value]
         return {
             "skeleton": skeleton,
             "tensors": [[name, spec.dtype, spec.shape] for name, spec in specs.items()],
-            "is_bare": all(isinstance(item, torch.Tensor) for item in values),
+            "refused": refused,
+            "is_bare": not refused and all(isinstance(item, torch.Tensor) for item in values),
         }
 
     def _block(self, request: ReadRequest) -> Any:
@@ -149,8 +156,21 @@ def _load(extent: Extent, *, is_whole: bool) -> tuple[Any, dict[int, int]]:
         stored[storage.data_ptr()] = storage.nbytes()
         return storage
 
-    value = torch.load(source, map_location=record_storage, weights_only=True, mmap=is_zip and is_whole)
-    return value, stored
+    known: dict[str, Any] = foreign_globals(stored)
+    while True:
+        try:
+            with torch.serialization.safe_globals([(made, name) for name, made in known.items()]):
+                value = torch.load(source, map_location=record_storage, weights_only=True, mmap=is_zip and is_whole)
+        except pickle.UnpicklingError as error:
+            # torch stops at the first class that it does not know: read again, with a placeholder for this class.
+            unknown = _UNKNOWN.search(str(error))
+            if unknown is None or unknown[1] in known or len(known) > _MAX_CLASSES:
+                raise
+            known |= placeholder(unknown[1])
+            if content is not None:
+                content.seek(0)
+        else:
+            return value, stored
 
 
 def _check_archive(source: Any, location: str) -> None:
@@ -165,22 +185,24 @@ def _check_archive(source: Any, location: str) -> None:
             raise CorruptDataError(f"{location} is damaged: wrong checksum of {damaged}; get another copy")
 
 
-def _check_tensors(tensors: Mapping[str, torch.Tensor], stored: Mapping[int, int], extent: Extent) -> None:
+def _check_tensors(
+    tensors: dict[str, torch.Tensor], stored: Mapping[int, int], extent: Extent, refused: dict[str, str]
+) -> None:
     """Check that tensors are dense, and that all their values are in the file.
 
-    A small file can describe a huge tensor, because strides can repeat the same bytes. `stored` has the size in bytes
-    of each storage that was filled from the file, by its address.
+    What cannot be stored is moved from `tensors` to `refused`, with the reason. A small file can describe a huge
+    tensor, because strides can repeat the same bytes. `stored` has the size in bytes of each storage that was filled
+    from the file, by its address.
     """
     starts = sorted(stored)
     used: dict[int, int] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in list(tensors.items()):
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
             kinds = {"quantised": tensor.is_quantized, "meta": tensor.is_meta, "nested": tensor.is_nested}
             kind = next((kind for kind, applies in kinds.items() if applies), str(tensor.layout))
-            raise ConfigError(
-                f"{extent.location}: tensor {name!r} is {kind}; only dense tensors can be stored: save it as a dense "
-                "tensor"
-            )
+            refused[name] = f"{kind}; only dense tensors can be stored: save it as a dense tensor"
+            del tensors[name]
+            continue
         storage = tensor.untyped_storage()
         start, length = storage.data_ptr(), storage.nbytes()
         # The storage must be inside a range of memory that was filled from the file. Only the last range that starts

@@ -37,10 +37,11 @@ def read_torch_files(paths: Sequence[Path], memory_bytes: int) -> list[ForeignSt
     states = []
     for path in paths:
         extent = Extent(path, 0, path.stat().st_size, str(path))  # the whole file
-        state = reader.read_state(extent)
+        state = reader.read_state(extent, in_part=True)
         check_shared_bytes(state.tensors, extent.length, extent.location)
         # The state is bare if it is one tensor or a flat dict of tensors. Then the names alone describe it.
-        states.append(ForeignState("torch", state.tensors, None if state.is_bare else state.skeleton))
+        skeleton = None if state.is_bare else state.skeleton
+        states.append(ForeignState("torch", state.tensors, skeleton, refused=state.refused))
     return states
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import signal
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from datasvc.child_process import ChildProcess
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.interop.state import ForeignTensor, check_tensor_name, read_block
+from datasvc.models.interop.state import ForeignTensor, check_kept, check_tensor_name, read_block
 from datasvc.models.tensors.chunks import Box, Shape, plan_chunks
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
@@ -75,6 +75,7 @@ class DescribedState:
     skeleton: Any
     tensors: Sequence[ForeignTensor]
     is_bare: bool  # whether the state is a single tensor or a flat dict of tensors
+    refused: Mapping[str, str] = field(default_factory=dict)  # what cannot be stored, by path, and what it is
 
 
 class TorchReader:
@@ -91,18 +92,20 @@ class TorchReader:
         self._child = ChildProcess(_CHILD, (memory_bytes, MAX_NODES), answers=True)
         weakref.finalize(self, self._child.close)
 
-    def read_state(self, extent: Extent) -> DescribedState:
+    def read_state(self, extent: Extent, *, in_part: bool = False) -> DescribedState:
         """Return the state in an extent. Its tensors are read later, so the file must not change until then.
 
         Raises:
-            ConfigError: the state has values that only code could create, or that cannot be stored; the message
-                names them. Also raised if the child needs more memory than its limit.
+            ConfigError: without `in_part`, the state has values that cannot be stored, such as those that only code
+                could create; a module is blocked, such as `os`; or the child needs more memory than its limit.
             CorruptDataError: the extent is damaged, or smaller than its tensors.
             OSError: the file cannot be read.
         """
         reply = self._request(ReadRequest("state", extent))
+        if not in_part:
+            check_kept(reply["refused"], extent.location)
         tensors = [self._tensor(extent, name, dtype, tuple(shape)) for name, dtype, shape in reply["tensors"]]
-        return DescribedState(reply["skeleton"], tensors, reply["is_bare"])
+        return DescribedState(reply["skeleton"], tensors, reply["is_bare"], reply["refused"])
 
     def read_dcp_metadata(self, path: Path) -> dict[str, Any]:
         """Return the metadata of a DCP folder as the lists of `dcp_pickle.describe_metadata`.

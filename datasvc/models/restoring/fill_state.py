@@ -172,8 +172,8 @@ def _selection(into: Any, only: Collection[str], exclude: Collection[str]) -> Ca
 def _never_made(into: Any, skeleton: Any, path: str) -> Iterator[str]:
     """Yield paths, with a dot: states of parameters in `into` of which the version has none.
 
-    Optimizers make the state of a parameter at its first gradient: an unused head has none. `get_state_dict` makes the
-    state of all parameters before a restore.
+    Optimizers make the state of a parameter at its first gradient: an unused head has none. `get_state_dict` makes
+    the state of all parameters before a restore.
     """
     if isinstance(into, list | tuple):
         into = dict(enumerate(into))

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
@@ -28,6 +28,9 @@ from datasvc.repository import Repository, Resolved
 
 if TYPE_CHECKING:
     import torch
+
+_WRAPPERS: Final = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+"""Attributes in which `torch.compile`, data parallelism and checkpointing keep the module that they wrap."""
 
 
 def load_into(
@@ -57,7 +60,7 @@ def load_into(
     """
     state = checkpoint if isinstance(checkpoint, Mapping) else checkpoint.state
     _, tensors = flatten(state)
-    names = names_below(tensors, prefix, rename)
+    names = names_below(tensors, prefix, rename, model=model)
     stored_names = {name: stored for stored, name in names.items()}  # name in the checkpoint by name in the model
     title = "the state" if isinstance(checkpoint, Mapping) else str(checkpoint.version)
     specs = {name: spec_of(tensors[stored]) for stored, name in names.items()}
@@ -65,7 +68,7 @@ def load_into(
     def are_equal(one: str, other: str) -> bool:
         return _are_equal(tensors[stored_names[one]], tensors[stored_names[other]])
 
-    report = checked_plan(model, specs, title, strict=strict, cast=cast, are_equal=are_equal)
+    report = checked_plan(model, specs, title, prefix=prefix, strict=strict, cast=cast, are_equal=are_equal)
     # If the checkpoint lacks a name in `loaded`, the name is tied to (has the memory of) one that `fill` sets.
     fill(model, {name: tensors[stored_names[name]] for name in report.loaded if name in stored_names})
     return report
@@ -94,7 +97,7 @@ def load_version_into(
     copies = StoredCopies(repository, cache=cache, peers=peers, fallback=fallback)
     stored = read_version(repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
     records = {record.name: record for record in stored.records}
-    names = names_below(records, prefix, rename)
+    names = names_below(records, prefix, rename, model=model)
     renamed = {name: replace(records[stored_name], name=name) for stored_name, name in names.items()}
     specs = {name: TensorSpec(record.dtype, record.shape) for name, record in renamed.items()}
 
@@ -104,16 +107,25 @@ def load_version_into(
         # Imported tensors may have other chunk boundaries: then `content` differs although the bytes are equal.
         return _are_equal(*copies.load([renamed[one], renamed[other]]).values())
 
-    report = checked_plan(model, specs, str(stored.version), strict=strict, cast=cast, are_equal=are_equal)
+    report = checked_plan(
+        model, specs, str(stored.version), prefix=prefix, strict=strict, cast=cast, are_equal=are_equal
+    )
     needed = [renamed[name] for name in report.loaded if name in renamed]  # the others are tied to these
     fill(model, copies.load(needed, progress=progress))
     return report
 
 
-def names_below(names: Iterable[str], prefix: str, rename: Mapping[str, str] | None = None) -> dict[str, str]:
+def names_below(
+    names: Iterable[str],
+    prefix: str,
+    rename: Mapping[str, str] | None = None,
+    *,
+    model: torch.nn.Module | None = None,
+) -> dict[str, str]:
     """Return the model's name of each tensor below `prefix`, by stored name.
 
-    For `rename` see `name_filter.map_names`. Raises ConfigError: no tensor is below `prefix`.
+    Names of the module inside a wrapper, such as a compiled `model`, become those of the wrapper. For `rename` see
+    `name_filter.map_names`. Raises ConfigError: no tensor is below `prefix`.
     """
     all_names = list(names)
     stem = prefix.rstrip(".")
@@ -127,7 +139,43 @@ def names_below(names: Iterable[str], prefix: str, rename: Mapping[str, str] | N
             f"no tensor is below {prefix!r}; the state has: {tops}. Set prefix= to one of these, or to '' for all"
         )
     mapped = map_names(unprefixed.values(), rename)
-    return {stored: mapped[name] for stored, name in unprefixed.items()}
+    wrapped = {} if model is None else _wrapped_names(model)
+    return {stored: wrapped.get(mapped[name], mapped[name]) for stored, name in unprefixed.items()}
+
+
+def _wrapped_names(model: torch.nn.Module) -> dict[str, str]:
+    """Return the names of a model's tensors by the names without what wrappers of modules add to them."""
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    added = [
+        f"{name}.{attribute}".lstrip(".")
+        for name, module in model.named_modules()
+        for attribute in _WRAPPERS
+        if attribute in dict(module.named_children())
+        and (attribute != "module" or isinstance(module, DataParallel | DistributedDataParallel))
+    ]
+    names: dict[str, str] = {}
+    for name in model.state_dict(keep_vars=True):
+        plain = name
+        for wrapper in sorted(added, key=len, reverse=True):  # the innermost first: its path has the outer ones
+            if is_below(name, wrapper):
+                outer = wrapper.rpartition(".")[0]
+                plain = f"{outer}.{plain[len(wrapper) + 1 :]}".lstrip(".")
+        if plain != name:
+            names[plain] = name
+    return names
+
+
+def _hint(found: Iterable[str], prefix: str) -> str:
+    """Return advice if all names begin as those of a wrapped module."""
+    names, stem = list(found), prefix.rstrip(".")
+    while names and (first := names[0].partition(".")[0]) in _WRAPPERS:
+        if not all(name.startswith(f"{first}.") for name in names):
+            break
+        names, stem = [name.partition(".")[2] for name in names], f"{stem}.{first}".lstrip(".")
+    return f"the names are those of a compiled or wrapped module: set prefix={stem!r}; or " * (
+        stem != prefix.rstrip(".")
+    )
 
 
 def checked_plan(
@@ -135,6 +183,7 @@ def checked_plan(
     found: Mapping[str, TensorSpec],
     title: str,
     *,
+    prefix: str = "",
     strict: bool,
     cast: bool,
     are_equal: Callable[[str, str], bool],
@@ -148,7 +197,8 @@ def checked_plan(
     if strict and not report.is_exact:
         raise ConfigError(
             f"{title} does not fit {type(model).__name__}, nothing was loaded: {report}\n"
-            "map names with rename=, convert dtypes with cast=True, or load what fits with strict=False"
+            f"{_hint(found, prefix)}map names with rename=, convert dtypes with cast=True, or load what fits with "
+            "strict=False"
         )
     return report
 

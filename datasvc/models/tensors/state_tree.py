@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -42,20 +42,25 @@ class _TensorCollector(dict[str, "torch.Tensor"]):
 
     Attributes:
         values_left: how many more values the tree may have; infinite if the tree is not from an untrusted file.
+        replace: see `flatten`.
         leaves: skeleton of each tensor, and the tensor.
     """
 
     values_left: float = math.inf
+    replace: Callable[[Any, str], Any] | None = None
     leaves: list[tuple[dict[str, Any], torch.Tensor]]
 
 
-def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
+def flatten(
+    state: Any, *, max_nodes: int | None = None, replace: Callable[[Any, str], Any] | None = None
+) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return the JSON skeleton of `state` and its tensors by dotted path. Numpy arrays become tensors.
 
     Args:
         state: state tree.
         max_nodes: maximum number of values, dicts and lists included. Set it for a tree from an untrusted file; it
             limits the lengths of paths too. None: no limit.
+        replace: returns what is stored of each value of the tree, from the value and its path; None: the value.
 
     Raises:
         ConfigError: a leaf can be stored neither as JSON nor as a tensor (the message names the leaf); or the tree is
@@ -63,6 +68,7 @@ def flatten(state: Any, *, max_nodes: int | None = None) -> tuple[Any, dict[str,
     """
     tensors = _TensorCollector()
     tensors.leaves = []
+    tensors.replace = replace
     if max_nodes is not None:
         tensors.values_left = max_nodes
     try:
@@ -160,6 +166,8 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
     is_untrusted = tensors.values_left < math.inf  # see `_TensorCollector`
     if tensors.values_left < 0 or (is_untrusted and len(path) > _MAX_PATH_CHARS):
         raise ConfigError(f"the state has too many values or too long paths of keys, at {path[:60]}...")
+    if tensors.replace is not None:
+        value = tensors.replace(value, path)
     if isinstance(value, np.ndarray):
         value = _from_numpy(value, path)
     described = describe(value, path)
