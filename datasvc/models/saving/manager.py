@@ -254,7 +254,7 @@ class CheckpointManager:
             rank_state: state of this rank alone, such as its random state; restored as `state["rank_state"][rank]`.
             data: data consumed so far. None: what the loaders of `datasvc.loaders.torch` have handed over since this
                 manager was made or restored a version.
-            config: effective configuration of the run, JSON values.
+            config: effective configuration of the run; see `versions.metadata.json_form` for what is stored of it.
             metrics: metric values by name.
             parent: version that this one continues; default: the newest that this manager committed or restored.
             message: free text for readers of the log.

@@ -45,7 +45,7 @@ def save(
         state: tree of dicts, lists, tuples, numbers, strings and tensors: model, optimizer, loader, random states.
         step: number of optimizer steps that produced this state.
         data: data consumed so far.
-        config: effective configuration of the run, JSON values.
+        config: effective configuration of the run; see `versions.metadata.json_form` for what is stored of it.
         metrics: metric values by name, {"val_accuracy": 0.98}; NaN and infinities are stored as text.
         parent: version that this run continues, "digits-cnn@3"; a name or tag is resolved now. A reference to a model
             that is not in this repository is stored as it is: it may name a version of another repository.

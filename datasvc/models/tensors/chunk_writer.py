@@ -43,6 +43,7 @@ _MAX_COST: Final = 2.7
 _LINK_COST: Final = 0.5
 # A difference makes the chain longer for every reader, so it must save at least this share of the raw bytes.
 _MIN_SAVED_BY_DIFFERENCE: Final = 0.1
+_MIN_ENCODED_BYTES: Final = 1 << 10  # smaller chunks are stored raw
 _PACK_BYTES: Final = 8 << 20  # largest size of an object that contains several small chunks
 _POINTERS_AT_ONCE: Final = 8
 
@@ -182,7 +183,8 @@ class ChunkWriter:
 
     def _encode(self, block: TensorBlock, dtype: str, content: Bytes) -> _Encoded:
         """Encode a block, whose bytes are `content`, as a difference to the base, as planes or raw."""
-        if self._codec == "none":
+        # Encodings have headers, and trials cost more than the write: thousands of small tensors share objects.
+        if self._codec == "none" or content.size < _MIN_ENCODED_BYTES:
             return _Encoded((), "raw", content.data)
         word = chunk_codec.word_bytes(dtype)
         base = self._base_of(block, dtype, content.size) if self._codec == "delta" and self._base_chunks else None

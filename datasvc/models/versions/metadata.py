@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import datetime as dt
+import enum
+import functools
 import math
 import operator
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, Final
+from uuid import UUID
 
 import numpy as np
 
@@ -16,6 +26,7 @@ from datasvc.models.versions.data_use import DataUse
 from datasvc.models.versions.execution import Execution
 
 _MAX_STEP: Final = (1 << 63) - 1  # largest int64
+_SHOWN: Final = 5  # names in a warning
 _MAX_DEPTH: Final = 100  # levels of nesting; a cycle of values ends here instead of in a RecursionError
 
 
@@ -23,7 +34,7 @@ _MAX_DEPTH: Final = 100  # levels of nesting; a cycle of values ends here instea
 class VersionMetadata:
     """Metadata of a version. `save.save` has arguments of the same names, and describes them.
 
-    Numpy scalars are converted to Python numbers, and metrics to floats.
+    Values of `config` and `environment` become JSON values, see `json_form`, and metrics floats.
 
     Raises:
         ConfigError: a value cannot be stored in an entry; the message names it.
@@ -96,27 +107,76 @@ def _check_metrics(metrics: Any) -> dict[str, float] | None:
 
 
 def _check_tree(value: Any, name: str) -> Any:
-    """Return a dict of any depth, or None, converted to JSON types. Raises ConfigError: see `VersionMetadata`."""
-    if value is not None and not isinstance(value, Mapping):
+    """Return a dict of any depth, or None, converted to JSON types; see `json_form`.
+
+    What has no form is left out, with one warning that names all of it. Raises ConfigError: see `VersionMetadata`.
+    """
+    if value is None:
+        return None
+    if isinstance(value, argparse.Namespace) or (is_dataclass(value) and not isinstance(value, type)):
+        value = vars(value)
+    if not isinstance(value, Mapping):
         raise ConfigError(f"{name} is a {type(value).__name__}; expected a dict, such as vars({name})")
-    return _json_value(value, name, 0)
+    left_out: dict[str, str] = {}
+    stored = json_form(value, name, left_out)
+    if left_out:
+        shown = ", ".join(f"{path} ({kind})" for path, kind in [*left_out.items()][:_SHOWN])
+        more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
+        warnings.warn(
+            f"{shown}{more} cannot be stored in a version and are left out; pass texts or numbers of them, or leave "
+            "them out yourself (save_hyperparameters(ignore=[...]) in Lightning)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return stored
 
 
-def _json_value(value: Any, path: str, depth: int) -> Any:
-    """Return a value converted to JSON types; `path` names it in messages."""
+_LEFT_OUT: Any = object()
+
+
+def json_form(value: Any, path: str, left_out: dict[str, str], depth: int = 0) -> Any:
+    """Return what an entry has of a value: JSON values.
+
+    NaN and infinities are stored as texts, as in metrics; paths, dates and types of torch as their texts; members of
+    an enum as their names; sets as sorted lists; namespaces and data classes as dicts; functions and classes as their
+    full names, a `functools.partial` as a dict of its function and arguments. `left_out` gets the type of any other
+    value by its path. Raises ConfigError: it is nested too deep.
+    """
     if depth > _MAX_DEPTH:
         raise ConfigError(f"{path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, enum.Enum):
+        return value.name or str(value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{path} is {value}, which JSON cannot represent; store it as a string")
+        return repr(float(value))
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, functools.partial):
+        value = {"function": value.func, "args": value.args, "keywords": value.keywords}
+    elif isinstance(value, argparse.Namespace | SimpleNamespace):
+        value = vars(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name, None) for field in fields(value)}
+    elif isinstance(value, set | frozenset):
+        value = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
     if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str | int):
-                raise ConfigError(f"{path} has the key {key!r}; expected a string")
-        return {str(key): _json_value(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+        items: Iterable[tuple[Any, Any]] = value.items()
+        return _stored_items(((str(key), f"{path}.{key}", item) for key, item in items), left_out, depth)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
-        return [_json_value(item, f"{path}.{number}", depth + 1) for number, item in enumerate(value)]
-    raise ConfigError(f"{path} is a {type(value).__name__}; expected a JSON value, such as str() of it")
+        numbered = ((number, f"{path}.{number}", item) for number, item in enumerate(value))
+        return [*_stored_items(numbered, left_out, depth).values()]
+    if isinstance(value, PurePath | dt.date | dt.time | dt.timedelta | UUID | Decimal | Fraction | complex | range):
+        return str(value)
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device", "layout", "memory_format"):
+        return str(value)
+    if isinstance(value, type | FunctionType | BuiltinFunctionType):
+        return f"{value.__module__}.{value.__qualname__}"
+    left_out[path] = f"{type(value).__module__}.{type(value).__qualname__}"
+    return _LEFT_OUT
+
+
+def _stored_items(items: Iterable[tuple[Any, str, Any]], left_out: dict[str, str], depth: int) -> dict[Any, Any]:
+    """Return the stored forms of `items`, triples of key, path and value, by key."""
+    formed = {key: json_form(item, path, left_out, depth + 1) for key, path, item in items}
+    return {key: item for key, item in formed.items() if item is not _LEFT_OUT}

@@ -150,13 +150,11 @@ class Reduced:
     [
         (doubled(60), "too many values"),
         ({"x": Reduced(bytearray, (1 << 40,))}, r"more memory to read than the limit, 134.22 MB .*reader_memory"),
-        ({"x": Reduced(bytearray, (9,))}, "x is a bytearray, which cannot be stored"),
-        ({"x": {1, 2}}, "x is a set, which cannot be stored"),
         ({"x": Reduced(torch.Tensor, (1 << 40,))}, "needs more memory"),
         ({"x": Reduced(torch.Tensor, (9,))}, "the values of tensor 'x' are not in the file"),
-        ({"x": torch.eye(3).to_sparse()}, "is torch.sparse_coo; only dense tensors"),
+        ({"x": torch.eye(3).to_sparse()}, "holds torch.sparse_coo; only dense tensors"),
         ({"x": Reduced(torch.storage.UntypedStorage, (1 << 40,))}, "needs more memory"),
-        ({(1, 2): torch.ones(1)}, r"key \(1, 2\) .* is neither a string nor an int"),
+        ({(1, 2): torch.ones(1)}, "a key of type tuple, which is neither a string nor an int"),
         ({"x": [0] * 20_000}, "too many values"),
         ({f"w{n}": ONES[:] for n in range(40)}, "share so much memory"),
     ],
@@ -227,8 +225,8 @@ def test_hostile_files_are_refused_with_little_memory(repository, tmp_path):
 
 
 def test_a_dtype_that_cannot_be_stored_is_named_unless_it_is_left_out(repository, tmp_path):
-    torch.save({"w": torch.ones(2, dtype=torch.complex32), "v": torch.ones(2)}, tmp_path / "x.pt")
-    with pytest.raises(ConfigError, match=r"w' is complex32, which cannot be stored"):
+    torch.save({"w": torch.ones(2, dtype=torch.uint8).view(torch.uint4), "v": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match=r"w' is uint4, which cannot be stored"):
         import_model(repository, tmp_path / "x.pt", "m")
     import_model(repository, tmp_path / "x.pt", "m", exclude=["w"])
     assert list(restore(repository, "m").state["model"]) == ["v"]

@@ -63,6 +63,7 @@ def test_what_a_chain_of_any_encodings_gives_is_what_went_in(chain):
 
 def test_complex_numbers_are_words_of_half_their_size():
     assert {dtype: word_bytes(dtype) for dtype in ITEM_BYTES if word_bytes(dtype) != ITEM_BYTES[dtype]} == {
+        "complex32": 2,
         "complex64": 4,
         "complex128": 8,
     }

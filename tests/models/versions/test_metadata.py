@@ -1,6 +1,5 @@
 """What is said of a version is checked before anything is stored, and refused by its name."""
 
-import argparse
 import math
 
 import numpy as np
@@ -27,11 +26,8 @@ WRONG = [
     ({"metrics": {"top1": object()}}, "metric 'top1' is "),
     ({"metrics": {"top1": torch.ones(2)}}, "metric 'top1' is "),
     ({"metrics": [1]}, "metrics are '\\[1\\]'; expected numbers by name"),
-    ({"config": {"optimizer": {"lr": NAN}}}, "config.optimizer.lr is nan, which JSON cannot represent"),
-    ({"config": {"layers": [1, {2}]}}, "config.layers.1 is a set; expected a JSON value"),
-    ({"config": {"a": {(1, 2): 3}}}, r"config.a has the key \(1, 2\); expected a string"),
-    ({"config": argparse.Namespace(lr=1)}, "config is a Namespace; expected a dict"),
-    ({"environment": {"host": b"x"}}, "environment.host is a bytes"),
+    ({"config": [1]}, "config is a list; expected a dict"),
+    ({"environment": "x"}, "environment is a str; expected a dict"),
     ({"execution": {"layout": {}}}, "execution is a dict; expected an Execution"),
     ({"data": "imagenet@3"}, "data is 'imagenet@3'; expected a list of DataUse"),
     ({"data": ["imagenet@3"]}, "expected a list of DataUse"),
