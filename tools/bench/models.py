@@ -7,6 +7,7 @@ A ResNet-50 is trained on digits, once with SGD and momentum and once with AdamW
   checking, not the disk;
 - `sizes`: what ten of them take, of one run and without a spread; and how long that takes to be restored which takes
   `delta` longest, from the page cache and from the disk;
+- `small`: saves of 20,000 tensors of three numbers, all of them changed since the save before;
 - `previews`: what `restore(planes=2)` reads of them, and how far its numbers are from the stored ones;
 - `overhead`: the same training (of a ResNet-18, whose steps are short enough) with saves as often as `max_stall`
   allows and without, by turns, on all processors: so what is stored in the background takes time from the steps.
@@ -18,17 +19,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
+import torch
 from models_previews import measure_previews
 from models_sizes import measure_frozen, measure_restores, measure_sizes
 from models_speed import measure_speed
 from models_states import MB, run_apart, size_of, train
 from report import Report, make_parser
 
-PARTS = ("speed", "sizes", "previews", "overhead")
+import datasvc
+
+PARTS = ("speed", "sizes", "previews", "overhead", "small")
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -77,6 +83,27 @@ def measure_overhead(report: Report, settings: argparse.Namespace, optimizer: st
     report.add_ratio(f"{optimizer}: step at {share} / step without saves", with_saves_s, plain_s)
 
 
+def measure_small(report: Report, folder: Path, repeats: int) -> None:
+    """Add what a save of many small tensors takes, by turns with torch.save to a file that is synced."""
+    state = {f"layer.{number}": torch.full((3,), float(number)) for number in range(20_000)}
+    repository = datasvc.open(str(folder / "small"), create=True)
+    torch_s, ours_s = [], []
+    for step in range(repeats + 1):  # the first save is a warm-up: it has no version before it
+        for tensor in state.values():
+            tensor.add_(1e-3)
+        began_s = time.perf_counter()
+        with (folder / "small.pt").open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        torch_s.append(time.perf_counter() - began_s)
+        began_s = time.perf_counter()
+        repository.models.save("small", state, step=step)
+        ours_s.append(time.perf_counter() - began_s)
+    report.add_row("20,000 tensors: torch.save", "s", torch_s[1:])
+    report.add_ratio("20,000 tensors: save / torch.save", ours_s[1:], torch_s[1:])
+
+
 def main() -> None:
     """Parse the command line, measure, and show the figures."""
     parser = make_parser(__doc__, repeats=3)
@@ -97,6 +124,9 @@ def main() -> None:
                 measure_states(report, settings, optimizer, Path(folder))
             if "overhead" in settings.parts:
                 measure_overhead(report, settings, optimizer, Path(folder))
+    if "small" in settings.parts:
+        with tempfile.TemporaryDirectory(prefix="datasvc-bench-") as folder:
+            measure_small(report, Path(folder), settings.repeats)
     report.show(as_json=settings.as_json)
 
 

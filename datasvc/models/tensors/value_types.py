@@ -204,7 +204,8 @@ def _make_member(plain: Any, module: str, qualname: str, name: str) -> Any:
     if found is not None and issubclass(found, enum.Enum) and name in found.__members__:
         return found.__members__[name]
     _check_names([name])
-    return enum.Enum(qualname.rpartition(".")[2], {name: plain})[name]  # type: ignore[misc]
+    made: Any = enum.Enum(qualname.rpartition(".")[2], {name: plain})  # type: ignore[misc]
+    return made[name]
 
 
 def _describe_time(value: dt.datetime | dt.time, place: str) -> Described:
@@ -237,7 +238,7 @@ def _make_named(items: Any, module: str, qualname: str, fields: Any) -> tuple[An
     """Return a named tuple of its class, if the program has imported it; else of a new class with these fields."""
     if not isinstance(items, tuple) or len(items) != len(fields) or not _are_names(fields):
         raise ValueError(f"{fields!r} are not the names of the elements of a tuple")
-    found = find_class(module, qualname)
+    found: Any = find_class(module, qualname)
     is_same = found is not None and issubclass(found, tuple) and vars(found).get("_fields") == tuple(fields)
     return tuple.__new__(found if is_same else _define_class(qualname.rpartition(".")[2], tuple(fields)), items)
 
@@ -264,7 +265,7 @@ def _make_dataclass(fields: Any, module: str, qualname: str) -> Any:
     ):
         _check_names(fields)
         return type(qualname.rpartition(".")[2], (types.SimpleNamespace,), {})(**fields)
-    made = object.__new__(found)
+    made: Any = object.__new__(found)  # type: ignore[arg-type]
     for name, value in fields.items():
         object.__setattr__(made, name, value)  # the class may be frozen
     return made
