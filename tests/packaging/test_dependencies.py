@@ -91,7 +91,7 @@ def test_the_core_imports_modules_of_extras_only_where_they_are_used():
 
 
 # Imported by other modules inside functions only.
-LAZY = ("datasvc.models.interop.torch_child", "datasvc.models.interop.dcp_pickle")
+LAZY = ("datasvc.models.interop.torch_child", "datasvc.models.interop.pickled_values")
 
 
 def top_imports(path):

@@ -1,7 +1,7 @@
 """Child process of `torch_reader`: reads pickles of other programs with limited memory and processor time.
 
 `TorchReader` starts this program. It executes no code from a file: torch reads with `weights_only=True`, and
-`dcp_pickle` accepts only the classes that torch writes into the metadata of DCP. A hostile file can still crash or
+`pickled_values` accepts only the classes that torch writes into the metadata of DCP. A hostile file can still crash or
 block its reader, so the reader is a separate process.
 """
 
@@ -28,8 +28,7 @@ from typing import Any, Final
 import torch
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.interop.dcp_pickle import describe_metadata
-from datasvc.models.interop.foreign_values import foreign_globals, placeholder, stored_form
+from datasvc.models.interop.pickled_values import describe_metadata, foreign_globals, placeholder, stored_form
 from datasvc.models.interop.torch_files import LEGACY, ZIP
 from datasvc.models.interop.torch_reader import MAX_REPEATED_BYTES, Extent, ReadRequest
 from datasvc.models.restoring.load_into_module import spec_of

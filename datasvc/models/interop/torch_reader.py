@@ -108,7 +108,7 @@ class TorchReader:
         return DescribedState(reply["skeleton"], tensors, reply["is_bare"], reply["refused"])
 
     def read_dcp_metadata(self, path: Path) -> dict[str, Any]:
-        """Return the metadata of a DCP folder as the lists of `dcp_pickle.describe_metadata`.
+        """Return the metadata of a DCP folder as the lists of `pickled_values.describe_metadata`.
 
         Raises:
             ConfigError: the pickle refers to a class or function that is not part of DCP metadata; it was not called.
