@@ -1,7 +1,7 @@
 """Decides what the names of classes in a pickle of another program stand for; no code of these classes runs.
 
-The metadata of a DCP folder may name only the classes that torch writes there. In a `torch.save` file, NumPy's scalars
-and arrays are data, made here from their bytes; any other class for which torch would have to trust the file is
+The metadata of a DCP folder may name only the classes that torch writes there. In a `torch.save` file, scalars and
+arrays of NumPy are data, made here from their bytes; any other class for which torch would have to trust the file is
 replaced by a placeholder that takes whatever the file gives it, so that the rest can be read.
 
 Only the child process of `torch_reader` may use this module, because it does not limit the memory of a pickle.
