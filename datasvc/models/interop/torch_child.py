@@ -1,8 +1,8 @@
 """Child process of `torch_reader`: reads pickles of other programs with limited memory and processor time.
 
 `TorchReader` starts this program. It executes no code from a file: torch reads with `weights_only=True`, and
-`pickled_values` makes or replaces what else a file names, without its code. A hostile file can still crash or block its
-reader, so the reader is a separate process.
+`pickled_values` makes or replaces what else a file names, without its code. A hostile file can still crash or block
+its reader, so the reader is a separate process.
 """
 
 from __future__ import annotations

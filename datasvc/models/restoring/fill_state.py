@@ -96,8 +96,8 @@ def fill_state(
     never_made = tuple(_never_made(into, skeleton, ""))
     missing = {path: spec for path, spec in plan.missing.items() if not path.startswith(never_made)}
     if (missing or plan.mismatched) and strict:
-        targets = tuple(target.path for target in plan.targets)
-        report = LoadReport(targets, missing, {}, tuple(plan.mismatched))
+        fitting = tuple(target.path for target in plan.targets)
+        report = LoadReport(fitting, missing, {}, tuple(plan.mismatched))
         raise ConfigError(
             f"{version} does not fit the state to restore into, nothing was restored: {report}\n"
             "pass the state of the same model and optimizer, with the names that it was saved with; leave parts as "

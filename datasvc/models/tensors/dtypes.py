@@ -30,7 +30,8 @@ def _magnitude(word: type[np.unsignedinteger[Any]], least: int) -> tuple[type[np
 # Per dtype: the word type, a mask for all bits but the sign, and the smallest magnitude that is not finite, where the
 # magnitude is the word without its sign. In IEEE 754 this is an exponent of ones; float8_e4m3fn has no infinities and
 # one NaN. Elements of other dtypes are always finite.
-_NAN_OF_FNUZ: Final = 0x80  # the bits of a negative 0, which these dtypes do not have
+# Dtypes of a byte without infinities and with one NaN, which is not a magnitude: the bits of a negative 0, or all.
+_ONLY_NAN: Final = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80, "float8_e8m0fnu": 0xFF}
 _MAGNITUDES: Final = {
     "float64": _magnitude(np.uint64, 0x7FF0 << 48),
     "float32": _magnitude(np.uint32, 0x7F80 << 16),
@@ -38,7 +39,6 @@ _MAGNITUDES: Final = {
     "bfloat16": _magnitude(np.uint16, 0x7F80),
     "float8_e5m2": _magnitude(np.uint8, 0x7C),
     "float8_e4m3fn": _magnitude(np.uint8, 0x7F),
-    "float8_e8m0fnu": (np.uint8, np.uint8(0xFF), np.uint8(0xFF)),  # without a sign
     "complex32": _magnitude(np.uint16, 0x7C00),
     "complex64": _magnitude(np.uint32, 0x7F80 << 16),
     "complex128": _magnitude(np.uint64, 0x7FF0 << 48),
@@ -97,8 +97,8 @@ def count_nonfinite(content: Bytes, dtype: str) -> int:
 
     Uses numpy: torch would start a pool of threads for each calling thread, and these would compete for processors.
     """
-    if dtype.endswith("fnuz"):
-        return int(np.count_nonzero(content == _NAN_OF_FNUZ))
+    if dtype in _ONLY_NAN:
+        return int(np.count_nonzero(content == _ONLY_NAN[dtype]))
     magnitude = _MAGNITUDES.get(dtype)
     if magnitude is None:
         return 0
