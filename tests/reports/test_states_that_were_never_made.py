@@ -89,13 +89,15 @@ def test_a_weight_or_a_whole_optimizer_that_is_missing_is_still_an_error(reposit
     repository.models.save("part", {**full, "model": {"used.weight": full["model"]["used.weight"]}}, step=1)
     broken = {**full["optimizer"], "state": {**full["optimizer"]["state"], "unused.weight": {"step": torch.ones(())}}}
     repository.models.save("broken", {**full, "optimizer": broken}, step=1)
+    net, optimizer = make()  # of which get_state_dict makes the states of all parameters
+    full, _ = state_of(net, optimizer, flat=False)
     for name, missing in (("weights", "optimizer.state"), ("part", "model.unused"), ("broken", "exp_avg_sq")):
         before = net.used.weight.clone()
         with pytest.raises(ConfigError, match=rf"(?s)nothing was restored.*{missing}"):
             repository.models.restore(name, into=full)
         assert torch.equal(net.used.weight, before)
     checkpoint = repository.models.restore("part", into=full, strict=False)
-    assert set(checkpoint.report.kept) == {"model.used.bias", "model.unused.weight", "model.unused.bias"}
+    assert {"model.used.bias", "model.unused.weight", "model.unused.bias"} <= set(checkpoint.report.kept)
 
 
 def test_parts_of_the_state_are_left_as_they_are(repository):

@@ -93,7 +93,7 @@ def _describe_blocks(tensor: TensorStorageMetadata) -> list[Any]:
     return [str(tensor.properties.dtype).removeprefix("torch."), list(tensor.size), blocks]
 
 
-class _Refused:
+class _Placeholder:
     """Placeholder of a value of a class, or of the class itself; `name` is that of the class."""
 
     name = ""
@@ -171,7 +171,7 @@ def foreign_globals(stored: dict[int, int]) -> dict[str, Any]:
 
 def placeholder(name: str) -> dict[str, Any]:
     """Return a placeholder for a class or function, by the names that a file may have for it."""
-    made = type("_Refused", (_Refused,), {"name": name})
+    made = type("_Placeholder", (_Placeholder,), {"name": name})
     # torch leaves the module of a builtin out of its message.
     return {name: made} if "." in name else {name: made, f"builtins.{name}": made}
 
@@ -183,7 +183,7 @@ def stored_form(value: Any, path: str, refused: dict[str, str]) -> Any:
         if value.tensor is not None:
             return value.tensor
         reason = value.name
-    elif isinstance(value, _Refused) or (isinstance(value, type) and issubclass(value, _Refused)):
+    elif isinstance(value, _Placeholder) or (isinstance(value, type) and issubclass(value, _Placeholder)):
         reason = f"{value.name}, and to create one would execute code from the file"
     elif isinstance(value, _Dtype):
         reason = f"a numpy.dtype, {value.dtype}"

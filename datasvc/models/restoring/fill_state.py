@@ -91,7 +91,7 @@ def fill_state(
             pattern matches nothing. Nothing was changed.
         CorruptDataError, NotFoundError, UnavailableError: see `load_tensors`. Tensors may be filled in part.
     """
-    plan = _Plan(records, _selection(into, only, exclude))
+    plan = _Visits(records, _selection(into, only, exclude))
     _assemble(into, skeleton, "", plan.used, plan)
     never_made = tuple(_never_made(into, skeleton, ""))
     missing = {path: spec for path, spec in plan.missing.items() if not path.startswith(never_made)}
@@ -118,7 +118,7 @@ def fill_state(
     return Filled(_assemble(into, skeleton, "", tensors, plan), needed, kept)
 
 
-class _Plan:
+class _Visits:
     """The visits of `_assemble`: first to plan, then to leave the tensors of the tree, which are filled by then.
 
     Attributes:
@@ -216,7 +216,7 @@ def _check_tied(targets: list[_Target]) -> None:
             )
 
 
-def _assemble(into: Any, skeleton: Any, path: str, tensors: Mapping[str, Any], plan: _Plan) -> Any:
+def _assemble(into: Any, skeleton: Any, path: str, tensors: Mapping[str, Any], plan: _Visits) -> Any:
     """Return `into` with stored values: `plan` visits its tensors, `unflatten` returns the other values."""
     import torch
 
