@@ -12,6 +12,7 @@ import torch
 
 import datasvc
 from datasvc.errors import ConfigError
+from datasvc.models.interop.importing import read_foreign
 from datasvc.models.restoring.load_into_module import load_into
 
 
@@ -54,14 +55,21 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
 @pytest.mark.parametrize("is_legacy", [False, True])
-def test_what_would_run_code_of_a_file_is_refused_only_if_it_is_kept(repository, tmp_path, what, is_legacy):
+def test_what_would_run_code_of_a_file_is_refused_only_if_it_is_kept(repository, tmp_path, is_legacy):
     """Comfy-Org/ComfyUI#7425, ROCm/Megatron-LM#56: the weights of a checkpoint beside the arguments."""
-    path = write(tmp_path, [REFUSED[what]], _use_new_zipfile_serialization=not is_legacy)
-    with pytest.raises(ConfigError, match=rf"holds .*{what.rstrip('.')}.*other\.0.*--exclude other\.0"):
+    # The old format keeps the source of modules in the file, which torch does not read.
+    values = {what: value for what, value in REFUSED.items() if not (is_legacy and "Linear" in what)}
+    path = write(tmp_path, list(values.values()), _use_new_zipfile_serialization=not is_legacy)
+    refused = read_foreign(path).refused
+    for number, what in enumerate(values):
+        assert what.rstrip(".") in refused[f"other.{number}"]
+    with pytest.raises(
+        ConfigError, match=r"holds argparse.Namespace.*other\.0 \(and (9|10) more.*--exclude other\.0"
+    ):
         repository.models.import_(path, "all")
-    for how in ({"exclude": ["other"]}, {"only": ["model"]}, {"exclude": "other.0"}, {"rename": {"model": "net"}}):
+    hows = [{"exclude": ["other"]}, {"only": ["model"]}, {"exclude": "other.0"}, {"rename": {"model": "net"}}]
+    for how in hows[:1] if is_legacy else hows:
         repository.models.import_(path, "m", **how)
         state = repository.models.restore("m").state
         assert [tensor.tolist() for tensor in state.values()] == [[1, 1]]

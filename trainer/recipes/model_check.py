@@ -76,7 +76,9 @@ def has_finite_state(run: Run) -> bool:
         if value.is_floating_point()
     ]
     is_finite = bool(torch.stack(flags).all()) if flags else True
-    return bool(hvd.allreduce(torch.tensor(int(is_finite)), name="finite_state", op=hvd.Min))
+    return bool(
+        hvd.allreduce(torch.tensor(int(is_finite), dtype=torch.int64, device="cpu"), name="finite_state", op=hvd.Min)
+    )
 
 
 def describe_misfit(run: Run, version: str, report: LoadReport | Exception) -> str:
