@@ -316,7 +316,7 @@ def _saved_config(config: object) -> dict[str, Any] | None:
     """
     if not isinstance(config, dict):
         return None
-    if isinstance(config.get("huggingface"), dict):
-        return config["huggingface"]
+    if isinstance(own := config.get("huggingface"), dict):
+        return own
     values = (config, *config.values())
     return next((each for each in values if isinstance(each, dict) and isinstance(each.get("model_type"), str)), None)

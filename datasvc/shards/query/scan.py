@@ -80,7 +80,7 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         samples._number_column = number_column
         samples._derived = frozenset([*derived, number_column])
         samples._classes = split.classes
-        samples._class_names = None  # made when it is used: there may be a million
+        samples._class_names = list[pa.Array]()  # made when it is used: there may be a million
         # Number of the first live sample of each shard.
         samples._starts = [0, *split.table.samples_per_shard.cumsum().tolist()]
         samples._name = f"{split.dataset}/{split.name}"
@@ -158,15 +158,15 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
 
     def _derive(self, parts: ShardScan, first: int, schema: pa.Schema) -> ShardScan:
         """Yield the live samples of one shard with the columns of `schema`; sample numbers count from `first`."""
-        if CLASS in schema.names and CLASS in self._derived and self._class_names is None:
-            self._class_names = pa.array(self._classes, pa.string())
+        if CLASS in schema.names and CLASS in self._derived and not self._class_names:
+            self._class_names.append(pa.array(self._classes, pa.string()))
 
         def column(batch: pa.RecordBatch, name: str) -> pa.Array:
             if name not in self._derived:
                 return batch.column(name)
             if name == self._number_column:
                 return pa.array(np.arange(first, first + batch.num_rows))
-            return class_of_labels(batch.column(LABEL), self._class_names)
+            return class_of_labels(batch.column(LABEL), self._class_names[0])
 
         for part in parts:
             derived = []

@@ -137,9 +137,9 @@ def _chart(
 def _differences(runs: Mapping[str, RunHistory]) -> list[dict[str, Any]]:
     """Return the settings in which runs differ, each with its value in the runs that have it."""
     settings = {ref: dict(tree_leaves(as_mapping(history.header.get("config")), "")) for ref, history in runs.items()}
-    names = dict.fromkeys(name for each in settings.values() for name in each)
-    rows = [
-        {"name": name, "values": {ref: each[name] for ref, each in settings.items() if name in each}}
-        for name in names
-    ]
-    return [row for row in rows if len(row["values"]) < len(runs) or len(set(map(repr, row["values"].values()))) > 1]
+    rows = []
+    for name in dict.fromkeys(name for each in settings.values() for name in each):
+        values = {ref: each[name] for ref, each in settings.items() if name in each}
+        if len(values) < len(runs) or len(set(map(repr, values.values()))) > 1:
+            rows.append({"name": name, "values": values})
+    return rows

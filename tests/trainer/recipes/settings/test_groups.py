@@ -31,7 +31,7 @@ def test_a_group_is_a_section_of_the_help_with_choices_defaults_and_units(group)
     assert list(actions) == [field.name for field in dataclasses.fields(group)]
     for field in dataclasses.fields(group):
         action, field_type = actions[field.name], field_types(group)[field.name]
-        assert ("(default: " in action.help) == (field.default is not dataclasses.MISSING)
+        assert ("(default: " in action.help) == (field.default not in {dataclasses.MISSING, None})
         if isinstance(action, argparse.BooleanOptionalAction):
             continue
         assert action.metavar not in (None, "", "VALUE", ()), f"{field.name} has no unit or kind: give it a Metavar"

@@ -66,7 +66,7 @@ def test_every_setting_is_an_option_with_a_help(program):
     for field in dataclasses.fields(TrainConfig):
         assert f"--{field.name.replace('_', '-')}" in helps
     assert "powersgd:RANK[:STEPS]" in helps
-    assert "optimizer steps: the run may end before `epochs` are over. The schedule" in " ".join(helps.split())
+    assert "optimizer steps: the run may end before --epochs are over. The schedule" in " ".join(helps.split())
 
 
 @pytest.mark.parametrize(
