@@ -10,6 +10,7 @@
     |-- UnknownOutcomeError          it is unknown whether a commit happened: read the log before a retry
     |-- CorruptDataError             stored bytes do not match their digest or format: they are never returned
     |-- BadSampleError               a sample cannot be decoded: repair it, or configure bad samples to be skipped
+    |-- NotFiniteError               a training has diverged: continue an earlier version, with other settings
     |-- CacheFullError               the cache budget is too small: the message states the bytes needed
     |-- BusyError                    an earlier save still runs: save less often, or queue saves (`overlap=queue`)
     |-- LagError                     a job fell too far behind its decode group, and its setting is to raise
