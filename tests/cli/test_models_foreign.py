@@ -137,7 +137,7 @@ def test_push_and_pull_move_versions_once(run, repository, tmp_path):
     with pytest.raises(NotFoundError, match="no repository at"):
         run(repository, "push", "net", "--to", url)
     said = run(repository, "push", "net", "--to", url, "--create", "--with-parents")
-    assert said.splitlines()[:2] == ["net@1\tnet@1\tnew", "net@2\tnet@2\tnew"]
+    assert said.splitlines()[1:3] == ["net@1\tnet@1\tnew", "net@2\tnet@2\tnew"]
     assert "copied" in said
     assert "existed" in run(repository, "push", "net", "--to", url)
     third = Repository.create(str(tmp_path / "third"))
@@ -159,4 +159,4 @@ def test_a_data_set_that_the_target_has_another_of_moves_under_another_name(run,
         with pytest.raises(ConfigError, match="expected OLD=NEW"):
             run(where, *way, "--with-data", "--rename-data", "pets")
         said = run(where, *way, "--with-data", "--rename-data", "pets=theirs")
-        assert said.splitlines()[0].startswith("pets@1\ttheirs@1\t")
+        assert said.splitlines()[1].startswith("pets@1\ttheirs@1\t")
