@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -35,12 +36,12 @@ __all__ = ["DatasvcError", "__version__", "ingest", "open"]
 
 
 def open(  # noqa: A001 - users write `datasvc.open(url)`
-    url: str, *, create: bool = False, unavailable_ok: bool = False
+    url: str | os.PathLike[str], *, create: bool = False, unavailable_ok: bool = False
 ) -> DataRepository:
     """Open the repository at `url`.
 
     Args:
-        url: local folder or any fsspec URL.
+        url: local folder, also as a `Path`, or any fsspec URL.
         create: create the repository if it does not exist.
         unavailable_ok: open it also if the store does not respond now, for a run that can continue from the disks of
             the nodes (`repo.models.manager(local=)`); what reads or writes it raises the error then.
@@ -60,7 +61,7 @@ def ingest(
     source: AnySource,
     name: str,
     *,
-    repo: str,
+    repo: str | os.PathLike[str],
     source_options: SourceOptions | None = None,
     classes: Sequence[str] | None = None,
     shard_bytes: int = 64 << 20,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from datasvc.api.datasets import Datasets
 from datasvc.api.models import Models
@@ -38,8 +39,11 @@ class DataRepository:
         self.runs = Runs(repository)
 
     @classmethod
-    def open(cls, url: str, *, create: bool = False, unavailable_ok: bool = False) -> DataRepository:
+    def open(
+        cls, url: str | os.PathLike[str], *, create: bool = False, unavailable_ok: bool = False
+    ) -> DataRepository:
         """Open the repository at `url`; for arguments and errors, see `datasvc.open`."""
+        url = os.fspath(url)
         try:
             # `Repository.create` also opens a repository that exists.
             return cls(Repository.create(url) if create else Repository.open(url))

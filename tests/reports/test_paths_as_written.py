@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import datasvc
 from datasvc.errors import DatasvcError
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
@@ -91,3 +92,9 @@ def test_a_repository_may_lie_under_any_name(tmp_path):
         path = Path(tmp_path, name)
         ingest(Repository.create(str(path)), [{"key": "a", "x": 1}], "rows")
         assert len(open_dataset(Repository.open(str(path)), "rows")["train"]) == 1
+
+
+def test_a_repository_is_opened_by_a_path_object_too(tmp_path):
+    """ANCPLabOldenburg/ancp-bids#98: `str(path)` works, and the path itself ends in an AttributeError."""
+    datasvc.ingest([{"key": "a", "x": 1}], "rows", repo=tmp_path / "repo")
+    assert len(datasvc.open(tmp_path / "repo").dataset("rows")["train"]) == 1
