@@ -10,14 +10,17 @@ import ctypes
 import os
 import secrets
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 TEMPORARY_PREFIX = ".tmp-"
 _MAX_NAME_BYTES = 255  # limit of Linux file systems
+_MAX_REMOVALS = 3  # a file of a repository has at most three folders that `gc` may remove while they are empty
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h: start writeback of dirty pages, without waiting
+
+_Result = TypeVar("_Result")
 
 
 def _find_sync_file_range() -> Any:
@@ -61,6 +64,18 @@ def make_folder(folder: Path) -> None:
         with suppress(FileExistsError):  # another process may create the same folder now
             child.mkdir()
         fsync_folder(child.parent)
+
+
+def retry_if_folder_vanishes(create: Callable[[], _Result]) -> _Result:
+    """Return the result of `create`, which makes a folder if it does not exist, and then a file in it.
+
+    `gc` removes old folders that are empty, perhaps between these two steps: `create` is then called again. A folder
+    that it has made is too young to be removed. Raises the errors of `create`.
+    """
+    for _ in range(_MAX_REMOVALS):
+        with suppress(FileNotFoundError):
+            return create()
+    return create()
 
 
 def is_plain_name(name: str) -> bool:

@@ -28,7 +28,7 @@ from datasvc.errors import (
 )
 from datasvc.models.provenance.sample_query import split_tables
 from datasvc.models.registry.removal import kept_of_removed
-from datasvc.models.tensors.dedup_index import pointed_digest
+from datasvc.models.tensors.dedup_index import POINTERS, pointed_digest
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.artefacts import artefact_log, parse_artefact
 from datasvc.models.versions.entry_fields import check_fields
@@ -37,6 +37,7 @@ from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Reposit
 from datasvc.repository.logs.journal import JOURNALS
 from datasvc.repository.removal import swept_versions
 from datasvc.repository.unreadable import describe_damage
+from datasvc.runs.run_ids import RUNS
 from datasvc.runs.sweep import choose_old_runs, delete_run, newest_changes
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads
@@ -46,6 +47,7 @@ GRACE_S: Final = 7 * 24 * 3600
 # so two days of grace leave the writer at least one day to commit.
 MIN_GRACE_S: Final = 48 * 3600
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})")
+_FOLDERS: Final = ("objects", "datasets", "models", POINTERS, JOURNALS, RUNS)
 _DIGESTS = re.compile(rb"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 _DELETES_AT_ONCE: Final = 8
 _MAX_CLOCK_DIFFERENCE_S: Final = 3600
@@ -62,6 +64,8 @@ class Garbage:
         journals: folders of unfinished work that was not resumed.
         runs: references of runs whose logs are not needed, see `choose_old_runs`.
         young: size in bytes of each young object.
+        folders: old folders, each after those below it; those that are empty in the end are removed. A killed writer,
+            or names and runs that are made in great number, would otherwise use up the inodes of the disk.
     """
 
     objects: dict[Digest, int] = field(default_factory=dict)
@@ -70,6 +74,7 @@ class Garbage:
     journals: list[str] = field(default_factory=list)
     runs: list[str] = field(default_factory=list)
     young: dict[Digest, int] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -117,7 +122,7 @@ def gc(
 ) -> GcReport:
     """Delete old objects that no log entry references, old temporary files, and journals that were not resumed.
 
-    Also delete old logs of runs that have saved model versions, all of which are removed.
+    Also delete old logs of runs that have saved model versions, all of which are removed, and old empty folders.
 
     Other processes may read and write while gc runs.
 
@@ -224,6 +229,8 @@ def list_old(repository: Repository, before_s: float) -> Garbage:
             old.pointers[chunk] = file.path
         elif is_old and file.path.rpartition("/")[2].startswith(durable.TEMPORARY_PREFIX):
             old.temporary_files.append(file.path)
+    # Not the folders in the root, and not folders of others in it.
+    old.folders = [folder for kind in _FOLDERS for folder in storage.old_folders(kind, before_s)]
     return old
 
 
@@ -315,6 +322,8 @@ def sweep(repository: Repository, garbage: Garbage, before_s: float) -> Garbage:
     swept.temporary_files = delete(garbage.temporary_files)
     deleted_pointers = set(delete(garbage.pointers.values()))
     swept.pointers = {chunk: path for chunk, path in garbage.pointers.items() if path in deleted_pointers}
+    for folder in garbage.folders:  # last: by now, their files are deleted
+        storage.delete_if_empty(folder)
     return swept
 
 

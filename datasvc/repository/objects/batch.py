@@ -61,9 +61,13 @@ class ObjectBatch:
         if target is None:
             self._objects.write(info, content)
             return
-        with map_exceptions("write", str(target)):
+
+        def begin() -> _PendingObject:
             self._make_folder(target.parent)
-            self._pending.append(self._write(target, content))
+            return self._write(target, content)
+
+        with map_exceptions("write", str(target)):
+            self._pending.append(durable.retry_if_folder_vanishes(begin))
         if len(self._pending) > _MAX_OPEN:
             with suppress(IndexError):  # other threads have taken all objects
                 self._publish(self._pending.popleft())

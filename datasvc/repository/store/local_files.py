@@ -5,9 +5,10 @@ Exceptions are converted to those of `datasvc.errors`.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -107,8 +108,7 @@ class LocalFiles:
         target = Path(self.location(path))
         try:
             with map_exceptions("create", str(target)):
-                durable.make_folder(target.parent)
-                durable.create_file(target, content)
+                _in_folder(target, lambda: durable.create_file(target, content))
         except FileExistsError as error:
             raise ConflictError(f"{target} exists already") from error
         except UnavailableError as error:
@@ -135,8 +135,7 @@ class LocalFiles:
         """See `Storage.put_bytes`."""
         target = Path(self.location(path))
         with map_exceptions("write", str(target)):
-            durable.make_folder(target.parent)
-            durable.write_file(target, content, synced=synced)
+            _in_folder(target, lambda: durable.write_file(target, content, synced=synced))
 
     def refresh(self, path: str, size_bytes: int) -> bool:
         """See `Storage.refresh`."""
@@ -154,11 +153,34 @@ class LocalFiles:
         with suppress(NotFoundError), map_exceptions("delete", full):
             shutil.rmtree(full, onerror=_ignore_missing)
 
+    def old_folders(self, parent: str, before_s: float) -> list[str]:
+        """See `Storage.old_folders`."""
+        found = []
+        with map_exceptions("list", self.location(parent)):
+            for folder, _, _ in os.walk(self.location(parent), topdown=False, onerror=_raise_unless_missing):
+                path = folder[len(self._root) + 1 :]
+                with suppress(FileNotFoundError):
+                    if path != parent and os.stat(folder).st_mtime < before_s:
+                        found.append(path)
+        return found
+
+    def delete_if_empty(self, folder: str) -> None:
+        """See `Storage.delete_if_empty`."""
+        full = self.location(folder)
+        try:
+            with map_exceptions("delete", full):
+                os.rmdir(full)
+        except NotFoundError:
+            pass  # another process has removed it
+        except UnavailableError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.ENOTEMPTY:
+                raise
+
     def adopt(self, path: str, finished: Path) -> None:
         """See `Storage.adopt`."""
         target = Path(self.location(path))
-        with map_exceptions("write", str(target)):
-            durable.make_folder(target.parent)
+
+        def move() -> None:
             if finished.stat().st_dev == target.parent.stat().st_dev:
                 finished.rename(target)
                 durable.fsync_folder(target.parent)
@@ -166,6 +188,19 @@ class LocalFiles:
             with durable.replacing(target) as copy, finished.open("rb") as source:
                 shutil.copyfileobj(source, copy, length=1 << 22)
             finished.unlink()
+
+        with map_exceptions("write", str(target)):
+            _in_folder(target, move)
+
+
+def _in_folder(target: Path, create: Callable[[], None]) -> None:
+    """Call `create`, which makes the file `target`, in a folder that is made if it does not exist."""
+
+    def make_both() -> None:
+        durable.make_folder(target.parent)
+        create()
+
+    durable.retry_if_folder_vanishes(make_both)
 
 
 def _raise_unless_missing(error: OSError) -> None:

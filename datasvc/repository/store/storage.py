@@ -339,6 +339,18 @@ class Storage:
         """Delete a folder with all its files, if it exists. Raises the errors of `map_exceptions`."""
         self._files.delete_folder(folder)
 
+    def old_folders(self, parent: str, before_s: float) -> list[str]:
+        """Return the folders below `parent` that were changed before `before_s`, each after those below it.
+
+        A remote store has no folders. Raises the errors of `map_exceptions`.
+        """
+        return self._local.old_folders(parent, before_s) if self._local is not None else []
+
+    def delete_if_empty(self, folder: str) -> None:
+        """Delete a folder of a local store unless it has files or folders. Raises the errors of `map_exceptions`."""
+        if self._local is not None:
+            self._local.delete_if_empty(folder)
+
     def adopt(self, path: str, finished: Path) -> None:
         """Move the local file `finished`, which the caller has synced, to `path` of the store.
 
@@ -403,6 +415,10 @@ class ReadOnlyStorage(Storage):
         self._refuse()
 
     def delete_folder(self, folder: str) -> None:  # noqa: ARG002
+        """Raise ConfigError."""
+        self._refuse()
+
+    def delete_if_empty(self, folder: str) -> None:  # noqa: ARG002
         """Raise ConfigError."""
         self._refuse()
 
