@@ -1,16 +1,22 @@
 """Pictures as other programs write them: intact, but in modes and with metadata that a library refuses or clips."""
 
+import base64
 import io
 import json
+import sys
 
 import numpy as np
 import pytest
 from PIL import Image, ImageCms, PngImagePlugin
 
+from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.loaders.torch.images import decode_image
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.images.header import Reencoding, read_header, reencode
+from datasvc.shards.images.header import EXTENSIONS, Reencoding, read_header, reencode
 from datasvc.shards.images.thumbnail import thumbnail
+from datasvc.shards.ingestion.dry_run import dry_run_ingest
+from datasvc.shards.sources import SourceOptions
+from datasvc.shards.sources.images import image_folder
 from tests.cli.command import run
 from tests.odd_images import chunk, encode, picture, png_16, sixteen_bits
 
@@ -169,12 +175,80 @@ def test_phones_photos_and_names_that_lie_are_ingested(repository, tmp_path, max
 def test_pictures_that_are_not_read_are_named_before_during_and_after(tmp_path):
     """caezium/burrow#283, photoprism/photoprism#189: most photos of a folder were left out."""
     (tmp_path / "a" / "x").mkdir(parents=True)
-    for name in ("1.HEIC", "2.heic", "3.gif", "4.png"):
+    for name in ("1.NEF", "2.nef", "3.gif", "4.png"):
         (tmp_path / "a" / "x" / name).write_bytes(encode(picture(), "GIF" if "gif" in name else "PNG"))
-    said = "ignored files: 2 .heic, 1 .gif; pictures in .gif and .heic are not read: convert them to PNG or JPEG"
+    said = (
+        "ignored files: 2 .nef, 1 .gif; pictures in .gif and .nef are not read: for the first frame of each GIF, "
+        "--first-frame (first_frame=True); or convert them to PNG or JPEG"
+    )
     repo = ("--repo", str(tmp_path / "repo"))
     assert said in run("ingest", str(tmp_path / "a"), "a", *repo, "--dry-run").stdout
     planned = run("ingest", str(tmp_path / "a"), "a", *repo, "--dry-run", "--json").stdout
-    assert json.loads(planned)["ignored"] == {".heic": 2, ".gif": 1}
+    assert json.loads(planned)["ignored"] == {".nef": 2, ".gif": 1}
     assert said in run("ingest", str(tmp_path / "a"), "a", *repo).stderr
     assert said in run("show", "a", *repo).stdout
+
+
+# 16 x 24 pixels after the rotation by its EXIF tag and its box `irot`: the upper half is red, the lower one blue.
+HEIC = base64.b64decode(
+    "AAAAHGZ0eXBoZWljAAAAAG1pZjFoZWljbWlhZgAAAcdtZXRhAAAAAAAAACFoZGxyAAAAAAAAAABwaWN0AAAAAAAAAAAAAAAAAAAAADRpbG9j"
+    "AAAAAERAAAIAAQAAAAAB6wABAAAAAAAAAEgAAgAAAAACMwABAAAAAAAAACQAAAA4aWluZgAAAAAAAgAAABVpbmZlAgAAAAABAABodmMxAAAA"
+    "ABVpbmZlAgAAAQACAABFeGlmAAAAAA5waXRtAAAAAAABAAABBmlwcnAAAADlaXBjbwAAAHVodmNDAQNwAAAAkAAAAAAAHvAA/P34+AAADwNg"
+    "AAEAGEABDAH//wNwAAADAJAAAAMAAAMAHroCQGEAAQApQgEBA3AAAAMAkAAAAwAAAwAeoCCBBZbqrprm4CGgwIAAAAyAAAADAIRiAAEABkQB"
+    "wXPBiQAAABNjb2xybmNseAABAA0ABoAAAAAUaXNwZQAAAAAAAABAAAAAQAAAAChjbGFwAAAAGAAAAAEAAAAQAAAAAf///9gAAAAC////0AAA"
+    "AAIAAAAQcGl4aQAAAAADCAgIAAAACWlyb3QDAAAAGWlwbWEAAAAAAAAAAQABBoECAwWEhgAAABppcmVmAAAAAAAAAA5jZHNjAAIAAQABAAAA"
+    "dG1kYXQAAABEKAGvEyGlIGjlNVP9KpdSAWB+pMAs8abNDLZBeYU2ExDCXSI0DZuzX+RTYKz+gDcX0jL++smygOfHKju7JMC0b92c6EwAAAAG"
+    "RXhpZgAATU0AKgAAAAgAAQESAAMAAAABAAYAAAAAAAA="
+)
+
+
+@pytest.mark.parametrize("max_side", [None, 12])
+def test_a_photo_of_a_phone_is_stored_upright_as_jpeg(repository, tmp_path, max_side):
+    """caezium/burrow#283, thtrieu/darkflow#774: neither loaders nor browsers decode HEIC."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "IMG_1.HEIC").write_bytes(HEIC)
+    assert not dry_run_ingest(None, str(tmp_path / "a"), "photos").bad
+    ingest(repository, str(tmp_path / "a"), "photos", max_side=max_side, decode_check=True)
+    (sample,) = open_dataset(repository, "photos")["train"]
+    height, width = (12, 8) if max_side else (24, 16)
+    assert (sample["key"], sample["height"], sample["width"]) == ("IMG_1.HEIC", height, width)
+    pixels = decode_image(sample["image"], "numpy").astype(int)
+    assert pixels.shape == (height, width, 3)
+    assert np.abs(pixels[:2] - [200, 40, 40]).max() < 60
+    assert np.abs(pixels[-2:] - [40, 40, 200]).max() < 60
+    assert read_header(sample["image"]).kind == "JPEG"
+
+
+def test_without_the_package_heic_is_refused_with_its_name(repository, tmp_path, monkeypatch):
+    """caezium/burrow#283: in a folder and as values of other sources."""
+    monkeypatch.setitem(sys.modules, "pi_heif", None)
+    with pytest.raises(BadSampleError, match=r"is HEIC, which needs pi-heif: pip install .pi-heif"):
+        ingest(repository, [{"key": "a", "image": HEIC}], "photos")
+    monkeypatch.setattr(image_folder, "EXTENSIONS", EXTENSIONS - {".heic", ".heif"})
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "IMG_1.HEIC").write_bytes(HEIC)
+    with pytest.raises(NotFoundError, match=r"pictures in \.heic are not read: for HEIC, pip install .pi-heif"):
+        ingest(repository, str(tmp_path / "a"), "photos")
+
+
+@pytest.mark.parametrize("cut", [60, 300, len(HEIC) - 80])
+def test_a_damaged_heic_file_is_a_bad_sample(repository, cut):
+    """caezium/burrow#283: an incomplete copy from a phone."""
+    with pytest.raises(BadSampleError, match=r"does not decode|not an image"):
+        ingest(repository, [{"key": "a", "image": HEIC[:cut]}], "photos")
+
+
+def test_the_first_frame_of_a_gif_is_a_sample_on_request(repository, tmp_path):
+    """KichangKim/DeepDanbooru#22, alex000kim/nsfw_data_scraper#35: animations among the pictures of a class."""
+    (tmp_path / "a" / "x").mkdir(parents=True)
+    frames = [Image.new("RGB", (8, 6), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "a" / "x" / "1.gif", save_all=True, append_images=frames[1:])
+    with pytest.raises((NotFoundError, ConfigError)):
+        ingest(repository, str(tmp_path / "a"), "gifs")
+    ingest(repository, str(tmp_path / "a"), "gifs", source_options=SourceOptions(first_frame=True))
+    (sample,) = open_dataset(repository, "gifs")["train"]
+    pixels = decode_image(sample["image"], "numpy")
+    assert pixels.shape == (6, 8, 3)
+    assert (pixels == [255, 0, 0]).all()
+    with pytest.raises(ConfigError, match="--first-frame"):
+        ingest(repository, [{"key": "a"}], "b", source_options=SourceOptions(first_frame=True))

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 EXIT_LEFT_OUT = 6  # committed without the bad samples
 _EVENT_INTERVAL_S = 1.0
 _MAX_SHOWN = 20  # largest number of bad samples, and of duplicates, to print
-# Pictures that no reader of image folders has; phones and web pages write them.
-_UNREAD_PICTURES = frozenset({".heic", ".heif", ".gif", ".jxl", ".dng", ".cr2", ".nef", ".arw"})
 _MAX_OVERLAPS_IN_JSON = 1000
 
 
@@ -69,6 +67,9 @@ def ingest(
             metavar="COLUMN", help="Column of text, whose values stay as written; may be given several times."
         ),
     ] = None,
+    first_frame: Annotated[
+        bool, typer.Option("--first-frame", help="Also read GIF files of an image folder: the first frame of each.")
+    ] = False,
     manifest: Annotated[
         str | None,
         typer.Option(help="CSV, JSON lines or Parquet file that lists image files with labels and other columns."),
@@ -159,6 +160,7 @@ def ingest(
         key_prefix=key_prefix,
         label=label_column,
         as_text=tuple(as_text or ()),
+        first_frame=first_frame,
     )
     opened_source = open_source(source, options)
     if dry_run:
@@ -343,15 +345,13 @@ def _print_report(report: IngestReport) -> None:
 def format_ignored(ignored: Mapping[str, int]) -> str:
     """Return the number of ignored files of each extension as text: `2 .txt, 1 without an extension`."""
     counts = sorted(ignored.items(), key=lambda item: (-item[1], item[0]))
-    unread = sorted(_UNREAD_PICTURES & ignored.keys())
-    advice = f"; pictures in {' and '.join(unread)} are not read: convert them to PNG or JPEG" if unread else ""
-    return (
-        ", ".join(
-            f"{count} without an extension" if extension == "(none)" else f"{count} {extension}"
-            for extension, count in counts
-        )
-        + advice
-    )
+    from datasvc.shards.sources.common.file_checks import unread_pictures
+
+    advice = unread_pictures(ignored)
+    return ", ".join(
+        f"{count} without an extension" if extension == "(none)" else f"{count} {extension}"
+        for extension, count in counts
+    ) + (f"; {advice}" if advice else "")
 
 
 def format_counts(counts: Mapping[str, int]) -> str:

@@ -3,13 +3,15 @@
 An ingest checks each image with this module. The header of a plain JPEG (`is_plain_jpeg`) is parsed here, about
 twenty times faster than by Pillow, which reads all other files. Pillow accepts some files with a missing end, but GPU
 decoders do not. So the end of a file is checked. If it does not show that the file is complete, the image is decoded.
+HEIC pictures become JPEG or PNG, because no loader decodes them.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -18,11 +20,14 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError, features
 
 from datasvc.errors import BadSampleError, ConfigError, DatasvcError
+from datasvc.extras import how_to_install
 from datasvc.shards.images.exif import parse_orientation, read_orientation, swaps_sides
 from datasvc.shards.images.jpeg_damage import check_scans, decode_jpeg
 from datasvc.shards.images.png_chunks import readable_png
 
-EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif"})
+# Without pi-heif, files of phones are left out and counted, as other files that are no readable pictures.
+_HEIF_EXTENSIONS: Final = (".heic", ".heif") if importlib.util.find_spec("pi_heif") else ()
+EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".avif", *_HEIF_EXTENSIONS})
 REENCODE_QUALITY: Final = 90  # default of `Reencoding.quality`
 
 _END_OF_IMAGE, _START_OF_SCAN = b"\xff\xd9", 0xDA
@@ -41,6 +46,9 @@ _FRAME: Final = struct.Struct(">BHHB")  # bits per component, height, width, num
 # Formats that Pillow may try. Others are unsafe for untrusted bytes: the EPS reader, for example, starts a program.
 _AVIF: Final = ("AVIF",) if features.check("avif") else ()  # since Pillow 11.3
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000", *_AVIF)
+# The brands of HEIF files that are compressed with HEVC; AVIF has the same container with other brands.
+_HEIF_BRANDS: Final = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"}
+_MAX_BRANDS_BYTES: Final = 256
 _ENCODERS: Final = {"JPEG", "PNG", "WEBP"}  # formats that `reencode` keeps
 
 
@@ -132,7 +140,7 @@ def reencode(content: bytes | memoryview, settings: Reencoding) -> bytes | None:
 def check_and_reencode(
     content: bytes | memoryview, settings: Reencoding, *, decode: bool
 ) -> tuple[ImageHeader, bytes | None]:
-    """Check an image, and encode it again if `settings` require it.
+    """Check an image, and encode it again if `settings` require it, or if it is HEIC.
 
     Args:
         content: the complete file.
@@ -145,6 +153,9 @@ def check_and_reencode(
     Raises:
         BadSampleError: see `read_header`.
     """
+    if _is_heif(content):
+        converted = _convert_heif(content, settings)  # decodes every pixel
+        return read_header(converted), converted
     header = read_header(content, decode=True) if decode else None
     encoded = reencode(content, settings) if settings.is_enabled else None
     if header is None or encoded:  # not checked yet, or the new image has another size
@@ -152,8 +163,36 @@ def check_and_reencode(
     return header, encoded
 
 
+def _is_heif(content: bytes | memoryview) -> bool:
+    """Return whether a file is HEIC: its first box has the type `ftyp` and lists brands (ISO/IEC 23008-12)."""
+    if bytes(content[4:8]) != b"ftyp":
+        return False
+    brands = bytes(content[8 : min(int.from_bytes(content[:4], "big"), _MAX_BRANDS_BYTES)])
+    return any(brands[start : start + 4] in _HEIF_BRANDS for start in range(0, len(brands), 4))
+
+
+def _convert_heif(content: bytes | memoryview, settings: Reencoding) -> bytes:
+    """Return the main picture of a HEIC file, upright and in 8 bits, as JPEG, or as PNG if it has an alpha channel.
+
+    Raises:
+        BadSampleError: it does not decode, or pi-heif is not installed.
+    """
+    try:
+        import pi_heif
+    except ModuleNotFoundError:
+        raise BadSampleError(f"is HEIC, which needs pi-heif: {how_to_install('heic')}") from None
+    # Only here: stored images are never HEIC, so that pages and loaders open none from a foreign repository.
+    pi_heif.register_heif_opener(thumbnails=False)
+    with open_image(content, formats=("HEIF",)) as image:
+        upright = ImageOps.exif_transpose(image)
+        if settings.max_side is not None and max(upright.size) > settings.max_side:
+            upright = _scale_down(upright, settings.max_side)
+        kind = "PNG" if upright.mode.endswith(("A", "a")) else "JPEG"
+        return _encode(upright, kind, settings.quality or REENCODE_QUALITY)
+
+
 @contextmanager
-def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
+def open_image(content: bytes | memoryview, *, formats: Sequence[str] = FORMATS) -> Iterator[Image.Image]:
     """Open an encoded image with Pillow, and map Pillow's errors, here and in the `with` block, to BadSampleError.
 
     Raises:
@@ -162,7 +201,7 @@ def open_image(content: bytes | memoryview) -> Iterator[Image.Image]:
     if not len(content):
         raise BadSampleError("empty file")
     try:
-        with Image.open(io.BytesIO(readable_png(content)), formats=FORMATS) as image:
+        with Image.open(io.BytesIO(readable_png(content)), formats=formats) as image:
             if image.format in {"JPEG", "MPO"}:
                 check_scans(content, _scan_offset(memoryview(content)), image.width * image.height)
             yield image

@@ -17,7 +17,7 @@ from datasvc.repository import Repository
 from datasvc.repository.logs.references import parse_line
 from datasvc.shards.format.digests import digest_blob
 from datasvc.shards.format.schema import stored_schema
-from datasvc.shards.images.header import read_header
+from datasvc.shards.images.header import Reencoding, check_and_reencode
 from datasvc.shards.ingestion.build import IngestWork
 from datasvc.shards.ingestion.ingest import (
     AnySource,
@@ -188,7 +188,7 @@ def _read_files(source: Source, options: BuildOptions, bad: list[BadSample]) -> 
             probe.stored_bytes += len(content)
             digest_blob(content)  # only so that its time counts in the measured rate
             try:
-                read_header(content, decode=options.decode_check)
+                check_and_reencode(content, Reencoding(), decode=options.decode_check)
             except BadSampleError as error:
                 bad.append(BadSample(split, file.key, str(error)))
             if probe.stored_bytes >= _READ_BYTES:

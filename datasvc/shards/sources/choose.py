@@ -57,7 +57,8 @@ _EXTENSIONS: Final = {
     "tfrecord": (".tfrecord", ".tfrecords"),
     "numpy": (".npy", ".npz"),
     "tokens": (".txt",),
-    "image-folder": tuple(IMAGES),
+    # Also pictures that are read with an option or a package only: the source says with which.
+    "image-folder": (*IMAGES, ".heic", ".heif"),
 }
 _FORMAT_OF_EXTENSION: Final = {
     extension: format_name for format_name, extensions in _EXTENSIONS.items() for extension in extensions
@@ -81,6 +82,7 @@ _FORMATS_OF_OPTION: Final = {
     "tokenizer": ("tokens",),
     "block_tokens": ("tokens",),
     "text": ("tokens",),
+    "first_frame": ("image-folder",),
 }
 _FLAGS: Final = {"label": "label-column"}  # where the flag has another name than the option
 # Tars that are not WebDataset: the training tar holds other tars, the validation tar has no labels.
@@ -149,6 +151,8 @@ def choose_format(url: str, options: SourceOptions) -> str:
     if not names:
         problem = "it is empty" if is_folder else "there is no file or folder of this name"
         raise NotFoundError(f"cannot ingest {redact_url(url)}: {problem}")
+    if options.first_frame:
+        return "image-folder"
     return _format_of_folder(names, url)
 
 

@@ -37,6 +37,8 @@ from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, Bad
 
 # First bytes of JPEG, PNG and both byte orders of TIFF.
 _MAGIC: Final = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"II*\0", b"MM\0*")
+# Main brands of AVIF and HEIC, whose container video has too.
+_BRANDS: Final = frozenset({b"avif", b"avis", b"heic", b"heix", b"hevc", b"mif1", b"msf1"})
 # If no column is called `label`, the first integer column of these names is renamed to it.
 _LABELS: Final = ("cls", "class", "target")
 _SOURCE_PREFIX: Final = "source_"
@@ -51,7 +53,8 @@ def looks_like_image(blob: bytes | None) -> bool:
         return False
     is_webp = blob[:4] == b"RIFF" and blob[8:12] == b"WEBP"
     is_bitmap = blob[:2] == b"BM" and blob[6:10] == bytes(4)  # the zeros exclude a text that starts with "BM"
-    return blob.startswith(_MAGIC) or is_webp or is_bitmap
+    is_heif = blob[4:8] == b"ftyp" and blob[8:12] in _BRANDS
+    return blob.startswith(_MAGIC) or is_webp or is_bitmap or is_heif
 
 
 class ColumnMap:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import posixpath
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Final
 
 from fsspec import AbstractFileSystem
 
 from datasvc.errors import ConfigError
+from datasvc.extras import how_to_install
 
 # Names that macOS, Linux, Python, Spark, Synology, QNAP, Windows and tar give to files of their own, in lower case.
 # Names with a dot at the start are hidden too.
@@ -48,6 +49,10 @@ _HTML: Final = re.compile(
     rb"(<!--.{,200}?-->\s*|<\?xml[^>]*>\s*)?(<!doctype\s+html|<html[\s>])", re.IGNORECASE | re.DOTALL
 )
 _TEXT: Final = (".csv", ".tsv", ".json", ".jsonl", ".ndjson", ".txt")
+
+# Pictures that a reader of image folders leaves out; phones, cameras and web pages write them.
+_HEIC, _GIF = frozenset({".heic", ".heif"}), ".gif"
+_UNREAD_PICTURES: Final = _HEIC | {_GIF, ".jxl", ".dng", ".cr2", ".nef", ".arw"}
 
 _TABLE_LOGS: Final = {
     "_delta_log": ("a Delta table", "deltalake.DeltaTable(path).to_pyarrow_dataset()"),
@@ -83,6 +88,17 @@ def hidden_label(part: str) -> str:
     """Return the text under which `Source.ignored` counts a result of `hidden_part`."""
     name = part.rstrip("/").rpartition("/")[2]
     return "hidden ._*" if name.startswith(_APPLE_DOUBLE) else f"hidden {name}{'/' if part.endswith('/') else ''}"
+
+
+def unread_pictures(extensions: Collection[str]) -> str:
+    """Return what to do about pictures that are left out, as a clause; "" if there are none among `extensions`."""
+    unread = sorted(_UNREAD_PICTURES.intersection(extensions))
+    if not unread:
+        return ""
+    ways = [f"for HEIC, {how_to_install('heic')}"] if _HEIC.intersection(unread) else []
+    ways += ["for the first frame of each GIF, --first-frame (first_frame=True)"] if _GIF in unread else []
+    ways += ["convert them to PNG or JPEG"]
+    return f"pictures in {' and '.join(unread)} are not read: {'; or '.join(ways)}"
 
 
 def check_complete(used: Iterable[str], others: Iterable[str], hidden: Iterable[str]) -> None:

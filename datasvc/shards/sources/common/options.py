@@ -30,6 +30,8 @@ class SourceOptions:
             column `label` beside images is not class names.
         key_prefix: text put before the key of every sample, so that two sources with equal keys fit one data set.
 
+        first_frame: for image folders: whether GIF files are samples too, of which loaders decode the first frame.
+
     Raises:
         ConfigError: `split` is not a valid name, a number is out of range, or `key_prefix` is not UTF-8.
     """
@@ -46,6 +48,7 @@ class SourceOptions:
     key_prefix: str = ""
     label: str | None = None
     as_text: tuple[str, ...] = ()
+    first_frame: bool = False
 
     def __post_init__(self) -> None:
         if self.split is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import ClassVar, NamedTuple
@@ -21,6 +21,7 @@ from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.images.header import EXTENSIONS
+from datasvc.shards.sources.common.file_checks import unread_pictures
 from datasvc.shards.sources.common.listing import SourceFile, find_below
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import ImageFile, ListedSource, printable
@@ -57,12 +58,13 @@ class ImageFolderSource(ListedSource):
         """
         options = options or SourceOptions()
         files_below, _, hidden = find_below(url)
-        folders, ignored = _by_folder(files_below.values())
+        extensions = EXTENSIONS | {".gif"} if options.first_frame else EXTENSIONS
+        folders, ignored = _by_folder(files_below.values(), extensions)
         ignored += hidden
         if not folders:
             raise NotFoundError(
                 f"cannot ingest {redact_url(url)}: no images among its {count_text(len(files_below), 'file')}; "
-                f"expected {', '.join(sorted(EXTENSIONS))}"
+                f"{unread_pictures(ignored) or 'expected ' + ', '.join(sorted(extensions))}"
             )
         # If the options give the split of all files, every top folder is a class folder, even one called "train".
         if options.split is None:
@@ -90,14 +92,16 @@ class ImageFolderSource(ListedSource):
         return pa.schema([pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE), *label])
 
 
-def _by_folder(files: Iterable[SourceFile]) -> tuple[dict[str, list[SourceFile]], Counter[str]]:
-    """Return the images by folder ("" or "a/b/"), and the number of other files by extension."""
+def _by_folder(
+    files: Iterable[SourceFile], extensions: Collection[str]
+) -> tuple[dict[str, list[SourceFile]], Counter[str]]:
+    """Return the files with `extensions` by folder ("" or "a/b/"), and the number of other files by extension."""
     folders: defaultdict[str, list[SourceFile]] = defaultdict(list)
     ignored: Counter[str] = Counter()
     for file in files:
         name = file.name
         extension = _extension(name)
-        if extension in EXTENSIONS:
+        if extension in extensions:
             folders[name[: name.rfind("/") + 1]].append(file)
         else:
             ignored[printable(extension) or "(none)"] += 1
