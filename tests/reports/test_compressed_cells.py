@@ -1,6 +1,7 @@
-"""A few kilobytes of Parquet do not fill the memory."""
+"""A few kilobytes of Parquet or Arrow do not fill the memory."""
 
 from contextlib import suppress
+from random import Random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -8,6 +9,7 @@ import pytest
 
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.shards import ingest, open_dataset
+from datasvc.shards.sources.tabular.arrow_buffers import largest_batch
 from datasvc.shards.sources.tabular.parquet_footer import largest_cells
 
 
@@ -28,6 +30,45 @@ def test_a_small_file_of_one_huge_cell_is_refused_before_it_is_decoded(value, ki
     pq.write_table(pa.table({"a": pa.array(value, kind)}), folder / "a.parquet", compression="zstd")
     with pytest.raises(ConfigError, match="would fill the memory"):
         ingest(repository, str(folder / "a.parquet"), "d")
+
+
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.parametrize("column", ["numbers", "dictionary"])
+@pytest.mark.parametrize("form", ["file", "stream"])
+def test_a_small_arrow_file_that_announces_huge_buffers_is_refused_before_they_are_allocated(
+    form, column, codec, repository, folder
+):
+    """ClickHouse/ClickHouse#113006, apache/arrow-rs#10959: a buffer takes what its first bytes announce."""
+    folder.mkdir(exist_ok=True)
+    values = pa.array([7] * 9_999) if column == "numbers" else pa.array(["x" * 79_992]).dictionary_encode()
+    table = pa.table({"a": values})
+    open_writer = pa.ipc.new_file if form == "file" else pa.ipc.new_stream
+    with open_writer(folder / "a.arrow", table.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+        writer.write_table(table)
+    raw = (folder / "a.arrow").read_bytes()
+    ingest(repository, str(folder / "a.arrow"), "good")
+    announced = (79_992).to_bytes(8, "little")
+    assert announced in raw
+    (folder / "a.arrow").write_bytes(raw.replace(announced, (1 << 40).to_bytes(8, "little")))
+    with pytest.raises(ConfigError, match="would fill the memory"):
+        ingest(repository, str(folder / "a.arrow"), "bad")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_messages_of_arrow_take_no_time_and_raise_nothing(seed):
+    """ClickHouse/ClickHouse#113006: offsets and lengths in a header are used before they are checked."""
+    sink = pa.BufferOutputStream()
+    table = pa.table({"a": [1, 2] * 99, "b": pa.array(["x", "y"] * 99).dictionary_encode()})
+    with pa.ipc.new_file(sink, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table)
+    raw = bytearray(sink.getvalue())
+    random = Random(seed)
+    for _ in range(50):
+        damaged = bytearray(raw)
+        at = random.randrange(8, len(raw) - 8)
+        damaged[at : at + 4] = random.choice((b"\xff" * 4, bytes(4), b"\xff\xff\xff\x7f", random.randbytes(4)))
+        for content in (damaged, damaged[8:]):
+            largest_batch(memoryview(content), is_file=content is damaged)
 
 
 def test_many_rows_of_one_value_are_ordinary(repository, folder):

@@ -34,13 +34,17 @@ from datasvc.shards.sources.common.tables import (
     row_keys,
     split_by_size,
 )
+from datasvc.shards.sources.tabular.arrow_buffers import largest_batch
 from datasvc.shards.sources.tabular.features import features_of_files, image_columns, label_column
+from datasvc.sizes import format_size
 
 EXTENSIONS: Final = frozenset({".arrow", ".arrows", ".feather", ".ipc"})
 _MAGIC: Final = b"ARROW1"
 _FEATHER_1: Final = b"FEA1"
 # Pages of a mapped file count as memory of the process, so release them whenever this many bytes were read.
 _RELEASE_BYTES: Final = 16 << 20
+# A remote file is read for the check of its batches up to this size.
+_MAX_CHECKED_BYTES: Final = 16 << 20
 # Image columns are detected in the first samples, up to this number.
 _FIRST_SAMPLES: Final = 32
 
@@ -126,6 +130,7 @@ def _first_samples(reader: FileReader, parts: Sequence[SourcePart]) -> pa.Record
 
 
 def _read_schema(reader: FileReader, file: SourceFile) -> pa.Schema:
+    _check_buffers(reader, file)
     try:
         with _open_ipc(reader, file.path) as (ipc, _):
             return checked_names(ipc.schema)
@@ -135,6 +140,25 @@ def _read_schema(reader: FileReader, file: SourceFile) -> pa.Schema:
             f"{file.name} is not a readable Arrow file or stream: {reason_of(error)}; repair it, or remove it from "
             "the source"
         ) from error
+
+
+def _check_buffers(reader: FileReader, file: SourceFile) -> None:
+    """Raise ConfigError if a batch takes far more memory than the file, see `largest_batch`."""
+    size_bytes = file.size_bytes
+    if not size_bytes or (not reader.is_local and size_bytes > _MAX_CHECKED_BYTES):
+        return
+    with map_exceptions("open", file.path):
+        if reader.is_local:
+            with open(file.path, "rb") as opened:
+                content = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        else:
+            content = memoryview(reader.read_range(file.path, 0, size_bytes))
+    batch_bytes = largest_batch(content, is_file=content[: len(_MAGIC)] == _MAGIC)
+    if batch_bytes is not None:
+        raise ConfigError(
+            f"{file.name} has {format_size(size_bytes)}, and a batch of {format_size(batch_bytes)}, which would fill "
+            "the memory: it is hostile, or its values repeat. Write smaller batches, or no compression"
+        )
 
 
 @contextmanager
