@@ -59,6 +59,9 @@ class Batch(ABC, Generic[A]):
         return len(self._pair)
 
     def __getitem__(self, index: SupportsIndex) -> A:
+        if not hasattr(index, "__index__") and not isinstance(index, slice):
+            names = ", ".join(vars(self))
+            raise TypeError(f"a batch is a pair (inputs, labels), which has no {index!r}; its attributes are {names}")
         return cast("tuple[A, A]", self._pair)[index]
 
     def __repr__(self) -> str:

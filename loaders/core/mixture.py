@@ -243,10 +243,17 @@ def holds_labels(samples: Split | Mixture, columns: Sequence[str]) -> bool:
             continue
         if LABEL in columns:
             return False
+        kind = schema.field(LABEL).type
+        way = (
+            f"ingest the data with --label-column {LABEL} (SourceOptions.label), which makes classes of text and 0 "
+            "and 1 of booleans, or "
+        )
+        is_convertible = any(
+            test(kind) for test in (pa.types.is_string, pa.types.is_large_string, pa.types.is_boolean)
+        )
         raise ConfigError(
-            f"the column {LABEL!r} of {split!r} is {schema.field(LABEL).type}; labels are integers, the indices of "
-            f"classes: ingest the data with --label-column {LABEL} (SourceOptions.label), which makes classes of "
-            f"text, or request the values as they are with columns=[{LABEL!r}]"
+            f"the column {LABEL!r} of {split!r} is {kind}; labels are integers, the indices of classes: "
+            f"{way if is_convertible else ''}request the values as they are with columns=[{LABEL!r}]"
         )
     return LABEL in columns_of(samples)
 

@@ -101,7 +101,7 @@ def labels_of(repo, name, **options):
 def test_labels_that_are_no_integers_are_refused_by_the_loader_or_delivered_as_they_are(tmp_path, labels):
     """pandas-dev/pandas#56135: a column of another type is cast to integers, so that 0.75 trains as class 0."""
     datasvc.ingest(iter(images(labels)), "data", repo=str(tmp_path), keep_order=True)
-    with pytest.raises(ConfigError, match=r"'label'.*is (double|string|bool); labels are integers.*--label-column"):
+    with pytest.raises(ConfigError, match=r"'label'.*is (double|string|bool); labels are integers.*columns="):
         labels_of(tmp_path, "data")
     assert list(labels_of(tmp_path, "data", columns=["label"])) == labels
 

@@ -59,7 +59,7 @@ def ingest(
         str, typer.Option(help="Text put before the key of every sample, if another source has equal keys.")
     ] = "",
     label_column: Annotated[
-        str | None, typer.Option(help="Column with the labels: whole numbers, or names of classes.")
+        str | None, typer.Option(help="Column with the labels: whole numbers, booleans, or names of classes.")
     ] = None,
     as_text: Annotated[
         list[str] | None,

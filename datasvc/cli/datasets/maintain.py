@@ -99,10 +99,9 @@ def verify(
         for repair in outcome.repairs:
             print_line(describe_repair(repair))
         for kind, count in result.accepted.items():  # overlaps that the commit of the version allowed
-            print_line(
-                f"{count_text(count, 'sample is', 'samples are')} in two splits, by {kind}: accepted when they "
-                "were committed"
-            )
+            # Equal keys that are paths, such as cat/1.jpg, are of two pictures: no sample is in both splits.
+            what = ("key is", "keys are") if kind == "key" else ("sample is", "samples are")
+            print_line(f"{count_text(count, *what)} in two splits: accepted when they were committed")
         for overlap in result.overlaps:
             print_line(
                 f"{overlap}; `datasvc delete {result.version} --keys FILE --split {overlap.split}` removes them"

@@ -79,10 +79,12 @@ def check_kept(refused: Mapping[str, str], location: str) -> None:
     if refused:
         path, what = next(iter(refused.items()))
         more = f" (and {len(refused) - 1} more such values)" if len(refused) > 1 else ""
+        plain = "save plain values, such as model.state_dict(), and import that"
+        if path == "(root)":  # the whole file: nothing can be left out
+            raise ConfigError(f"{location} is a {what}, so it is refused. Load it where its class is, {plain}")
         raise ConfigError(
             f"{location} holds {what}, so it is refused: {path}{more}. Leave it out (--exclude {path}, in Python "
-            "exclude=), import a part (--only, only=), or save plain values, such as model.state_dict(), and import "
-            "that"
+            f"exclude=), import a part (--only, only=), or {plain}"
         )
 
 

@@ -87,8 +87,8 @@ def fill_state(
 
     Raises:
         ConfigError: `strict` is set, and the version lacks a tensor of `into`, or has it with another dtype or shape
-            (the message lists these in a table); or a tensor of `into` has no memory, or cannot be filled; or a
-            pattern matches nothing. Nothing was changed.
+            (the message lists these in a table); or a tensor of `into` has no memory, or cannot be filled; or `into`
+            has an object with a `state_dict`; or a pattern matches nothing. Nothing was changed.
         CorruptDataError, NotFoundError, UnavailableError: see `load_tensors`. Tensors may be filled in part.
     """
     plan = _Visits(records, _selection(into, only, exclude))
@@ -230,6 +230,13 @@ def _assemble(into: Any, skeleton: Any, path: str, tensors: Mapping[str, Any], p
         for name, tensor in inner.items():
             _assemble(tensor, stored.get(name, _ABSENT), f"{path}.inner.{name}", tensors, plan)
         return into
+    if callable(getattr(into, "state_dict", None)) and plan.is_selected(path):
+        # The stored values would replace the object in the returned tree, and the object itself would stay as it is.
+        raise ConfigError(
+            f"{path or 'into='} is a {type(into).__name__}, which a restore does not fill; nothing was restored. "
+            "Pass its state_dict(), and give the restored part of the state to its load_state_dict(); `load_into` "
+            "fills modules"
+        )
     if path and not _has_tensors(into):  # at the root, only the keys of `into` are restored
         return unflatten(skeleton, tensors) if skeleton is not _ABSENT and plan.is_selected(path) else into
     children = _children(skeleton)

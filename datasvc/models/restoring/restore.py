@@ -108,7 +108,8 @@ def restore(
 
     Raises:
         ConfigError: `ref`, a setting or a key is invalid; a stored format is newer than this release; or the version
-            lacks a tensor of `into`, or has it with another dtype or shape (nothing was changed then).
+            lacks a tensor of `into`, or has it with another dtype or shape, or `into` has a module, optimizer or
+            another object with a `state_dict` (nothing was changed then).
         NotFoundError: the version or a fallback repository does not exist, or no place has an object.
         CorruptDataError: no place has a good copy of an object (the message names tensors and places); or the version
             is not signed by a trusted key.
@@ -146,7 +147,7 @@ def restore_from(
     """Return the checkpoint that `ref` resolves to in the repository of `copies`. For the rest see `restore`."""
     began = time.monotonic()
     stored = read_version(copies.repository, ref, read=copies.direct.read, trusted_keys=trusted_keys)
-    if callable(into):
+    if callable(into) and not hasattr(into, "state_dict"):  # a module is callable too, and `fill_state` refuses it
         into = into(stored)
     # Check the patterns and the state before the tensors are read, because the tensors are by far the largest part.
     if rename and into is not None:

@@ -49,6 +49,12 @@ FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000"
 # The brands of HEIF files that are compressed with HEVC; AVIF has the same container with other brands.
 _HEIF_BRANDS: Final = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"}
 _MAX_BRANDS_BYTES: Final = 256
+# What phones and web pages hand out as .jpg: by the first four bytes of a file, or by the brand of a file of boxes.
+_UNREAD: Final = {
+    b"%PDF": "a PDF document",
+    **dict.fromkeys((b"qt  ", b"mp41", b"mp42", b"isom", b"M4V "), "a video"),
+}
+_WAY_OUT: Final = "convert it to PNG or JPEG, or leave it out"
 _ENCODERS: Final = {"JPEG", "PNG", "WEBP"}  # formats that `reencode` keeps
 
 
@@ -208,6 +214,8 @@ def open_image(content: bytes | memoryview, *, formats: Sequence[str] = FORMATS)
     except DatasvcError:
         raise  # from the `with` block, with a message of its own
     except UnidentifiedImageError as error:
+        if kind := _UNREAD.get(bytes(content[8:12]) if content[4:8] == b"ftyp" else bytes(content[:4])):
+            raise BadSampleError(f"{kind}, which is not read, whatever its name ends with: {_WAY_OUT}") from error
         raise BadSampleError(f"not an image: the file starts with {bytes(content[:16])!r}") from error
     except Image.DecompressionBombError as error:
         raise BadSampleError(str(error)) from error

@@ -109,8 +109,8 @@ class ColumnMap:
         """Return a map that makes `label` of the raw column `name`, as int32.
 
         Args:
-            name: a column of whole numbers (NaN and null for no class), or of class names. A column that was `label`
-                becomes `source_label`.
+            name: a column of whole numbers (NaN and null for no class), booleans, or class names. A column that was
+                `label` becomes `source_label`.
             classes: the class names that the column holds; a label is the index of a name. () for numbers.
         """
         changed = copy.copy(self)

@@ -130,7 +130,7 @@ def check_complete(used: Iterable[str], others: Iterable[str], hidden: Iterable[
             raise ConfigError(
                 f"the name of {example} announces {total} files, of which {total - len(found)} are missing, "
                 f"such as number {missing[0]:05d}; copy or download them too, or name the files to ingest in braces, "
-                "such as {00000..00003}"
+                f"such as {{{example},...}}"
             )
     extensions = {posixpath.splitext(name)[1].lower() for name in used}
     for name in others:

@@ -71,12 +71,13 @@ def name_labels(
     if pa.types.is_string(field.type) and classes is not None and (is_asked or has_images):
         found = _class_names(read(name))
         return columns.with_labels(name, found), found
-    if pa.types.is_floating(field.type) and _is_whole(read(name)):
+    if (pa.types.is_boolean(field.type) and is_asked) or (pa.types.is_floating(field.type) and _is_whole(read(name))):
         return columns.with_labels(name), ()
     if is_asked:
         way = "; ingest files, or pass the index of each class and `classes`" if classes is None else ""
         raise ConfigError(
-            f"column {name!r} cannot hold labels: its type is {field.type}; expected whole numbers or text{way}"
+            f"column {name!r} cannot hold labels: its type is {field.type}; expected whole numbers, booleans or "
+            f"text{way}"
         )
     return columns, known
 

@@ -24,8 +24,8 @@ class SourceOptions:
         tokenizer: for text: URL of the Hugging Face `tokenizer.json` that makes the tokens.
         block_tokens: for text: tokens per block.
         text: for text: column of JSON lines that holds the text to tokenize.
-        label: column that holds the labels, as whole numbers or as class names; None: the column `label`, or an
-            integer column of a usual name. Text in a column `label` beside images is class names too.
+        label: column that holds the labels, as whole numbers, booleans or class names; None: the column `label`, or
+            an integer column of a usual name. Text in a column `label` beside images is class names too.
         as_text: columns that keep their text: values of CSV are not converted to numbers, dates or booleans, and a
             column `label` beside images is not class names.
         key_prefix: text put before the key of every sample, so that two sources with equal keys fit one data set.
