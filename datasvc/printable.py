@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
@@ -49,3 +51,13 @@ def text_value(value: Any) -> str:
     plain = json_value(value)
     # JSON and not Python's notation: people who do not write Python read it, and programs parse it.
     return escape_controls(plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False))
+
+
+def escape_unencodable() -> None:
+    """Let standard output and error escape what their encoding does not have, instead of raising an error.
+
+    A terminal or container may take ASCII only, and names of files may hold bytes that are not UTF-8.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")

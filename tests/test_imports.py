@@ -102,12 +102,13 @@ ALLOWED["datasvc.loaders"] = {
     "datasvc.errors",
     "datasvc.extras",
 }
-ALLOWED["datasvc.trainer"] = {"datasvc.extras"}
+ALLOWED["datasvc.trainer"] = {"datasvc.extras", "datasvc.printable"}
 # Pure: `datasvc ui` uses it without torch.
 ALLOWED["datasvc.trainer.recipes.profiling.predict"] = {"datasvc.errors"}
 ALLOWED["datasvc.trainer.recipes"] = {"datasvc", "datasvc.trainer", "datasvc.loaders"} | ALLOWED["datasvc.cli"]
 ALLOWED["datasvc.trainer.recipes"] |= {"datasvc.trainer.recipes.profiling.predict"}
-ALLOWED["datasvc.trainer.__main__"] = {"datasvc.trainer", "datasvc.trainer.recipes", "datasvc.errors"}
+ALLOWED["datasvc.trainer.__main__"] = {"datasvc.trainer", "datasvc.trainer.recipes"}
+ALLOWED["datasvc.trainer.__main__"] |= {"datasvc.errors", "datasvc.printable"}
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.cli"] | {
     "datasvc",  # the version
     "datasvc.doctor",

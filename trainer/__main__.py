@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from datasvc.errors import DatasvcError
+from datasvc.printable import escape_unencodable
 from datasvc.trainer import HorovodInternalError
 from datasvc.trainer.fast_imports import fast_imports
 
@@ -24,6 +25,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
         arguments: command-line arguments; None for those of this process.
         prog: name of the program in usage messages.
     """
+    escape_unencodable()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         # Modules are imported here, so that an interrupt of an import ends in one line too.

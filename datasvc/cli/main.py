@@ -11,10 +11,11 @@ import typer
 
 from datasvc import __version__
 from datasvc.cli.terminal.completion import VARIABLE, run_completion
-from datasvc.cli.terminal.output import escape_unencodable, print_line
+from datasvc.cli.terminal.output import print_line
 from datasvc.cli.terminal.unreadable import report_unreadable
 from datasvc.errors import DatasvcError
 from datasvc.extras import explain_missing
+from datasvc.printable import escape_unencodable
 
 # Module and function of each command, below `datasvc.cli`, by section and in the order of the help. One without a
 # function is a group of commands: the `app` of the module.

@@ -8,6 +8,8 @@ import pytest
 
 from datasvc.cli.main import main
 from datasvc.shards import ingest
+from datasvc.trainer import __main__ as training
+from datasvc.trainer.launch import command_line
 from tests.samples import jpeg
 
 
@@ -79,3 +81,16 @@ def test_errors_and_warnings_are_escaped_too(cafes, monkeypatch, tmp_path):
     status, _, err = run(monkeypatch, tmp_path, "ascii", "ingest", cafes, "b", "--on-bad", "skip")
     assert status == 6
     assert rb"caf\xe9/bad.jpg" in err
+
+
+def test_the_launcher_and_the_training_program_escape_too(monkeypatch):
+    """meta-llama/llama#119, meta-llama/llama#311: a job under a Latin-1 locale ended at a line of its own output."""
+    err = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr(sys, "stderr", err)
+    assert command_line.main(["-np", "1", "/no/caf\u00e9"]) == 127
+    with pytest.raises(SystemExit):
+        training.main(["--caf\u00e9"])
+    err.flush()
+    said = err.buffer.getvalue()
+    assert rb"/no/caf\xe9" in said
+    assert rb"--caf\xe9" in said

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from datasvc.extras import explain_missing
+from datasvc.printable import escape_unencodable
 from datasvc.trainer.launch.config_file import read_config_file
 from datasvc.trainer.launch.engine_flags import CONTROLLERS, add_engine_flags, list_ignored, read_engine_flags
 from datasvc.trainer.launch.one_line_parser import OneLineParser
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "datasvc-run") -
         arguments: command-line arguments; None for those of this process.
         prog: name of the program in usage messages.
     """
+    escape_unencodable()
     try:
         job, elastic = parse_arguments(arguments, os.environ, prog=prog)
         with explain_missing(prog):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -71,16 +70,6 @@ def print_json_line(value: Any) -> None:
     """Print one JSON document as a single line and flush it. Commands that print events while they run use this."""
     sys.stdout.write(json.dumps(value, sort_keys=True, ensure_ascii=not _is_unicode(sys.stdout)) + "\n")
     sys.stdout.flush()
-
-
-def escape_unencodable() -> None:
-    """Let standard output and error escape what their encoding does not have, instead of raising an error.
-
-    A terminal or container may take ASCII only, and names of files may hold bytes that are not UTF-8.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _is_unicode(stream: TextIO) -> bool:

@@ -15,7 +15,7 @@ import pyarrow as pa
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
-from datasvc.repository import Objects
+from datasvc.repository import Digest, Objects
 from datasvc.shards.format.digests import DIGEST_BYTES, digest_batch, has_units
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.sample_index import SampleIndex
@@ -86,13 +86,8 @@ class SplitKeys:
             opened = self._open(shard)
             keys = take_keys(opened.column(KEY), rows)
             return ShardKeys(shard, rows, keys, lambda: take_keys(self._digest(opened), rows))
-        decoded = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
+        decoded = self.read_index(shard, digest)
         index = decoded.table
-        if index.num_rows != self._stored[shard]:
-            raise CorruptDataError(
-                f"{self._objects.location(digest)} lists {count_text(index.num_rows, 'sample')}, the shard table "
-                f"{self._stored[shard]}: restore both from another copy"
-            )
         keys = take_keys(index.column("key"), rows)
         is_comparable = not (decoded.hashes_text and any(map(has_units, self.table.sample_schema.types)))
         if self._labels is None and is_comparable:
@@ -108,6 +103,16 @@ class SplitKeys:
 
     def _open(self, shard: int) -> Shard:
         return self.table.check_shard(shard, open_shard(self._objects, self.table.shard(shard)))
+
+    def read_index(self, shard: int, digest: Digest) -> SampleIndex:
+        """Return the sample index of a shard; raise CorruptDataError if it has another number of samples."""
+        index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
+        if index.num_samples != self._stored[shard]:
+            raise CorruptDataError(
+                f"{self._objects.location(digest)} lists {count_text(index.num_samples, 'sample')}, the shard table "
+                f"{self._stored[shard]}: restore both from another copy"
+            )
+        return index
 
     def live_rows(self, shard: int) -> Integers:
         """Return the rows in a shard's file that are live and not in `without`: `int64[n]`, ascending."""

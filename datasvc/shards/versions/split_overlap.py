@@ -21,7 +21,6 @@ from datasvc.errors import ConfigError, ConflictError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Objects
-from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import is_blob
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
@@ -293,7 +292,7 @@ def payload_side(objects: Objects, table: ShardTable, shards: Integers | None) -
         for shard in keys.shards.tolist():
             digest = table.index(shard)
             assert digest is not None, "`keys` has only shards with a sample index"
-            index = SampleIndex.decode(objects.read(digest), objects.location(digest))
+            index = keys.read_index(shard, digest)
             rows = keys.live_rows(shard)
             # The payload digest of a sample without blobs equals its sample digest; such samples are left out.
             rows = rows[(index.digests("payload") != index.digests("sample"))[rows]]
