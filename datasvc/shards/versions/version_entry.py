@@ -5,10 +5,10 @@ Ingest, append, merge, delete and naming of classes use these functions to build
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
-from datasvc.errors import DatasvcError
+from datasvc.errors import CorruptDataError, DatasvcError
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.objects.presence import check_present
 from datasvc.shards.format.shard_table import ShardTable
@@ -97,16 +97,11 @@ def read_val_fraction(repository: Repository, version: Resolved) -> float:
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a log entry cannot be read.
     """
-    while True:
-        content = repository.entry(version).content
-        if VAL_FRACTION in content:
-            return float(content[VAL_FRACTION])
-        # An entry copied from another repository names merged versions of that repository, which do not resolve here.
-        merged = content.get("change", {}).get("versions", []) if content.get("origin") is None else []
-        ancestor = content.get("parent") or (merged[0] if merged else None)
-        if ancestor is None:
-            return float(content.get("source", {}).get("options", {}).get(VAL_FRACTION, 0.0))
-        version = repository.resolve("datasets", ancestor, removed=True)
+    origin, content = _find_origin(repository, version, _parent_without_fraction)
+    fraction = content.get(VAL_FRACTION, _mapping(_mapping(content, "source"), "options").get(VAL_FRACTION, 0.0))
+    if not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+        raise CorruptDataError(f"{origin}: {VAL_FRACTION} is {fraction!r:.80}, expected a number from 0 to 1")
+    return float(fraction)
 
 
 def read_ingest_options(repository: Repository, version: Resolved) -> Mapping[str, Any]:
@@ -115,13 +110,48 @@ def read_ingest_options(repository: Repository, version: Resolved) -> Mapping[st
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a log entry cannot be read.
     """
+    _, content = _find_origin(repository, version, _parent_of_change)
+    return _mapping(_mapping(content, "source"), "options")
+
+
+def _find_origin(
+    repository: Repository, version: Resolved, parent_of: Callable[[Mapping[str, Any]], str | None]
+) -> tuple[Resolved, Mapping[str, Any]]:
+    """Return the first of a version and its ancestors for whose entry `parent_of` is None, and that entry's content.
+
+    Raises:
+        CorruptDataError, NotFoundError, UnavailableError: an entry cannot be read, or a version is its own ancestor.
+    """
+    seen: set[Resolved] = set()
     while True:
+        if version in seen:  # otherwise a changed repository would hold its readers for ever
+            raise CorruptDataError(f"{version} is its own ancestor: its entry was changed; restore it from a copy")
+        seen.add(version)
         content = repository.entry(version).content
-        source, parent = content.get("source", {}), content.get("parent")
-        if source.get("kind") != "version" or parent is None:
-            options = source.get("options", {})
-            return options if isinstance(options, Mapping) else {}
+        parent = parent_of(content)
+        if parent is None:
+            return version, content
         version = repository.resolve("datasets", parent, removed=True)
+
+
+def _parent_without_fraction(content: Mapping[str, Any]) -> str | None:
+    if VAL_FRACTION in content:
+        return None
+    # An entry copied from another repository names merged versions of that repository, which do not resolve here.
+    merged = _mapping(content, "change").get("versions") if content.get("origin") is None else None
+    ancestor = content.get("parent") or (merged[0] if isinstance(merged, list) and merged else None)
+    return ancestor if isinstance(ancestor, str) else None
+
+
+def _parent_of_change(content: Mapping[str, Any]) -> str | None:
+    parent = content.get("parent") if _mapping(content, "source").get("kind") == "version" else None
+    return parent if isinstance(parent, str) else None
+
+
+def _mapping(content: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    """Return a field of an entry that may have been written by somebody else; {} if it is no mapping."""
+    value = content.get(field)
+    return value if isinstance(value, Mapping) else {}
 
 
 def changed_entry(
