@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
@@ -121,11 +121,15 @@ class Collector:
         elif event.event == "diagnosis":
             self.warnings["verdict"] = to_text(event.facts.get("verdict") or "", _MAX_VERDICT_CHARS)
 
-    def compact(self, limits: ContentLimits) -> None:
-        """Reduce what was collected to `limits`, see `Content.thin`."""
+    def compact(self, limits: ContentLimits, read_resources: Callable[[], Mapping[str, float]] = dict) -> None:
+        """Reduce what was collected to `limits`, see `Content.thin`.
+
+        `read_resources` is called if there are steps: its values become numbers of all steps since the last call.
+        """
         if not self._rows and not self._events:
             return
-        tables = [StepTable.from_rows(tuple(map(to_name, names)), rows) for names, rows in self._rows.items()]
+        shared = read_resources() if self._rows else {}
+        tables = [_make_table(names, rows, shared) for names, rows in self._rows.items()]
         self._content = merge([self._content, Content(tables, self._events, self._num_cut)]).thin(limits)
         self._rows, self._events, self._num_cut = {}, [], 0
 
@@ -134,6 +138,16 @@ class Collector:
         content, self._content = self._content, Content()
         self._floor_s = round(self._newest_s + 0.001, 3)
         return content
+
+
+def _make_table(names: tuple[str, ...], rows: list[_Row], shared: Mapping[str, float]) -> StepTable:
+    """Return the table of some steps with the numbers that they share; those that were reported count."""
+    added = {name: value for name, value in shared.items() if name not in names}
+    if len(names) + len(added) > MAX_NAMES:  # readers refuse a table with more
+        added = {}
+    # In the same table, and not in one of their own: each step stays one bin.
+    rows = [(step, time_s, (*values, *added.values())) for step, time_s, values in rows]
+    return StepTable.from_rows((*map(to_name, names), *added), rows)
 
 
 def _is_step(event: object, facts: dict[str, Any]) -> bool:

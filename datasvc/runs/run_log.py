@@ -27,6 +27,7 @@ from datasvc.runs.header import make_header
 from datasvc.runs.part import choose_parts
 from datasvc.runs.part_files import read_parts
 from datasvc.runs.part_writer import PART_LIMITS, PartWriter, with_unused_bins
+from datasvc.runs.resources import ResourceMeter
 from datasvc.runs.run_ids import check_run_id, new_run_id, run_folder
 from datasvc.threads import run_before_threads_end
 
@@ -82,6 +83,7 @@ class RunLog:
         self._queue: deque[tuple[float, str, dict[str, Any]]] = deque()
         self._parts: PartWriter | None = None
         self._collector = Collector()
+        self._resources = ResourceMeter()
         self._is_failing = False
         self._retry_s = flush_s
         self._active_s = time.monotonic()  # when the program has reported last, to `flush_s`
@@ -191,10 +193,11 @@ class RunLog:
         """Record an event; this never fails, and does not wait.
 
         Numbers of an event "step" that has a `step`, the number of optimizer steps, become curves; of old steps,
-        means, minima and maxima are kept. Events with other names keep all of their facts: "evaluation" with metrics,
-        "checkpoint" with `version`, and any other. Of events of one name that are reported thousands of times, evenly
-        spaced ones are kept. Do not change a list or dict that was passed. A tensor
-        of one number is read up to `flush_s` later: pass a float if its value changes in place.
+        means, minima and maxima are kept. The log adds the processors and the memory that this process uses
+        (docs/how-to/runs.md), unless a number of the same name is reported. Events with other names keep all of
+        their facts: "evaluation" with metrics, "checkpoint" with `version`, and any other. Of events of one name
+        that are reported thousands of times, evenly spaced ones are kept. Do not change a list or dict that was
+        passed. A tensor of one number is read up to `flush_s` later: pass a float if its value changes in place.
 
         Args:
             event: name of the event.
@@ -262,7 +265,8 @@ class RunLog:
         if self._collector.num_signs != num_signs:
             self._active_s = time.monotonic()
         limits = _LIMITS_WHILE_FAILING if self._is_failing else PART_LIMITS
-        self._collector.compact(with_unused_bins(limits, 0 if self._parts is None else self._parts.num_bins))
+        num_bins = 0 if self._parts is None else self._parts.num_bins
+        self._collector.compact(with_unused_bins(limits, num_bins), self._resources.read)
 
     def _try_to_write(self, end: tuple[Outcome, str] | None, *, is_urgent: bool) -> bool:
         """Write a part if one is due; return False if the store has failed."""

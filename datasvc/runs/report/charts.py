@@ -13,6 +13,7 @@ from datasvc.drawing.numbers import thin_points
 from datasvc.printable import escape_controls
 from datasvc.runs.history import RunHistory, Series
 from datasvc.runs.report.description import STEP_PARTS
+from datasvc.runs.resources import RESOURCES
 
 _MAX_POINTS: Final = 600
 _MAX_CHARTS: Final = 12
@@ -36,7 +37,7 @@ _UNITS: Final = {"_s": "s", "_bytes": "bytes"}
 
 
 def line_charts(history: RunHistory, *, width: int = 640) -> list[dict[str, Any]]:
-    """Return a chart for each curve of a run, and for each metric of several evaluations: the first 12.
+    """Return a chart for each curve of a run that `choose_drawn` chooses, metrics of several evaluations included.
 
     Args:
         history: the run.
@@ -46,21 +47,28 @@ def line_charts(history: RunHistory, *, width: int = 640) -> list[dict[str, Any]
         Dicts with `id`, `name`, `svg`, `table`, and `data`, what the script of the page draws.
     """
     marks = _marks(history)
+    curves = {name: (series, colour) for name, series, colour in _curves(history)}
     return [
-        _chart(f"chart-{number}", name, series, colour, marks, width)
-        for number, (name, series, colour) in enumerate(_curves(history)[:_MAX_CHARTS])
+        _chart(f"chart-{number}", name, *curves[name], marks, width)
+        for number, name in enumerate(choose_drawn(list(curves))[0])
     ]
+
+
+def choose_drawn(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split names of curves into those that are drawn, and the others: the first 12 are drawn, and all resources."""
+    others = [name for name in names if name not in RESOURCES]
+    return others[:_MAX_CHARTS] + [name for name in RESOURCES if name in names], others[_MAX_CHARTS:]
 
 
 def describe_left_out(history: RunHistory) -> str | None:
     """Return which curves `line_charts` leaves out, in words; None if it leaves out none."""
-    names = [name for name, _, _ in _curves(history)]
-    if len(names) <= _MAX_CHARTS:
+    drawn, left_out = choose_drawn([name for name, _, _ in _curves(history)])
+    if not left_out:
         return None
-    listed = ", ".join(names[_MAX_CHARTS : _MAX_CHARTS + _MAX_LISTED])
-    more = " and more" if len(names) > _MAX_CHARTS + _MAX_LISTED else ""
+    more = " and more" if len(left_out) > _MAX_LISTED else ""
     return (
-        f"{_MAX_CHARTS} of {len(names):,} curves are drawn; not {listed}{more}. "
+        f"{len(drawn)} of {len(drawn) + len(left_out):,} curves are drawn; "
+        f"not {', '.join(left_out[:_MAX_LISTED])}{more}. "
         f"`datasvc runs show {history.summary.ref} --json` has all of them."
     )
 
@@ -116,7 +124,7 @@ def _chart(
     values = [value if math.isfinite(value) else None for value in series.values.tolist()]
     points = thin_points(series.steps.tolist(), values, _MAX_POINTS)
     title, unit = title_and_unit(name)
-    is_from_zero = name.endswith(("_per_s", "_bytes"))
+    is_from_zero = starts_at_zero(name)
     line = ChartSeries(title, [x for x, _ in points], [y for _, y in points], colour)
     return {
         "id": chart_id,
@@ -140,12 +148,19 @@ def _chart(
 
 def title_and_unit(name: str) -> tuple[str, str]:
     """Return the title of a curve and its unit; names of the training program end in their units."""
+    if name in RESOURCES:
+        return RESOURCES[name]
     if name.endswith("_per_s"):
         return name.removesuffix("_per_s").replace("_", " ") + "/s", ""
     for ending, unit in _UNITS.items():
         if name.endswith(ending):
             return name.removesuffix(ending).replace("_", " "), unit
     return name, ""
+
+
+def starts_at_zero(name: str) -> bool:
+    """Return whether the axis of a curve starts at zero: it is a rate, or a part of something."""
+    return name.endswith(("_per_s", "_bytes", "_percent"))
 
 
 def _marks(history: RunHistory) -> list[ChartMark]:

@@ -16,7 +16,7 @@ from datasvc.models.registry.diff import tree_leaves
 from datasvc.printable import escape_controls
 from datasvc.runs import RunHistory, list_runs
 from datasvc.runs.history import Series
-from datasvc.runs.report.charts import named_curves, title_and_unit
+from datasvc.runs.report.charts import choose_drawn, named_curves, starts_at_zero, title_and_unit
 from datasvc.runs.report.description import as_mapping
 from datasvc.runs.step_table import Floats
 from datasvc.ui.pages.charts.layout import CHART_WIDTH
@@ -27,7 +27,6 @@ from datasvc.ui.web.site import Site
 
 RUN_FIELD: Final = "run:"  # of the address, before the reference of each run: a form has a box for each
 _PATH: Final = "/runs/compare"
-_MAX_CHARTS: Final = 12
 _MAX_POINTS: Final = 400
 _MAX_OFFERED: Final = 20  # newest runs that can be added
 _SMOOTHING: Final = ("0", "0.5", "0.8", "0.9", "0.95", "0.99")
@@ -51,13 +50,14 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     curves = {ref: dict(named_curves(history)) for ref, history in runs.items()}
     names = list(dict.fromkeys(name for each in curves.values() for name in each))
     shared = sorted(names, key=lambda name: -sum(name in each for each in curves.values()))
+    shown, left_out = choose_drawn(shared)
     drawn = {
         name: {
             ref: _points(curves[ref][name], runs[ref].summary.started_s, weight, axis)
             for ref in runs
             if name in curves[ref]
         }
-        for name in shared[:_MAX_CHARTS]
+        for name in shown
     }
     offered = [run.ref for run in list_runs(site.repo.repository, last=_MAX_OFFERED) if run.ref not in runs]
     values = {name: {ref: {"x": xs, "y": ys} for ref, (xs, ys) in points.items()} for name, points in drawn.items()}
@@ -75,7 +75,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
             "offered": offered,
             "field": RUN_FIELD,
             "charts": [_chart(name, points, chosen, axis) for name, points in drawn.items()],
-            "left_out": shared[_MAX_CHARTS:],
+            "left_out": left_out,
             "smoothing": _SMOOTHING,
             "weight": query.text("smooth") or "0",
             "axes": _AXES,
@@ -129,7 +129,15 @@ def _chart(
     lines = [ChartSeries(ref, xs, ys, colours[ref]) for ref, (xs, ys) in points.items()]
     return {
         "name": escape_controls(title),
-        "svg": line_chart(lines, title=title, unit=unit, x_label=_AXES[axis], width=CHART_WIDTH, height=220),
+        "svg": line_chart(
+            lines,
+            title=title,
+            unit=unit,
+            x_label=_AXES[axis],
+            width=CHART_WIDTH,
+            height=220,
+            from_zero=starts_at_zero(name),
+        ),
         "table": chart_table(lines, title=title, unit=unit, max_rows=100),
     }
 
