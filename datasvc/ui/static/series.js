@@ -39,6 +39,12 @@
 
   const textOf = (value) => (value == null ? "no value" : Number(value.toPrecision(4)).toLocaleString("en"));
 
+  // A value with its unit, in the words of the charts of the server: "1.5 GB".
+  function quantityOf(value, unit) {
+    const [name, size] = [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find(([, least]) => value >= least) || [];
+    return unit === "bytes" && name ? `${textOf(value / size)} ${name}` : `${textOf(value)} ${unit || ""}`.trim();
+  }
+
   // The mark at the cursor.
   function markAt(plot, marks) {
     const left = plot.cursor.left;
@@ -105,6 +111,7 @@
     const over = chart.axis || "step";
     const text = document.createElement("p");
     text.className = "mark-text";
+    const byteTicks = chart.unit === "bytes" ? { values: (plot, ticks) => ticks.map((tick) => quantityOf(tick, "bytes")) } : {};
     const widthOf = () => Math.max(280, Math.min(element.clientWidth, MAX_WIDTH));
     // One value has an axis too: it begins and ends beside it.
     const ends = () => {
@@ -113,7 +120,7 @@
     };
     const describe = (plot) => {
       const [at, mark] = [plot.cursor.idx, markAt(plot, chart.marks)];
-      const values = at == null ? [] : [`${over} ${textOf(chart.x[at])}`, `${chart.name}: ${textOf(chart.y[at])} ${chart.unit || ""}`.trim()];
+      const values = at == null ? [] : [`${over} ${textOf(chart.x[at])}`, `${chart.name}: ${quantityOf(chart.y[at], chart.unit)}`];
       return [...values, ...(mark ? [mark[1]] : [])].join("; ");
     };
     const options = {
@@ -125,7 +132,7 @@
       scales: { x: { time: false, range: (plot, min, max) => (min < max ? [min, max] : ends()) }, y: { range: rangeOf(chart.from_zero) } },
       axes: [
         { ...axis, label: over, labelSize: 20, size: 36 },
-        { ...axis, size: (plot, values) => Math.max(40, 16 + 7.5 * Math.max(0, ...(values || []).map((value) => value.length))) },
+        { ...axis, ...byteTicks, size: (plot, values) => Math.max(40, 16 + 7.5 * Math.max(0, ...(values || []).map((value) => value.length))) },
       ],
       series: [
         { label: over },
