@@ -62,6 +62,7 @@ ALLOWED["datasvc.shards"] = {
 }
 ALLOWED["datasvc.runs"] = {"datasvc.repository", "datasvc.errors", "datasvc.printable", "datasvc.threads"}
 ALLOWED["datasvc.runs"] |= {"datasvc.drawing", "datasvc.notebook"}  # how a notebook shows a run
+ALLOWED["datasvc.runs"] |= {"datasvc.processors"}  # its use of them is in percent of those that it may use
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.ledger", "datasvc.mix_order"}
