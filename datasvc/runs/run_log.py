@@ -6,12 +6,15 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
+import sys
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib import metadata
 from types import TracebackType
 from typing import Any, Final, Literal, Self, get_args
 
@@ -22,8 +25,7 @@ from datasvc.repository.logs.log import Log
 from datasvc.repository.logs.references import check_name
 from datasvc.runs.collector import Collector
 from datasvc.runs.ended_attempts import start_merging
-from datasvc.runs.facts import choose_facts, to_text
-from datasvc.runs.header import make_header
+from datasvc.runs.facts import choose_facts, limit_size, to_json_value, to_text
 from datasvc.runs.part import choose_parts
 from datasvc.runs.part_files import read_parts
 from datasvc.runs.part_writer import PART_LIMITS, PartWriter, with_unused_bins
@@ -42,6 +44,7 @@ _MAX_INTERVAL_S: Final = 3600
 # While the store fails, events are collected for its next answer, within these limits.
 _LIMITS_WHILE_FAILING: Final = replace(PART_LIMITS, num_bins=4 * PART_LIMITS.num_bins)
 _MAX_LATEST_BYTES: Final = 16 << 10
+_MAX_FIELD_BYTES: Final = 1 << 20  # of a header
 # Lists of runs show these, so they are kept of very many facts.
 _LATEST_FIRST: Final = frozenset({"step", "epoch", "progress", "coverage", "unit", "loss", "step_s", "wait_s"})
 
@@ -151,7 +154,7 @@ class RunLog:
         if isinstance(repository, str):
             repository = Repository.open(repository)
         run_id = new_run_id() if run_id is None else check_run_id(run_id)
-        header = make_header(
+        header = _make_header(
             {
                 "name": name,
                 "id": run_id,
@@ -376,6 +379,29 @@ class RunLog:
         self._is_failing = True
         self._next_write = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, _MAX_RETRY_S)
+
+
+def _make_header(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the header of an attempt that starts now: `fields` that are not None, the time, and this process."""
+    process = {
+        "started": time.time(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "package": _package_version(),
+        "python": sys.version.split()[0],
+    }
+    return {
+        name: limit_size(to_json_value(value), _MAX_FIELD_BYTES)
+        for name, value in {**fields, **process}.items()
+        if value is not None
+    }
+
+
+def _package_version() -> str | None:
+    try:
+        return metadata.version("datasvc")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def outcome_of(error: BaseException | None) -> tuple[Outcome, str]:
