@@ -141,8 +141,15 @@ class VersionsOfTrainer(transformers.TrainerCallback):
         if scaler is not None:
             content["scaler"] = scaler.state_dict()
         content[TRAINER_STATE] = json.dumps(dataclasses.asdict(state))
-        losses = [logs["loss"] for logs in state.log_history[-1:] if "loss" in logs]
-        self.checkpoints.save(content, step=state.global_step, metrics={"loss": losses[0]} if losses else None)
+        # `Trainer` logs the loss, and then an evaluation, in entries of their own: the newest of each counts.
+        newest = {name: value for logs in state.log_history for name, value in logs.items()}
+        metrics = {
+            name: value
+            for name, value in newest.items()
+            if name == "loss" or (name.startswith("eval_") and not name.endswith(("_runtime", "_per_second")))
+            if isinstance(value, int | float) and not isinstance(value, bool)  # `compute_metrics` may return lists
+        }
+        self.checkpoints.save(content, step=state.global_step, metrics=metrics or None)
 
 
 class _OrderedLoader(torch.utils.data.DataLoader[Any]):
