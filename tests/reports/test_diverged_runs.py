@@ -7,9 +7,12 @@ import torch
 
 import datasvc
 from datasvc.errors import ConfigError, NotFiniteError
+from datasvc.runs import RunLog, read_run
+from datasvc.runs.report.description import warnings
 from datasvc.shards import ingest
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train
+from tests.ui.conftest import running_ui
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +93,21 @@ def test_a_step_that_a_loss_scale_skips_is_no_divergence(url, capsys, monkeypatc
     events, said = run(url, "scaled", capsys, max_steps=4, precision="fp16", stop_on_nan=True)
     assert [event["loss"] for event in events if event["event"] == "step"][1] == "inf"
     assert "diverged" not in said
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_run_with_a_loss_that_is_not_finite_is_a_problem_of_all_pages_and_of_the_command_once(tmp_path, loss):
+    """skinniderlab/CLM#284: Home found no problem while the newest run had trained with NaN to its end."""
+    repository = datasvc.open(str(tmp_path / "repo"), create=True).repository
+    with RunLog.open(repository, "sound") as sound:
+        sound.report("step", step=2, loss=loss)
+        sound.report("step", step=4, loss=0.5)  # a step whose loss overflowed, and was skipped
+    with RunLog.open(repository, "lost") as log:
+        log.report("step", step=2, loss=loss)
+    text = f"has diverged: its newest loss is {loss}"
+    assert [found.startswith(text) for found in warnings(read_run(repository, "lost", log.id))] == [True]
+    assert warnings(read_run(repository, "sound", sound.id)) == []
+    with running_ui(tmp_path / "repo", thumbnails=tmp_path / "t") as pages:
+        for path in ("/", "/runs", f"/runs/lost/{log.id}"):
+            problems = [(found["severity"], found["text"]) for found in pages.json(path, "problems")]
+            assert [(severity, text in found) for severity, found in problems] == [("error", True)]

@@ -5,6 +5,7 @@ Any program may have written the log: every value of it is checked, and is text 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,11 +77,21 @@ def describe_stall(run: RunSummary) -> str | None:
     )
 
 
+def describe_divergence(run: RunSummary) -> str | None:
+    """Return in words, to be read after the name of the run, that its newest loss is not finite; None: it is."""
+    loss = run.latest.get("loss")
+    try:
+        # Logs are JSON, which has no NaN, so they have these numbers as texts.
+        if not isinstance(loss, int | float | str) or math.isfinite(float(loss)):
+            return None
+    except (ValueError, OverflowError):  # a text of another program, or an integer of 400 digits
+        return None
+    return f"has diverged: its newest loss is {loss}. Continue from an earlier version, with other settings"
+
+
 def warnings(history: RunHistory) -> list[str]:
-    """Return what slows a run down or has failed: a hang, starved loaders, stragglers, stalls, checkpoints."""
-    found = []
-    if (stall := describe_stall(history.summary)) is not None:
-        found.append(stall)
+    """Return what is wrong or slow: a hang, a diverged loss, starved loaders, stragglers, stalls, checkpoints."""
+    found = [text for text in (describe_stall(history.summary), describe_divergence(history.summary)) if text]
     verdict = newest_fact(history, "diagnosis", "verdict")
     if isinstance(verdict, str) and verdict.startswith("starved"):
         found.append(verdict)

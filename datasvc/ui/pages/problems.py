@@ -9,7 +9,7 @@ from pathlib import Path
 from datasvc.node.status import describe_disk
 from datasvc.printable import count_text
 from datasvc.runs import RunSummary
-from datasvc.runs.report.description import describe_stall
+from datasvc.runs.report.description import describe_divergence, describe_stall
 from datasvc.sizes import format_size
 from datasvc.ui.web.links import cluster_link, run_link
 from datasvc.ui.web.node_monitor import NodeState, used_bytes
@@ -97,8 +97,9 @@ def run_problems(run: RunSummary) -> list[Problem]:
             )
         ]
     warnings = [Problem(f"{run.ref} {text}", link, "warning") for text in (_run_warnings(run) if is_live else ())]
-    stall = describe_stall(run)
-    return warnings if stall is None else [Problem(f"{run.ref} is {stall}", link), *warnings]
+    stall, divergence = describe_stall(run), describe_divergence(run)
+    errors = [*([f"is {stall}"] if stall else ()), *([divergence] if divergence else ())]
+    return [*(Problem(f"{run.ref} {text}", link) for text in errors), *warnings]
 
 
 def _run_warnings(run: RunSummary) -> Iterator[str]:

@@ -14,7 +14,6 @@ from datasvc.runs.report.description import (
     RankComparison,
     as_mapping,
     as_number,
-    describe_stall,
     newest_event,
     newest_fact,
     rank_times,
@@ -205,8 +204,8 @@ def _problems(history: RunHistory) -> list[Problem]:
     run = history.summary
     # Not links: they would lead to this page. The events of all attempts say more than the summary's warnings.
     problems = [replace(problem, link=None) for problem in run_problems(run) if problem.severity == "error"]
-    stall, share = describe_stall(run), starved_share(run.latest)
-    texts = [text for text in warnings(history) if text != stall]  # which is an error already
+    share = starved_share(run.latest)
+    texts = [text for text in warnings(history) if not any(text in problem.text for problem in problems)]
     has_verdict = bool(newest_fact(history, "diagnosis", "verdict"))
     if not has_verdict and run.state == "running" and share is not None and share >= STARVED_SHARE:
         texts = [f"it waits {share:.0%} of the time for data; the program has not reported a diagnosis yet", *texts]
