@@ -132,9 +132,12 @@ def main() -> None:
                 return
             make_app(sys.argv[1] if len(sys.argv) > 1 else None)(prog_name="datasvc")
     except (DatasvcError, OSError) as error:
+        message = str(error)
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            message = f"cannot use {error.filename}: {error.strerror.lower()}"
         # Print the lines of a message one by one: `print_line` escapes control characters, which names in the
         # message may contain, and it would escape the line breaks too.
-        for line in f"error: {error}".split("\n"):
+        for line in f"error: {message}".split("\n"):
             print_line(line, err=True)
         sys.exit(error.exit_code if isinstance(error, DatasvcError) else 1)
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from datasvc import durable
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.models.interop.onnx_header import read_onnx_details
-from datasvc.models.interop.state import check_inside
+from datasvc.models.interop.state import check_inside, check_regular
 from datasvc.models.interop.whole_folder import check_target, create_folder
 from datasvc.models.versions.artefacts import (
     Artefact,
@@ -136,7 +136,7 @@ def _paths_below(artefact: Artefact) -> dict[str, ObjectInfo]:
 def _list_files(source: Path, name: str) -> dict[str, Path]:
     """Return the files to attach, by their paths in the artefact `name`."""
     if not source.is_dir():
-        return {name: source}
+        return {name: check_regular(source)}
     paths = [path for path in sorted(source.rglob("*")) if not path.is_dir() or path.is_symlink()]
     files = {str(path.relative_to(source)): check_inside(source, path) for path in paths}
     if not files:

@@ -27,6 +27,7 @@ from datasvc.models.interop.state import (
     ForeignTensor,
     check_inside,
     check_kept,
+    check_regular,
     check_tensor_name,
     flat_skeleton,
 )
@@ -173,7 +174,7 @@ def read_foreign(source: Path, reader_memory_bytes: int = READER_MEMORY_BYTES) -
     try:
         if source.is_dir():
             return _read_folder(source, reader_memory_bytes)
-        return _read_file(source, reader_memory_bytes)
+        return _read_file(check_regular(source), reader_memory_bytes)
     except FileNotFoundError as error:
         raise NotFoundError(f"{error.filename or source} does not exist") from error
     except OSError as error:

@@ -123,9 +123,14 @@ def check_inside(folder: Path, path: Path) -> Path:
             f"{path} is a link out of the folder, to {target}, so it is not read: whoever made the folder chose the "
             "file. If you trust it, copy the folder with the files (cp -rL)"
         )
-    # To open a pipe would wait for its writer for ever.
+    return check_regular(path)
+
+
+def check_regular(path: Path) -> Path:
+    """Return `path`; raise ConfigError if it is a pipe, a socket, a device or a folder. A missing file passes."""
+    # To open a pipe would wait for its writer for ever, and some devices have no end.
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is not a regular file; remove it from the folder")
+        raise ConfigError(f"{path} is not a regular file; give another one, or remove it from its folder")
     return path
 
 

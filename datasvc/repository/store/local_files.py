@@ -153,7 +153,7 @@ class LocalFiles:
         with suppress(NotFoundError), map_exceptions("delete", full):
             shutil.rmtree(full, onerror=_ignore_missing)
 
-    def old_folders(self, parent: str, before_s: float) -> list[str]:
+    def old_folders(self, parent: str, before_s: float) -> Sequence[str]:
         """See `Storage.old_folders`."""
         found = []
         with map_exceptions("list", self.location(parent)):

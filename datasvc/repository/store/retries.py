@@ -6,6 +6,7 @@ handles a commit whose response was lost.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ FIRST_PAUSE_S = 0.2
 _CLIENT_PACKAGES = frozenset({"aiobotocore", "aiohttp", "asyncio", "azure", "botocore", "gcsfs", "google", "s3fs"})
 # Drivers of these protocols retry by themselves for some ten seconds. For memory and local disks, no retry helps.
 _NO_RETRY_PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "adl", "az", "file", "local", "memory"})
-
+_WRONG_PATH: Final = frozenset({errno.ELOOP, errno.ENAMETOOLONG})
 _Result = TypeVar("_Result")
 
 
@@ -42,7 +43,7 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
 
     Raises:
         NotFoundError: `location` does not exist.
-        ConfigError: the store denies access, or its driver is missing.
+        ConfigError: the store denies access, its driver is missing, or the path is a loop of links or too long.
         UnavailableError: any other failure of the store or the network.
     """
     try:
@@ -60,6 +61,10 @@ def map_exceptions(action: str, location: str) -> Iterator[None]:
         text = f"cannot {action} {location}: access denied ({redact_text(str(error))}); {advice}"
         raise ConfigError(text) from safe_cause(error)
     except OSError as error:
+        if error.errno in _WRONG_PATH:  # no later attempt can succeed
+            raise ConfigError(
+                f"cannot {action} {location}: {os.strerror(error.errno).lower()}; give another path"
+            ) from safe_cause(error)
         raise UnavailableError(f"cannot {action} {location}: {redact_text(str(error))}") from safe_cause(error)
     except ImportError as error:
         raise ConfigError(

@@ -339,7 +339,7 @@ class Storage:
         """Delete a folder with all its files, if it exists. Raises the errors of `map_exceptions`."""
         self._files.delete_folder(folder)
 
-    def old_folders(self, parent: str, before_s: float) -> list[str]:
+    def old_folders(self, parent: str, before_s: float) -> Sequence[str]:
         """Return the folders below `parent` that were changed before `before_s`, each after those below it.
 
         A remote store has no folders. Raises the errors of `map_exceptions`.

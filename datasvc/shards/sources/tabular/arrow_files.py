@@ -153,7 +153,7 @@ def _check_buffers(reader: FileReader, file: SourceFile) -> None:
                 content = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
         else:
             content = memoryview(reader.read_range(file.path, 0, size_bytes))
-    batch_bytes = largest_batch(content, is_file=content[: len(_MAGIC)] == _MAGIC)
+    batch_bytes = largest_batch(content, is_file=bytes(content[: len(_MAGIC)]) == _MAGIC)
     if batch_bytes is not None:
         raise ConfigError(
             f"{file.name} has {format_size(size_bytes)}, and a batch of {format_size(batch_bytes)}, which would fill "
