@@ -2,8 +2,12 @@
 
 import pytest
 
+from datasvc.errors import ConflictError
+from datasvc.repository.branching import create_branch
 from datasvc.shards import ingest, open_dataset
+from datasvc.shards.history.merge_branch import merge_branch
 from datasvc.shards.versions.delete import delete
+from datasvc.shards.versions.merge import merge
 from datasvc.shards.versions.verify import verify
 from tests.cli.command import run
 from tests.samples import jpeg
@@ -68,3 +72,46 @@ def test_an_append_keeps_how_pictures_are_made_smaller(repository, tmp_path, opt
     assert open_dataset(repository, "pets").entry.content["source"]["options"].items() >= option.items()
     sizes = {len(sample["image"]) < len(jpeg(seed=1)) for sample in open_dataset(repository, "pets")["train"]}
     assert sizes == {True}
+
+
+def test_an_append_with_other_options_says_which(repository, tmp_path):
+    """fawazsammani/knowing-when-to-look-adaptive-attention#10: pictures of two sizes in one data set."""
+    ingest(repository, write(tmp_path / "a", {"cat/1.jpg": 1}), "pets", max_side=16)
+    arguments = ("ingest", write(tmp_path / "b", {"cat/2.jpg": 2}), "pets", "--repo", repository.url, "--append")
+    planned = run(*arguments, "--max-side", "24", "--keep-order", "--dry-run").stdout
+    assert "keep_order True (before: False), max_side 24 (before: 16)" in planned
+    assert "differ" not in run(*arguments).stderr
+    again = run(*arguments, "--max-side", "24", "--key-prefix", "b/").stderr
+    assert "options differ from those of the version before: max_side 24 (before: 16)" in again
+
+
+def test_a_dropped_copy_under_another_label_is_named(repository, tmp_path):
+    """BMEII-AI/RadImageNet#17: the copy that was dropped had the right label."""
+    source = write(tmp_path / "a", {"cat/1.jpg": 1, "dog/1.jpg": 1, "dog/2.jpg": 2})
+    done = ingest(repository, source, "pets", duplicates="drop", keep_order=True)
+    assert pairs(done.conflicts) == [("dog/1.jpg", "dog", "cat/1.jpg", "cat")]
+    assert not verify(repository, "pets").conflicts
+
+
+def test_duplicates_fail_refuses_contradictions_with_the_version_before(repository, tmp_path):
+    """billpsomas/rscir#6: an append that may have no duplicates brought one of an older picture."""
+    ingest(repository, write(tmp_path / "a", {"cat/1.jpg": 1, "dog/2.jpg": 2}), "pets")
+    moved = write(tmp_path / "b", {"dog/1.jpg": 1})
+    with pytest.raises(ConflictError, match=r"dog/1\.jpg has the label 'dog'.*nothing was committed"):
+        ingest(repository, moved, "pets", append=True, duplicates="fail")
+    assert open_dataset(repository, "pets").resolved.version == 1
+
+
+@pytest.mark.parametrize("is_branch", [False, True])
+def test_a_merge_reports_the_contradictions_that_it_brings_together(repository, tmp_path, is_branch):
+    """jhl-Det/CVA-Net#27: two people labelled the same picture."""
+    ingest(repository, write(tmp_path / "a", {"cat/0.jpg": 9, "dog/0.jpg": 8}), "pets")
+    if is_branch:
+        create_branch(repository, "pets", "b")
+    other = "pets@b" if is_branch else "more"
+    ingest(repository, write(tmp_path / "b", {"cat/1.jpg": 1, "dog/2.jpg": 2}), "pets", append=True)
+    source = write(tmp_path / "c", {"dog/1.jpg": 1, "dog/3.jpg": 3, "cat/4.jpg": 4})
+    ingest(repository, source, other, append=is_branch)
+    done = merge_branch(repository, other, "pets") if is_branch else merge(repository, ["pets", other], "all")
+    assert {frozenset((each.label, each.other_label)) for each in done.label_conflicts} == {frozenset({"cat", "dog"})}
+    assert verify(repository, str(done.version)).conflicts

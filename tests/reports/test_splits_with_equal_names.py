@@ -8,6 +8,8 @@ import pytest
 from datasvc.errors import ConflictError
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.sources import SourceOptions
+from datasvc.shards.versions.delete import delete
+from datasvc.shards.versions.merge import merge
 from datasvc.shards.versions.verify import verify
 from tests.samples import jpeg
 
@@ -97,3 +99,24 @@ def test_keys_that_a_column_gives_are_still_identities(repository):
     ingest(repository, [{"key": "a", "x": 1}], "rows")
     with pytest.raises(ConflictError, match="'a'"):
         ingest(repository, [{"key": "a", "x": 2}], "rows", source_options=SourceOptions(split="val"), append=True)
+
+
+def test_a_merge_takes_equal_names_of_two_splits_as_two_pictures(repository, tmp_path):
+    """open-edge-platform/datumaro#59, open-edge-platform/datumaro#853: both data sets name their pictures alike."""
+    ingest(repository, write(tmp_path / "a", {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2}), "a")
+    ingest(repository, write(tmp_path / "b", {"val/cat/1.jpg": 3}), "b")
+    delete(repository, "a", keys=["cat/2.jpg"])
+    done = merge(repository, ["a", "b"], "both")
+    assert content(repository, "both") == {"train": {"cat/1.jpg": jpeg(seed=1)}, "val": {"cat/1.jpg": jpeg(seed=3)}}
+    assert not done.overlaps
+    ingest(repository, write(tmp_path / "c", {"test/cat/1.jpg": 3}), "c")
+    with pytest.raises(ConflictError, match="by equal images"):
+        merge(repository, ["both", "c"], "all")
+
+
+def test_a_merge_still_refuses_equal_keys_that_a_column_gives(repository):
+    """open-edge-platform/datumaro#59: an id names one sample, in whichever split."""
+    for name, x, split in (("a", 1, "train"), ("b", 2, "val")):
+        ingest(repository, [{"key": "k", "x": x}], name, source_options=SourceOptions(split=split))
+    with pytest.raises(ConflictError, match="by keys"):
+        merge(repository, ["a", "b"], "both")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from datasvc.cli.datasets.ingest import format_counts, overlap_facts
+from datasvc.cli.datasets.ingest import format_counts, overlap_facts, print_conflicts
 from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import ConfigError
@@ -144,6 +144,7 @@ def merge_one(
                 "deleted": dict(report.deleted),
                 "conflicts": [asdict(conflict) for conflict in report.conflicts],
                 "overlaps": [overlap_facts(overlap) for overlap in report.overlaps],
+                "label_conflicts": [conflict._asdict() for conflict in report.label_conflicts],
             }
         )
         return
@@ -171,3 +172,4 @@ def _print_merge(report: BranchMergeReport, *, dry_run: bool) -> None:
         print_line(f"{count_text(len(report.conflicts), 'conflict')} in total; --json lists all", err=True)
     for overlap in report.overlaps:
         print_line(str(overlap), err=True)
+    print_conflicts(report.label_conflicts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from datasvc.shards.ingestion.dry_run import DryRun
     from datasvc.shards.ingestion.ingest import IngestReport
     from datasvc.shards.sources import Source
+    from datasvc.shards.versions.label_conflicts import LabelConflict
     from datasvc.shards.versions.split_overlap import Overlap
 
 EXIT_LEFT_OUT = 6  # committed without the bad samples
@@ -169,6 +170,7 @@ def ingest(
             Repository.open(repo) if append else None,
             opened_source,
             name,
+            source_options=options,
             shard_bytes=shard_bytes,
             decode_check=decode_check,
             max_side=max_side,
@@ -268,8 +270,13 @@ def _print_dry_run(plan: DryRun, *, as_json: bool) -> None:
             "classes": len(plan.classes),
             "bad samples among the first": len(plan.bad),
             "ignored files": format_ignored(plan.ignored) or "none",
+            **({"options changed": _format_options(plan.changed_options)} if plan.changed_options else {}),
         }
     )
+
+
+def _format_options(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name} {now} (before: {before})" for name, (before, now) in changed.items())
 
 
 def _facts(report: IngestReport) -> dict[str, Any]:
@@ -284,6 +291,7 @@ def _facts(report: IngestReport) -> dict[str, Any]:
         "duplicates": {split: [asdict(pair) for pair in pairs] for split, pairs in report.duplicates.items()},
         "overlaps": [overlap_facts(overlap) for overlap in report.overlaps],
         "conflicts": [conflict._asdict() for conflict in report.conflicts],
+        "changed_options": report.changed_options,
         "ignored": dict(report.ignored),
         "resumed_shards": report.num_resumed,
         "source_changed": report.has_source_changed,
@@ -336,10 +344,19 @@ def _print_report(report: IngestReport) -> None:
         print_line(f"{count_text(len(duplicates), 'duplicate')} in total", err=True)
     for overlap in report.overlaps:
         print_line(str(overlap), err=True)
-    if report.conflicts:
+    if report.changed_options:
+        print_line(
+            f"options differ from those of the version before: {_format_options(report.changed_options)}", err=True
+        )
+    print_conflicts(report.conflicts)
+
+
+def print_conflicts(conflicts: Sequence[LabelConflict]) -> None:
+    """Print contradicting labels of equal samples on standard error, if there are any."""
+    if conflicts:
         from datasvc.shards.versions.label_conflicts import describe_conflicts
 
-        print_line(describe_conflicts(report.conflicts), err=True)
+        print_line(describe_conflicts(conflicts), err=True)
 
 
 def format_ignored(ignored: Mapping[str, int]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from datasvc.cli.datasets.branches import merge_one
-from datasvc.cli.datasets.ingest import SplitOverlapOption, format_counts, overlap_facts
+from datasvc.cli.datasets.ingest import SplitOverlapOption, format_counts, overlap_facts, print_conflicts
 from datasvc.cli.datasets.key_file import read_keys, read_lines
 from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import (
@@ -265,6 +265,7 @@ def merge(
                 "shards": report.num_shards,
                 "bytes": report.size_bytes,
                 "overlaps": [overlap_facts(overlap) for overlap in report.overlaps],
+                "label_conflicts": [conflict._asdict() for conflict in report.label_conflicts],
             }
         )
         return
@@ -274,6 +275,7 @@ def merge(
     )
     for overlap in report.overlaps:
         print_line(str(overlap), err=True)
+    print_conflicts(report.label_conflicts)
 
 
 def _parse_prefixes(texts: Sequence[str]) -> dict[str, str]:

@@ -18,6 +18,7 @@ from datasvc.shards.history.three_way import MergeConflict, MergePlan, Side, app
 from datasvc.shards.lines.ancestors import find_common_ancestors
 from datasvc.shards.lines.commit import commit_on_line, head_of_line
 from datasvc.shards.versions.dataset import DatasetVersion, read_version
+from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
 from datasvc.shards.versions.split_overlap import (
     ENTRY_FIELD,
     OnSplitOverlap,
@@ -27,7 +28,13 @@ from datasvc.shards.versions.split_overlap import (
     find_overlaps,
     settle_overlaps,
 )
-from datasvc.shards.versions.version_entry import VAL_FRACTION, derived_entry, describe_tables, read_val_fraction
+from datasvc.shards.versions.version_entry import (
+    VAL_FRACTION,
+    derived_entry,
+    describe_tables,
+    has_place_keys,
+    read_val_fraction,
+)
 
 OnConflict = Literal["fail", "ours", "theirs"]
 """Rule for a key that both sides changed, with different results. "fail" raises ConflictError. "ours" keeps the
@@ -51,6 +58,7 @@ class BranchMergeReport:
         conflicts: keys that both sides changed, and how each was settled. In a dry run, also those that are not
             settled.
         overlaps: samples that two splits share since this merge.
+        label_conflicts: samples of both sides that are equal and have contradicting labels.
     """
 
     version: Resolved
@@ -63,6 +71,7 @@ class BranchMergeReport:
     deleted: Mapping[str, int] = field(default_factory=dict)
     conflicts: Sequence[MergeConflict] = ()
     overlaps: Sequence[Overlap] = ()
+    label_conflicts: Sequence[LabelConflict] = ()
 
 
 def merge_branch(
@@ -162,7 +171,7 @@ class _BranchMergeBuild:
         ours: the version of the line that the last call merged into.
         bases: the common ancestors of both versions.
         plan: what the merge changes, and the conflicts.
-        overlaps: see `BranchMergeReport`.
+        overlaps, label_conflicts: see `BranchMergeReport`.
     """
 
     repository: Repository
@@ -176,6 +185,7 @@ class _BranchMergeBuild:
     bases: list[Resolved] = field(default_factory=list)
     plan: MergePlan = field(default_factory=lambda: MergePlan({}, ()))
     overlaps: Sequence[Overlap] = ()
+    label_conflicts: Sequence[LabelConflict] = ()
 
     def compare(self, ours: Resolved | None) -> tuple[DatasetVersion, DatasetVersion]:
         """Plan the merge into `ours`; return the versions of both sides."""
@@ -184,7 +194,7 @@ class _BranchMergeBuild:
                 f"{self.line} has no version to merge into; `datasvc revert {self.theirs}` commits one with these "
                 "samples"
             )
-        self.ours, self.plan, self.overlaps = ours, MergePlan({}, ()), ()
+        self.ours, self.plan, self.overlaps, self.label_conflicts = ours, MergePlan({}, ()), (), ()
         self.bases = find_common_ancestors(self.repository, ours, self.theirs)
         if self.theirs in self.bases:
             raise _NothingToMergeError
@@ -238,6 +248,7 @@ class _BranchMergeBuild:
             deleted=self.plan.count("deleted"),
             conflicts=self.plan.conflicts,
             overlaps=self.overlaps,
+            label_conflicts=self.label_conflicts,
         )
 
     def _merge(self, ours: DatasetVersion, theirs: DatasetVersion) -> tuple[dict[str, Any], Mapping[str, int] | None]:
@@ -254,8 +265,14 @@ class _BranchMergeBuild:
             known = find_overlaps(objects, {name: split.table for name, split in theirs.items()})
             known += [] if checked else find_overlaps(objects, old)
         tables, shared, self.overlaps = settle_overlaps(
-            objects, tables, self.on_overlap, accepted=known, checked=checked
+            objects,
+            tables,
+            self.on_overlap,
+            accepted=known,
+            checked=checked,
+            keys_are_places=all(has_place_keys(self.repository, side.resolved) for side in (ours, theirs)),
         )
+        self.label_conflicts = find_label_conflicts(objects, tables, checked=old)
         changed = {split: table for split, table in tables.items() if table is not old.get(split)}
         before = [split.table for side in (ours, theirs) for split in side.values()]
         descriptions = {

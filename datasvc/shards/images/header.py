@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -198,7 +198,7 @@ def _convert_heif(content: bytes | memoryview, settings: Reencoding) -> bytes:
 
 
 @contextmanager
-def open_image(content: bytes | memoryview, *, formats: Sequence[str] = FORMATS) -> Iterator[Image.Image]:
+def open_image(content: bytes | memoryview, *, formats: tuple[str, ...] = FORMATS) -> Iterator[Image.Image]:
     """Open an encoded image with Pillow, and map Pillow's errors, here and in the `with` block, to BadSampleError.
 
     Raises:

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
 
@@ -25,7 +26,7 @@ from datasvc.shards.ingestion.ingest import (
     find_newest,
     open_any_source,
 )
-from datasvc.shards.ingestion.ingest_commit import choose_reencoding, choose_val_fractions
+from datasvc.shards.ingestion.ingest_commit import changed_options, choose_reencoding, choose_val_fractions
 from datasvc.shards.ingestion.plan import SHARD_BYTES, BuildOptions, IngestUnit, plan_units
 from datasvc.shards.ingestion.validate import check_batch
 from datasvc.shards.sources.common.files import FileReader
@@ -51,6 +52,7 @@ class DryRun:
         seconds: estimated duration without writing, from the time of reading and checking the first samples.
         bad: bad samples among those that were read.
         ignored: number of files of the source that would not be ingested, by extension.
+        changed_options: see `IngestReport`.
     """
 
     kind: str
@@ -64,6 +66,7 @@ class DryRun:
     seconds: float
     bad: list[BadSample]
     ignored: dict[str, int]
+    changed_options: Mapping[str, tuple[Any, Any]]
 
 
 @dataclass
@@ -137,6 +140,9 @@ def dry_run_ingest(
         seconds=_estimate_seconds(probe, probe_s, needed_bytes, expansion) / max(1, min(num_workers, len(units))),
         bad=bad,
         ignored=dict(opened.ignored),
+        changed_options=changed_options(
+            repository, newest, {**options.to_dict(), **dataclasses.asdict(source_options or SourceOptions())}
+        ),
     )
 
 

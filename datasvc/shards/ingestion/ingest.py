@@ -32,7 +32,13 @@ from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.ingestion.build import BuiltShard, IngestWork, UnitResult
 from datasvc.shards.ingestion.duplicates import DuplicateSample, SplitDuplicates, drop_duplicates
 from datasvc.shards.ingestion.executors import EngineName, run_units
-from datasvc.shards.ingestion.ingest_commit import LEFT_OUT, IngestCommit, choose_reencoding, choose_val_fractions
+from datasvc.shards.ingestion.ingest_commit import (
+    LEFT_OUT,
+    IngestCommit,
+    changed_options,
+    choose_reencoding,
+    choose_val_fractions,
+)
 from datasvc.shards.ingestion.lean_memory import lean_arrow
 from datasvc.shards.ingestion.plan import SHARD_BYTES, BuildOptions, IngestUnit, plan_units, relabel_unit
 from datasvc.shards.ingestion.quarantine import check_bad, check_duplicates, store_quarantine
@@ -44,7 +50,7 @@ from datasvc.shards.sources.python_samples import PythonSource
 from datasvc.shards.versions.class_names import name_tables
 from datasvc.shards.versions.combine import OnCommon
 from datasvc.shards.versions.dataset import open_dataset
-from datasvc.shards.versions.label_conflicts import LabelConflict
+from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
 from datasvc.shards.versions.labels import combine_classes, plan_labels
 from datasvc.shards.versions.split_overlap import OnSplitOverlap, Overlap, check_on_overlap
 from datasvc.shards.versions.version_entry import VAL_FRACTION
@@ -74,7 +80,10 @@ class IngestReport:
         bad: samples of the source that are damaged or repeat a key; they are not in the version.
         duplicates: samples with the same content as an earlier one of their split, by split.
         overlaps: samples that two splits share, except those that an earlier version accepted.
-        conflicts: samples of the source whose label contradicts that of an equal sample of the version.
+        conflicts: samples of the source whose label contradicts that of an equal sample, also those that
+            duplicates="drop" left out.
+        changed_options: options of an append that differ from those of the version it continues: the value before and
+            now, by name.
         ignored: number of files of the source that are not ingested, by extension.
         num_resumed: number of shards that an earlier, interrupted run stored.
         has_source_changed: whether the source changed since an interrupted run, which was therefore not continued.
@@ -90,6 +99,7 @@ class IngestReport:
     duplicates: Mapping[str, Sequence[DuplicateSample]] = field(default_factory=dict)
     overlaps: Sequence[Overlap] = ()
     conflicts: Sequence[LabelConflict] = ()
+    changed_options: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
     num_resumed: int = 0
     has_source_changed: bool = False
@@ -154,7 +164,8 @@ def ingest(
         decode_check: decode every image completely instead of checking its header and its end. Damage of a JPEG is
             then an error even if decoders can repair it.
         duplicates: rule for samples with the same content as an earlier one of their split. "keep" stores and reports
-            them, "drop" leaves them out, "fail" raises an error.
+            them, "drop" leaves them out, "fail" raises an error, also if a label contradicts that of an equal sample
+            of the version that an append continues.
         max_side: longest side in pixels; larger images are scaled down and encoded again. An append without it uses
             that of the version it continues, and the same for `quality`.
         quality: quality of images that are encoded again, 1 to 100. If only `quality` is given, and not `max_side`,
@@ -227,8 +238,11 @@ def ingest(
             check_duplicates(duplicate_samples.by_payload, opened)
         elif duplicates == "drop":
             dropped.append(duplicate_samples.by_payload)
+        # A dropped copy may have the right label, and the one that stays the wrong one.
+        contradicted = duplicates == "drop" and bool(duplicate_samples.by_payload)
+        dropped_conflicts = find_label_conflicts(repository.objects, tables) if contradicted else []
         tables = drop_duplicates(repository.objects, tables, dropped)
-        metadata = {
+        metadata: dict[str, Any] = {
             "message": message,
             "source": _describe(plan, source_options, on_bad=on_bad, duplicates=duplicates),
             "skipped": len(bad),
@@ -247,6 +261,7 @@ def ingest(
             on_overlap=on_split_overlap,
             keys_are_places=opened.keys_are_places,
             has_duplicates=bool(duplicate_samples.by_payload) and duplicates != "drop",
+            fails_on_conflicts=duplicates == "fail",
         )
         committed = commit.run()
         with suppress(UnavailableError):  # the version is committed; `gc` removes a journal that is left behind
@@ -262,7 +277,8 @@ def ingest(
         bad=bad,
         duplicates=duplicate_samples.by_payload,
         overlaps=commit.overlaps,
-        conflicts=commit.conflicts,
+        conflicts=list(dict.fromkeys([*commit.conflicts, *dropped_conflicts])),
+        changed_options=changed_options(repository, newest, metadata["source"]["options"]),
         ignored=opened.ignored,
         num_resumed=num_resumed,
         has_source_changed=plan.has_source_changed,
@@ -454,13 +470,11 @@ def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dic
         for name, value in dataclasses.asdict(options or SourceOptions()).items()
         if value != getattr(SourceOptions(), name)
     }
-    build_options = dataclasses.asdict(plan.work.options)
-    reencoding = build_options.pop("reencoding")
     source = plan.work.source
     return {
         "kind": source.kind,
         "url": printable(redact_url(source.url if isinstance(source, PythonSource) else _absolute(source.url))),
-        "options": {**build_options, **reencoding, **choices, **source_options},
+        "options": {**plan.work.options.to_dict(), **choices, **source_options},
     }
 
 

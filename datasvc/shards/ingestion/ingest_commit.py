@@ -6,6 +6,7 @@ the version that it committed before it was killed, or that an identical ingest 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Mapping
@@ -22,12 +23,13 @@ from datasvc.repository.objects.objects import digest_of
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.images.header import Reencoding
 from datasvc.shards.lines.commit import commit_on_line
+from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import ListedSource, Source, StreamedSource
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.versions.combine import OnCommon, append_splits, keep_splits
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.diff import find_partners
-from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
+from datasvc.shards.versions.label_conflicts import LabelConflict, describe_conflicts, find_label_conflicts
 from datasvc.shards.versions.split_overlap import (
     ENTRY_FIELD,
     OnSplitOverlap,
@@ -36,13 +38,18 @@ from datasvc.shards.versions.split_overlap import (
     settle_overlaps,
 )
 from datasvc.shards.versions.version_entry import (
+    PLACE_KEYS,
     VAL_FRACTION,
     describe_tables,
+    has_place_keys,
     read_ingest_options,
     read_val_fraction,
 )
 
 LEFT_OUT: Final = "left_out"
+_OPTIONS_OF_ONE_SOURCE: Final = frozenset(
+    {"format", "split", "manifest", "ground_truth", "synsets", "tokenizer", "key_prefix", "seed", "limit", "on_bad"}
+) | {VAL_FRACTION}
 # Number of newest entries that are searched for the id.
 _SEARCHED_ENTRIES: Final = 64
 
@@ -99,6 +106,22 @@ def choose_reencoding(
     )
 
 
+def changed_options(
+    repository: Repository | None, newest: Resolved | None, current: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the options of an append that differ from those of `newest`: by name, the value before and now.
+
+    Only options that decide how samples are read and stored are compared, not those that describe one source. Raise
+    what `read_ingest_options` raises.
+    """
+    recorded = read_ingest_options(repository, newest) if repository is not None and newest is not None else {}
+    defaults = dataclasses.asdict(SourceOptions())  # an entry has only what differs from them
+    before, now = ({**defaults, **options} for options in (recorded, current))
+    names = sorted((before.keys() & now.keys()) - _OPTIONS_OF_ONE_SOURCE) if recorded else []
+    # As in the entry: JSON has no tuples.
+    return {name: (before[name], now[name]) for name in names if json.dumps(before[name]) != json.dumps(now[name])}
+
+
 @dataclass(kw_only=True, eq=False)
 class IngestCommit:
     """Commits the tables at most once, even if an interrupted run or an identical ingest committed them already.
@@ -111,6 +134,7 @@ class IngestCommit:
         attempt: identifies the attempt of the ingest, see `Journal.begin`.
         append, on_common: as in `ingest`.
         has_duplicates: whether samples of one split have the same content.
+        fails_on_conflicts: whether a label that contradicts that of an equal sample is an error.
         on_overlap, keys_are_places: as in `settle_overlaps`.
         overlaps: samples that two splits share, as found by the last call of `_build`.
         conflicts: samples of this ingest whose label contradicts an equal sample, as found by the last call.
@@ -126,6 +150,7 @@ class IngestCommit:
     on_overlap: OnSplitOverlap
     keys_are_places: bool
     has_duplicates: bool
+    fails_on_conflicts: bool
     overlaps: list[Overlap] = field(default_factory=list)
     conflicts: list[LabelConflict] = field(default_factory=list)
 
@@ -165,9 +190,21 @@ class IngestCommit:
         # Only equal samples can contradict each other: `ingest` has found those of one split.
         if self.has_duplicates or self.overlaps:
             self.conflicts = find_label_conflicts(self.repository.objects, tables)
+        self._check_conflicts()
         added = {split: table.num_samples for split, table in tables.items()}
         splits = describe_tables(self.repository.objects, tables)
-        return {**self.metadata, "added": added, ENTRY_FIELD: shared, "splits": splits}
+        return {
+            **self.metadata,
+            **({PLACE_KEYS: True} if self.keys_are_places else {}),
+            "added": added,
+            ENTRY_FIELD: shared,
+            "splits": splits,
+        }
+
+    def _check_conflicts(self) -> None:
+        """Raise ConflictError if labels contradict each other and equal samples are errors."""
+        if self.conflicts and self.fails_on_conflicts:
+            raise ConflictError(f"{describe_conflicts(self.conflicts)}; nothing was committed (--duplicates fail)")
 
     @cached_property
     def _settled_new_version(self) -> tuple[dict[str, ShardTable], dict[str, int], list[Overlap]]:
@@ -202,6 +239,8 @@ class IngestCommit:
             checked=old if accepted is not None else None,
         )
         self.conflicts = find_label_conflicts(objects, combined, checked=old)
+        self._check_conflicts()
+        has_places = self.keys_are_places and has_place_keys(self.repository, newest.resolved)
         num_kept = {split: _count_kept(table, combined[split]) for split, table in old.items()}
         added = {split: combined[split].num_samples - num_kept.get(split, 0) for split in new}
         left_out = {split: table.num_samples - num_kept[split] for split, table in old.items()}
@@ -209,6 +248,7 @@ class IngestCommit:
         changed = {split: table for split, table in combined.items() if split in new or table is not old[split]}
         return {
             **self.metadata,
+            **({PLACE_KEYS: True} if has_places else {}),
             "parent": str(newest.resolved),
             "change": {"kind": "append"},
             "added": added,

@@ -11,9 +11,10 @@ on any machine, and after any number of interruptions. A *unit* is the work of o
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from blake3 import blake3
@@ -59,6 +60,11 @@ class BuildOptions:
     seed: int = 0
     val_fraction: float = 0.0
     limit: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings by name, those of `reencoding` among them, for the log entry."""
+        options = dataclasses.asdict(self)
+        return {**options, **options.pop("reencoding")}
 
     def __post_init__(self) -> None:
         if self.shard_bytes < 1:

@@ -13,6 +13,7 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.commit import commit_on_line
 from datasvc.shards.sources.common.options import check_key_prefix
 from datasvc.shards.versions.combine import OnCommon, append_splits, prefix_shards
+from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
 from datasvc.shards.versions.split_overlap import (
     ENTRY_FIELD,
     OnSplitOverlap,
@@ -26,6 +27,7 @@ from datasvc.shards.versions.version_entry import (
     VAL_FRACTION,
     derived_entry,
     describe_tables,
+    has_place_keys,
     read_tables,
     read_val_fraction,
 )
@@ -49,6 +51,7 @@ class MergeReport:
         num_shards: number of shards by split.
         size_bytes: bytes of all shards, most of which are shared with the merged versions.
         overlaps: samples that two splits share, except those that a merged version accepted; "drop" left them out.
+        label_conflicts: equal samples with contradicting labels that the merge brought together.
     """
 
     version: Resolved
@@ -57,6 +60,7 @@ class MergeReport:
     num_shards: dict[str, int]
     size_bytes: int
     overlaps: Sequence[Overlap] = ()
+    label_conflicts: Sequence[LabelConflict] = ()
 
 
 def merge(
@@ -116,6 +120,7 @@ def merge(
         num_shards={split: table.num_shards for split, table in tables.items()},
         size_bytes=sum(table.size_bytes for table in tables.values()),
         overlaps=build.overlaps,
+        label_conflicts=build.label_conflicts,
     )
 
 
@@ -129,7 +134,7 @@ class _MergeBuild:
         on_common: rule of `append_splits`, see `_RULES`.
         versions: the versions that the last call merged.
         tables: shard tables of the last call's result by split.
-        overlaps: samples that two splits of this result share, see `MergeReport`.
+        overlaps, label_conflicts: see `MergeReport`.
     """
 
     repository: Repository
@@ -141,6 +146,7 @@ class _MergeBuild:
     message: str
     tables: dict[str, ShardTable] = field(default_factory=dict)
     overlaps: list[Overlap] = field(default_factory=list)
+    label_conflicts: Sequence[LabelConflict] = ()
 
     def __post_init__(self) -> None:
         # Resolved once: a tag that moves between two attempts must not change what is merged.
@@ -170,7 +176,14 @@ class _MergeBuild:
             if accepted_counts(content)
             for overlap in find_overlaps(objects, tables)
         ]
-        self.tables, shared, self.overlaps = settle_overlaps(objects, self.tables, self.on_overlap, accepted=accepted)
+        self.tables, shared, self.overlaps = settle_overlaps(
+            objects,
+            self.tables,
+            self.on_overlap,
+            accepted=accepted,
+            keys_are_places=all(has_place_keys(self.repository, version) for version in self.versions),
+        )
+        self.label_conflicts = find_label_conflicts(objects, self.tables, checked=tables_by_version[0])
         merged_tables = [table for tables in stored_tables for table in tables.values()]
         merged_refs = [str(version) for version in self.versions]
         # The new version continues the newest version of `name` only if that version was merged too.

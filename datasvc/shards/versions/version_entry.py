@@ -17,6 +17,8 @@ from datasvc.shards.versions.split_overlap import ENTRY_FIELD
 
 # Field of a log entry, see `read_val_fraction`.
 VAL_FRACTION: Final = "val_fraction"
+# Field of a log entry, see `has_place_keys`.
+PLACE_KEYS: Final = "keys_are_places"
 _MAX_NAMES: Final = 3
 
 
@@ -132,6 +134,31 @@ def _find_origin(
         if parent is None:
             return version, content
         version = repository.resolve("datasets", parent, removed=True)
+
+
+def has_place_keys(repository: Repository, version: Resolved) -> bool:
+    """Return whether the keys of all samples are paths, numbers, or file and row: see `Source.keys_are_places`.
+
+    False for an entry of a release that did not record it, and if a version that this one was made from is not here.
+
+    Raises:
+        CorruptDataError, NotFoundError, UnavailableError: a log entry cannot be read.
+    """
+    pending, seen = [version], {version}
+    while pending:
+        content = repository.entry(pending.pop()).content
+        if _mapping(content, "source").get("kind") == "version":
+            change = _mapping(content, "change")
+            merged = change.get("versions")
+            made_from = [content.get("parent"), *(merged if isinstance(merged, list) else ())]
+            found = [repository.resolve("datasets", ref, removed=True) for ref in made_from if isinstance(ref, str)]
+            if content.get("origin") is not None or not found or change.get("kind") == "revert":
+                return False
+            pending += [each for each in found if each not in seen]
+            seen.update(found)
+        elif not content.get(PLACE_KEYS, False):
+            return False
+    return True
 
 
 def _parent_without_fraction(content: Mapping[str, Any]) -> str | None:
