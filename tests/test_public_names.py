@@ -79,6 +79,7 @@ NOT_ON_THE_FACADE = {
     "describe_log": "JSON values of what `repo.datasets.log(name)` returns",
     "dataset_nodes": "nodes of a drawing: a notebook shows `repo.datasets.log(name)`",
     "describe_conflicts": "a line of text, of the conflicts that the report has",
+    "unread_pictures": "a line of text, of the ignored files that the report has",
     "metrics_text": "a line of text",
     "summarize_datasets": "`repo.datasets.ls()`",
     "version_nodes": "nodes of a drawing: a notebook shows `repo.models.log(name)`",

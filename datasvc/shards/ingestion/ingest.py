@@ -82,11 +82,11 @@ class IngestReport:
         overlaps: samples that two splits share, except those that an earlier version accepted.
         conflicts: samples of the source whose label contradicts that of an equal sample, also those that
             duplicates="drop" left out.
-        changed_options: options of an append that differ from those of the version it continues: the value before and
-            now, by name.
         ignored: number of files of the source that are not ingested, by extension.
         num_resumed: number of shards that an earlier, interrupted run stored.
         has_source_changed: whether the source changed since an interrupted run, which was therefore not continued.
+        changed_options: options of an append that differ from those of the version it continues: the value before and
+            now, by name.
     """
 
     version: Resolved
@@ -99,10 +99,10 @@ class IngestReport:
     duplicates: Mapping[str, Sequence[DuplicateSample]] = field(default_factory=dict)
     overlaps: Sequence[Overlap] = ()
     conflicts: Sequence[LabelConflict] = ()
-    changed_options: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     ignored: Counter[str] = field(default_factory=Counter)
     num_resumed: int = 0
     has_source_changed: bool = False
+    changed_options: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         # Without the lists, which may have millions of samples.
