@@ -10,6 +10,8 @@ from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
 from datasvc.integrations.run_checkpoints import RANK_STATE, RunCheckpoints, is_reference
 from datasvc.loaders import DataRanks
+from datasvc.models.tensors.state_tree import flatten
+from datasvc.models.versions.metadata import LEFT_OUT, json_form, warn_of_left_out
 
 with explain_missing("datasvc.integrations.lightning"):
     import lightning
@@ -128,12 +130,13 @@ class VersionCallback(lightning.Callback):
         """Take the checkpoint that Lightning collects on this rank."""
         self._captured = checkpoint
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the model. By now the ranks have met, and Lightning has taken the signals that `grace` takes over."""
         loader, self._step = trainer.train_dataloader, trainer.global_step
         self._first_step, self._is_save_open = self._step, False
         parent = trainer.ckpt_path if is_reference(trainer.ckpt_path) else None
         self.checkpoints.begin(loader, step=self._step, parent=parent)
+        warn_of_left_out(_store_hyperparameters({"hyper_parameters": dict(pl_module.hparams)}))
         self.checkpoints.reinstate(self._random, trainer.global_rank, trainer.world_size)
         self._random = None
 
@@ -192,8 +195,28 @@ class VersionCallback(lightning.Callback):
         # call it is complete, because other callbacks and the module add to the same dict.
         trainer.save_checkpoint(_VERSION_PATH, weights_only=False)
         captured, self._captured = self._captured, {}
+        _store_hyperparameters(captured)
         metrics, again = trainer.callback_metrics, self._is_save_open
         self.checkpoints.save(captured, step=trainer.global_step, metrics=metrics, again=again)
+
+
+def _store_hyperparameters(checkpoint: dict[str, Any]) -> dict[str, str]:
+    """Replace the hyperparameters of a checkpoint that a state cannot have by their JSON forms, without pickle.
+
+    Returns: the types of those that have no such form and are left out, by path.
+    """
+    left_out: dict[str, str] = {}
+    for key in [key for key in checkpoint if key.endswith("hyper_parameters")]:  # of the module, of the data module
+        stored = {}
+        for name, value in checkpoint[key].items():
+            try:
+                flatten(value)
+            except ConfigError:
+                value = json_form(value, f"{key}.{name}", left_out)  # noqa: PLW2901
+            if value is not LEFT_OUT:
+                stored[name] = value
+        checkpoint[key] = stored
+    return left_out
 
 
 class _EpochStart(lightning.Callback):

@@ -1,6 +1,8 @@
 """Lightning: what a version has that is saved at the last batch of an epoch, or beside other callbacks."""
 
+import functools
 import itertools
+import pathlib
 from importlib.util import find_spec
 
 import pytest
@@ -140,3 +142,26 @@ def test_saves_in_each_step_are_each_the_state_of_that_step(repo):
     rates = dict(net.rates)
     for found in itertools.islice(entries, len(entries) - 1):
         assert found.state["optimizer_states"][0]["param_groups"][0]["lr"] == rates[found.entry["step"]]
+
+
+def test_hyperparameters_that_are_no_json_end_no_fit(repo, monkeypatch):
+    """materialyzeai/matgl#802, Lightning-AI/pytorch-lightning#525: the first save ended the training."""
+    values = {
+        "path": pathlib.Path("x"),
+        "made_by": functools.partial(torch.optim.SGD, lr=0.1),
+        "loss": torch.nn.MSELoss(),
+    }
+    make = make_net
+
+    def make_net_of_values(interval):
+        net = make(interval)
+        net.save_hyperparameters(values)
+        return net
+
+    monkeypatch.setitem(globals(), "make_net", make_net_of_values)
+    with pytest.warns(RuntimeWarning, match=r"hyper_parameters\.loss .*ignore="):
+        fit(repo, "net")
+    stored = repo.models.restore("net").state["hyper_parameters"]
+    assert stored["path"] == pathlib.Path("x")
+    assert stored["made_by"]["keywords"] == {"lr": 0.1}
+    assert "loss" not in stored

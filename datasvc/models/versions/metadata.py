@@ -119,6 +119,12 @@ def _check_tree(value: Any, name: str) -> Any:
         raise ConfigError(f"{name} is a {type(value).__name__}; expected a dict, such as vars({name})")
     left_out: dict[str, str] = {}
     stored = json_form(value, name, left_out)
+    warn_of_left_out(left_out)
+    return stored
+
+
+def warn_of_left_out(left_out: Mapping[str, str]) -> None:
+    """Give one warning that names all values that `json_form` has left out; none if there are none."""
     if left_out:
         shown = ", ".join(f"{path} ({kind})" for path, kind in [*left_out.items()][:_SHOWN])
         more = f" and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
@@ -126,12 +132,11 @@ def _check_tree(value: Any, name: str) -> Any:
             f"{shown}{more} cannot be stored in a version and are left out; pass texts or numbers of them, or leave "
             "them out yourself (save_hyperparameters(ignore=[...]) in Lightning)",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-    return stored
 
 
-_LEFT_OUT: Any = object()
+LEFT_OUT: Any = object()
 
 
 def json_form(value: Any, path: str, left_out: dict[str, str], depth: int = 0) -> Any:
@@ -140,7 +145,7 @@ def json_form(value: Any, path: str, left_out: dict[str, str], depth: int = 0) -
     NaN and infinities are stored as texts, as in metrics; paths, dates and types of torch as their texts; members of
     an enum as their names; sets as sorted lists; namespaces and data classes as dicts; functions and classes as their
     full names, a `functools.partial` as a dict of its function and arguments. `left_out` gets the type of any other
-    value by its path. Raises ConfigError: it is nested too deep.
+    value by its path; in place of `value` itself, the result is LEFT_OUT. Raises ConfigError: it is nested too deep.
     """
     if depth > _MAX_DEPTH:
         raise ConfigError(f"{path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
@@ -173,10 +178,10 @@ def json_form(value: Any, path: str, left_out: dict[str, str], depth: int = 0) -
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     left_out[path] = f"{type(value).__module__}.{type(value).__qualname__}"
-    return _LEFT_OUT
+    return LEFT_OUT
 
 
 def _stored_items(items: Iterable[tuple[Any, str, Any]], left_out: dict[str, str], depth: int) -> dict[Any, Any]:
     """Return the stored forms of `items`, triples of key, path and value, by key."""
     formed = {key: json_form(item, path, left_out, depth + 1) for key, path, item in items}
-    return {key: item for key, item in formed.items() if item is not _LEFT_OUT}
+    return {key: item for key, item in formed.items() if item is not LEFT_OUT}
