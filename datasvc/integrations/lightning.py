@@ -10,8 +10,7 @@ from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
 from datasvc.integrations.run_checkpoints import RANK_STATE, RunCheckpoints, is_reference
 from datasvc.loaders import DataRanks
-from datasvc.models.tensors.state_tree import flatten
-from datasvc.models.versions.metadata import LEFT_OUT, json_form, warn_of_left_out
+from datasvc.models.versions.metadata import state_forms, warn_of_left_out
 
 with explain_missing("datasvc.integrations.lightning"):
     import lightning
@@ -201,21 +200,9 @@ class VersionCallback(lightning.Callback):
 
 
 def _store_hyperparameters(checkpoint: dict[str, Any]) -> dict[str, str]:
-    """Replace the hyperparameters of a checkpoint that a state cannot have by their JSON forms, without pickle.
-
-    Returns: the types of those that have no such form and are left out, by path.
-    """
     left_out: dict[str, str] = {}
     for key in [key for key in checkpoint if key.endswith("hyper_parameters")]:  # of the module, of the data module
-        stored = {}
-        for name, value in checkpoint[key].items():
-            try:
-                flatten(value)
-            except ConfigError:
-                value = json_form(value, f"{key}.{name}", left_out)  # noqa: PLW2901
-            if value is not LEFT_OUT:
-                stored[name] = value
-        checkpoint[key] = stored
+        checkpoint[key] = state_forms(checkpoint[key], key, left_out)
     return left_out
 
 

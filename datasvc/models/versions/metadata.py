@@ -21,6 +21,7 @@ from uuid import UUID
 import numpy as np
 
 from datasvc.errors import ConfigError
+from datasvc.models.tensors.state_tree import flatten
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.data_use import DataUse
 from datasvc.models.versions.execution import Execution
@@ -136,7 +137,7 @@ def warn_of_left_out(left_out: Mapping[str, str]) -> None:
         )
 
 
-LEFT_OUT: Any = object()
+_LEFT_OUT: Any = object()
 
 
 def json_form(value: Any, path: str, left_out: dict[str, str], depth: int = 0) -> Any:
@@ -145,7 +146,7 @@ def json_form(value: Any, path: str, left_out: dict[str, str], depth: int = 0) -
     NaN and infinities are stored as texts, as in metrics; paths, dates and types of torch as their texts; members of
     an enum as their names; sets as sorted lists; namespaces and data classes as dicts; functions and classes as their
     full names, a `functools.partial` as a dict of its function and arguments. `left_out` gets the type of any other
-    value by its path; in place of `value` itself, the result is LEFT_OUT. Raises ConfigError: it is nested too deep.
+    value by its path. Raises ConfigError: it is nested too deep.
     """
     if depth > _MAX_DEPTH:
         raise ConfigError(f"{path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
@@ -178,10 +179,22 @@ def json_form(value: Any, path: str, left_out: dict[str, str], depth: int = 0) -
     if isinstance(value, type | FunctionType | BuiltinFunctionType):
         return f"{value.__module__}.{value.__qualname__}"
     left_out[path] = f"{type(value).__module__}.{type(value).__qualname__}"
-    return LEFT_OUT
+    return _LEFT_OUT
 
 
 def _stored_items(items: Iterable[tuple[Any, str, Any]], left_out: dict[str, str], depth: int) -> dict[Any, Any]:
     """Return the stored forms of `items`, triples of key, path and value, by key."""
     formed = {key: json_form(item, path, left_out, depth + 1) for key, path, item in items}
-    return {key: item for key, item in formed.items() if item is not LEFT_OUT}
+    return {key: item for key, item in formed.items() if item is not _LEFT_OUT}
+
+
+def state_forms(values: Mapping[Any, Any], path: str, left_out: dict[str, str]) -> dict[Any, Any]:
+    """Return `values` with the JSON forms of those that a state cannot have without pickle; see `json_form`."""
+    stored = {}
+    for key, value in values.items():
+        try:
+            flatten(value)
+            stored[key] = value
+        except ConfigError:
+            stored |= _stored_items([(key, f"{path}.{key}", value)], left_out, 0)
+    return stored
