@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from datasvc.errors import CorruptDataError, NotFoundError
@@ -43,7 +44,8 @@ _MAX_COST: Final = 2.7
 _LINK_COST: Final = 0.5
 # A difference makes the chain longer for every reader, so it must save at least this share of the raw bytes.
 _MIN_SAVED_BY_DIFFERENCE: Final = 0.1
-_MIN_ENCODED_BYTES: Final = 1 << 10  # smaller chunks are stored raw
+MIN_ENCODED_BYTES: Final = 1 << 10
+"""Smaller chunks are stored raw."""
 _PACK_BYTES: Final = 8 << 20  # largest size of an object that contains several small chunks
 _POINTERS_AT_ONCE: Final = 8
 
@@ -121,28 +123,38 @@ class ChunkWriter:
         self._chains: dict[Digest, tuple[ChainLink, ...]] = {}
         self._small: dict[Digest, _Encoded] = {}
         self._stored: set[Digest] = set()  # digests of objects that this save stores or has stored
+        self._reused: dict[Digest, bool] = {}  # results of `Objects.reuse`, by object
         self.new_bytes = 0
         self.num_nonfinite: Counter[str] = Counter()
 
-    def store(self, block: TensorBlock) -> Digest:
-        """Store a block as one chunk, unless an equal one was stored or is being stored; return its digest."""
-        content = bytes_of(block.tensor)
-        digest, dtype = digest_of(content.data), dtype_name(block.tensor)
-        num_nonfinite = count_nonfinite(content, dtype)
+    def store(self, blocks: Sequence[TensorBlock]) -> list[Digest]:
+        """Store each block as one chunk, unless an equal one was stored or is being stored; return their digests.
+
+        Several blocks have one dtype and device, and each is smaller than `MIN_ENCODED_BYTES`.
+        """
+        dtype = dtype_name(blocks[0].tensor)
+        joined = _bytes_of_all(blocks)
+        stops = list(accumulate(block.tensor.nbytes for block in blocks))
+        contents = [joined[start:stop] for start, stop in pairwise((0, *stops))]
+        digests = [digest_of(content.data) for content in contents]
+        counts = [count_nonfinite(joined, dtype)]
+        if counts[0] and len(blocks) > 1:
+            counts = [count_nonfinite(content, dtype) for content in contents]
         with self._lock:
             # Count in every tensor, also if another tensor has stored an equal chunk.
-            self.num_nonfinite[block.name] += num_nonfinite
-            # Mark the chunk before storing it, so that no other thread stores it too.
-            is_new = digest not in self._seen
-            self._seen.add(digest)
-        if is_new:
-            chain = self._find_stored(digest, content.size)
+            for block, count in zip(blocks, counts, strict=False):
+                self.num_nonfinite[block.name] += count
+            # Mark the chunks before storing them, so that no other thread stores them too.
+            new = {digest: index for index, digest in enumerate(digests) if digest not in self._seen}
+            self._seen.update(new)
+        for digest, index in new.items():
+            chain = self._find_stored(digest, contents[index].size)
             if chain is not None:
                 self._chains[digest] = chain
             else:
-                self._write(digest, self._encode(block, dtype, content))
-        self._progress.advance(content.size)
-        return digest
+                self._write(digest, self._encode(blocks[index], dtype, contents[index]))
+        self._progress.advance(joined.size)
+        return digests
 
     def finish(self, order: Sequence[Digest]) -> Mapping[Digest, tuple[ChainLink, ...]]:
         """Store the small chunks, packed in `order`, and finish the batch; return the chains of all chunks.
@@ -184,7 +196,7 @@ class ChunkWriter:
     def _encode(self, block: TensorBlock, dtype: str, content: Bytes) -> _Encoded:
         """Encode a block, whose bytes are `content`, as a difference to the base, as planes or raw."""
         # Encodings have headers, and trials cost more than the write: thousands of small tensors share objects.
-        if self._codec == "none" or content.size < _MIN_ENCODED_BYTES:
+        if self._codec == "none" or content.size < MIN_ENCODED_BYTES:
             return _Encoded((), "raw", content.data)
         word = chunk_codec.word_bytes(dtype)
         base = self._base_of(block, dtype, content.size) if self._codec == "delta" and self._base_chunks else None
@@ -232,7 +244,12 @@ class ChunkWriter:
         """Return whether this save may name the objects of a chain of the base again."""
         # Check the objects of a local base, so that lost ones are stored again. A remote base needs no check: its
         # version must exist when the save begins, and `gc` keeps its objects for longer than a save takes.
-        return not self._objects.storage.is_local or all(self._objects.reuse(link.info) for link in chain)
+        return not self._objects.storage.is_local or all(self._reuse(link.object, link.info) for link in chain)
+
+    def _reuse(self, digest: Digest, info: ObjectInfo) -> bool:
+        if digest not in self._reused:  # once: a pack has thousands of chunks
+            self._reused[digest] = self._objects.reuse(info)
+        return self._reused[digest]
 
     def _write(self, digest: Digest, encoded: _Encoded) -> None:
         """Write a chunk as an object of its own, or keep it for a pack if it is small."""
@@ -269,6 +286,16 @@ class ChunkWriter:
         self._batch.write(info, content)
         with self._lock:
             self.new_bytes += info.size_bytes
+
+
+def _bytes_of_all(blocks: Sequence[TensorBlock]) -> Bytes:
+    """Return the bytes of the blocks, one after the other."""
+    import torch
+
+    if len(blocks) == 1:
+        return bytes_of(blocks[0].tensor)
+    with torch.no_grad():
+        return bytes_of(torch.cat([block.tensor.reshape(-1) for block in blocks]))
 
 
 def _restore_cost(chunk: Chunk, size: int) -> float:

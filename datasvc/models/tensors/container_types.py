@@ -7,6 +7,7 @@ list beside the plain tree. Releases that do not read the list, or a kind in it,
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -53,11 +54,23 @@ def tied_tensors(skeleton: Any) -> dict[str, str]:
 
 def mark_tied(leaves: Iterable[tuple[dict[str, Any], torch.Tensor]]) -> None:
     """Mark tensors with the same elements of the same memory in their skeletons, `{"$tensor": NAME}`, as tied."""
+    leaves = list(leaves)
+    addresses = [_address(tensor) for _, tensor in leaves]
+    num_at = Counter(addresses)
     first_names: dict[Any, str] = {}
-    for leaf, tensor in leaves:
+    for (leaf, tensor), address in zip(leaves, addresses, strict=True):
+        if num_at[address] == 1:
+            continue  # most tensors: answer fast
         memory = memory_of(tensor)
         if memory is not None and first_names.setdefault(memory, leaf["$tensor"]) != leaf["$tensor"]:
             leaf["$tied"] = first_names[memory]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, ValueError):  # see `has_memory`
+        return 0
 
 
 def split_types(skeleton: Any) -> tuple[Any, list[list[Any]]]:

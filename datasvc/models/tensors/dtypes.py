@@ -5,6 +5,7 @@ The bytes of a tensor are its elements in row-major order, as `uint8[size]`.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -47,7 +48,12 @@ _MAGNITUDES: Final = {
 
 def dtype_name(tensor: torch.Tensor) -> str:
     """Return torch's name of a tensor's dtype, such as "float32"."""
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_storable(name: str, tensor: torch.Tensor) -> None:

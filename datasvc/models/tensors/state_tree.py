@@ -19,8 +19,10 @@ import numpy as np
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.extras import missing_package
 from datasvc.models.tensors.container_types import join_types, mark_tied, split_types, untyped
+from datasvc.models.tensors.tensor_classes import is_plain
 from datasvc.models.tensors.value_types import describe, make
 from datasvc.sizes import format_size
+from datasvc.threads import collection_paused
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +53,7 @@ class _TensorCollector(dict[str, "torch.Tensor"]):
     leaves: list[tuple[dict[str, Any], torch.Tensor]]
 
 
+@collection_paused()
 def flatten(
     state: Any, *, max_nodes: int | None = None, replace: Callable[[Any, str], Any] | None = None
 ) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -157,7 +160,6 @@ def decode_state(raw: bytes, version: str) -> Any:
 def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> Any:
     """Return the skeleton of the value at `path`, and add its tensors to `tensors`. For errors see `flatten`."""
     import torch
-    from torch.nn.parameter import is_lazy
 
     if depth > _MAX_DEPTH:
         raise ConfigError(f"the state at {path[:60]}... is nested deeper than {_MAX_DEPTH} levels")
@@ -170,11 +172,12 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         value = tensors.replace(value, path)
     if isinstance(value, np.ndarray):
         value = _from_numpy(value, path)
-    described = describe(value, path)
+    plain_tensor = is_plain(value)
+    described = None if plain_tensor else describe(value, path)
     if described is not None:
         return {"$typed": [_flatten(described.plain, path, tensors, depth), described.kind, *described.details]}
     if isinstance(value, torch.Tensor):
-        if is_lazy(value):
+        if not plain_tensor and torch.nn.parameter.is_lazy(value):
             raise ConfigError(f"tensor {path!r} has no shape yet; run one batch through the model first")
         name = path or "tensor"
         # {"a.b": x, "a": {"b": y}} has the path a.b twice: the second tensor is named a.b'.

@@ -18,10 +18,17 @@ if TYPE_CHECKING:
 _OTHER_MODULES = ("torch.nested", "torch.distributed", "torch._subclasses")
 
 
+def is_plain(value: Any) -> bool:
+    """Return whether a value is of one of torch's two plain classes of tensors."""
+    import torch
+
+    return type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor, of which a rank may hold only a part."""
-    # A DTensor has this attribute, so its class need not be imported.
-    return hasattr(tensor, "placements")
+    # A DTensor has this attribute, so its class need not be imported. The check of the class is faster.
+    return not is_plain(tensor) and hasattr(tensor, "placements")
 
 
 def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box | None]:

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from operator import attrgetter
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.tensors.chunks import Box, Shape, is_tiling
 from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of, parse_digest
+from datasvc.threads import collection_paused
 
 TENSOR_TABLE_FORMAT: Final = 2
 # Limits of a table. Compressed chunks have one, because a few bytes could decompress to fill the memory.
@@ -31,7 +33,7 @@ MAX_TABLE_BYTES: Final = 2048 << 20
 MAX_TENSORS: Final = 1 << 20
 _MAX_DIMENSIONS: Final = 64
 _MAX_TENSOR_BYTES: Final = 1 << 60
-_ROWS_AT_ONCE: Final = 256
+_ROWS_AT_ONCE: Final = 1024
 
 # Encodings of the first link of a chain, and of the links after it. All except "raw" are described in `codec`.
 STANDALONE: Final = ("raw", "planes")
@@ -210,27 +212,29 @@ def join_chunks(name: str, dtype: str, shape: Sequence[int], chunks: Iterable[Ch
     return joined
 
 
+@collection_paused()
 def digest_of_content(records: Iterable[TensorRecord]) -> Digest:
     """Return a digest that is equal for equal tensors in equal chunks, whatever their encodings are."""
     ordered = sorted(records, key=attrgetter("name"))
     return digest_of(json.dumps([[record.name, *record.content] for record in ordered]).encode())
 
 
+@collection_paused()
 def encode_table(records: Iterable[TensorRecord]) -> bytes:
     """Return the table as an Arrow IPC file, sorted by name; equal records give equal bytes.
 
     Raises:
         ConfigError: the table exceeds `MAX_TABLE_BYTES` or `MAX_TENSORS`, the limits of a reader.
     """
-    rows = [_row(record) for record in sorted(records, key=attrgetter("name"))]
+    ordered = sorted(records, key=attrgetter("name"))
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, _COLUMNS) as file:
-        file.write_table(pa.Table.from_pylist(rows, schema=_COLUMNS))
+        file.write_table(_table(ordered))
     table = sink.getvalue()
-    if table.size > MAX_TABLE_BYTES or len(rows) > MAX_TENSORS:
+    if table.size > MAX_TABLE_BYTES or len(ordered) > MAX_TENSORS:
         raise ConfigError(
-            f"the table of {len(rows)} tensors would have {table.size} bytes; the limits are {MAX_TENSORS} tensors "
-            f"and {MAX_TABLE_BYTES} bytes. Save parts of this state as separate models"
+            f"the table of {len(ordered)} tensors would have {table.size} bytes; the limits are {MAX_TENSORS} "
+            f"tensors and {MAX_TABLE_BYTES} bytes. Save parts of this state as separate models"
         )
     return bytes(table.to_pybytes())
 
@@ -246,6 +250,7 @@ def read_table(objects: Objects, table: Digest) -> tuple[TensorRecord, ...]:
     return decode_table(objects.read(table, MAX_TABLE_BYTES), objects.location(table))
 
 
+@collection_paused()
 def decode_table(content: bytes | memoryview, location: str) -> tuple[TensorRecord, ...]:
     """Return the validated records of an encoded table; `location` is for messages. For errors see `read_table`."""
     try:
@@ -294,35 +299,76 @@ def _read_rows(content: bytes | memoryview) -> tuple[pa.Table, int]:
     return rows, table_format
 
 
-def _row(record: TensorRecord) -> dict[str, Any]:
-    """Return a row of a table. In the table, digests are bytes, and the column of the chunks is called `pieces`."""
-    return {
-        "name": record.name,
-        "dtype": record.dtype,
-        "shape": list(record.shape),
-        "pieces": [
-            {
-                "start": list(chunk.start),
-                "shape": list(chunk.shape),
-                "digest": bytes.fromhex(chunk.digest),
-                "chain": [{**vars(link), "object": bytes.fromhex(link.object)} for link in chunk.chain],
-            }
-            for chunk in record.chunks
+def _table(records: Sequence[TensorRecord]) -> pa.Table:
+    """Return the columns of a table. In it, digests are bytes, and the column of the chunks is called `pieces`."""
+    # Build whole columns: a dict for each row, chunk and link would take three times as long.
+    chunks = [chunk for record in records for chunk in record.chunks]
+    links = [link for chunk in chunks for link in chunk.chain]
+    stored = pa.StructArray.from_arrays(
+        [
+            _binary([link.object for link in links]),
+            *(pa.array([*map(attrgetter(name), links)], pa.int64()) for name in ("object_bytes", "offset", "length")),
+            pa.array([link.encoding for link in links], pa.string()),
         ],
-    }
+        fields=list(_LINK),
+    )
+    pieces = pa.StructArray.from_arrays(
+        [
+            _sizes([chunk.start for chunk in chunks]),
+            _sizes([chunk.shape for chunk in chunks]),
+            _binary([chunk.digest for chunk in chunks]),
+            _nested([len(chunk.chain) for chunk in chunks], stored),
+        ],
+        fields=list(_CHUNK),
+    )
+    columns = [
+        pa.array([record.name for record in records], pa.string()),
+        pa.array([record.dtype for record in records], pa.string()),
+        _sizes([record.shape for record in records]),
+        _nested([len(record.chunks) for record in records], pieces),
+    ]
+    return pa.Table.from_arrays(columns, schema=_COLUMNS)
+
+
+def _nested(lengths: Sequence[int], items: pa.Array) -> pa.Array:
+    """Return `items` divided into lists of these lengths."""
+    offsets = pa.array(list(accumulate(lengths, initial=0)), pa.int32())
+    return pa.ListArray.from_arrays(offsets, items, type=_list(items.type))
+
+
+def _sizes(sizes: Sequence[Shape]) -> pa.Array:
+    return _nested([*map(len, sizes)], pa.array([length for size in sizes for length in size], pa.int64()))
+
+
+def _binary(digests: Sequence[Digest]) -> pa.Array:
+    content = pa.py_buffer(bytes.fromhex("".join(digests)))
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(32), len(digests), [None, content])
 
 
 def _records(table: pa.Table) -> Iterator[TensorRecord]:
-    """Yield the records of a table of format 2, see `_row`."""
-    # Convert small batches: rows as Python values take ten times as much memory as rows in the table.
+    """Yield the records of a table of format 2, see `_table`."""
+    # Convert parts of the table: rows as Python values take ten times as much memory as rows in the table.
     for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
-        for row in batch.to_pylist():
-            chunks = []
-            for chunk in row["pieces"]:
-                chain = [ChainLink(**{**link, "object": Digest(link["object"].hex())}) for link in chunk["chain"]]
-                digest = Digest(chunk["digest"].hex())
-                chunks.append(Chunk(tuple(chunk["start"]), tuple(chunk["shape"]), digest, tuple(chain)))
-            yield TensorRecord(row["name"], row["dtype"], tuple(row["shape"]), tuple(chunks))
+        names, dtypes, shapes, pieces = batch.columns
+        starts, sizes, digests, chains = (pieces.flatten().field(index) for index in range(4))
+        objects, *numbers, encodings = (chains.flatten().field(index) for index in range(5))
+        links = map(ChainLink, _hex(objects), *(each.to_numpy().tolist() for each in numbers), encodings.to_pylist())
+        chunks = map(Chunk, _tuples(starts), _tuples(sizes), _hex(digests), _tuples(chains, list(links)))
+        yield from map(
+            TensorRecord, names.to_pylist(), dtypes.to_pylist(), _tuples(shapes), _tuples(pieces, list(chunks))
+        )
+
+
+def _tuples(lists: pa.ListArray, items: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
+    """Return the lists as tuples; `items` are the Python values of their elements, by default integers."""
+    if items is None:
+        items = lists.flatten().to_numpy().tolist()
+    offsets = lists.offsets.to_numpy()
+    return [tuple(items[start:stop]) for start, stop in pairwise((offsets - offsets[0]).tolist())]
+
+
+def _hex(digests: pa.FixedSizeBinaryArray) -> list[Digest]:
+    return [Digest(digest.hex()) for digest in digests.to_pylist()]
 
 
 def _records_1(table: pa.Table) -> Iterable[TensorRecord]:

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, groupby
 from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError
-from datasvc.models.tensors.chunk_writer import CODECS, ChunkWriter, Codec, TensorBlock
+from datasvc.models.tensors.chunk_writer import CODECS, MIN_ENCODED_BYTES, ChunkWriter, Codec, TensorBlock
 from datasvc.models.tensors.chunks import CHUNK_BYTES, plan_chunks, slices
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
+from datasvc.models.tensors.tensor_classes import is_plain
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
 from datasvc.processors import count_processors
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Objects
 from datasvc.repository.objects.batch import ObjectBatch
-from datasvc.threads import run_in_threads
+from datasvc.sizes import group_by_size
+from datasvc.threads import collection_paused, run_in_threads
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +34,7 @@ __all__ = ["CODECS", "Codec", "StoredState", "TensorBlock", "store_chunks", "sto
 # encode.
 _NEAR_THREADS: Final = min(16, count_processors() + 1)
 _REMOTE_THREADS: Final = max(8, min(16, count_processors()))
+_JOINED: Final = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 @dataclass(frozen=True)
@@ -100,14 +104,15 @@ def store_tensors(
         chunk_bytes=chunk_bytes,
         progress=progress,
     )
-    chunks: dict[str, list[Chunk]] = {}
-    for name, chunk in stored.chunks:
-        chunks.setdefault(name, []).append(chunk)
-    records = []
-    for name, tensor in sorted(tensors.items()):
+    with collection_paused():
+        chunks = {
+            name: tuple(chunk for _, chunk in pairs) for name, pairs in groupby(stored.chunks, lambda pair: pair[0])
+        }
         # `join_chunks` is not needed: the chunks of one process are sorted and tile the tensor.
-        shape = tuple(tensor.shape)
-        records.append(TensorRecord(name, dtype_name(tensor), shape, tuple(chunks.get(name, ()))))
+        records = [
+            TensorRecord(name, dtype_name(tensor), tuple(tensor.shape), chunks.get(name, ()))
+            for name, tensor in sorted(tensors.items())
+        ]
     return StoredState(records, None, stored.new_bytes, stored.num_nonfinite)
 
 
@@ -130,25 +135,34 @@ def store_chunks(
     """
     if codec not in CODECS:
         raise ConfigError(f"codec is {codec!r}; expected one of {', '.join(CODECS)}")
-    for block in blocks:
-        check_storable(block.name, block.tensor)
-    # Sort, so that packs of small chunks do not depend on the order of the state.
-    parts = sorted(_split(blocks, chunk_bytes), key=attrgetter("key"))
-    base_blocks = {part.key: part for part in _split(base_tensors, chunk_bytes)} if base else {}
+    with collection_paused():
+        for block in blocks:
+            check_storable(block.name, block.tensor)
+        # Sort, so that packs of small chunks do not depend on the order of the state.
+        parts = sorted(_split(blocks, chunk_bytes), key=attrgetter("name", "start"))
+        base_blocks = {part.key: part for part in _split(base_tensors, chunk_bytes)} if base else {}
+        # Tiny tensors are stored together: for each of them alone, the calls of torch take longer than all else.
+        groups = [
+            group
+            for _, alike in groupby(parts, _group_key)
+            for group in group_by_size(alike, lambda part: part.tensor.nbytes, chunk_bytes)
+        ]
     with ObjectBatch(objects) as batch:
         writer = ChunkWriter(objects, batch, base, base_blocks, codec, progress)
-        arguments = [(part,) for part in parts]
+        arguments = [(group,) for group in groups]
         if objects.is_near:
-            sizes = [part.tensor.nbytes for part in parts]
-            digests = run_in_threads(writer.store, arguments, _NEAR_THREADS, sizes=sizes)
+            sizes = [sum(part.tensor.nbytes for part in group) for group in groups]
+            stored = run_in_threads(writer.store, arguments, _NEAR_THREADS, sizes=sizes)
         else:
             # Pass no sizes: calls that wait for a remote store must not run in one thread, one after the other.
-            digests = run_in_threads(writer.store, arguments, _REMOTE_THREADS)
+            stored = run_in_threads(writer.store, arguments, _REMOTE_THREADS)
+        digests = list(chain.from_iterable(stored))
         chains = writer.finish(digests)
-    chunks = [
-        (part.name, Chunk(part.start, tuple(part.tensor.shape), digest, chains[digest]))
-        for part, digest in zip(parts, digests, strict=True)
-    ]
+    with collection_paused():
+        chunks = [
+            (part.name, Chunk(part.start, tuple(part.tensor.shape), digest, chains[digest]))
+            for part, digest in zip(parts, digests, strict=True)
+        ]
     num_nonfinite = {name: count for name, count in sorted(writer.num_nonfinite.items()) if count}
     return StoredChunks(chunks, writer.new_bytes, num_nonfinite)
 
@@ -161,9 +175,18 @@ def whole_blocks(tensors: Mapping[str, torch.Tensor]) -> list[TensorBlock]:
 def _split(blocks: Iterable[TensorBlock], chunk_bytes: int) -> Iterator[TensorBlock]:
     """Yield the blocks split into parts of at most `chunk_bytes`, as views."""
     for block in blocks:
+        if 0 < block.tensor.nbytes <= chunk_bytes:  # most tensors
+            yield block
+            continue
         tensor = block.tensor.detach()
         for box in plan_chunks(tuple(tensor.shape), tensor.itemsize, chunk_bytes=chunk_bytes):
             start = tuple(map(add, block.start, box[0]))
-            # Most tensors are a single chunk, which needs no view.
-            part = tensor if box[1] == tensor.shape else tensor[slices(box)]
-            yield TensorBlock(block.name, start, part)
+            yield TensorBlock(block.name, start, tensor[slices(box)])
+
+
+def _group_key(part: TensorBlock) -> object:
+    """Return a key that is equal for parts which `ChunkWriter.store` takes together."""
+    tensor = part.tensor
+    # Only dtypes that torch concatenates, and classes that do not replace its functions.
+    is_tiny = tensor.nbytes < MIN_ENCODED_BYTES and is_plain(tensor) and dtype_name(tensor) in _JOINED
+    return (tensor.dtype, tensor.device) if is_tiny else id(part)
