@@ -1,8 +1,10 @@
 import asyncio
+import gc
 import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from contextvars import ContextVar
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from datasvc.errors import CorruptDataError
 from datasvc.repository.objects.objects import digest_of
 from datasvc.sizes import group_by_size
-from datasvc.threads import call_within, deferred_signals, map_in_threads, run_in_threads
+from datasvc.threads import call_within, collection_paused, deferred_signals, map_in_threads, run_in_threads
 
 CONTENT = bytes(1 << 20)
 
@@ -158,3 +160,15 @@ def test_an_event_loop_handles_a_deferred_signal_once():
         return handled
 
     assert asyncio.run(defer()) == [1]
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_a_pause_of_the_collector_leaves_it_as_it_was(is_enabled):
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with suppress(ValueError), collection_paused(), collection_paused():
+            assert not gc.isenabled()
+            raise ValueError
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable()

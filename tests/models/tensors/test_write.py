@@ -408,3 +408,34 @@ def test_a_difference_that_is_larger_than_its_sample_promised_is_not_stored(repo
     assert [link.encoding for link in chunk.chain] in (["raw"], ["planes"])
     loaded = load_tensors(repository.objects, second.records)
     assert torch.equal(loaded["buf"], torch.from_numpy(after))
+
+
+def test_tiny_tensors_that_are_stored_together_stay_separate(objects):
+    """Views, parameters, equal and empty tensors, with and without NaN, beside tensors that are stored alone."""
+    grid = torch.arange(12.0).reshape(3, 4)
+    tensors = {
+        "a.nan": torch.tensor([1.0, math.nan, math.inf]),
+        "b.transposed": grid.T,
+        "c.parameter": torch.nn.Parameter(torch.ones(3)),
+        "d.equal": torch.ones(3),
+        "e.negated": torch.complex(torch.zeros(3), torch.ones(3)).conj().imag,
+        "f.empty": torch.empty(0, 3),
+        "g.number": torch.tensor(-0.0),
+        "h.half": torch.tensor([math.nan], dtype=torch.bfloat16),
+        "i.large": weights(),
+        "j.int": torch.arange(3),
+        "k.bool": torch.tensor([True, False]),
+        "l.complex": torch.tensor([1j]).conj(),
+        "m.nan": torch.full((2,), math.nan),
+    }
+    stored = store_tensors(objects, tensors)
+    assert stored.num_nonfinite == {"a.nan": 2, "h.half": 1, "m.nan": 2}
+    loaded = load_tensors(objects, stored.records)
+    assert loaded.keys() == tensors.keys()
+    assert all(
+        same_bits(loaded[name], tensor.detach().resolve_conj().resolve_neg()) for name, tensor in tensors.items()
+    )
+    digests = {record.name: [chunk.digest for chunk in record.chunks] for record in stored.records}
+    assert digests["c.parameter"] == digests["d.equal"] == [digest_of(bits(torch.ones(3)))]
+    again = store_tensors(objects, tensors, base=stored.records)
+    assert (again.records, again.new_bytes) == (stored.records, 0)
