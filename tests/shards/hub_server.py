@@ -182,7 +182,8 @@ class _Handler(BaseHTTPRequestHandler):
             facts = {"id": name, "sha": self.hub.commit_of(name), "private": name in self.hub.private}
             self._send_json(facts | {"siblings": files})
         elif action == "paths-info":
-            paths = json.loads(body)["paths"]
+            is_form = self.headers.get_content_type() == "application/x-www-form-urlencoded"
+            paths = parse_qs(body.decode())["paths"] if is_form else json.loads(body)["paths"]
             self._send_json([_entry(root, root / each) for each in paths if (root / each).exists()])
         elif not (root / path).is_dir():
             self._refuse("EntryNotFound", HTTPStatus.NOT_FOUND)

@@ -77,7 +77,13 @@ def test_every_command_is_described_with_all_its_options(tmp_path):
         commands = {name: command for name, command in group.commands.items() if not hasattr(command, "commands")}
         assert [name.split()[-1] for name in sections] == list(commands)
         for section, command in zip(sections.values(), commands.values(), strict=True):
-            options = [option for parameter in command.params for option in parameter.opts if option.startswith("-")]
+            options = [
+                option
+                for parameter in command.params
+                if not getattr(parameter, "hidden", False)
+                for option in parameter.opts
+                if option.startswith("-")
+            ]
             assert [option for option in options if option not in section] == []
 
 

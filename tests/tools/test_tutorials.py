@@ -62,10 +62,10 @@ def test_the_pods_of_the_tutorial_start_the_training_program_with_options_that_i
     program = words[words.index("datasvc.trainer") + 1 :]
     variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
     settings = parse_options(program, environ=variables).config()
-    assert (settings.repo, settings.cache) == ("s3://bucket/repo", "/host/datasvc")
+    assert (settings.repo, settings.cache) == ("s3://bucket/repo", "/cache")
     documents = yaml.safe_load_all((ROOT / "deploy/kubernetes/base/datasvc.yaml").read_text())
     served = next(each for each in documents if each["kind"] == "DaemonSet")["spec"]["template"]["spec"]
-    assert pod["volumes"] == [volume for volume in served["volumes"] if volume["name"] == "disk"]
+    assert pod["volumes"] == [volume for volume in served["volumes"] if volume["name"] == "cache"]
     assert container["volumeMounts"][0] in served["containers"][0]["volumeMounts"]
     assert f"--cache={settings.cache}" in served["containers"][0]["args"]
     assert f"--peers={settings.peers}" in served["containers"][0]["args"]

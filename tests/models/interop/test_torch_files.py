@@ -224,9 +224,11 @@ def test_hostile_files_are_refused_with_little_memory(repository, tmp_path):
     assert 100 << 10 < reader_kb < 800 << 10  # torch itself takes some 300 MB
 
 
-def test_a_dtype_that_cannot_be_stored_is_named_unless_it_is_left_out(repository, tmp_path):
-    torch.save({"w": torch.ones(2, dtype=torch.uint8).view(torch.uint4), "v": torch.ones(2)}, tmp_path / "x.pt")
-    with pytest.raises(ConfigError, match=r"w' is uint4, which cannot be stored"):
+def test_a_dtype_that_cannot_be_stored_is_named_unless_it_is_left_out(repository, tmp_path, monkeypatch):
+    # torch.save refuses the dtypes that cannot be stored today: a later torch may not.
+    monkeypatch.setattr("datasvc.models.interop.importing.ITEM_BYTES", {"float32": 4})
+    torch.save({"w": torch.ones(2, dtype=torch.float64), "v": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(ConfigError, match=r"w' is float64, which cannot be stored"):
         import_model(repository, tmp_path / "x.pt", "m")
     import_model(repository, tmp_path / "x.pt", "m", exclude=["w"])
     assert list(restore(repository, "m").state["model"]) == ["v"]

@@ -371,8 +371,8 @@ def test_a_save_that_is_interrupted_before_its_turn_is_told_once_and_the_next_on
             patch.setattr(model._queue, "wait_for_slot", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 model.save({"w": torch.ones(3)}, step=1)
-        with pytest.raises(ConfigError, match=r"config\.lock is a lock"):
-            model.save({"w": torch.ones(3)}, step=2, config={"lock": threading.Lock()})
+        with pytest.raises(ConfigError, match=r"metric 'loss' is 'low'"):
+            model.save({"w": torch.ones(3)}, step=2, metrics={"loss": "low"})
         model.save({"w": torch.ones(3)}, step=3, wait=True)
     assert repo.models.describe("m").version == 1
 

@@ -17,10 +17,11 @@ WRITES = {
     "now_s": (),
     "delete_if_older": ("kept", 1e12),
     "delete_folder": ("",),
+    "delete_if_empty": ("",),
 }
 READS = {
-    "can_stream", "check_writable", "client", "find", "list", "local_path", "location", "read", "read_checked",
-    "read_into", "read_range", "read_start", "size", "stream_range", "walk",
+    "can_stream", "check_writable", "client", "find", "list", "local_path", "location", "old_folders", "read",
+    "read_checked", "read_into", "read_range", "read_start", "size", "stream_range", "walk",
 }  # fmt: skip
 
 

@@ -188,11 +188,18 @@ def check_no_table_log(file_system: AbstractFileSystem, root: str, paths: Iterab
             continue
         seen.add(folder)
         for log, (table, read) in _TABLE_LOGS.items():
-            if file_system.isdir(f"{folder}/{log}") and (log != "metadata" or _is_iceberg(file_system, folder)):
+            if _is_folder(file_system, f"{folder}/{log}") and (log != "metadata" or _is_iceberg(file_system, folder)):
                 raise ConfigError(
                     f"{folder} is {table}: its files hold rows that were deleted or replaced, and its {log} tells "
                     f"which. Read the current rows with {read}, write them as Parquet to another folder, ingest that"
                 )
+
+
+def _is_folder(file_system: AbstractFileSystem, path: str) -> bool:
+    try:
+        return bool(file_system.isdir(path))
+    except ValueError:  # the driver of hf:// has names that no repository can have
+        return False
 
 
 def _is_iceberg(file_system: AbstractFileSystem, folder: str) -> bool:
