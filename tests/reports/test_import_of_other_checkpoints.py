@@ -68,11 +68,15 @@ def test_what_would_run_code_of_a_file_is_refused_only_if_it_is_kept(repository,
         ConfigError, match=r"holds argparse.Namespace.*other\.0 \(and (9|10) more.*--exclude other\.0"
     ):
         repository.models.import_(path, "all")
-    hows = [{"exclude": ["other"]}, {"only": ["model"]}, {"exclude": "other.0"}, {"rename": {"model": "net"}}]
-    for how in hows[:1] if is_legacy else hows:
+    repository.models.import_(path, "m", exclude=["other"])
+    state = repository.models.restore("m").state
+    assert {key: list(part) for key, part in state.items()} == {"model": ["w"]}
+    for how in [] if is_legacy else [{"only": ["model"]}, {"rename": {"model": "net"}}]:
         repository.models.import_(path, "m", **how)
         state = repository.models.restore("m").state
         assert [tensor.tolist() for tensor in state.values()] == [[1, 1]]
+    with pytest.raises(ConfigError, match=r"so it is refused: other\.1 \(and"):
+        repository.models.import_(path, "all", exclude="other.0")
     with pytest.raises(ConfigError, match="no tensor matches 'others'"):
         repository.models.import_(path, "m", exclude=["others"])
 
@@ -178,3 +182,24 @@ def test_numbers_that_are_not_finite_are_counted_in_every_dtype(repository):
     fnuz = torch.tensor([0x80, 1, 0x7F], dtype=torch.uint8).view(torch.float8_e4m3fnuz)
     repository.models.save("m", {"e8m0": e8m0, "fnuz": fnuz}, step=1)
     assert repository.models.restore("m").entry["num_nonfinite"] == {"e8m0": 1, "fnuz": 1}
+
+
+def test_a_checkpoint_without_its_arguments_keeps_all_else(repository, tmp_path):
+    """bioimage-io/core-bioimage-io-python#486: the optimizer's settings and the epoch went with the arguments."""
+    net = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.25)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = {"net": net.state_dict(), "opt": optimizer.state_dict(), "epoch": 3, "log": [1, 2], 5: ("a", None)}
+    path = tmp_path / "c.pt"
+    torch.save({**saved, "args": argparse.Namespace(lr=1), "more": {"args": [argparse.Namespace()], "x": 1}}, path)
+    repository.models.import_(path, "m", exclude=["args", "more.args", "log.0"])
+    state = repository.models.restore("m").state
+    assert {key: state[key] for key in ("epoch", "log", 5, "more")} == {
+        "epoch": 3, "log": [None, 2], 5: ("a", None), "more": {"x": 1}
+    }  # fmt: skip
+    assert "args" not in state
+    again = torch.optim.AdamW(net.parameters())
+    again.load_state_dict(state["opt"])
+    assert again.param_groups[0]["lr"] == 0.25
+    assert torch.equal(again.state[net.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])

@@ -33,7 +33,7 @@ from datasvc.models.interop.state import (
 )
 from datasvc.models.interop.torch_files import CHECKPOINT_FILE, LEGACY, ZIP, read_torch_file
 from datasvc.models.interop.torch_reader import READER_MEMORY_BYTES
-from datasvc.models.tensors.container_types import untyped
+from datasvc.models.tensors.container_types import typed_as, untyped
 from datasvc.models.tensors.name_filter import is_selected, map_names, select_names
 from datasvc.models.tensors.state_tree import dict_parts, dict_skeleton, encode_state, unflatten
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord, join_chunks
@@ -94,14 +94,14 @@ def import_model(
     """Store a safetensors file, Hugging Face or DCP folder, or torch.save file as the next version of a model.
 
     A plain dict of tensors becomes `{prefix: tensors}`. A whole checkpoint keeps its state tree. But with `only`,
-    `exclude` or `rename`, it becomes a dict of tensors by name.
+    `rename`, or tensors in `exclude`, it becomes a dict of tensors by name.
 
     Args:
         repository: repository to import into.
         source: file or folder; it must not change during the import.
         name: name of the model; created if it does not exist.
         only: tensors to import, by their names in the source; see `name_filter.select_names`.
-        exclude: tensors to leave out.
+        exclude: tensors, or other values of a checkpoint, to leave out.
         rename: new names by names in the source; see `name_filter.map_names`.
         prefix: key under which the state holds a plain dict of tensors; "": the dict itself is the state.
         codec: codec of the chunks, see `write.store_tensors`; "delta" stores differences to the tensors of `parent`.
@@ -128,9 +128,7 @@ def import_model(
     # Only the codec "delta" needs the parent's tensors.
     base = base_records(repository, name, parent) if parent and codec == "delta" else ()
     foreign = read_foreign(path, reader_memory_bytes)
-    tensors, skeleton = arrange(foreign, only, exclude, rename, prefix)
-    if not (only or exclude or rename):
-        check_kept(foreign.refused, str(path))
+    tensors, skeleton = arrange(foreign, only, exclude, rename, prefix, str(path))
     check_arranged(tensors, skeleton, str(path))
     progress.begin(sum(tensor.nbytes for tensor in tensors))
     try:
@@ -221,19 +219,25 @@ def arrange(
     exclude: Collection[str],
     rename: Mapping[str, str] | None,
     prefix: str,
+    location: str,
 ) -> tuple[list[ForeignTensor], Any]:
-    """Return the selected tensors with their new names, and the skeleton of their state tree, see `import_model`."""
+    """Return the selected tensors with their new names, and the skeleton of their state tree, see `import_model`.
+
+    Raises ConfigError: a value that is kept cannot be stored, or a pattern matches nothing.
+    """
     by_name = {tensor.name: tensor for tensor in foreign.tensors}
-    # Patterns may name values that are no tensors, such as what cannot be stored: none of them is in the result.
+    # Patterns may name values that are no tensors, such as what cannot be stored.
     values = [*value_paths(foreign.skeleton), *foreign.refused]
-    is_part = bool(only or exclude or rename)
-    if exclude:
-        patterns = (exclude,) if isinstance(exclude, str) else exclude
-        exclude = [each for each in patterns if select_names([*by_name, *values], (each,)) and _is_of(by_name, each)]
+    patterns = (exclude,) if isinstance(exclude, str) else exclude
+    exclude = [each for each in patterns if select_names([*by_name, *values], (each,)) and _is_of(by_name, each)]
     new_names = map_names(select_names(list(by_name), only, exclude), rename)
     # The source's state tree refers to all its tensors by name, so it is kept only if none is left out or renamed.
-    if foreign.skeleton is not None and not is_part:
-        return list(foreign.tensors), foreign.skeleton
+    if not (only or exclude or rename):
+        refused = {name: what for name, what in foreign.refused.items() if is_selected(name, exclude=patterns)}
+        check_kept(refused, location)
+        if foreign.skeleton is not None:
+            kept = _without_values(foreign.skeleton, patterns, by_name) if patterns else foreign.skeleton
+            return list(foreign.tensors), kept
     # A plain dict of tensors has no skeleton; only it is stored below `prefix`.
     parent_key = prefix if foreign.skeleton is None else ""
     full_names = {name: f"{parent_key}.{name}" if parent_key else name for name in new_names.values()}
@@ -253,6 +257,36 @@ def value_paths(skeleton: Any, path: str = "") -> Iterator[str]:
         yield path
     for key, child in children.items():
         yield from value_paths(child, f"{path}.{key}" if path else str(key))
+
+
+def _without_values(skeleton: Any, patterns: Collection[str], names: Collection[str], path: str = "") -> Any:
+    """Return a skeleton without the values that patterns select; in a list or tuple, None takes their place.
+
+    `path` is that of the value, with a dot at its end. Parts with tensors of `names` are kept.
+    """
+
+    def is_kept(key: Any, child: Any) -> bool:
+        return _has_tensor(child, names) or is_selected(f"{path}{key}", exclude=patterns)
+
+    def children(items: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+        for key, child in items:
+            yield key, _without_values(child, patterns, names, f"{path}{key}.") if is_kept(key, child) else None
+
+    plain, parts = untyped(skeleton), dict_parts(skeleton)
+    if parts is not None:
+        kept = dict(children((key, child) for key, child in parts.items() if is_kept(key, child)))
+        return typed_as(skeleton, dict_skeleton(kept))
+    if isinstance(plain, list):
+        return typed_as(skeleton, [child for _, child in children(enumerate(plain))])
+    if isinstance(plain, dict) and isinstance(plain.get("$tuple"), list):
+        return typed_as(skeleton, {"$tuple": [child for _, child in children(enumerate(plain["$tuple"]))]})
+    return skeleton
+
+
+def _has_tensor(skeleton: Any, names: Collection[str]) -> bool:
+    if isinstance(skeleton, dict):
+        return skeleton.get("$tensor") in names or any(_has_tensor(part, names) for part in skeleton.values())
+    return isinstance(skeleton, list) and any(_has_tensor(part, names) for part in skeleton)
 
 
 def _is_of(names: Iterable[str], pattern: str) -> bool:
