@@ -7,6 +7,7 @@ import sys
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,6 +50,26 @@ def test_init_again_does_nothing_and_shutdown_again_neither():
     hvd.shutdown()
     assert not hvd.is_initialized()
     hvd.init()
+
+
+@pytest.mark.parametrize("value", [3.0, [1, 2], None, np.ones(2)])
+@pytest.mark.parametrize(
+    "call",
+    [
+        hvd.allreduce,
+        hvd.allreduce_,
+        lambda value: hvd.allreduce(value, compression=hvd.Compression.fp16),
+        lambda value: hvd.grouped_allreduce([torch.ones(2), value]),
+        hvd.allgather,
+        hvd.alltoall,
+        hvd.reducescatter,
+        lambda value: hvd.broadcast(value, 0),
+        lambda value: hvd.broadcast_(value, 0),
+    ],
+)
+def test_a_value_that_is_no_tensor_is_refused_with_what_to_do(call, value):
+    with pytest.raises(TypeError, match=r"expected a tensor, not .*torch\.as_tensor"):
+        call(value)
 
 
 @pytest.mark.parametrize("call", [hvd.size, hvd.rank, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ def submit_allreduce(
         layout: checksum of the inputs' shapes and strides, compared between the ranks; 0 for no check.
 
     Raises:
+        TypeError: an input is not a tensor; the other functions of this module raise it too.
         ValueError: there is no tensor, a dtype that cannot be reduced, a sparse tensor, or tensors on different
             devices; an output cannot be overwritten; this rank is not in the set; Adasum does not support these
             arguments.
@@ -154,6 +155,7 @@ def submit_allgather(
         ValueError: there is no tensor, a sparse tensor, or tensors on different devices; this rank is not in the set.
     """
     _check_not_empty(name, tensors)
+    check_tensors(tensors)
     request = _describe_request(CollectiveKind.ALLGATHER, name, tensors, process_set, is_grouped=is_grouped)
     return _submit(request, tensors, [], None)
 
@@ -171,6 +173,7 @@ def submit_alltoall(
             sum than there are rows; the rows cannot be divided equally; the tensor is sparse; this rank is not in the
             set.
     """
+    check_tensors([tensor])
     if tensor.ndim == 0:
         raise ValueError(f"'{name}': alltoall needs a tensor with at least one dimension, not a scalar")
     request = _describe_request(CollectiveKind.ALLTOALL, name, [tensor], process_set)
@@ -190,6 +193,7 @@ def submit_broadcast(
     Raises:
         ValueError: the root or this rank is not in the set, the tensor is sparse, or `output` cannot be overwritten.
     """
+    check_tensors([tensor])
     root_rank = operator.index(root_rank)
     request = _describe_request(CollectiveKind.BROADCAST, name, [tensor], process_set, root_rank=root_rank)
     _check_outputs(name, [output])
@@ -222,9 +226,19 @@ def submit_process_set(ranks: Sequence[int], *, is_new: bool) -> Handle:
 
 def new_output(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Return an uninitialized, contiguous tensor like `tensor`, with `shape` if it is given."""
+    check_tensors([tensor])
     # The thread of the engine writes it outside inference mode, so it must not be an inference tensor.
     with torch.inference_mode(mode=False):
         return torch.empty(tensor.shape if shape is None else shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def check_tensors(values: Iterable[object]) -> None:
+    """Raise TypeError if one of the values is not a tensor."""
+    for value in values:
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"expected a tensor, not {repr(value)[:80]}; convert numbers and arrays with torch.as_tensor"
+            )
 
 
 def choose_name(kind: CollectiveKind, name: str | None) -> str:
@@ -316,6 +330,7 @@ def _check_not_empty(name: str, tensors: Sequence[Tensor]) -> None:
 
 def _check_reducible(name: str, tensors: Sequence[Tensor]) -> None:
     _check_not_empty(name, tensors)
+    check_tensors(tensors)
     for tensor in tensors:
         if tensor.dtype not in REDUCIBLE_DTYPES:
             raise ValueError(f"'{name}': tensors of {tensor.dtype} cannot be reduced; convert them to another dtype")

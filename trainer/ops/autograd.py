@@ -23,6 +23,7 @@ from datasvc.trainer.gradients.compression import Compressor
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import ProcessSet, members_of
 from datasvc.trainer.job.submit import (
+    check_tensors,
     choose_name,
     new_output,
     submit_allgather,
@@ -67,6 +68,7 @@ def _reduce_compressed(
     reduction: ReduceOptions,
 ) -> list[Tensor]:
     """Apply `function`, which is `_Allreduce` or `_Reducescatter`, to compressed tensors; decompress the results."""
+    check_tensors(tensors)  # before a compressor, which may be a user's own
     # Pairs of a compressed tensor and the context that `decompress` needs.
     pairs: list[tuple[Tensor, Any]] = [compression.compress(tensor) for tensor in tensors]
     reduced = _apply(function, choose_name(kind, name), reduction, *(tensor for tensor, _ in pairs))
