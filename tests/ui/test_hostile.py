@@ -110,7 +110,7 @@ def hostile_node():
 
 
 def write_hostile_run(repository):
-    """Write the log of a run with hostile texts in all places that a program chooses; return its id."""
+    """Write the log of a run with hostile texts in all places that a program chooses; return its reference."""
     with RunLog.open(
         repository,
         "cnn",
@@ -132,7 +132,7 @@ def write_hostile_run(repository):
         log.report("diagnosis", verdict=f"starved by {HOSTILE[0]}")
         log.report("ranks", num_ranks=HOSTILE[0], rank=HOSTILE, host=HOSTILE, stragglers=HOSTILE, step=HOSTILE[1])
         log.close("failed", HOSTILE[0])
-    return log.id
+    return log.ref
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +169,8 @@ def hostile(tmp_path_factory):
             thumbnails=folder / "thumbnails",
         ) as server,
     ):
-        run_id = write_hostile_run(repo.repository)
+        runs = [write_hostile_run(repo.repository) for _ in range(2)]
+        compared = {f"run:{ref}": "1" for ref in (*runs, *SOME)}
         yield (
             server,
             {
@@ -193,7 +194,8 @@ def hostile(tmp_path_factory):
                 "/compare": ["/compare"],
                 "/compare/{a}/{b}": ["/compare/net@1/net@2"],
                 "/runs": ["/runs"],
-                "/runs/{name}/{id}": [f"/runs/cnn/{run_id}"],
+                "/runs/compare": [f"/runs/compare?{urlencode(compared | dict.fromkeys(SOME, '1'))}"],
+                "/runs/{name}/{id}": [f"/runs/{runs[0]}"],
                 "/cluster": ["/cluster"],
                 "/planner": ["/planner?data=odd@1", f"/planner?{urlencode({'costs': HOSTILE[5]})}"],
             },
