@@ -18,8 +18,9 @@ from aiohttp import web
 from datasvc.cache.peers.membership import bracketed
 from datasvc.drawing import style_sheet
 from datasvc.drawing.colours import NUM_COLOURS, colour_values
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, DatasvcError, NotFoundError
 from datasvc.node.http.connection_limit import BoundedConnections
+from datasvc.repository import Repository
 from datasvc.ui.pages import (
     audit,
     cluster,
@@ -79,6 +80,7 @@ _PAGES_AT_ONCE: Final = 16
 _MAX_CONNECTIONS: Final = 256  # a browser opens six, and one for each live page
 _MAX_ADDRESS_BYTES: Final = 32 << 10  # the Planner's has the costs of a profile
 _GRACE_S: Final = 2.0
+_OPENING_S: Final = 2.0
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -125,8 +127,10 @@ def serve(settings: UiSettings, ready: Callable[[str], None]) -> None:
         ready: called with the address of the page once the server listens.
 
     Raises:
-        ConfigError: the address cannot be used.
+        ConfigError: the address, or the URL of the repository, cannot be used.
+        NotFoundError: there is no repository. A store that does not answer is no error here: the pages show it.
     """
+    _check_repository(settings.repository)
     asyncio.run(_serve_until_signal(settings, ready))
 
 
@@ -190,6 +194,24 @@ async def _serve_until_signal(settings: UiSettings, ready: Callable[[str], None]
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop)
     await run_ui(settings, ready, stop_requested)
+
+
+def _check_repository(url: str) -> None:
+    """Raise ConfigError or NotFoundError if it is soon clear that there is no repository at `url`."""
+    errors: list[DatasvcError] = []
+
+    def open_repository() -> None:
+        try:
+            Repository.open(url, read_only=True)
+        except DatasvcError as error:
+            errors.append(error)
+
+    # A thread that may be left behind: the pages are there for a store that does not respond too.
+    opening = threading.Thread(target=open_repository, daemon=True)
+    opening.start()
+    opening.join(_OPENING_S)
+    if errors and isinstance(errors[0], ConfigError | NotFoundError):
+        raise errors[0]
 
 
 async def _listen(connections: BoundedConnections, settings: UiSettings) -> asyncio.Server:

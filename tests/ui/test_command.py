@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from datasvc.cli.ui import ui as ui_command
+from datasvc.errors import ConfigError, NotFoundError
 from tests.cli.command import ROOT, run_apart
 from tools.bench.ui_server import running_server
 
@@ -58,6 +59,14 @@ def test_a_port_that_is_in_use_is_an_error_that_names_it(ui, filled):
     assert done.returncode == 2
     assert f"{port}): address already in use; choose another --port" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("url", ["{folder}/typo", "s4://bucket/repo"])
+def test_a_repository_that_is_not_there_is_an_error_at_the_start(tmp_path, monkeypatch, url):
+    monkeypatch.setattr("datasvc.shards.ingestion.lean_memory.keep_lean", lambda: None)
+    monkeypatch.setattr("datasvc.ui.server.run_ui", None)  # the server must not start
+    with pytest.raises((NotFoundError, ConfigError), match=r"no repository at|cannot use"):
+        ui_command(url.format(folder=tmp_path), port=0, open_browser=False)
 
 
 def test_it_stops_at_a_signal_while_a_page_waits_for_a_store_that_does_not_answer():

@@ -4,6 +4,8 @@ import html as html_module
 import json
 import re
 import shlex
+import socket
+from contextlib import contextmanager
 from urllib.parse import quote
 
 import pytest
@@ -16,7 +18,6 @@ from tests.cli.command import run
 from tests.loaders.echo import EchoLoader, write_numbers
 from tests.ui.conftest import fill_repository, running_ui
 
-NODES = ("http://127.0.0.1:1", "http://127.0.0.1:2")  # neither responds
 SEARCH = "a search asks about names, runs, keys and digests at once; each match leads to a page with a command"
 WITHOUT = {
     ("command", "steps"): "no command predicts from numbers that somebody types; `profile` measures them",
@@ -24,6 +25,15 @@ WITHOUT = {
 }
 # Search says what it has not searched only if there is something.
 UNSHOWN = {"notes", "not_searched", "searched"}
+
+
+@contextmanager
+def closed_nodes():
+    """Yield the URLs of two nodes that do not respond: a port that is bound but not listening refuses connections."""
+    with socket.socket() as first, socket.socket() as second:
+        for each in (first, second):
+            each.bind(("127.0.0.1", 0))
+        yield tuple(f"http://127.0.0.1:{each.getsockname()[1]}" for each in (first, second))
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +48,9 @@ def served(tmp_path_factory):
         with RunLog.open(repo.repository, "cnn", data=["pets@2"]) as log:
             log.report("step", step=1, loss=1.0)
     with (
+        closed_nodes() as nodes,
         pytest.MonkeyPatch.context() as patch,
-        running_ui(folder / "repo", nodes=NODES, ledgers=folder / "ledgers") as server,
+        running_ui(folder / "repo", nodes=nodes, ledgers=folder / "ledgers") as server,
     ):
         patch.setattr(runs_page, "_RUNS_PER_PAGE", 2)
         yield server, log.id
