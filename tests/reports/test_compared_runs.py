@@ -51,6 +51,14 @@ def test_a_run_that_is_not_there_leaves_the_others(compared):
     assert (list(panels["curves"]["loss"]), len(panels["problems"])) == ([refs[0]], 1)
 
 
+def test_a_parameter_that_the_comparison_does_not_have_is_named(compared):
+    """An address that is typed by hand: the page said to choose two or more runs, as if none was given."""
+    ui, refs = compared
+    (problem,) = ui.json(f"/runs/compare?run={refs[0]}&over=time&x=1..2", "problems")
+    assert (problem["severity"], "run; expected run:NAME/ID=1" in problem["text"]) == ("warning", True)
+    assert ui.json(address(refs, smooth=0.5, panel="problems")) == []
+
+
 def test_the_list_of_runs_leads_to_the_chart_without_javascript(compared, browser):  # noqa: F811
     """Marks in the list and one button, on a page that works without scripts."""
     ui, refs = compared

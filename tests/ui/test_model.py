@@ -159,6 +159,22 @@ def test_the_run_of_a_version_is_a_link_on_its_page_and_in_its_lineage(tmp_path)
             assert 'href="/runs/%3Cb' not in html
 
 
+def test_a_version_that_is_not_finite_names_the_version_to_continue_from_if_there_is_one(tmp_path):
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    for name, values in (("net", (1.0, torch.nan, torch.inf)), ("lost", (torch.nan, torch.nan))):
+        for step, value in enumerate(values):
+            repo.models.save(name, {"w": torch.tensor([value])}, step=step)
+    with running_ui(tmp_path / "repo") as server:
+        for ref, way_out in (
+            ("net@2", "Continue from net@1,"),
+            ("net@3", "Continue from net@1,"),
+            ("lost@1", "Start again, with other settings: there is no earlier one"),
+            ("lost@2", "Start again, with other settings: no earlier version"),
+        ):
+            (problem,) = server.json(f"/models/{ref}", "problems")
+            assert way_out in problem["text"], ref
+
+
 def test_hostile_texts_are_text(kept):
     with running_ui(kept) as server:
         for name in HOSTILE:

@@ -86,7 +86,10 @@ def describe_divergence(run: RunSummary) -> str | None:
             return None
     except (ValueError, OverflowError):  # a text of another program, or an integer of 400 digits
         return None
-    return f"has diverged: its newest loss is {loss}. Continue from an earlier version, with other settings"
+    return (
+        f"has diverged: its newest loss is {loss}. Continue from a version with finite weights, if there is "
+        "one, or start again; with other settings"
+    )
 
 
 def warnings(history: RunHistory) -> list[str]:

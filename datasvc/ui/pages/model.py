@@ -12,6 +12,7 @@ from datasvc.models.registry.stored_size import measure_stored_size
 from datasvc.models.versions.signing import list_signers
 from datasvc.repository import Resolved
 from datasvc.repository.objects.objects import parse_digest
+from datasvc.repository.resolved import NameState
 from datasvc.ui.pages.model_history import (
     AXES,
     NEWEST_IN_CHART,
@@ -70,7 +71,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
         section="models",
         crumbs=crumbs,
         panels=panels,
-        problems=tuple(_problems(version)),
+        problems=tuple(_problems(site, version, state)),
         view={
             "site": site,
             "ref": ref,
@@ -102,7 +103,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     )
 
 
-def _problems(version: ModelVersion) -> list[Problem]:
+def _problems(site: Site, version: ModelVersion, state: NameState) -> list[Problem]:
     counts = version.entry.get("num_nonfinite") or {}
     problems = []
     if counts:
@@ -110,10 +111,21 @@ def _problems(version: ModelVersion) -> list[Problem]:
         problems.append(
             Problem(
                 f"{version} has NaN or infinite elements in {len(counts)} of its tensors ({names}): its training "
-                "diverged or overflowed. Continue from an earlier version."
+                f"diverged or overflowed. {_way_out(site, version, state)}."
             )
         )
     return problems
+
+
+def _way_out(site: Site, version: ModelVersion, state: NameState) -> str:
+    """Return what to do about a version that is not finite."""
+    earlier = [number for number in state.living if number < version.version][-NEWEST_IN_CHART:]
+    entries = site.repo.repository.readable_entries("models", version.name, earlier)
+    finite = [entry.number for entry in entries if not entry.content.get("num_nonfinite")]
+    if finite:
+        return f"Continue from {version.name}@{max(finite)}, the newest earlier version that has none"
+    searched = "no earlier version that was searched is without them" if earlier else "there is no earlier one"
+    return f"Start again, with other settings: {searched}"
 
 
 def _stored(site: Site, version: ModelVersion, query: Query) -> tuple[dict[str, Any] | None, str | None]:

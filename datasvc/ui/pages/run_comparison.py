@@ -22,11 +22,12 @@ from datasvc.runs.step_table import Floats
 from datasvc.ui.pages.charts.layout import CHART_WIDTH
 from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import run_link, run_ref_link, runs_link, with_query
-from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
 RUN_FIELD: Final = "run:"  # of the address, before the reference of each run: a form has a box for each
 _PATH: Final = "/runs/compare"
+_PARAMETERS: Final = frozenset({"smooth", "over", "panel", "x", "hide"})  # the last two are read by scripts
 _MAX_POINTS: Final = 400
 _MAX_OFFERED: Final = 20  # newest runs that can be added
 _SMOOTHING: Final = ("0", "0.5", "0.8", "0.9", "0.95", "0.99")
@@ -39,6 +40,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
     if len(refs) > NUM_COLOURS:
         raise ConfigError(f"{len(refs)} runs are chosen; a chart shows {NUM_COLOURS} at most")
     weight, axis = float(query.choice("smooth", _SMOOTHING)), query.choice("over", tuple(_AXES))
+    others = [name for name in query if not name.startswith(RUN_FIELD) and name not in _PARAMETERS]
     failures, runs = Failures(site.faults, _PATH), dict[str, RunHistory]()
     for ref in refs:
         with failures.noted():
@@ -67,7 +69,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
         section="runs",
         crumbs=(Crumb("Runs", runs_link()), Crumb("Compare", with_query(_PATH, query))),
         panels={"curves": Panel(values), "settings": Panel(_differences(runs))},
-        problems=tuple(failures.problems()),
+        problems=(*failures.problems(), *([_ignored(others)] if others else ())),
         view={
             "runs": [
                 (history.summary, run_link(history.summary.name, history.summary.id)) for history in runs.values()
@@ -109,6 +111,14 @@ def smooth(xs: Floats, ys: Floats, weight: float) -> Floats:
         # Several reports at one x keep all of the past: the first of them has no share yet.
         smoothed[index], last = total / share if share else ys[index], xs[index]
     return smoothed
+
+
+def _ignored(names: Sequence[str]) -> Problem:
+    listed = ", ".join(name[:40] for name in names[:5])
+    text = (
+        f"this page ignores what it does not have: {listed}; expected {RUN_FIELD}NAME/ID=1 for each run, smooth, over"
+    )
+    return Problem(text, severity="warning")
 
 
 def _points(series: Series, started_s: float, weight: float, axis: str) -> tuple[list[float], list[float | None]]:
