@@ -66,16 +66,22 @@ def make_folder(folder: Path) -> None:
         fsync_folder(child.parent)
 
 
-def retry_if_folder_vanishes(create: Callable[[], _Result]) -> _Result:
-    """Return the result of `create`, which makes a folder if it does not exist, and then a file in it.
+def retry_if_folder_vanishes(
+    create: Callable[..., _Result], *arguments: Any, folder: Path | None = None, **options: Any
+) -> _Result:
+    """Make `folder` if it does not exist, and return the result of `create`, which makes a file in it.
 
-    `gc` removes old folders that are empty, perhaps between these two steps: `create` is then called again. A folder
-    that it has made is too young to be removed. Raises the errors of `create`.
+    `gc` removes old folders that are empty, perhaps between these two steps: both are then done again. A folder that
+    was just made is too young to be removed. Without `folder`, `create` makes it. Raises the errors of `create`.
     """
     for _ in range(_MAX_REMOVALS):
         with suppress(FileNotFoundError):
-            return create()
-    return create()
+            if folder is not None:
+                make_folder(folder)
+            return create(*arguments, **options)
+    if folder is not None:
+        make_folder(folder)
+    return create(*arguments, **options)
 
 
 def is_plain_name(name: str) -> bool:

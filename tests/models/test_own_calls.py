@@ -1,7 +1,8 @@
 """How many of our own functions one save and one restore run through: 1.6 times those of torchsnapshot 0.1.0.
 
 Counted in a fresh process, in a repository that exists, for a state of two tensors: every call of a Python function
-whose file is in the product, on every thread. A count is the same on every machine.
+whose file is in the product, on every thread, but for comprehensions, which newer Pythons do not call. A count is
+the same on every machine.
 """
 
 import json
@@ -26,7 +27,9 @@ num_calls = 0
 
 def count(frame, event, _):
     global num_calls
-    num_calls += event == "call" and frame.f_code.co_filename.startswith(FOLDERS)
+    code = frame.f_code
+    is_function = not code.co_name.endswith(("comp>", "<genexpr>"))
+    num_calls += event == "call" and is_function and code.co_filename.startswith(FOLDERS)
 
 torch.manual_seed(0)
 state = {"weight": torch.randn(64, 64), "bias": torch.randn(64)}
@@ -48,7 +51,6 @@ def own_calls(act, url, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="comprehensions are no calls there")
 def test_a_save_and_a_restore_run_through_few_functions(repository, tmp_path):
     assert 100 < own_calls("save", repository.url, tmp_path) <= 340
     assert 100 < own_calls("restore", repository.url, tmp_path) <= 220

@@ -68,7 +68,8 @@ def describe_whole_model(
 
 def has_finite_state(run: Run) -> bool:
     """Return whether the weights and the state of the optimizer are finite on all ranks. Every rank calls this."""
-    states = getattr(run.optimizer, "states", run.optimizer.state)  # that of a layout keeps its own
+    optimizer = run.optimizer
+    states = optimizer.states if hasattr(optimizer, "states") else optimizer.state  # that of a layout keeps its own
     values = [value for state in states.values() for value in state.values() if torch.is_tensor(value)]
     flags = [
         to_local(value).isfinite().all().to(run.device)

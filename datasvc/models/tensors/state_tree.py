@@ -19,7 +19,6 @@ import numpy as np
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.extras import missing_package
 from datasvc.models.tensors.container_types import join_types, mark_tied, split_types, untyped
-from datasvc.models.tensors.tensor_classes import is_plain
 from datasvc.models.tensors.value_types import describe, make
 from datasvc.sizes import format_size
 from datasvc.threads import collection_paused
@@ -172,7 +171,7 @@ def _flatten(value: Any, path: str, tensors: _TensorCollector, depth: int) -> An
         value = tensors.replace(value, path)
     if isinstance(value, np.ndarray):
         value = _from_numpy(value, path)
-    plain_tensor = is_plain(value)
+    plain_tensor = type(value) in (torch.Tensor, torch.nn.Parameter)
     described = None if plain_tensor else describe(value, path)
     if described is not None:
         return {"$typed": [_flatten(described.plain, path, tensors, depth), described.kind, *described.details]}

@@ -28,7 +28,9 @@ def is_plain(value: Any) -> bool:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a DTensor, of which a rank may hold only a part."""
     # A DTensor has this attribute, so its class need not be imported. The check of the class is faster.
-    return not is_plain(tensor) and hasattr(tensor, "placements")
+    import torch
+
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "placements")
 
 
 def local_part(name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Box | None]:

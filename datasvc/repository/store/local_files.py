@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -108,7 +108,7 @@ class LocalFiles:
         target = Path(self.location(path))
         try:
             with map_exceptions("create", str(target)):
-                _in_folder(target, lambda: durable.create_file(target, content))
+                durable.retry_if_folder_vanishes(durable.create_file, target, content, folder=target.parent)
         except FileExistsError as error:
             raise ConflictError(f"{target} exists already") from error
         except UnavailableError as error:
@@ -135,7 +135,8 @@ class LocalFiles:
         """See `Storage.put_bytes`."""
         target = Path(self.location(path))
         with map_exceptions("write", str(target)):
-            _in_folder(target, lambda: durable.write_file(target, content, synced=synced))
+            create = partial(durable.write_file, target, content, synced=synced)
+            durable.retry_if_folder_vanishes(create, folder=target.parent)
 
     def refresh(self, path: str, size_bytes: int) -> bool:
         """See `Storage.refresh`."""
@@ -190,17 +191,7 @@ class LocalFiles:
             finished.unlink()
 
         with map_exceptions("write", str(target)):
-            _in_folder(target, move)
-
-
-def _in_folder(target: Path, create: Callable[[], None]) -> None:
-    """Call `create`, which makes the file `target`, in a folder that is made if it does not exist."""
-
-    def make_both() -> None:
-        durable.make_folder(target.parent)
-        create()
-
-    durable.retry_if_folder_vanishes(make_both)
+            durable.retry_if_folder_vanishes(move, folder=target.parent)
 
 
 def _raise_unless_missing(error: OSError) -> None:
