@@ -64,6 +64,17 @@ def test_equal_or_missing_labels_contradict_nothing(repository, labels):
     assert len(open_dataset(repository, "pets")["train"]) == 3
 
 
+@pytest.mark.parametrize(("one", "other"), [("cat", "dog"), ([1, 2], [1]), (True, False), (-0.5, 0.25)])
+def test_labels_that_are_no_class_indices_are_compared_as_they_are(repository, one, other):
+    """BMEII-AI/RadImageNet#17: text and several labels for a picture end neither an ingest nor `verify`."""
+    samples = [
+        {"key": str(number), "image": jpeg(seed=1), "label": label} for number, label in enumerate((one, other))
+    ]
+    done = ingest(repository, [*samples, {"key": "z", "image": jpeg(seed=1), "label": one}], "pets", keep_order=True)
+    assert pairs(done.conflicts) == [("1", str(other), "0", str(one))]
+    assert pairs(verify(repository, "pets").conflicts) == pairs(done.conflicts)
+
+
 @pytest.mark.parametrize("option", [{"max_side": 16}, {"quality": 50}])
 def test_an_append_keeps_how_pictures_are_made_smaller(repository, tmp_path, option):
     """BMEII-AI/RadImageNet#17: half of the pictures of a data set were small, the others as they came."""

@@ -46,9 +46,10 @@ def test_a_quoted_column_beside_others_is_text(tmp_path, texts):
     assert column(tmp_path, *(f'"{text}"' for text in texts)) == (texts, [])
 
 
-def test_quotes_around_every_value_say_nothing_about_types(tmp_path):
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_quotes_around_every_value_say_nothing_about_types(tmp_path, mark):
     """NVIDIA/cudf#12588: files of programs that quote everything lose their numbers, though they mark no text."""
-    rows, bad = read(tmp_path, '"id","label","code"\n"1","0","007"\n"2","1","008"\n')
+    rows, bad = read(tmp_path, mark + '"id","label","code"\n"1","0","007"\n"2","1","008"\n')
     assert (rows, bad) == ([{"id": 1, "label": 0, "code": "007"}, {"id": 2, "label": 1, "code": "008"}], [])
 
 

@@ -146,8 +146,9 @@ def encode_array(array: pa.Array, encode_leaf: EncodeLeaf | None = None) -> list
     if pa.types.is_struct(data_type):
         return _encode_structs(array, encode_leaf)
     if pa.types.is_map(data_type):
-        pairs = pa.StructArray.from_arrays([array.keys, array.items], ["key", "value"])
-        start, stop = value_offsets(array)[[0, -1]].tolist() if len(array) else (0, 0)
+        filled = array.drop_null()  # a null map may have pairs below it
+        pairs = pa.StructArray.from_arrays([filled.keys, filled.items], ["key", "value"])
+        start, stop = value_offsets(filled)[[0, -1]].tolist() if len(filled) else (0, 0)
         keys, values = (encode_array(part.slice(start, stop - start), encode_leaf) for part in pairs.flatten())
         return _encode_lists(
             array, [b"[" + encode_items([key, value]) for key, value in zip(keys, values, strict=True)]

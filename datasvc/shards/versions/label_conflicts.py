@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +25,7 @@ from datasvc.shards.versions.matching import ShardValues, Side, hash_values, mat
 from datasvc.shards.versions.split_overlap import has_blobs, new_shards, payload_side
 
 _MAX_LISTED: Final = 10
-_SEPARATOR: Final = "\0"  # between a label and a key; neither contains it
+_SEPARATOR: Final = "\0"  # between a label and a key
 
 
 class LabelConflict(NamedTuple):
@@ -141,8 +141,13 @@ def _labels_and_keys(objects: Objects, table: ShardTable, values: ShardValues) -
     keys = take_keys(stored.column(KEY), values.rows).to_pylist()
     has_labels = LABEL in stored.column_names
     labels = take_keys(stored.column(LABEL), values.rows).to_pylist() if has_labels else [None] * len(keys)
-    texts = [
-        "" if label is None or label < 0 else table.classes[label] if label < len(table.classes) else str(label)
-        for label in labels
-    ]
+    texts = [_label_text(label, table.classes) for label in labels]
     return pa.array([f"{text}{_SEPARATOR}{key}" for text, key in zip(texts, keys, strict=True)], pa.large_string())
+
+
+def _label_text(label: Any, classes: Sequence[str]) -> str:
+    """Return the class of a label, or the label as text; "" without a class."""
+    if label is None or (isinstance(label, int) and label < 0):
+        return ""
+    # A column `label` may also hold text or lists, which Python samples and `as_text` keep as they are.
+    return classes[label] if isinstance(label, int) and label < len(classes) else str(label)

@@ -123,3 +123,13 @@ def test_the_payload_is_the_blob_where_there_is_one_and_the_sample_where_there_i
 )  # fmt: skip
 def test_values_of_different_types_and_shapes_differ(one, other):
     assert encode_array(pa.array([one])) != encode_array(pa.array([other]))
+
+
+def test_pairs_below_a_null_map_count_for_no_sample():
+    kind = pa.map_(pa.string(), pa.int64())
+    full = pa.array([[("a", 1)], [("b", 2)], [("c", 3)]], kind)
+    fields = [pa.field("key", pa.string(), nullable=False), pa.field("value", pa.int64())]
+    pairs = pa.StructArray.from_arrays([full.keys, full.items], fields=fields)
+    hidden = pa.Array.from_buffers(kind, 3, [pa.py_buffer(b"\5"), full.buffers()[1]], children=[pairs])
+    assert hidden.to_pylist() == [[("a", 1)], None, [("c", 3)]]
+    assert encode_array(hidden) == encode_array(pa.array(hidden.to_pylist(), kind))

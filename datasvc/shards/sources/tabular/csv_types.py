@@ -7,6 +7,7 @@ holds.
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import Final
 
@@ -81,6 +82,7 @@ def quoted_columns(block: bytes, delimiter: str) -> set[int]:
     """
     if b'"' not in block:
         return set()
+    block = block.removeprefix(codecs.BOM_UTF8)  # as Excel writes it, before the quote of the first name
     separator = re.escape(delimiter.encode())
     value = re.compile(rb'("(?:[^"]|"")*+"|[^' + separator + rb"\r\n]*+)(" + separator + rb"|\r\n|\r|\n|\Z)")
     quoted: set[int] = set()
