@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,12 +35,28 @@ def collection_paused() -> Iterator[None]:
     """
     # A pause inside a pause finds the collector disabled, and leaves it to the outer one to enable it.
     was_enabled = gc.isenabled()
+    if was_enabled:
+        _pausing.add(threading.get_ident())
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            _pausing.discard(threading.get_ident())
             gc.enable()
+
+
+_pausing: Final[set[int]] = set()  # threads that have disabled the collector, and will enable it
+
+
+def _collect_in_child() -> None:
+    # A forked process, such as a worker of a loader, has only the thread that forked: no other ends its pause there.
+    if _pausing:
+        _pausing.clear()
+        gc.enable()
+
+
+os.register_at_fork(after_in_child=_collect_in_child)
 
 
 def run_in_threads(

@@ -1,9 +1,11 @@
 import asyncio
 import gc
+import os
 import signal
 import subprocess
 import sys
 import threading
+import warnings
 from contextlib import suppress
 from contextvars import ContextVar
 
@@ -89,6 +91,7 @@ def test_of_calls_that_fail_together_the_earliest_is_raised():
 
 ENDING = """
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datasvc.threads import run_before_threads_end
 pool, ended = ThreadPoolExecutor(1), threading.Event()
@@ -172,3 +175,26 @@ def test_a_pause_of_the_collector_leaves_it_as_it_was(is_enabled):
         assert gc.isenabled() == is_enabled
     finally:
         gc.enable()
+
+
+def test_a_process_that_is_forked_during_a_pause_of_another_thread_collects_garbage():
+    """facebookresearch/dinov3#150: workers of a loader without the collector grow until they are killed."""
+    is_paused, is_over = threading.Event(), threading.Event()
+
+    @collection_paused()
+    def pause():
+        is_paused.set()
+        is_over.wait()
+
+    thread = threading.Thread(target=pause)
+    thread.start()
+    is_paused.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads beside a fork
+        pid = os.fork()
+    if not pid:
+        os._exit(not gc.isenabled())
+    is_over.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert gc.isenabled()

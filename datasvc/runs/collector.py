@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Final
@@ -12,7 +12,7 @@ from datasvc.runs.content import STEP, Content, ContentLimits, merge
 from datasvc.runs.facts import RunEvent, make_event, to_name, to_number, to_text
 from datasvc.runs.step_table import MAX_NAMES, StepTable
 
-_MAX_VERSIONS: Final = 100
+MAX_VERSIONS: Final = 100
 _MAX_RANKS: Final = 8
 _MAX_VERDICT_CHARS: Final = 1000
 _MAX_NAME_CHARS: Final = 200
@@ -33,7 +33,7 @@ class Collector:
 
     Attributes:
         latest: newest value of each fact of the `step` events.
-        versions: model versions that `checkpoint` events named, oldest first; the last `_MAX_VERSIONS`.
+        versions: model versions that `checkpoint` events named, oldest first; the last `MAX_VERSIONS`.
         warnings: fields of the head of a part that lists of runs show as problems, see docs/reference/formats.md.
         num_signs: number of events that show that the program goes on: all but `stalled`.
     """
@@ -51,12 +51,24 @@ class Collector:
     _newest_s: float = 0.0
     _floor_s: float = 0.0
 
-    def continue_after(self, head: Mapping[str, Any], parent: str | None) -> None:
-        """Begin with the head of the attempt before, and with the version that this one continues."""
+    def continue_after(
+        self, started_s: float, head: Mapping[str, Any], parent: str | None, unreported: Sequence[tuple[str, int]]
+    ) -> None:
+        """Begin with the head of the attempt before, and with the version that this one continues.
+
+        `unreported` has version and step of each version that the attempt before did not report: this one does, as of
+        its start, `started_s`.
+        """
         self.latest = {**head.get("latest", {}), **self.latest}
-        parents = [] if parent is None else [parent]
-        versions = dict.fromkeys([*head.get("versions", []), *parents, *self.versions])
-        self.versions = [*versions][-_MAX_VERSIONS:]
+        events = [
+            make_event(round(started_s, 3), "checkpoint", {"version": version, "step": step})
+            for version, step in unreported
+        ]
+        # In front: what this attempt has reported by now comes after them.
+        self._content = merge([Content((), events), self._content])
+        found = [version for version, _ in unreported] or ([] if parent is None else [parent])
+        versions = dict.fromkeys([*head.get("versions", []), *found, *self.versions])
+        self.versions = [*versions][-MAX_VERSIONS:]
         stalls = {name: head[name] for name in ("num_stalls", "last_stall_s") if name in head}
         self.warnings = {**stalls, **self.warnings}
 
@@ -97,7 +109,7 @@ class Collector:
         made = make_event(time_s, event, facts)
         version = made.facts.get("version")
         if made.event == "checkpoint" and isinstance(version, str):
-            self.versions = [*self.versions, version][-_MAX_VERSIONS:]
+            self.versions = [*self.versions, version][-MAX_VERSIONS:]
         self._note_warning(made)
         self._events.append(made)
 

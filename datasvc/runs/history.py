@@ -178,9 +178,12 @@ class RunHistory:
 
         The version that a later attempt continues is one of them: an attempt that is killed may not report its last.
         """
-        saved: list[tuple[int, Any]] = [(number, header.get("parent")) for number, header in self.headers.items()]
-        saved = [(number, version) for number, version in saved if number > 1]
-        saved += [(event.attempt, event.facts.get("version")) for event in self.events if event.event == "checkpoint"]
+        saved: list[tuple[int, Any]] = [
+            (event.attempt, event.facts.get("version")) for event in self.events if event.event == "checkpoint"
+        ]
+        reported = [version for _, version in saved]
+        parents = [(number, header.get("parent")) for number, header in self.headers.items() if number > 1]
+        saved = [(number, version) for number, version in parents if version not in reported] + saved
         saved.sort(key=lambda version: version[0])  # stable: the parent comes before what its attempt has saved
         return list(dict.fromkeys(version for _, version in saved if isinstance(version, str)))
 

@@ -23,7 +23,7 @@ from datasvc.printable import count_text
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import Log
 from datasvc.repository.logs.references import check_name
-from datasvc.runs.collector import Collector
+from datasvc.runs.collector import MAX_VERSIONS, Collector
 from datasvc.runs.ended_attempts import start_merging
 from datasvc.runs.facts import choose_facts, limit_size, to_json_value, to_text
 from datasvc.runs.part import choose_parts
@@ -78,6 +78,7 @@ class RunLog:
         self.id = run_id
         self._num_refused = 0  # counted by the threads of the program
         self._num_failed = 0  # counted by the thread of the log
+        self._repository = repository
         self._storage = repository.storage
         self._header = header
         self._flush_s = flush_s
@@ -330,7 +331,28 @@ class RunLog:
             listed = choose_parts(self._storage.list(self._log.path))
             older = [part for part in listed if part.attempt < attempt]
             parts, _ = read_parts(self._storage, self._log.path, older[-1:])
-            self._collector.continue_after(parts[-1].head if parts else {}, self._header.get("parent"))
+            head = parts[-1].head if parts else {}
+            unreported = self._find_unreported(head.get("versions", []))
+            started_s = self._header["started"]
+            self._collector.continue_after(started_s, head, self._header.get("parent"), unreported)
+
+    def _find_unreported(self, reported: Sequence[str]) -> list[tuple[str, int]]:
+        """Return version and step of those that the run saved after the `reported` ones, oldest first.
+
+        An attempt that is killed does not report what it saved last. The next one continues the newest of these
+        versions, and each of them has its run and the version before it.
+        """
+        found: list[tuple[str, int]] = []
+        ref = self._header.get("parent")
+        with contextlib.suppress(DatasvcError, OSError):  # the version is of another repository, or is damaged
+            while ref is not None and ref not in reported and len(found) < MAX_VERSIONS:
+                version = self._repository.resolve("models", ref, removed=True)
+                content = self._repository.entry(version).content
+                if content.get("run") != self.ref:
+                    break
+                found.append((str(version), content["step"]))
+                ref = content.get("parent")
+        return found[::-1]
 
     def _make_head(self, end: tuple[Outcome, str] | None) -> dict[str, Any]:
         """Return what lists of runs show, see docs/reference/formats.md."""

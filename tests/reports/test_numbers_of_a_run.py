@@ -1,6 +1,7 @@
 """Numbers that are said to be those of a run, in lists, on its page and in its advice."""
 
 import pytest
+import torch
 
 import datasvc
 from datasvc.drawing import ChartSeries, line_chart
@@ -39,6 +40,24 @@ def test_a_version_that_was_saved_just_before_a_kill_is_one_of_the_run(repositor
         second.report("checkpoint", version="net@3", step=3)
     assert read_run(repository, "net", first.id).versions == ["net@1", "net@2", "net@3"]
     assert list(list_runs(repository, "net")[0].versions) == ["net@1", "net@2", "net@3"]
+
+
+def test_all_versions_that_were_saved_before_a_kill_are_those_of_the_run(tmp_path):
+    """G-Research/fasttrackml#655: several versions were committed after the last part of the log."""
+    repo = datasvc.open(str(tmp_path / "repo"), create=True)
+    repo.models.save("net", {"w": torch.zeros(1)}, step=0)  # of another run, or of none
+    with RunLog.open(repo.repository, "net", parent="net@1") as first:
+        for step in (1, 2, 3, 4):
+            repo.models.save("net", {"w": torch.zeros(1)}, step=step, parent=f"net@{step}", run=first.ref)
+        first.report("checkpoint", version="net@2", step=1)
+    with RunLog.open(repo.repository, "net", run_id=first.id, parent="net@5") as second:
+        second.report("checkpoint", version="net@6", step=5)
+    saved = [f"net@{number}" for number in (2, 3, 4, 5, 6)]
+    history = read_run(repo.repository, "net", first.id)
+    assert history.versions == saved
+    assert list(list_runs(repo.repository, "net")[0].versions) == saved
+    marked = [event.facts["step"] for event in history.events if event.event == "checkpoint"]
+    assert sorted(marked) == [1, 2, 3, 4, 5]  # the curves have a mark of each
 
 
 def totals(**blocked_s):

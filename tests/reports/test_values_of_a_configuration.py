@@ -32,6 +32,11 @@ def repository(tmp_path):
     return datasvc.open(str(tmp_path), create=True)
 
 
+@dataclasses.dataclass(slots=True)
+class SlottedOptions:
+    rate: float
+
+
 FORMS = [
     (pathlib.Path("/data"), "/data"),
     (argparse.Namespace(lr=0.1, out=pathlib.Path("x")), {"lr": 0.1, "out": "x"}),
@@ -82,8 +87,14 @@ def test_what_has_no_form_is_left_out_with_one_warning(repository):
     assert repository.models.restore("m").entry["config"] == {"lr": 0.1, "list": [1]}
 
 
-def test_a_namespace_is_a_configuration(repository):
-    repository.models.save("m", {}, step=1, config=argparse.Namespace(lr=0.1))
-    assert repository.models.restore("m").entry["config"] == {"lr": 0.1}
+@pytest.mark.parametrize(
+    ("config", "stored"),
+    [(argparse.Namespace(lr=0.1), {"lr": 0.1}), (SlottedOptions(0.1), {"rate": 0.1})],
+    ids=["namespace", "slots"],
+)
+def test_a_namespace_or_a_data_class_is_a_configuration(repository, config, stored):
+    """samuelcolvin/python-devtools#136: a data class with slots has no `vars`."""
+    repository.models.save("m", {}, step=1, config=config)
+    assert repository.models.restore("m").entry["config"] == stored
     with pytest.raises(ConfigError, match="config is a list"):
         repository.models.save("m", {}, step=1, config=[1])

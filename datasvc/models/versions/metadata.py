@@ -114,9 +114,8 @@ def _check_tree(value: Any, name: str) -> Any:
     """
     if value is None:
         return None
-    if isinstance(value, argparse.Namespace) or (is_dataclass(value) and not isinstance(value, type)):
-        value = vars(value)
-    if not isinstance(value, Mapping):
+    is_record = isinstance(value, argparse.Namespace) or (is_dataclass(value) and not isinstance(value, type))
+    if not (is_record or isinstance(value, Mapping)):
         raise ConfigError(f"{name} is a {type(value).__name__}; expected a dict, such as vars({name})")
     left_out: dict[str, str] = {}
     stored = json_form(value, name, left_out)
@@ -163,7 +162,9 @@ def json_form(value: Any, path: str, left_out: dict[str, str], depth: int = 0) -
     elif isinstance(value, argparse.Namespace | SimpleNamespace):
         value = vars(value)
     elif is_dataclass(value) and not isinstance(value, type):
-        value = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        # With `slots=True` there is no `vars`; without, it may have more than the fields.
+        by_field = {field.name: getattr(value, field.name, None) for field in fields(value)}
+        value = {**by_field, **getattr(value, "__dict__", {})}
     elif isinstance(value, set | frozenset):
         value = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
     if isinstance(value, Mapping):
