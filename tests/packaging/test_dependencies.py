@@ -19,6 +19,7 @@ PACKAGES = {
     "mlflow": "mlflow-skinny",
     "nvidia.dali": "nvidia-dali-cuda130",
     "nvidia": "nvidia-nvimgcodec-cu13",
+    "pi_heif": "pi-heif",
     "prometheus_client": "prometheus-client",
     "sklearn": "scikit-learn",
     "yaml": "pyyaml",
