@@ -17,7 +17,7 @@ setup: .venv/ready  ## make .venv with everything in it
 	@# Tests read our MDS exports with the first, run a program for the second, and use components of the third; what they
 	@# depend on (cloud clients, torchvision, an old `datasets`) has no part in that.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps mosaicml-streaming litdata \
-		torchtitan spmd_types
+		torchtitan spmd_types tyro docstring-parser typeguard
 	@touch $@
 
 demo: setup  ## the main job end to end on real images: ingest, stage, train, kill, resume, compare

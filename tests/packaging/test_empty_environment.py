@@ -173,7 +173,7 @@ def test_the_pages_and_sql_need_one_extra(environment):
     environment.install("ui")
     with environment.serving("ui", "--no-browser") as url:
         assert b"pets" in urllib.request.urlopen(url).read()
-    assert environment.said("sql", "pets", "select count(*) from train") == "8\n"
+    assert environment.said("sql", "pets", "select count(*) from train") == "count_star()\n8\n"
 
 
 def test_a_training_runs_in_an_environment_of_its_own(wheel, index, tmp_path):
