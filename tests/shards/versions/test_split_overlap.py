@@ -189,7 +189,9 @@ def test_a_merge_refuses_what_its_splits_would_share(repository, photos):
     ingest(repository, str(photos), "held", val_fraction=0.2)
     ingest(repository, str(photos), "whole")
     held = keys(repository, "held")
-    with pytest.raises(ConflictError, match=f"{len(held['val'])} samples of 'train' are in 'val' too, by equal images"):
+    with pytest.raises(
+        ConflictError, match=f"{len(held['val'])} samples of 'train' are in 'val' too, by equal images"
+    ):
         merge(repository, ["held", "whole"], "all", on_common="first")
     merge(repository, ["held", "whole"], "all", on_common="first", on_split_overlap="drop")
     assert keys(repository, "all") == held
