@@ -398,7 +398,7 @@ class Loader(ABC, Generic[B]):
             self._ledger.close()
 
     def _open_ledger(self) -> None:
-        """Open the ledger if the user wants one and it is not open. Raises ConfigError: it has another order."""
+        """Open the ledger if the user gave one and it is not open. Raises ConfigError: it has another order."""
         if self._ledger is not None or self._ledger_folder is None:
             return
         state = save_state(self.split, self.order, self._cursor)

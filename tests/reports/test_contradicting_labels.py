@@ -1,4 +1,4 @@
-"""One picture under two labels: what a model learns from it is chance, and nobody sees it in the numbers."""
+"""One picture under two labels: what a model learns from it is chance, and no number shows it."""
 
 import pytest
 

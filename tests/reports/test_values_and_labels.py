@@ -116,6 +116,20 @@ def test_labels_that_pandas_made_floats_are_integers_again_and_its_nan_is_no_lab
     rows = [{"key": str(row), "label": label} for row, label in enumerate([*[1.0] * 100, 0.5])]
     with pytest.raises(BadSampleError, match=r"train/100.*0\.500000 was truncated"):
         datasvc.ingest(iter(rows), "later", repo=str(tmp_path))
+    kept = SourceOptions(as_text=("label",))
+    ingest(Repository.create(str(tmp_path)), iter(rows), "kept", source_options=kept, keep_order=True)
+    assert datasvc.open(str(tmp_path)).dataset("kept")["train"][100]["label"] == 0.5
+
+
+@pytest.mark.parametrize("extension", ["csv", "parquet"])
+def test_sorted_targets_of_a_regression_are_no_classes_though_the_first_are_whole(tmp_path, extension):
+    """pandas-dev/pandas#56135, the other way round: the first batch of a file does not show what a column holds."""
+    frame = pd.DataFrame({"label": [*[1.0] * 5000, 1.5]})
+    path = tmp_path / f"a.{extension}"
+    frame.to_parquet(path) if extension == "parquet" else frame.to_csv(path, index=False)
+    repository = Repository.create(str(tmp_path / "repo"))
+    ingest(repository, str(path), "ratings", keep_order=True)
+    assert datasvc.open(repository.url).dataset("ratings")["train"][5000]["label"] == 1.5
 
 
 def test_text_labels_beside_images_become_classes(tmp_path):

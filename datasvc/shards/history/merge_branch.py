@@ -52,7 +52,7 @@ class BranchMergeReport:
         theirs: the version that was merged.
         bases: their newest common ancestors.
         is_new: whether a version was committed.
-        added: number of samples that were added to the line, by split; likewise `changed` and `deleted`.
+        added: number of samples that were added to the line, by split; `changed` and `deleted` in the same way.
         changed: number of samples that were replaced.
         deleted: number of samples that were deleted.
         conflicts: keys that both sides changed, and how each was settled. In a dry run, also those that are not

@@ -75,7 +75,7 @@ _FORMAT_OF_NAME: Final = {
 _FORMATS_OF_OPTION: Final = {
     "key": ("parquet", "arrow", "csv", "json-lines", "tfrecord", "mds", "numpy", "huggingface", "manifest", "python"),
     "label": ("parquet", "arrow", "csv", "json-lines", "huggingface", "manifest", "python"),
-    "as_text": ("parquet", "arrow", "csv", "json-lines", "huggingface", "manifest"),
+    "as_text": ("parquet", "arrow", "csv", "json-lines", "huggingface", "manifest", "python"),
     "manifest": ("manifest",),
     "ground_truth": ("imagenet",),
     "synsets": ("imagenet",),

@@ -208,7 +208,7 @@ def load_image(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
     if column not in samples.image_columns:
         raise NotFoundError(f"{dataset.resolved}/{parts['split']} has no images in a column {column!r}")
     if query.text("full") is not None:
-        # Encoded anew as a thumbnail is: a browser gets no bytes of a data set as they are.
+        # Encoded again, as a thumbnail is: a browser gets no bytes of a data set as they are.
         content = make_thumbnail(samples.blob(number, column), _MAX_FULL_SIDE)
         return RawResponse(content, "image/jpeg", is_immutable=parts["ref"] == str(dataset.resolved))
     content = site.thumbnails.get(_image_name(samples, number, column), lambda: samples.blob(number, column))

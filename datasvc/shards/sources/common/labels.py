@@ -92,17 +92,21 @@ def _class_names(pieces: Iterable[pa.Array | pa.ChunkedArray]) -> tuple[str, ...
 
 
 def _is_whole(pieces: Iterable[pa.Array | pa.ChunkedArray]) -> bool:
-    """Return whether the first labels that have a value are whole numbers; a later one that is not is a bad sample.
+    """Return whether all labels that have a value are whole numbers, and one has a value.
 
-    NaN is no value here: pandas writes it for a missing integer, so it becomes null.
+    All are read, because a target of a regression may be sorted: 1.0 for the first thousands of samples, then 1.5. Of
+    an iterator, only the first samples are known, and a later one that is not whole is a bad sample. NaN is no value
+    here: pandas writes it for a missing integer, so it becomes null.
     """
+    has_value = False
     for piece in pieces:
         for chunk in _chunks(piece):
             values = cast_column(chunk, pa.float64()).drop_null()
             values = values.filter(pc.invert(pc.is_nan(values)))
-            if len(values):
-                return bool(pc.all(pc.equal(values, pc.trunc(values))).as_py())
-    return False
+            if not pc.all(pc.equal(values, pc.trunc(values)), min_count=0).as_py():
+                return False
+            has_value = has_value or len(values) > 0
+    return has_value
 
 
 def _chunks(piece: pa.Array | pa.ChunkedArray) -> Sequence[pa.Array]:

@@ -26,10 +26,9 @@ class SourceOptions:
         text: for text: column of JSON lines that holds the text to tokenize.
         label: column that holds the labels, as whole numbers, booleans or class names; None: the column `label`, or
             an integer column of a usual name. Text in a column `label` beside images is class names too.
-        as_text: columns that keep their text: values of CSV are not converted to numbers, dates or booleans, and a
-            column `label` beside images is not class names.
+        as_text: columns that keep their values: those of CSV are not converted to numbers, dates or booleans, and a
+            column `label` becomes neither classes nor integers.
         key_prefix: text put before the key of every sample, so that two sources with equal keys fit one data set.
-
         first_frame: for image folders: whether GIF files are samples too, of which loaders decode the first frame.
 
     Raises:
