@@ -44,7 +44,8 @@ _IGNORED_MARKERS = frozenset({0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}) - {
 _SEGMENT: Final = struct.Struct(">BBH")  # 0xFF, marker, length of the segment from this length field on
 _FRAME: Final = struct.Struct(">BHHB")  # bits per component, height, width, number of components
 # Formats that Pillow may try. Others are unsafe for untrusted bytes: the EPS reader, for example, starts a program.
-_AVIF: Final = ("AVIF",) if features.check("avif") else ()  # since Pillow 11.3
+# Pillow has AVIF since 11.3; older ones warn about a feature that they do not have.
+_AVIF: Final = ("AVIF",) if "avif" in features.modules and features.check("avif") else ()
 FORMATS: Final = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "GIF", "PPM", "JPEG2000", *_AVIF)
 # The brands of HEIF files that are compressed with HEVC; AVIF has the same container with other brands.
 _HEIF_BRANDS: Final = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"}
