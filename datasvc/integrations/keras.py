@@ -49,7 +49,7 @@ class LoaderBatches(keras.utils.PyDataset):
         self._trained = loader.state_dict()
         self._handed: deque[Mapping[str, Any]] = deque()  # state after each batch that is handed over and not trained
         self._batches: Iterator[Any] = iter(())
-        self._is_counted = self._has_begun = False  # by `KerasVersions`; an epoch that took more than a batch
+        self._is_counted = self._has_begun = False  # by `KerasVersions`; an epoch that took a batch
         self._is_beginning, self.num_left = False, len(loader)
         self.split, self.batch_size = loader.split, loader.batch_size
         self.tail, self.ranks = loader.tail, loader.ranks
@@ -69,8 +69,10 @@ class LoaderBatches(keras.utils.PyDataset):
     def on_epoch_begin(self) -> None:
         """Begin a training after the batches that were trained; at their end, with the next epoch."""
         # The first epoch that takes one batch only may be that in which Keras builds the model, and trains nothing.
-        if self._handed and not self._is_counted and (self._has_begun or len(self._handed) > 1):
-            self._trained, self._has_begun = self._handed[-1], True
+        if self._handed and not self._is_counted:
+            if self._has_begun or len(self._handed) > 1:
+                self._trained = self._handed[-1]
+            self._has_begun = True
         self._handed.clear()
         self._batches = iter(())  # end the last iterator
         if self.loader.training:

@@ -257,7 +257,7 @@ def test_each_evaluation_of_keras_sees_the_same_samples(split, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("keras") is None, reason="keras is not installed")
-@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.parametrize("steps", [None, 2, 1])
 def test_each_epoch_of_keras_without_our_callback_continues_after_the_last_one(split, monkeypatch, steps):
     """tensorflow/tensorflow#35982: what Keras has taken from a generator is not what it has trained on."""
     monkeypatch.setenv("KERAS_BACKEND", "torch")
