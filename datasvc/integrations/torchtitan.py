@@ -173,8 +173,10 @@ class TitanVersions(CheckpointManager):
 
     def _close(self) -> None:
         # The last version of a run that ends between two saves must be committed, or its error raised.
-        self.maybe_wait_for_saving()
-        super()._close()
+        try:
+            self.maybe_wait_for_saving()
+        finally:
+            super()._close()
 
     def _note(self, saved: Any) -> None:
         """Remember the version that a save has committed; `saved` is its `Metadata`, on every rank."""

@@ -161,6 +161,7 @@ def test_classes_of_a_program_that_is_gone_keep_their_values(monkeypatch):
         monkeypatch.delattr(f"{__name__}.{name}")
     back = unflatten(decode_state(raw, "v"), {})
     assert (back["plan"].steps, back["plan"].phase.value, back["level"].name) == (5, "warm", "LOW")
+    assert back["level"] == 1  # as the member of an IntEnum was
     assert repr(back["plan"]).startswith("Plan(steps=5")
 
 

@@ -204,7 +204,9 @@ def _make_member(plain: Any, module: str, qualname: str, name: str) -> Any:
     if found is not None and issubclass(found, enum.Enum) and name in found.__members__:
         return found.__members__[name]
     _check_names([name])
-    made: Any = enum.Enum(qualname.rpartition(".")[2], {name: plain})  # type: ignore[misc]
+    # Equal to its value, as a member of an IntEnum or StrEnum is: which of them the class was is not stored.
+    mixin = type(plain) if type(plain) in (str, int) else None
+    made: Any = enum.Enum(qualname.rpartition(".")[2], {name: plain}, type=mixin)  # type: ignore[misc]
     return made[name]
 
 
