@@ -138,7 +138,7 @@ def test_the_core_is_small(environment):
 
 def test_the_core_ingests_stages_and_lists(environment):
     assert environment.said("--version") == f"datasvc {datasvc.__version__}\n"
-    assert environment.said("ls").startswith("pets\t1\t10\t")
+    assert environment.said("ls").splitlines()[1].startswith("pets\t1\t10\t")
     assert "samples: 8" in environment.said("show", "pets")
     assert "class: a" in environment.said("head", "pets")
     assert "1 shard fetched" in environment.said("stage", "pets", "--split", "train", "--budget", "10MB")
