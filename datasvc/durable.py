@@ -101,7 +101,7 @@ def is_plain_name(name: str) -> bool:
 def target_outside(folder: str | Path, path: str | Path) -> str | None:
     """Return the target of `path`, whose links are followed, if it is outside `folder`; None if it is inside.
 
-    A folder that somebody has sent may have links to private files of the reader. A link of a snapshot in the cache
+    A folder from another person may have links to private files of the reader. A link of a snapshot in the cache
     of the Hugging Face Hub leads to `blobs` beside `snapshots`, so this folder counts as inside.
     """
     real, real_folder = os.path.realpath(path), os.path.realpath(folder)

@@ -84,7 +84,7 @@ def _usage_s(who: int) -> float:
 def _descendants_s() -> float:
     """Return the processor time in seconds of the live descendants, and of those that they have waited for."""
     ticks, pids = 0, _children("self")
-    for pid in pids:  # grows meanwhile
+    for pid in pids:  # the loop appends to it
         fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
         if len(fields) > 14:  # else it has ended
             ticks += sum(map(int, fields[11:15]))

@@ -122,7 +122,7 @@ def with_small_files(state: ForeignState, folder: Path) -> ForeignState:
             left_out.append(path.name)
             continue
         if (target := target_outside(folder, path)) is not None:
-            # A stored link would publish a file of the user who imports a folder of somebody else.
+            # A stored link would publish a file of the user who imports the folder of another person.
             left_out.append(f"{path.name} (a link out of the folder, to {target})")
             continue
         is_small = path.is_file() and path.stat().st_size <= min(_MAX_SMALL_FILE_BYTES, remaining_bytes)

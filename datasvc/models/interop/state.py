@@ -128,7 +128,7 @@ def check_inside(folder: Path, path: Path) -> Path:
 
 def check_regular(path: Path) -> Path:
     """Return `path`; raise ConfigError if it is a pipe, a socket, a device or a folder. A missing file passes."""
-    # To open a pipe would wait for its writer for ever, and some devices have no end.
+    # To open a pipe would wait for its writer without end, and some devices have no end.
     if path.exists() and not path.is_file():
         raise ConfigError(f"{path} is not a regular file; give another one, or remove it from its folder")
     return path

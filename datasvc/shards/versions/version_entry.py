@@ -126,7 +126,7 @@ def _find_origin(
     """
     seen: set[Resolved] = set()
     while True:
-        if version in seen:  # otherwise a changed repository would hold its readers for ever
+        if version in seen:  # otherwise a changed repository would keep its readers in this loop
             raise CorruptDataError(f"{version} is its own ancestor: its entry was changed; restore it from a copy")
         seen.add(version)
         content = repository.entry(version).content
@@ -176,7 +176,7 @@ def _parent_of_change(content: Mapping[str, Any]) -> str | None:
 
 
 def _mapping(content: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    """Return a field of an entry that may have been written by somebody else; {} if it is no mapping."""
+    """Return a field of an entry that may have been written by a stranger; {} if it is no mapping."""
     value = content.get(field)
     return value if isinstance(value, Mapping) else {}
 
