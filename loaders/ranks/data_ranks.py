@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError
+from datasvc.processors import count_launched
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -28,8 +29,6 @@ _GROUPS: Final = (
     ("horovod.tensorflow", "is_initialized", "rank", "size"),
     ("jax", "distributed.is_initialized", "process_index", "process_count"),
 )
-# The number of processes as launchers give it: torchrun and datasvc-run, Horovod, Open MPI, MPICH.
-_SIZE_VARIABLES: Final = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @dataclass(frozen=True)
@@ -115,14 +114,8 @@ def _groups() -> Iterator[DataRanks]:
 
 def _alone(environ: Mapping[str, str]) -> DataRanks:
     """Return rank 0 of 1. Raises ConfigError: a launcher has started several processes."""
-    name = next((name for name in _SIZE_VARIABLES if name in environ), None)
-    # A batch script of Slurm has a SLURM_PROCID too, but only `srun` starts several processes.
-    if name is None and "SLURM_PROCID" in environ:
-        in_step = "SLURM_STEP_ID" in environ or environ.get("ENVIRONMENT") != "BATCH"
-        names = ("SLURM_STEP_NUM_TASKS", *(["SLURM_NTASKS"] if in_step else []))
-        name = next((name for name in names if name in environ), None)
-    size = environ.get(name or "", "1")
-    if name is not None and size.isdecimal() and int(size) > 1:
+    name, size = count_launched(environ)
+    if size > 1:
         raise ConfigError(
             f"the environment has {name}={size}, so this is one of {size} processes, but no process group is "
             "initialised, and each process would read all samples: call datasvc.trainer.init() or "

@@ -169,6 +169,17 @@ def test_a_loader_that_was_created_before_the_group_is_refused_at_its_first_batc
     assert len(next(iter(explicit)).positions) == BATCH
 
 
+def test_a_manager_of_a_rank_without_a_process_group_warns_that_each_rank_saves_alone(repo, monkeypatch, caplog):
+    """bytedance/ibot#15, speechbrain/speechbrain#2132: all processes write checkpoints, where one should."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with repo.models.manager("cnn") as manager:
+        manager.save({"w": 1}, step=1)
+    (warning,) = caplog.messages
+    assert "WORLD_SIZE=2" in warning
+    assert "saves alone" in warning
+    assert repo.models.restore("cnn@1").state["w"] == 1
+
+
 @pytest.mark.parametrize("kind", ["sampler", "iterable", "loader"])
 def test_accelerate_does_not_divide_a_rank_s_part_again(repo, kind):
     """huggingface/accelerate#4199, #4075, #3520: a loader that has its rank is divided a second time."""

@@ -120,8 +120,8 @@ def check_inside(folder: Path, path: Path) -> Path:
     """Return `path`, a file of an untrusted folder; raise ConfigError if it is a link out, or no regular file."""
     if (target := target_outside(folder, path)) is not None:
         raise ConfigError(
-            f"{path} is a link out of the folder, to {target}, so it is not read: whoever made the folder chose the "
-            "file. If you trust it, copy the folder with the files (cp -rL)"
+            f"{path} is a link out of the folder, to {target}, so it is not read: the "
+            "author of the folder may have chosen any file. If you trust it, copy the folder with the files (cp -rL)"
         )
     return check_regular(path)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
@@ -16,9 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 from datasvc import errors
 from datasvc.errors import DatasvcError, UnavailableError
 from datasvc.printable import count_text
+from datasvc.processors import count_launched
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 _SLOT_BYTES: Final = 1024  # bytes that each rank sends in the first collective of an exchange: length and content
 _LENGTH_BYTES: Final = 8
@@ -184,7 +188,8 @@ def open_channels(group: Any, timeout_s: float, number: int = 2) -> list[RankCha
     Every rank of the group must call this, in the same order relative to other calls that make groups.
 
     Args:
-        group: torch.distributed group; None: the default group, or a single rank if there is none.
+        group: torch.distributed group; None: the default group, or a single rank if there is none, with a warning if
+            a launcher has started several processes.
         timeout_s: seconds without an answer after which a rank counts as lost.
         number: number of channels.
 
@@ -193,7 +198,19 @@ def open_channels(group: Any, timeout_s: float, number: int = 2) -> list[RankCha
     """
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not dist.is_available() or not dist.is_initialized():
+        name, size = count_launched()
+        if size > 1:
+            # No error: in many such programs rank 0 alone makes a manager.
+            logger.warning(
+                "the environment has %s=%d, but torch.distributed has no process group, so this process saves alone: "
+                "if each rank has a manager, each saves versions of its own; call datasvc.trainer.init() or "
+                "torch.distributed.init_process_group() before, or make a manager on one rank only",
+                name,
+                size,
+            )
+        return [RankChannel() for _ in range(number)]
+    if dist.get_world_size(group) == 1:
         return [RankChannel() for _ in range(number)]
     group_settings: dict[str, Any] = {}
     if group:
