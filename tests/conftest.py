@@ -21,6 +21,7 @@ from tests.examples import FAST
 from tests.moto_process import KEY, SECRET, MotoServer
 from tests.said import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown, say  # noqa: F401 - hooks
 from tests.samples import write_folder
+from tests.support.ports import reserved_ports
 
 # A slow machine is no failure: what a property costs is not what its test is about. Equal code gets equal examples, a
 # change is judged by what it changed. `make test` tries few of them, `make test-all` sets HYPOTHESIS_PROFILE=all;
@@ -135,7 +136,8 @@ def google_bucket():
 def _start_s3(tmp_path_factory, stack):
     refusal = s3_server.refusal()
     if refusal is None:
-        server = s3_server.CephServer(tmp_path_factory.mktemp("ceph")).start()
+        ports = stack.enter_context(reserved_ports(3))
+        server = s3_server.CephServer(tmp_path_factory.mktemp("ceph"), ports).start()
         stack.callback(server.close)
         say("S3 tests ran against a Ceph gateway")
         return server.url, s3_server.KEY, s3_server.SECRET

@@ -33,13 +33,14 @@ class CephServer:
 
     Args:
         folder: an empty folder for its files.
+        ports: of the gateway, and two of the monitor.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder, ports):
         self._folder = folder
         self._config = folder / "ceph.conf"
         self._running = []
-        self.port, *self._monitor_ports = _free_ports(3)
+        self.port, *self._monitor_ports = ports
 
     @property
     def url(self):
@@ -154,11 +155,3 @@ class CephServer:
                 continue
             raise RuntimeError(f"the gateway ended with status {status}; see {self._folder}/log")
         raise RuntimeError(f"the gateway did not answer within {_STARTS_WITHIN_S} s; see {self._folder}/log")
-
-
-def _free_ports(count):
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]

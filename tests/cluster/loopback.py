@@ -6,11 +6,12 @@ A killed node refuses connections where a real one would be silent. There is one
 import os
 import signal
 import subprocess
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tests.cluster.node import Network, Node
 from tests.cluster.program import Program, wait_for_end
+from tests.support.ports import reserved_ports
 
 _FIRST_HOST = 11
 
@@ -31,6 +32,15 @@ class LoopbackNetwork(Network):
             [LoopbackNode(f"node-{number}", f"127.0.0.{host}", folder / f"node-{number}") for number, host in hosts],
             "127.0.0.1",
         )
+        self._reserved = ExitStack()
+
+    def __enter__(self):
+        (self.port,) = self._reserved.enter_context(reserved_ports(1))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._reserved.close()
 
 
 class LoopbackNode(Node):

@@ -33,6 +33,7 @@ class NamespaceNetwork(Network):
 
     kind = "network namespaces joined by a bridge"
     is_separate = True
+    port = 8765  # below those that the system gives, in networks where nothing else runs
 
     def __init__(self, folder, num_nodes):
         assert num_nodes <= MAX_NODES

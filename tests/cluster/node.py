@@ -111,6 +111,7 @@ class Network:
         kind: what the nodes are made of, for people.
         nodes: list of Node.
         origin_address: what an origin outside of the nodes binds to so that they reach it.
+        port: at which a server may listen in each node.
         is_separate: whether each node has a network of its own, so that `partition` and `slow` exist.
     """
 

@@ -4,7 +4,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import sys
 from urllib.parse import urlsplit
 
@@ -30,7 +29,7 @@ class Serving:
         self.nodes = network.nodes
         self.origin_url = origin_url
         self.environ = {"DATASVC_TOKEN": TOKEN, **(environ or {})}
-        self._port = _free_port()
+        self._port = network.port
         self.members = members or ",".join(map(self.url, self.nodes))
         self.servers = {}
         self._starting = {}
@@ -127,8 +126,3 @@ def make_gate(node):
     gate = node.folder / "gate"
     os.mkfifo(gate)
     return gate
-
-
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

@@ -6,7 +6,6 @@ import shutil
 import socket
 import subprocess
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "srun")
@@ -59,9 +58,10 @@ class SlurmCluster:
     Args:
         folder: for its files; short, because a socket is in it.
         scripts: environment of prolog and epilog.
+        ports: of the controller and of the nodes.
     """
 
-    def __init__(self, folder, scripts):
+    def __init__(self, folder, scripts, ports):
         self.folder = folder
         self.environment = {**os.environ, "PATH": SEARCH_PATH, "SLURM_CONF": str(folder / "slurm.conf")}
         for name in ("prolog", "epilog"):
@@ -69,9 +69,6 @@ class SlurmCluster:
             exports = "".join(f"export {key}='{value}'\n" for key, value in scripts.items())
             (folder / name).write_text(f"#!/bin/bash\n{exports}exec {script}\n")
             (folder / name).chmod(0o755)
-        with ExitStack() as sockets:
-            taken = [sockets.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-            ports = [each.getsockname()[1] for each in taken]
         values = {"host": socket.gethostname(), "ports": ports, "folder": folder}
         (folder / "slurm.conf").write_text(CONFIGURATION.format(**values))
         (folder / "state").mkdir()

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
@@ -62,14 +61,15 @@ def skip_without_login(folder, host):
 
 
 class SshHosts:
-    """A daemon for each name, at a loopback address of its own; ``options`` are the launcher's."""
+    """A daemon for each name, at a port of a loopback address of its own; ``options`` are the launcher's."""
 
-    def __init__(self, folder, environ, *names):
+    def __init__(self, folder, environ, port, *names):
         self.options = write_identity(folder)
         self._folder = folder
         self._daemons = {}
-        self._places = {name: (f"127.0.0.{number}", _free_port()) for number, name in enumerate(names, 2)}
-        places = "".join(f"Host {n}\n    HostName {a}\n    Port {p}\n" for n, (a, p) in self._places.items())
+        self._port = port
+        self._addresses = {name: f"127.0.0.{number}" for number, name in enumerate(names, 2)}
+        places = "".join(f"Host {n}\n    HostName {a}\n    Port {port}\n" for n, a in self._addresses.items())
         install_client(folder, environ, places)
         for name in names:
             self.open(name)
@@ -77,8 +77,8 @@ class SshHosts:
 
     def open(self, name):
         """Starts the host's sshd; returns when it listens."""
-        address, port = self._places[name]
-        command = [SSHD, "-D", "-e", "-f", self._folder / "server", "-p", str(port), "-o", f"ListenAddress={address}"]
+        where = ["-p", str(self._port), "-o", f"ListenAddress={self._addresses[name]}"]
+        command = [SSHD, "-D", "-e", "-f", self._folder / "server", *where]
         daemon = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self._daemons[name] = daemon
         line = daemon.stderr.readline()
@@ -106,8 +106,3 @@ def _descendants(pid, name):
         if Path(f"/proc/{child}/comm").read_text().startswith(name):
             found += [child, *_descendants(child, name)]
     return found
-
-
-def _free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]

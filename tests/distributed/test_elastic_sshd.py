@@ -6,6 +6,7 @@ import pytest
 
 from tests.distributed.elastic_jobs import SAME_SIZE, ListedHosts, check_alike, check_equal
 from tests.distributed.ssh_hosts import SshHosts, needs_ssh
+from tests.support.ports import reserved_ports
 
 SHRINKING = ("--min-num-proc", "1")
 
@@ -15,9 +16,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_ssh]
 @pytest.fixture
 def hosts(launcher, tmp_path):
     launcher.environ["HVD_DISCOVERY_INTERVAL"] = "0.1"
-    hosts = SshHosts(tmp_path, launcher.environ, "node7", "node8", "node9")
-    yield hosts
-    hosts.close()
+    with reserved_ports(1) as (port,):
+        hosts = SshHosts(tmp_path, launcher.environ, port, "node7", "node8", "node9")
+        yield hosts
+        hosts.close()
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from datasvc.repository import Repository
 from datasvc.shards import ingest
 from tests.distributed.slurm_cluster import SlurmCluster, why_not
 from tests.doc_blocks import read_blocks, replace_in
+from tests.support.ports import reserved_ports
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "0123456789abcdef0123456789abcdef"
@@ -54,7 +55,7 @@ def node_url(repository, state):
 def cluster(node_url, state):
     scripts = {"DATASVC_NODE": node_url, "DATASVC_TOKEN_FILE": state / "token", "DATASVC_STATE": state / "jobs"}
     (state / "cluster").mkdir()
-    with SlurmCluster(state / "cluster", scripts) as running:
+    with reserved_ports(3) as ports, SlurmCluster(state / "cluster", scripts, ports) as running:
         yield running
 
 

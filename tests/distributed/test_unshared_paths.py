@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import datasvc
 from datasvc.repository import Repository
 from datasvc.shards import ingest
+from tests.support.ports import reserved_ports
 
 pytestmark = pytest.mark.slow  # programs of several ranks, each of which loads torch
 
@@ -37,53 +37,40 @@ def digits_repository(digits_folder, tmp_path):
     return repository
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def train(tmp_path, mounts, urls, *options):
     """Run the training program on two hosts; returns status and errors of each rank."""
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("may not make mount namespaces here")
     own = tmp_path / "own"  # a folder that every host has, with a disk of its own
     own.mkdir(exist_ok=True)
-    port, processes = free_port(), []
-    for rank in range(2):
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "MOUNTS": " ".join([f"tmpfs={own}", *mounts[rank]]),
-            "TMPDIR": str(own),
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "GROUP_RANK": str(rank),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        words = ["unshare", "-m", "sh", "-c", ON_HOST, "sh", sys.executable, "-m", "datasvc.trainer"]
-        words += [
-            "--repo",
-            urls[rank],
-            "--cache",
-            own / "cache",
-            "--cache-budget",
-            "50MB",
-            *OPTIONS.split(),
-            *options,
-        ]
-        words = [str(word) for word in words]
-        processes.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT))
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with reserved_ports(1) as (port,):
+        processes = [start_rank(rank, own, mounts[rank], urls[rank], port, options) for rank in range(2)]
+        try:
+            errors = [process.communicate(timeout=120)[1] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     return [process.returncode for process in processes], errors
+
+
+def start_rank(rank, own, mounts, url, port, options):
+    environment = {
+        "PYTHONPATH": ROOT,
+        "OMP_NUM_THREADS": 1,
+        "MOUNTS": " ".join([f"tmpfs={own}", *mounts]),
+        "TMPDIR": own,
+        "RANK": rank,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "GROUP_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    environment = {**os.environ, **{name: str(value) for name, value in environment.items()}}
+    words = ["unshare", "-m", "sh", "-c", ON_HOST, "sh", sys.executable, "-m", "datasvc.trainer", "--repo", url]
+    words += ["--cache", own / "cache", "--cache-budget", "50MB", *OPTIONS.split(), *options]
+    return subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 @pytest.mark.timeout(300)

@@ -15,6 +15,7 @@ from datasvc.doctor.folders import examine_cache, examine_repository_locks, exam
 from datasvc.doctor.machine import examine_open_files, examine_ports, examine_shared_memory
 from datasvc.repository import Repository
 from tests.doctor.findings import by_check
+from tests.support.ports import reserved_ports
 
 
 @pytest.mark.parametrize(
@@ -56,13 +57,11 @@ def test_a_full_disk_or_one_without_inodes_is_a_problem(values, levels, monkeypa
 
 
 def test_a_port_in_use_is_a_warning():
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        (finding,) = examine_ports({port: "datasvc serve"})
-    assert (finding.check, finding.level) == (f"port {port}", "warning")
-    assert next(examine_ports({port: "datasvc serve"})).level == "ok"
+    with reserved_ports(1) as (port,):
+        with socket.create_server(("", port)):
+            (finding,) = examine_ports({port: "datasvc serve"})
+        assert (finding.check, finding.level) == (f"port {port}", "warning")
+        assert next(examine_ports({port: "datasvc serve"})).level == "ok"
 
 
 def test_a_cache_and_one_that_does_not_exist_yet_are_in_order(tmp_path):

@@ -1,8 +1,9 @@
 """Two processes of JAX that read one split: each writes the global labels that it computed with."""
 
 import multiprocessing
-import socket
 import sys
+
+from tests.support.ports import reserved_ports
 
 
 def read(process, port, url, folder):
@@ -26,12 +27,11 @@ def read(process, port, url, folder):
 
 
 if __name__ == "__main__":
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=read, args=(number, port, *sys.argv[1:])) for number in range(2)]
-    for each in processes:
-        each.start()
-    for each in processes:
-        each.join()
+    with reserved_ports(1) as (port,):
+        processes = [context.Process(target=read, args=(number, port, *sys.argv[1:])) for number in range(2)]
+        for each in processes:
+            each.start()
+        for each in processes:
+            each.join()
     sys.exit(max(abs(each.exitcode) for each in processes))

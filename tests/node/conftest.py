@@ -5,6 +5,7 @@ import http.client
 import json
 import subprocess
 import threading
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from urllib.parse import urlencode, urlsplit
 
@@ -14,6 +15,7 @@ from datasvc.cache import Cache
 from datasvc.node.server import run_node
 from datasvc.node.settings import NodeSettings
 from datasvc.repository import Repository
+from tests.support.ports import reserved_ports
 
 OBJECT_BYTES = 100_000
 
@@ -100,6 +102,31 @@ class RunningNode:
         while not is_so(status := self.get("/status").json):
             pass
         return status
+
+
+@contextmanager
+def two_nodes(folder, repository):
+    """Yield two nodes of one list, which read from a repository."""
+    with reserved_ports(2) as ports, ExitStack() as stack:
+        urls = [f"http://127.0.0.1:{port}" for port in ports]
+        nodes = []
+        for url, port in zip(urls, ports, strict=True):
+            settings = {"folder": folder / f"cache{len(nodes)}", "budget": "10MB", "repositories": (str(repository),)}
+            nodes.append(RunningNode(port=port, peers=",".join(urls), own_url=url, **settings))
+            stack.callback(nodes[-1].stop)
+        yield nodes
+
+
+def ended(node, job_id):
+    """Return a job when it has ended; the time limit of the test ends one that never does."""
+    while (job := node.get(f"/stage/{job_id}").json)["state"] in ("waiting", "running"):
+        pass
+    return job
+
+
+def staged(node):
+    """Stage "pets" on a node; returns the job, ended."""
+    return ended(node, node.ask("POST", "/stage", {"ref": "pets"}).json["id"])
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import urllib.error
 import urllib.parse
@@ -19,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from datasvc.loaders import ImageLoader, LoaderCollector
 from datasvc.testing import small_dataset
 from tests import servers
+from tests.support.ports import reserved_ports
 
 ROOT = Path(__file__).parents[2]
 BOARD = json.loads((ROOT / "deploy/grafana/datasvc.json").read_text())
@@ -46,10 +46,9 @@ def queries():
 
 
 @contextmanager
-def started_prometheus(folder):
+def started_prometheus(folder, port):
     """Run a server on the settings in a folder; gives a function that returns the answer to a query."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{port}"
     command = ["prometheus", "--config.file=prometheus.yml", "--storage.tsdb.path=data", "--log.level=warn"]
     process = subprocess.Popen([*command, f"--web.listen-address={address}"], cwd=folder)
 
@@ -168,7 +167,7 @@ def test_a_real_prometheus_answers_every_query_of_the_board(node, registry, tmp_
     jobs = [{"job_name": name, "static_configs": [{"targets": [each]}]} for name, each in targets.items()]
     settings = {"global": {"scrape_interval": "200ms", "scrape_timeout": "200ms"}, "scrape_configs": jobs}
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump({**settings, "rule_files": [str(RULES)]}))
-    with started_prometheus(tmp_path) as ask:
+    with reserved_ports(1) as (port,), started_prometheus(tmp_path, port) as ask:
         for target in (target for panel in BOARD["panels"] for target in panel.get("targets", ())):
             expression = re.sub(r"\$__(range|rate_interval)", "5m", target["expr"])
             expression = re.sub(r"\$(instance|loader)", ".*", expression)

@@ -1,38 +1,17 @@
 """Two nodes of one list, over real sockets: each object leaves the origin once."""
 
-import socket
-
 import pytest
 
 from datasvc.shards import ingest
+from tests.node.conftest import staged, two_nodes
 
 
 @pytest.fixture
-def two(run, origin, folder, tmp_path):
+def two(origin, folder, tmp_path):
     repository = origin[0]
     ingest(repository, str(folder), "pets", shard_bytes=1000)
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
-    peers = ",".join(f"http://127.0.0.1:{port}" for port in ports)
-    return [
-        run(
-            f"cache{number}",
-            port=port,
-            peers=peers,
-            own_url=f"http://127.0.0.1:{port}",
-            repositories=(repository.url,),
-        )
-        for number, port in enumerate(ports)
-    ]
-
-
-def staged(node):
-    job_id = node.ask("POST", "/stage", {"ref": "pets"}).json["id"]
-    while (job := node.get(f"/stage/{job_id}").json)["state"] in ("waiting", "running"):
-        pass
-    return job
+    with two_nodes(tmp_path, repository.url) as nodes:
+        yield nodes
 
 
 def test_each_object_leaves_the_origin_once(two):

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import socket
 import urllib.request
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -17,41 +15,16 @@ from datasvc.ui.pages.problems import disk_problems, node_problems
 from datasvc.ui.web import node_monitor
 from datasvc.ui.web.node_monitor import NodeState
 from tests.cli.command import run as run_command
-from tests.node.conftest import RunningNode
+from tests.node.conftest import staged, two_nodes
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
-
-
-@contextmanager
-def two_nodes(folder):
-    """Yield the URL of a repository, and two nodes that serve its shards."""
-    repository = folder / "repo"
-    small_dataset(datasvc.open(str(repository), create=True), "pets", samples=96)
-    ports = []
-    for _ in range(2):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            ports.append(free.getsockname()[1])
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    nodes = [
-        RunningNode(
-            folder=folder / f"cache{number}",
-            budget="10MB",
-            port=port,
-            peers=",".join(urls),
-            own_url=urls[number],
-            repositories=(str(repository),),
-        )
-        for number, port in enumerate(ports)
-    ]
-    try:
-        yield repository, nodes
-    finally:
-        for node in nodes:
-            node.stop()
 
 
 @pytest.fixture
 def cluster(tmp_path):
-    with two_nodes(tmp_path) as (repository, nodes):
+    """The URL of a repository, and two nodes that serve its shards."""
+    repository = tmp_path / "repo"
+    small_dataset(datasvc.open(str(repository), create=True), "pets", samples=96)
+    with two_nodes(tmp_path, repository) as nodes:
         yield repository, nodes
 
 
@@ -61,16 +34,9 @@ def often(monkeypatch):
     monkeypatch.setattr(node_monitor, "INTERVAL_S", 0.02)
 
 
-def stage(node):
-    job_id = node.ask("POST", "/stage", {"ref": "pets"}).json["id"]
-    while (job := node.get(f"/stage/{job_id}").json)["state"] in ("waiting", "running"):
-        pass
-    return job
-
-
 def test_the_cluster_shows_what_top_prints_of_each_node(cluster):
     repository, nodes = cluster
-    staged = [stage(node) for node in nodes]
+    jobs = [staged(node) for node in nodes]
     urls = tuple(node.url for node in nodes)
     with running_ui(repository, nodes=urls) as server:
         shown = server.json("/cluster", "nodes")
@@ -81,7 +47,7 @@ def test_the_cluster_shows_what_top_prints_of_each_node(cluster):
             assert shown[url]["cache"]["counters"] == top["cache"]["counters"]
         text = texts(server.get("/cluster")[2])
         assert "2 nodes." in text
-        assert staged[0]["state"] == "done"
+        assert jobs[0]["state"] == "done"
         assert "pets@1" in text
         assert server.json(f"/cluster?node={urls[1]}", "nodes").keys() == {urls[1]}
         assert f"datasvc top --node {urls[1]} --json" in server.get(f"/cluster?node={urls[1]}")[2]
@@ -91,7 +57,7 @@ def test_the_cluster_shows_what_top_prints_of_each_node(cluster):
 def test_the_owners_of_shards_are_those_that_the_nodes_choose(cluster):
     repository, nodes = cluster
     urls = tuple(node.url for node in nodes)
-    jobs = [stage(node) for node in nodes]
+    jobs = [staged(node) for node in nodes]
     with running_ui(repository, nodes=urls) as server:
         placement = server.json("/cluster", "placement")
     owned = placement["nodes"]
@@ -145,7 +111,7 @@ def test_a_reader_sees_staging_without_loading_the_page_again(cluster, page, mon
         page.get_by_text("live", exact=True).wait_for()
         page.get_by_text("nothing was requested yet").wait_for()
         page.get_by_text("Numbers of the charts").click()
-        stage(nodes[0])
+        staged(nodes[0])
         page.get_by_role("progressbar").first.wait_for()
         page.get_by_role("cell", name="done").wait_for()
         monkeypatch.setattr(node_monitor, "INTERVAL_S", 600)
