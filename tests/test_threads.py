@@ -17,6 +17,7 @@ from datasvc.errors import CorruptDataError
 from datasvc.repository.objects.objects import digest_of
 from datasvc.sizes import group_by_size
 from datasvc.threads import call_within, collection_paused, deferred_signals, map_in_threads, run_in_threads
+from tests.support.gate import Gate
 
 CONTENT = bytes(1 << 20)
 
@@ -179,22 +180,16 @@ def test_a_pause_of_the_collector_leaves_it_as_it_was(is_enabled):
 
 def test_a_process_that_is_forked_during_a_pause_of_another_thread_collects_garbage():
     """facebookresearch/dinov3#150: workers of a loader without the collector grow until they are killed."""
-    is_paused, is_over = threading.Event(), threading.Event()
-
-    @collection_paused()
-    def pause():
-        is_paused.set()
-        is_over.wait()
-
-    thread = threading.Thread(target=pause)
+    gate = Gate()
+    thread = threading.Thread(target=collection_paused()(gate.wait))
     thread.start()
-    is_paused.wait()
+    gate.begun.wait()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads beside a fork
         pid = os.fork()
     if not pid:
         os._exit(not gc.isenabled())
-    is_over.set()
+    gate.open()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert gc.isenabled()

@@ -1,6 +1,5 @@
 """Staging jobs over HTTP: started, watched, cancelled."""
 
-import threading
 from contextlib import ExitStack
 
 import pytest
@@ -9,7 +8,9 @@ from datasvc.cache import Cache
 from datasvc.errors import NotFoundError, UnavailableError
 from datasvc.node.transfers.staging_jobs import StageJobs
 from datasvc.shards import ingest, open_dataset
+from tests.node.conftest import ended
 from tests.samples import write_folder
+from tests.support.gate import Gate
 
 
 @pytest.fixture
@@ -22,13 +23,6 @@ def pets(origin, folder):
 @pytest.fixture
 def node(run, pets):
     return run(repositories=(pets.url,))
-
-
-def ended(node, job_id):
-    """Return a job when it has ended; the time limit of the test ends one that never does."""
-    while (job := node.get(f"/stage/{job_id}").json)["state"] in ("waiting", "running"):
-        pass
-    return job
 
 
 def test_a_job_brings_a_data_set_onto_the_node(node, pets):
@@ -118,24 +112,17 @@ def test_a_job_that_waits_is_cancelled_before_it_begins(slow):
 
 
 def test_jobs_that_are_too_many_are_refused_and_old_ones_forgotten(pets, tmp_path):
-    blocked, started = threading.Event(), threading.Semaphore(0)
-
-    class SlowCache(Cache):
-        def stage(self, *arguments, **options):
-            started.release()
-            blocked.wait()
-            return super().stage(*arguments, **options)
-
-    splits = list(open_dataset(pets, "pets").values())
-    with SlowCache(tmp_path / "slow", budget="10MB") as cache, ExitStack() as unblocking:
-        unblocking.callback(blocked.set)
+    gate, splits = Gate(), list(open_dataset(pets, "pets").values())
+    with Cache(tmp_path / "slow", budget="10MB") as cache, ExitStack() as opening:
+        cache.stage = gate.before(cache.stage)
+        opening.callback(gate.open)
         jobs = StageJobs(cache, num_at_once=1, max_unfinished=2, max_ended=1)
         first, second = (jobs.start(splits, {}) for _ in range(2))
         with pytest.raises(UnavailableError, match="2 staging jobs"):
             jobs.start(splits, {})
-        started.acquire()
+        gate.begun.wait()
         assert (first.state, second.state) == ("running", "waiting")
-        blocked.set()
+        gate.open()
         first.future.result()
         second.future.result()
         jobs.start(splits, {}).future.result()

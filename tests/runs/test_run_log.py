@@ -19,6 +19,7 @@ from datasvc.repository.objects.objects import digest_of
 from datasvc.runs import RunLog, follow_run, list_runs, read_run, resolve_run
 from datasvc.runs.resources import RESOURCES
 from datasvc.testing import FaultyStore
+from tests.support.gate import Gate
 
 NEVER = 3600.0  # seconds between parts: only `flush` and `close` write
 HOSTILE = [
@@ -669,12 +670,11 @@ def test_following_a_run_on_a_store_that_does_not_answer_says_so_and_goes_on_lat
     repo = datasvc.open(str(tmp_path / "repo"), create=True)
     with repo.runs.start("cnn") as log:
         log.report("step", step=1, loss=1.0)
-    storage, answers = repo.repository.storage, threading.Event()
-    list_folder = storage.list
-    monkeypatch.setattr(storage, "list", lambda folder: answers.wait() and list_folder(folder))
+    storage, gate = repo.repository.storage, Gate()
+    monkeypatch.setattr(storage, "list", gate.before(storage.list))
     with pytest.raises(UnavailableError, match=r"/repo/runs has not answered for 0\.001 s; .* same cursor"):
         repo.runs.follow("cnn", "", timeout_s=0.001)
-    answers.set()
+    gate.open()
     assert repo.runs.follow("cnn", "", timeout_s=600).series["loss"].steps.tolist() == [1]
     with pytest.raises(NotFoundError, match="it has cnn"):
         repo.runs.follow("other", "", timeout_s=600)

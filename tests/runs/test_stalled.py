@@ -8,22 +8,18 @@ import pytest
 from datasvc.repository import Repository
 from datasvc.runs import RunLog, RunSummary, list_runs, read_run, run_log
 from datasvc.runs.report.description import describe_stall, warnings
+from datasvc.testing import FakeClock
 
 STALLED = {"operation": "'allreduce.grad'", "ranks": [1, 3]}
 
 
-class Clock:
-    """A clock of the process that writes: only the test moves it."""
-
-    def __init__(self, monkeypatch):
-        self.now_s = 1000.0
-        # `flush` is the only reason to write: the tests decide what a part has.
-        monkeypatch.setattr(run_log, "time", types.SimpleNamespace(monotonic=lambda: self.now_s, time=time.time))
-
-
 @pytest.fixture
 def clock(monkeypatch):
-    return Clock(monkeypatch)
+    """A clock of the process that writes: only the test moves it."""
+    clock = FakeClock(1000.0)
+    # `flush` is the only reason to write: the tests decide what a part has.
+    monkeypatch.setattr(run_log, "time", types.SimpleNamespace(monotonic=clock, time=time.time))
+    return clock
 
 
 @pytest.fixture

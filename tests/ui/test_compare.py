@@ -1,7 +1,6 @@
 """The comparison of two model versions."""
 
 import re
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -12,6 +11,7 @@ from datasvc.errors import UnavailableError
 from datasvc.ui.caches import measured_changes
 from datasvc.ui.caches.measured_changes import MeasuredChanges
 from datasvc.ui.pages.compare import describe_change
+from tests.support.gate import Gate
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 from tests.ui.test_model import HOSTILE, printed
 
@@ -47,20 +47,14 @@ def test_values_and_tensors_are_what_the_command_line_prints(ui, filled):
 def test_one_comparison_is_measured_at_a_time_and_kept(layers, monkeypatch):
     monkeypatch.setattr(measured_changes, "_PATIENCE_S", 0.0)
     changes = MeasuredChanges(str(layers))
-    measuring, go_on = threading.Event(), threading.Event()
-
-    def diff_later(url, a, b):
-        measuring.set()
-        go_on.wait()
-        return (url, a, b)
-
-    monkeypatch.setattr(measured_changes, "diff_in_process", diff_later)
+    gate = Gate()
+    monkeypatch.setattr(measured_changes, "diff_in_process", gate.before(lambda *compared: compared))
     with ThreadPoolExecutor() as pool:
         first = pool.submit(changes.diff, "net@1", "net@2")
-        measuring.wait()
+        gate.begun.wait()
         with pytest.raises(UnavailableError, match=r"from net@2 to net@1 is not measured yet.*one at a time"):
             changes.diff("net@2", "net@1")
-        go_on.set()
+        gate.open()
         assert first.result() == (str(layers), "net@1", "net@2")
     monkeypatch.delattr(measured_changes, "diff_in_process")
     assert changes.diff("net@1", "net@2") is first.result()

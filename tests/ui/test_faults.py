@@ -23,6 +23,7 @@ from datasvc.ui.web import node_monitor, routes
 from tests.cli.command import run
 from tests.samples import jpeg
 from tests.shards.written_versions import TEXT_SCHEMA, write_version
+from tests.support.gate import Gate
 from tests.ui.conftest import running_ui, texts
 
 ENDLESS = "(select count(*) from range(1000000000) a, range(1000000000) b where a.range + b.range = 7) > label"
@@ -236,14 +237,13 @@ def test_two_requests_to_a_store_that_fails_do_not_wait_for_each_other(filled, m
 
 
 def test_a_store_that_is_slow_shows_the_last_good_page_meanwhile(filled, monkeypatch):
-    answers = threading.Event()
-    summarize = datasets_page.summarize_datasets
+    gate = Gate()
     with running_ui(filled) as server:
         assert "The store has not" not in server.get("/datasets")[2]
         monkeypatch.setattr(routes, "_PATIENCE_S", 0.05)
-        monkeypatch.setattr(datasets_page, "summarize_datasets", lambda _: answers.wait(60) and summarize(_))
+        monkeypatch.setattr(datasets_page, "summarize_datasets", gate.before(datasets_page.summarize_datasets))
         status, _, html = server.get("/datasets")
-        answers.set()
+        gate.open()
         assert status == 200
         assert "The store has not given this page within 0.05 s, so this page is" in html
         assert "pets@2" in html

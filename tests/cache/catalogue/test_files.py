@@ -12,6 +12,7 @@ import pytest
 from datasvc.cache.catalogue.files import Files
 from datasvc.repository.objects.objects import digest_of
 from tests.cache.processes import ROOT, kill
+from tests.support.waiting import waits_in
 
 ONE = digest_of(b"one")
 
@@ -87,11 +88,9 @@ def test_who_waits_and_is_stopped_keeps_others_from_that_object_alone(tmp_path):
     assert not files.lock_incoming(ONE)  # at once: the caller has the catalogue
     waiting = threading.Thread(target=files.wait_for_incoming, args=(ONE,))
     waiting.start()
-    waiting.join(0.2)
-    assert waiting.is_alive()  # it does not spin: it waits until the lock can be had
+    assert waits_in(waiting, Files.wait_for_incoming)
     kill(process)
-    waiting.join(20)
-    assert not waiting.is_alive()
+    waiting.join()
     assert files.lock_incoming(ONE)
     files.unlock(ONE)
 

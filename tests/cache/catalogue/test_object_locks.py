@@ -11,9 +11,11 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.object_locks import ObjectLocks
+from datasvc.cache.catalogue.transaction_lock import TransactionLock
 from datasvc.errors import CacheFullError, ConfigError, UnavailableError
 from datasvc.repository.objects.objects import digest_of
 from tests.cache.processes import are_there, hold_in_a_process, in_a_fork, kill, object_path, start_python
+from tests.support.waiting import waits_in
 
 ONE, OTHER = digest_of(b"one"), digest_of(b"other")
 
@@ -212,7 +214,7 @@ def test_what_one_thread_has_seized_it_lets_go_before_another_of_its_process_sei
     def unlock(digest):
         monkeypatch.undo()
         writer.start()
-        writer.join(0.3)  # its chance to come too early
+        waits_in(writer, TransactionLock._locked)  # or ends, too early
         real(digest)
         order.append("let go")
 

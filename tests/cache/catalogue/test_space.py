@@ -10,24 +10,22 @@ from datasvc.errors import CacheFullError
 from datasvc.order import NEVER, NextUse
 from datasvc.repository import Digest
 from tests.cache.processes import are_there, hold_in_a_process, kill, start_python
+from tests.support.gate import Gate
 
 BLOCK = 4096
 
 
-class Gate:
-    """An origin whose reads of one object wait until they are let through."""
+def gate_of(repository, info, monkeypatch):
+    """Return a gate that reads of one object wait at."""
+    gate, real = Gate(), repository.objects.read_range
 
-    def __init__(self, repository, info, monkeypatch):
-        self.begun, self.open = threading.Event(), threading.Event()
-        real = repository.objects.read_range
+    def read_range(digest, *arguments):
+        if digest == info.digest:
+            gate.wait()
+        return real(digest, *arguments)
 
-        def read_range(digest, *arguments):
-            if digest == info.digest:
-                self.begun.set()
-                assert self.open.wait(30)
-            return real(digest, *arguments)
-
-        monkeypatch.setattr(repository.objects, "read_range", read_range)
+    monkeypatch.setattr(repository.objects, "read_range", read_range)
+    return gate
 
 
 def in_thread(work):
@@ -62,12 +60,12 @@ def test_who_finds_no_room_waits_for_a_prefetch_on_its_way_and_takes_its_place(c
     repository, infos = origin
     for info in infos[:4]:
         cache.acquire(info, repository)
-    gate, waiting = Gate(repository, infos[4], monkeypatch), when_waiting(cache, monkeypatch)
+    gate, waiting = gate_of(repository, infos[4], monkeypatch), when_waiting(cache, monkeypatch)
     fetching, came = in_thread(lambda: cache.prefetch(infos[4], repository, NextUse(0, 10)))
     assert gate.begun.wait(20)
     acquiring, got = in_thread(lambda: cache.acquire(infos[5], repository).outcome)
     assert waiting.wait(20), got
-    gate.open.set()
+    gate.open()
     fetching.join(), acquiring.join()
     assert (came, got) == (["origin"], ["origin"])
     assert are_there(cache, infos[:6]) == [True] * 4 + [False, True]
@@ -78,12 +76,12 @@ def test_who_waits_for_room_is_refused_when_what_came_is_held(cache, origin, mon
     repository, infos = origin
     for info in infos[:4]:
         cache.acquire(info, repository)
-    gate, waiting = Gate(repository, infos[4], monkeypatch), when_waiting(cache, monkeypatch)
+    gate, waiting = gate_of(repository, infos[4], monkeypatch), when_waiting(cache, monkeypatch)
     fetching, _ = in_thread(lambda: cache.acquire(infos[4], repository))
     assert gate.begun.wait(20)
     many = [in_thread(lambda info=info: cache.acquire(info, repository)) for info in infos[5:9]]
     assert waiting.wait(20)
-    gate.open.set()
+    gate.open()
     fetching.join()
     for thread, got in many:
         thread.join()
@@ -95,7 +93,7 @@ def test_who_fetches_itself_waits_for_no_room(cache, origin, monkeypatch):
     repository, infos = origin
     for info in infos[:3]:
         cache.acquire(info, repository)
-    gate = Gate(repository, infos[3], monkeypatch)
+    gate = gate_of(repository, infos[3], monkeypatch)
     fetching, _ = in_thread(lambda: cache.prefetch(infos[3], repository, NextUse(0, 10)))
     assert gate.begun.wait(20)
     catalogue, files = cache._opened.catalogue, cache._opened.files
@@ -106,19 +104,19 @@ def test_who_fetches_itself_waits_for_no_room(cache, origin, monkeypatch):
     files.unlock(infos[4].digest)
     cache.acquire(infos[6], repository)
     assert catalogue.reserve(infos[5], "1-me", "default") == NoSpaceYet(infos[3].digest)
-    gate.open.set()
+    gate.open()
     fetching.join()
 
 
 def test_who_may_never_have_that_much_is_refused_at_once(cache, origin, monkeypatch):
     repository, infos = origin
     large = repository.objects.put(b"x" * 6 * BLOCK)
-    gate = Gate(repository, infos[0], monkeypatch)
+    gate = gate_of(repository, infos[0], monkeypatch)
     fetching, _ = in_thread(lambda: cache.prefetch(infos[0], repository, NextUse(0, 10)))
     assert gate.begun.wait(20)
     with pytest.raises(CacheFullError):
         cache.acquire(large, repository)
-    gate.open.set()
+    gate.open()
     fetching.join()
 
 

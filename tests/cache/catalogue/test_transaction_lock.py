@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -99,9 +98,8 @@ def test_no_reader_begins_while_a_writer_waits(tmp_path):
         assert can_read(probe)
         thread = threading.Thread(target=write)
         thread.start()
-        deadline = time.monotonic() + 60
-        while can_read(probe):  # until the writer waits
-            assert time.monotonic() < deadline, "readers pass a writer that waits"
+        while can_read(probe):  # until the writer waits; the time limit of the test ends what never does
+            pass
         assert not written.is_set()
     thread.join()
     assert written.is_set()

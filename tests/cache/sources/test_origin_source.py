@@ -15,6 +15,7 @@ from datasvc.testing import FaultyStore
 from tests.cache.sources import object_source_laws
 from tests.cache.sources.object_source_laws import ObjectSourceLaws
 from tests.cluster.store import FileStore
+from tests.support.gate import Gate
 
 CONTENT = bytes(range(251)) * (10 * PART_BYTES // 251)
 INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
@@ -184,26 +185,20 @@ def test_a_request_that_ends_late_finds_the_sink_closed(requests):
 
 
 def test_closing_the_pool_ends_who_waits(requests):
-    reading, going = threading.Event(), threading.Event()
-
-    def before(offset, attempt):
-        reading.set()
-        going.wait()
-
-    raised = []
+    gate, raised = Gate(), []
 
     def run(pool):
         try:
-            source(MemoryOrigin(before=before), pool).stream(INFO, 0, len(CONTENT), Written())
+            source(MemoryOrigin(before=gate.wait), pool).stream(INFO, 0, len(CONTENT), Written())
         except UnavailableError as error:
             raised.append(str(error))
 
     pool = RequestPool(1)
     thread = threading.Thread(target=run, args=(pool,))
     thread.start()
-    reading.wait()
+    gate.begun.wait()
     pool.close()
-    going.set()
+    gate.open()
     thread.join()
     assert "closed" in raised[0]
     with pytest.raises(UnavailableError, match="closed"):

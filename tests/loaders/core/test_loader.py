@@ -9,6 +9,7 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.loaders import DecodeConfig, ImageLoader
+from tests.support.gate import Gate
 
 
 @pytest.fixture
@@ -41,22 +42,16 @@ def test_a_forked_child_is_refused_and_closes_nothing_of_its_parents(loader):
 
 
 def test_a_second_thread_is_refused(loader, monkeypatch):
-    reading, going, real = threading.Event(), threading.Event(), loader._batches.retire
-
-    def waiting(batch):
-        reading.set()
-        going.wait()
-        real(batch)
-
-    monkeypatch.setattr(loader._batches, "retire", waiting)
+    gate = Gate()
+    monkeypatch.setattr(loader._batches, "retire", gate.before(loader._batches.retire))
     thread = threading.Thread(target=lambda: next(iter(loader)))
     thread.start()
-    reading.wait()
+    gate.begun.wait()
     with pytest.raises(ConfigError, match="another thread"):
         next(iter(loader))
     with pytest.raises(ConfigError, match="another thread"):
         loader.close()
-    going.set()
+    gate.open()
     thread.join()
     monkeypatch.undo()
     assert next(iter(loader)).positions.tolist() == list(range(8, 16))

@@ -9,29 +9,22 @@ from hypothesis import strategies as st
 
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage
-
-
-class Clock:
-    """Nanoseconds that pass when a test says so."""
-
-    def __init__(self):
-        self.now_ns = 0
-
-    def __call__(self):
-        return self.now_ns
-
-    def advance(self, milliseconds):
-        self.now_ns += round(milliseconds * 1_000_000)
+from datasvc.testing import FakeClock
 
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return FakeClock()
+
+
+def profiler_at(clock):
+    """Return a profiler for which the clock counts milliseconds."""
+    return StepProfiler(lambda: round(clock() * 1e6))
 
 
 @pytest.fixture
 def profiler(clock):
-    return StepProfiler(clock)
+    return profiler_at(clock)
 
 
 def step(profiler, clock, *, consumer=0, samples=1, **stages):
@@ -76,8 +69,8 @@ programs = st.recursive(
 
 @given(st.lists(programs, min_size=1, max_size=5), st.integers(0, 9))
 def test_the_stages_of_all_steps_sum_up_to_what_the_calls_took(steps, rest):
-    clock = Clock()
-    profiler = StepProfiler(clock)
+    clock = FakeClock()
+    profiler = profiler_at(clock)
 
     def run(program):
         for stage, milliseconds, inner in program:
@@ -92,7 +85,7 @@ def test_the_stages_of_all_steps_sum_up_to_what_the_calls_took(steps, rest):
         clock.advance(1)
     totals = profiler.totals()
     assert sum(totals.blocked_s.values()) == pytest.approx(totals.wait_s)
-    assert totals.wait_s + totals.consumer_s == pytest.approx(clock.now_ns / 1e9)
+    assert totals.wait_s + totals.consumer_s == pytest.approx(clock() / 1000)
     assert totals == profiler.totals(whole=True)
 
 

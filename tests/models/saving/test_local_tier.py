@@ -23,6 +23,7 @@ from datasvc.models.saving.nodes import local_tier
 from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.staging_buffer import HostBuffer
 from datasvc.testing import small_dataset
+from tests.support.gate import Gate
 
 
 @pytest.fixture
@@ -164,9 +165,8 @@ def test_nothing_is_committed_when_the_grace_period_has_ended(repo, node, stoppe
 
 
 def test_the_wait_for_a_save_to_the_node_ends_with_the_grace_period(repo, node, stopped):
-    queue, is_held = stopped._local._queue, threading.Event()
-    write = queue._write
-    queue._write = lambda task: (is_held.wait(), write(task))[1]
+    queue, gate = stopped._local._queue, Gate()
+    queue._write = gate.before(queue._write)
     stopped.save(state(3), step=3, to="nodes")
     try:
         with pytest.raises(UnavailableError, match="to the nodes has not ended within the grace period, and conti"):
@@ -174,7 +174,7 @@ def test_the_wait_for_a_save_to_the_node_ends_with_the_grace_period(repo, node, 
         with pytest.raises(BusyError):
             repo.models.manager("m", local=node)
     finally:
-        is_held.set()
+        gate.open()
     stopped.wait()
     stopped.close()
     assert steps_on(node) == [2, 3]
@@ -184,13 +184,12 @@ def test_the_wait_for_a_save_to_the_node_ends_with_the_grace_period(repo, node, 
 def test_without_every_a_save_is_written_to_the_repository_whenever_none_is_being_written_there(repo, node):
     manager = repo.models.manager("m", local=node, every_local=2)
     manager.restore(default=None)
-    held = multiprocessing.Event()
-    write = manager._writer.write
-    manager._queue._write = lambda task: (held.wait(), write(task))[1]
+    gate = Gate()
+    manager._queue._write = gate.before(manager._writer.write)
     assert manager.should_save(2) is SaveTo.REPOSITORY
     manager.save(state(2), step=2, to="repository")
     assert manager.should_save(4) is SaveTo.NODES
-    held.set()
+    gate.open()
     manager.wait()
     assert manager.should_save(6) is SaveTo.REPOSITORY
     manager.close()
@@ -198,8 +197,8 @@ def test_without_every_a_save_is_written_to_the_repository_whenever_none_is_bein
 
 def test_the_copy_of_a_state_is_not_overwritten_before_the_node_has_it(repo, node, monkeypatch):
     manager = repo.models.manager("m", every=100, local=LocalSaves(node, keep=9), every_local=1)
-    is_held, has_come = threading.Event(), threading.Event()
-    queue, copy, write = manager._local._queue, HostBuffer.copy, manager._local._queue._write
+    gate, has_come = Gate(), threading.Event()
+    queue, copy = manager._local._queue, HostBuffer.copy
 
     def wait_for_slot(real=queue.wait_for_slot):
         has_come.set()
@@ -210,7 +209,7 @@ def test_the_copy_of_a_state_is_not_overwritten_before_the_node_has_it(repo, nod
         has_come.set()
         return copies
 
-    queue._write = lambda task: (is_held.wait(), write(task))[1]
+    queue._write = gate.before(queue._write)
     manager.save(state(1), step=1, to="nodes")
     has_come.clear()
     monkeypatch.setattr(queue, "wait_for_slot", wait_for_slot)
@@ -218,7 +217,7 @@ def test_the_copy_of_a_state_is_not_overwritten_before_the_node_has_it(repo, nod
     second = threading.Thread(target=manager.save, args=(state(2),), kwargs={"step": 2, "to": "nodes"})
     second.start()
     has_come.wait()
-    is_held.set()
+    gate.open()
     second.join()
     manager.wait()
     leave(manager)

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,12 +13,19 @@ import torch
 import datasvc
 from datasvc.errors import BusyError, ConfigError, NotFoundError, UnavailableError
 from datasvc.models import DataUse, describe_model, model_log, restore
+from datasvc.models.saving import manager
 from datasvc.models.saving.manager import CheckpointManager
+from datasvc.models.saving.queue import SaveQueue
+from datasvc.models.saving.save_policy import SaveScheduler
 from datasvc.models.saving.save_task import SaveHandle
-from datasvc.models.saving.staging_buffer import HostCopies
+from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
+from datasvc.models.saving.writer import VersionWriter
 from datasvc.models.tensors import codec
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.repository.objects.objects import Objects
+from datasvc.testing import FakeClock
+from tests.support.gate import Gate
+from tests.support.waiting import waits_in
 
 
 @pytest.fixture
@@ -25,28 +33,24 @@ def repo(repository):
     return datasvc.open(repository.url)
 
 
-class Gate:
-    """Holds back what objects are written until it opens; may fail them instead."""
-
-    def __init__(self, monkeypatch):
-        self.is_open, self.has_begun, self.error = threading.Event(), threading.Event(), None
-        real = Objects.write
-
-        def write(objects, info, content):
-            self.has_begun.set()
-            assert self.is_open.wait(30)
-            if self.error is not None:
-                raise self.error
-            return real(objects, info, content)
-
-        monkeypatch.setattr(Objects, "write", write)
+@pytest.fixture
+def gate(monkeypatch):
+    """Where writes of objects wait."""
+    gate = Gate()
+    monkeypatch.setattr(Objects, "write", gate.before(Objects.write))
+    yield gate
+    gate.open()
 
 
 @pytest.fixture
-def gate(monkeypatch):
-    gate = Gate(monkeypatch)
-    yield gate
-    gate.is_open.set()
+def clock(monkeypatch):
+    """A clock that moves by 2 s for each copy to the host, and by 1 s when the write of one is queued."""
+    clock, copy, submit = FakeClock(), HostBuffer.copy, SaveQueue.submit
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(manager, "SaveScheduler", partial(SaveScheduler, now=clock))
+    monkeypatch.setattr(HostBuffer, "copy", lambda *args: clock.advance(2) or copy(*args))
+    monkeypatch.setattr(SaveQueue, "submit", lambda *args: clock.advance(1) or submit(*args))
+    return clock
 
 
 def test_what_changes_after_a_save_does_not_reach_it(repo, gate):
@@ -57,7 +61,7 @@ def test_what_changes_after_a_save_does_not_reach_it(repo, gate):
         handle = model.save(
             {"w": weight, "a": array, "rates": rates}, step=1, data=[use], config=config, metrics=metrics
         )
-        assert gate.has_begun.wait(30)
+        assert gate.begun.wait(30)
         weight += 1
         array += 1
         rates.append(0.2)
@@ -65,7 +69,7 @@ def test_what_changes_after_a_save_does_not_reach_it(repo, gate):
         config["betas"].append(0.5)
         metrics["loss"] = 2.0
         assert not handle.done()
-        gate.is_open.set()
+        gate.open()
         assert str(handle.result()) == "m@1"
     found = repo.models.restore("m@1")
     assert not found.state["w"].any()
@@ -73,29 +77,24 @@ def test_what_changes_after_a_save_does_not_reach_it(repo, gate):
     assert found.state["rates"] == [0.1]
     assert found.entry["data"][0]["state"]["position"] == 0
     assert (found.entry["config"], found.entry["metrics"]) == ({"betas": [0.9]}, {"loss": 1.0})
-    assert 0 < handle.stall_s < found.entry["duration"]["total_s"]
-    assert found.entry["duration"]["stall_s"] == pytest.approx(handle.stall_s, abs=1e-5)
 
 
-def test_a_model_tells_what_saving_cost_the_training(repo):
+def test_a_model_tells_what_saving_cost_the_training(repo, clock):
     with repo.models.manager("m", every=2) as model:
         assert model.cost.share == 0
-        stalls_s, calls_s = [], []
         for step in range(1, 6):
+            clock.advance(10)
             if model.should_save(step):
-                began_s = time.perf_counter()
-                stalls_s.append(model.save({"w": torch.zeros(50_000)}, step=step).stall_s)
-                calls_s.append(time.perf_counter() - began_s)
-        assert len(stalls_s) == 2
-        assert 0 < sum(stalls_s) < model.cost.stall_s < sum(calls_s)
-        assert 0 < model.cost.share <= 1
+                assert model.save({"w": torch.zeros(50_000)}, step=step).stall_s == 2
+        assert (model.cost.stall_s, model.cost.training_s, model.cost.share) == (6, 56, 6 / 56)
+    assert repo.models.describe("m").entry["duration"]["stall_s"] == 2
 
 
-def overhead_after_a_step(model, step):
-    """Let a step end; returns what is owed then, and what of the training's time has paid for it."""
-    before = model.cost
-    model.should_save(step)
-    return model._scheduler.overhead_s, 0.01 * (model.cost - before).training_s
+def overhead_after_a_step(model, clock):
+    """Return what is owed after a step of 100 s, which pays for 1 s."""
+    clock.advance(100)
+    model.should_save(2)
+    return model._scheduler.overhead_s
 
 
 @pytest.fixture
@@ -123,27 +122,24 @@ def without_a_thread(queue):
 @pytest.mark.usefixtures("slow_device")
 @pytest.mark.parametrize("how", ["waits", "has no thread"])
 def test_a_save_that_blocks_until_it_is_committed_costs_all_that_time_and_a_copy_within_it_nothing_more(
-    repo, monkeypatch, how
+    repo, monkeypatch, clock, how
 ):
+    write = VersionWriter.write
+    monkeypatch.setattr(VersionWriter, "write", lambda *args: clock.advance(5) or write(*args))
     with repo.models.manager("m", max_stall=0.01) as model:
         if how == "has no thread":
             monkeypatch.setattr(model._queue, "submit", without_a_thread(model._queue))
-        began_s = time.perf_counter()
         assert model.save({"w": torch.ones(50_000)}, step=1, wait=how == "waits").done()
-        call_s = time.perf_counter() - began_s
-        stall_s = model.cost.stall_s
-        overhead_s, paid_s = overhead_after_a_step(model, 2)
-        assert overhead_s == pytest.approx(max(0.0, stall_s - paid_s))
-        written_s = repo.models.restore("m@1").entry["duration"]["total_s"]
-        assert written_s - 1e-6 <= stall_s < call_s, "but for what the entry rounds"
+        assert model.cost.stall_s == repo.models.describe("m").entry["duration"]["total_s"] == 8
+        assert overhead_after_a_step(model, clock) == 7
 
 
-def test_a_save_that_blocks_and_fails_costs_the_time_all_the_same(repo, gate, monkeypatch):
-    real, asked_s = SaveHandle.result, []
+def test_a_save_that_blocks_and_fails_costs_the_time_all_the_same(repo, gate, clock, monkeypatch):
+    real = SaveHandle.result
 
     def result(handle):
-        asked_s.append(time.perf_counter())
-        gate.is_open.set()
+        clock.advance(5)
+        gate.open()
         return real(handle)
 
     monkeypatch.setattr(SaveHandle, "result", result)
@@ -151,21 +147,18 @@ def test_a_save_that_blocks_and_fails_costs_the_time_all_the_same(repo, gate, mo
     with repo.models.manager("m", max_stall=0.01) as model:
         with pytest.raises(UnavailableError, match="gone"):
             model.save({"w": torch.ones(50_000)}, step=1, wait=True)
-        before = model.cost
-        model.should_save(2)
-        ended_s = time.perf_counter()
-        assert (model.cost - before).training_s < ended_s - asked_s[0], "the wait is no part of the next step"
+        assert model.cost.stall_s == 8
+        assert overhead_after_a_step(model, clock) == 7
+        assert model.cost.training_s == 108, "the wait is no part of the next step"
 
 
 @pytest.mark.usefixtures("slow_device")
-def test_a_copy_that_a_device_makes_beside_the_training_is_owed_once(repo, gate):
+def test_a_copy_that_a_device_makes_beside_the_training_is_owed_once(repo, gate, clock):
     with repo.models.manager("m", max_stall=0.01) as model:
         model.save({"w": torch.ones(50_000)}, step=1)
-        assert gate.has_begun.wait(30)
-        stall_s = model.cost.stall_s
-        overhead_s, paid_s = overhead_after_a_step(model, 2)
-        assert overhead_s == pytest.approx(stall_s + 1000 - paid_s)
-        gate.is_open.set()
+        assert gate.begun.wait(30)
+        assert overhead_after_a_step(model, clock) == 3 + 1000 - 1
+        gate.open()
 
 
 def test_several_saves_queue_in_two_buffers_and_each_keeps_its_own_bytes(repo, gate):
@@ -176,9 +169,8 @@ def test_several_saves_queue_in_two_buffers_and_each_keeps_its_own_bytes(repo, g
         model.save({"w": weight.fill_(step)}, step=step)
     third = threading.Thread(target=lambda: model.save({"w": torch.full((50_000,), 3.0)}, step=3))
     third.start()
-    third.join(0.05)
-    assert third.is_alive()
-    gate.is_open.set()
+    assert waits_in(third, threading.Condition.wait)
+    gate.open()
     third.join()
     model.close()
     assert [(restore(repo.repository, f"m@{n}").state["w"] == n).all().item() for n in (1, 2, 3)] == [True] * 3
@@ -213,7 +205,7 @@ def test_an_overlap_may_be_refused(repo, gate):
         model.save({"w": torch.ones(50_000)}, step=1)
         with pytest.raises(BusyError, match="the save of step 1 is still running"):
             model.save({"w": torch.ones(50_000)}, step=2)
-        gate.is_open.set()
+        gate.open()
         model.wait()
         model.save({"w": torch.ones(3)}, step=3, wait=True)
         assert str(model.version) == "m@2"
@@ -221,7 +213,7 @@ def test_an_overlap_may_be_refused(repo, gate):
 
 def test_a_save_that_fails_in_the_background_is_said_by_the_next_and_leaves_nothing(repo, gate):
     gate.error = UnavailableError("the disk is full")
-    gate.is_open.set()
+    gate.open()
     model = repo.models.manager("m")
     model.save({"w": torch.ones(50_000)}, step=1)
     model._queue.finish()
@@ -300,15 +292,15 @@ def test_without_a_pace_a_run_saves_when_it_wants_to(repo):
 
 
 def test_what_is_restored_while_a_save_goes_on_is_what_the_next_one_continues(repo, gate):
-    gate.is_open.set()
+    gate.open()
     repo.models.save("other", {"w": torch.zeros(3)}, step=1)
-    gate.is_open.clear()
+    gate.close()
     with repo.models.manager("m") as model:
         model.save({"w": torch.ones(50_000)}, step=1)
         restoring = threading.Thread(target=lambda: model.restore("other"))
         restoring.start()
-        restoring.join(0.3)  # enough for one that does not wait
-        gate.is_open.set()
+        assert waits_in(restoring, threading.Condition.wait)
+        gate.open()
         restoring.join()
         model.save({"w": torch.zeros(50_000)}, step=2)
     assert [version.entry["parent"] for version in model_log(repo.repository, "m")] == [None, "other@1"]
@@ -316,7 +308,7 @@ def test_what_is_restored_while_a_save_goes_on_is_what_the_next_one_continues(re
 
 def test_after_a_signal_the_last_save_is_not_held_back_by_one_that_failed_before(repo, gate, caplog):
     gate.error = UnavailableError("the disk is full")
-    gate.is_open.set()
+    gate.open()
     with repo.models.manager("m", grace="60s") as model:
         model.save({"w": torch.ones(50_000)}, step=1)
         model._queue.finish()
@@ -330,7 +322,7 @@ def test_after_a_signal_the_last_save_is_not_held_back_by_one_that_failed_before
 
 def test_a_run_may_go_on_after_a_save_that_failed_and_hears_at_the_end_if_the_last_one_did(repo, gate, caplog):
     gate.error = UnavailableError("the disk is full")
-    gate.is_open.set()
+    gate.open()
     with repo.models.manager("m", failures="log") as model:
         failed = model.save({"w": torch.ones(50_000)}, step=1)
         failed.wait()
@@ -354,7 +346,7 @@ def test_a_signal_that_came_after_the_last_step_does_what_it_would_have_done(rep
         model = repo.models.manager("m", grace="60s")
         model.save({"w": torch.ones(50_000)}, step=1)
         signal.raise_signal(signal.SIGTERM)
-        gate.is_open.set()
+        gate.open()
         model.close()
         assert heard == [signal.SIGTERM]
         assert repo.models.describe("m").entry["step"] == 1

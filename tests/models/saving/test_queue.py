@@ -13,6 +13,7 @@ from datasvc.errors import BusyError, ConflictError, DatasvcError, UnavailableEr
 from datasvc.models.saving.queue import SaveQueue
 from datasvc.models.saving.save_task import SaveHandle
 from datasvc.repository import Resolved
+from tests.support.waiting import waits_in
 
 ROOT = Path(__file__).parents[3]
 
@@ -70,14 +71,12 @@ def test_a_save_waits_for_room_and_not_for_all_before_it():
     saver, gates = SaveQueue(write, limit=2, overlap="queue"), [threading.Event() for _ in range(2)]
     for number, gate in enumerate(gates):
         submit(saver, number, lambda gate=gate, number=number: gate.wait() and version(number))
-    has_room = threading.Event()
-    waiting = threading.Thread(target=lambda: (saver.wait_for_slot(), has_room.set()))
+    waiting = threading.Thread(target=saver.wait_for_slot)
     waiting.start()
-    assert not has_room.wait(0.02)
+    assert waits_in(waiting, threading.Condition.wait)
     gates[0].set()
-    assert has_room.wait(10)
-    gates[1].set()
     waiting.join()
+    gates[1].set()
     saver.wait()
 
 

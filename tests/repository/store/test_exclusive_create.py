@@ -17,7 +17,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.models import CheckpointManager, restore, save
 from datasvc.repository import Repository, Storage
+from datasvc.repository.store import exclusive_create
 from datasvc.repository.store.exclusive_create import creates_exclusively, inherits_exclusive_create
+from tests.support.waiting import waits_in
 
 
 class LookThenWrite(MemoryFileSystem):
@@ -149,22 +151,22 @@ def test_an_export_to_such_a_store_needs_no_exclusive_create(place, tmp_path):
 
 def test_of_threads_that_create_in_memory_one_wins_though_its_driver_looks_before_it_writes(monkeypatch):
     storage, winners = Storage(f"memory://{secrets.token_hex(8)}"), []
-    has_looked, real = threading.Barrier(2), MemoryFileSystem.exists
+
+    def create(content):
+        with suppress(ConflictError):
+            storage.create("log/1", content)
+            winners.append(content)
+
+    other = threading.Thread(target=create, args=(b"other",))
 
     def exists(self, path, **options):
-        found = real(self, path, **options)
-        with suppress(threading.BrokenBarrierError):
-            has_looked.wait(timeout=0.2)  # nobody comes where one creates after the other
+        monkeypatch.undo()
+        found = self.exists(path, **options)
+        other.start()
+        waits_in(other, exclusive_create.create)  # or ends, if nothing keeps it from creating meanwhile
         return found
 
     monkeypatch.setattr(MemoryFileSystem, "exists", exists)
-
-    def create(number):
-        with suppress(ConflictError):
-            storage.create("log/1", b"%d" % number)
-            winners.append(b"%d" % number)
-
-    threads = [threading.Thread(target=create, args=(number,)) for number in range(2)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    create(b"first")
+    other.join()
     assert winners == [storage.read("log/1")]

@@ -32,6 +32,7 @@ from datasvc.trainer.recipes.checkpoints import restore
 from datasvc.trainer.recipes.reporting.recorder import Recorder
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train
+from tests.support.gate import Gate
 from tests.terminals import read_terminal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -649,17 +650,13 @@ def test_a_signal_ends_the_run_with_a_last_checkpoint_and_the_rest_gives_the_sam
 
 
 def test_a_checkpoint_may_be_left_out_where_an_earlier_one_is_still_being_written(repository, capsys, monkeypatch):
-    real_write, gate = Objects.write, threading.Event()
-
-    def write(*arguments):
-        assert gate.wait(30)
-        return real_write(*arguments)
+    gate = Gate()
 
     def report_step(run, clock, **facts):
         if run.step == 5:
-            gate.set()
+            gate.open()
 
-    monkeypatch.setattr(Objects, "write", write)
+    monkeypatch.setattr(Objects, "write", gate.before(Objects.write))
     monkeypatch.setattr("datasvc.trainer.recipes.train.report_step", report_step)
     # A seed of its own: what another test has stored already would not be written, and nothing held back.
     settings = {"max_steps": 5, "checkpoint_every": 2, "checkpoint_overlap": "refuse", "seed": 5}

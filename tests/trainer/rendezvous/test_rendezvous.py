@@ -29,6 +29,7 @@ from datasvc.trainer.rendezvous.messages import (
 )
 from datasvc.trainer.rendezvous.rendezvous import Rendezvous, report_uncaught_errors
 from datasvc.trainer.rendezvous.round_store import RoundStore
+from tests.support.gate import Gate
 
 WORKER = "localhost:0:3"
 SEAT = RankAssignment(2, RankPlacement(1, 2, 0, 1, 1, 2), needs_sync=True, notice=4)
@@ -128,24 +129,15 @@ def test_a_change_of_hosts_reaches_the_states_at_once_and_without_a_commit(store
 
 
 def test_a_state_that_waits_when_it_is_told_does_not_keep_the_worker_from_the_next_round(store, seated):
-    class Waiting:
-        is_called, may_go = threading.Event(), threading.Event()
-
-        def on_hosts_updated(self, *_):
-            self.is_called.set()
-            self.may_go.wait(20)
-
-    state = Waiting()
+    gate = Gate()
     store.set(answer_key(WORKER, 2), encode(RankAssignment(3, SEAT.placement, needs_sync=True, notice=5)))
     joining = threading.Thread(target=seated.join_round, daemon=True)
-    with seated.notifying(state.on_hosts_updated):
+    with seated.notifying(gate.wait):
         store.queue_push(notice_queue(WORKER), encode(Notice(5, 1)))
-        assert state.is_called.wait(20)
+        assert gate.begun.wait(20)
         joining.start()
-        joining.join(5)
-        has_joined = not joining.is_alive()
-        state.may_go.set()
-    assert has_joined
+        joining.join()
+        gate.open()
 
 
 def test_a_child_that_was_forked_does_not_end_the_notices_of_the_rank(store, monkeypatch):

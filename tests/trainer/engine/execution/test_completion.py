@@ -8,16 +8,7 @@ import torch
 from datasvc.trainer.engine.execution.buffers import FusionBuffers
 from datasvc.trainer.engine.execution.completion import Completions
 from datasvc.trainer.engine.execution.transport import CompletedWork
-
-
-class Gate:
-    """A collective that is over when the test says so."""
-
-    def __init__(self):
-        self.opened = threading.Event()
-
-    def wait(self):
-        assert self.opened.wait(30.0)
+from tests.support.gate import Gate
 
 
 def test_what_began_first_is_completed_first_and_short_ones_wait_their_turn():
@@ -35,7 +26,7 @@ def test_what_began_first_is_completed_first_and_short_ones_wait_their_turn():
     completions.add(gate, complete("long"), is_short=False)
     completions.add(CompletedWork(), complete("short"), is_short=True)
     assert order == ["alone"]
-    gate.opened.set()
+    gate.open()
     completions.drain()
     assert order == ["alone", "long", "short"]
     completions.close()
@@ -56,7 +47,7 @@ def test_an_error_is_told_once_and_what_came_after_is_dropped():
 
     completions.add(gate, fail, is_short=False)
     completions.add(CompletedWork(), lambda _: errors.append("ran"), is_short=False)
-    gate.opened.set()
+    gate.open()
     assert told.wait(30.0)
     completions.drain()
     completions.close()

@@ -1,47 +1,44 @@
-import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from datasvc.testing import FakeClock
 from datasvc.trainer.recipes.profiling.measure import timed_step
 from datasvc.trainer.recipes.profiling.measure.measure import _host_share, _split_reduce
-from datasvc.trainer.recipes.profiling.measure.timed_step import BESIDE, OWN, PARTS, WALL, StepPartTimer
+from datasvc.trainer.recipes.profiling.measure.timed_step import OWN, PARTS, WALL, StepPartTimer
 
-WAIT_S = 0.02
 REDUCE = PARTS.index("all-reduce")
 
 
 @pytest.fixture
-def spinning_device(monkeypatch):
-    """A device that is waited for as CUDA is: by looking again and again, which takes processor time."""
-
-    def synchronize(_device):
-        began = time.thread_time()
-        while time.thread_time() - began < WAIT_S:
-            pass
-
-    monkeypatch.setattr(timed_step, "synchronize", synchronize)
+def clock(monkeypatch):
+    """A clock of all times: a device is waited for as CUDA is, by looking for 2 s, which takes processor time."""
+    clock = FakeClock()
+    times = SimpleNamespace(perf_counter=clock, thread_time=clock, process_time=clock)
+    monkeypatch.setattr(timed_step, "time", times)
+    monkeypatch.setattr(timed_step, "synchronize", lambda _device: clock.advance(2))
+    return clock
 
 
-def test_waiting_for_the_device_is_nobody_s_work(spinning_device):
+def test_the_wait_for_the_device_is_counted_as_work_of_no_thread(clock):
     timer = StepPartTimer(torch.device("cpu"))
+    clock.advance(1)
     timer.mark("forward")
     timer.mark("all-reduce")
-    forward, reduce = (timer.table[PARTS.index(part)] for part in ("forward", "all-reduce"))
-    assert min(forward[WALL], reduce[WALL]) >= WAIT_S
-    assert max(forward[OWN], reduce[OWN]) < WAIT_S / 2
-    assert max(forward[BESIDE], reduce[BESIDE]) < WAIT_S / 2
+    assert [list(timer.table[PARTS.index(part)]) for part in ("forward", "all-reduce")] == [[3, 1, 0], [2, 0, 0]]
 
 
-def test_all_reduces_of_gpus_are_not_taken_for_launching_them(spinning_device):
+@pytest.mark.usefixtures("clock")
+def test_all_reduces_of_gpus_are_not_taken_for_launching_them():
     tables = []
     for _rank in range(2):
         timer = StepPartTimer(torch.device("cpu"))
         timer.mark("all-reduce")
         tables.append(timer.table)
     launch_s, reduce_s, _ = _split_reduce(np.stack(tables)[:, None], on_cpu=False)
-    assert launch_s < WAIT_S / 2 < reduce_s
+    assert (launch_s, reduce_s) == (0, 2)
 
 
 def test_a_gpu_s_host_is_disturbed_only_where_it_works():
