@@ -69,7 +69,8 @@ def peers_with(*faults, contents=None):
             stack.enter_context(PeerServer({INFO.digest: content}, fault))
             for content, fault in zip(contents, faults, strict=True)
         ]
-        yield servers, Peers(Strangers(*(server.url for server in servers)), HASTY)
+        settings = HASTY if {"stall", "dead"}.intersection(faults) else PeerSettings()
+        yield servers, Peers(Strangers(*(server.url for server in servers)), settings)
 
 
 def in_order(peers, servers):
