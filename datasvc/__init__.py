@@ -19,17 +19,13 @@ if sys.platform != "linux":
     raise ImportError(_message)
 
 from datasvc.errors import DatasvcError
-from datasvc.progress import NO_PROGRESS, Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from typing import Unpack
 
     from datasvc.api import DataRepository
-    from datasvc.shards.ingestion.executors import EngineName
-    from datasvc.shards.ingestion.ingest import AnySource, Duplicates, IngestReport, OnBad
-    from datasvc.shards.sources import SourceOptions
-    from datasvc.shards.versions.combine import OnCommon
-    from datasvc.shards.versions.split_overlap import OnSplitOverlap
+    from datasvc.shards.ingestion.ingest import AnySource, IngestReport
+    from datasvc.shards.ingestion.options import IngestOptions
 
 __version__ = "0.1.0"
 __all__ = ["DatasvcError", "__version__", "ingest", "open"]
@@ -62,33 +58,11 @@ def ingest(
     name: str,
     *,
     repo: str | os.PathLike[str],
-    source_options: SourceOptions | None = None,
-    classes: Sequence[str] | None = None,
-    shard_bytes: int = 64 << 20,
-    on_bad: OnBad = "fail",
-    decode_check: bool = False,
-    duplicates: Duplicates = "keep",
-    max_side: int | None = None,
-    quality: int | None = None,
-    keep_order: bool = False,
-    val_fraction: float | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-    append: bool = False,
-    on_common: OnCommon = "fail",
-    on_split_overlap: OnSplitOverlap = "fail",
-    engine: EngineName = "local",
-    workers: int | None = 1,
-    message: str = "",
-    progress: Progress = NO_PROGRESS,
+    **options: Unpack[IngestOptions],
 ) -> IngestReport:
     """Ingest `source` as the next version of data set `name`; create the repository at the URL `repo` if needed.
 
-    Short for `datasvc.open(repo, create=True).datasets.ingest(source, name, ...)`. For the arguments and errors, see
+    Short for `datasvc.open(repo, create=True).datasets.ingest(source, name, ...)`. For the options and errors, see
     `Datasets.ingest`.
     """
-    # The signature repeats that of `Datasets.ingest`, so that editors show it; a test compares the two. The copy of
-    # `locals()` does not change if a debugger adds variables.
-    arguments = dict(locals())
-    del arguments["repo"]
-    return open(repo, create=True).datasets.ingest(**arguments)
+    return open(repo, create=True).datasets.ingest(source, name, **options)

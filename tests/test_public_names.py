@@ -4,6 +4,7 @@
 """
 
 import ast
+import dataclasses
 import enum
 import importlib
 import inspect
@@ -11,10 +12,10 @@ import re
 import sys
 from pathlib import Path
 
-import datasvc
 from datasvc.api import Datasets, Models
 from datasvc.api.operation import Operation
 from datasvc.models.transfer import transfer, transfer_datasets
+from datasvc.shards.ingestion.options import IngestOptions, IngestSettings
 from tests.pages import find_page
 from tools.book.python_api import INTEGRATIONS, read_integrations
 
@@ -34,6 +35,7 @@ PACKAGES = [
 ]
 # What takes any keyword, and why its parameters cannot be spelt out.
 ANY_KEYWORD = {
+    "datasvc.ingest": "they are those of `IngestOptions`, which `import datasvc` does not import",
     "datasvc.runs.RunLog.report": "each keyword is a fact of the event",
     "datasvc.trainer.elastic.ObjectState": "each keyword becomes an attribute of the state",
     "datasvc.trainer.elastic.TorchState": "each keyword becomes an attribute of the state",
@@ -197,19 +199,20 @@ def test_every_public_parameter_is_spelt_out():
 
 
 def test_calls_that_repeat_a_signature_have_the_parameters_defaults_and_types_of_the_original():
-    ingest = inspect.signature(datasvc.ingest)
-    originals = [
-        inspect.signature(function).parameters.values() for function in (Datasets.ingest, transfer, transfer_datasets)
-    ]
-    ingest_parameters = [parameter for name, parameter in ingest.parameters.items() if name != "repo"]
-    assert ingest_parameters == [parameter for parameter in originals[0] if parameter.name != "repository"]
-    for pull, original in ((Models.pull, originals[1]), (Datasets.pull, originals[2])):
+    originals = [inspect.signature(function).parameters.values() for function in (transfer, transfer_datasets)]
+    for pull, original in ((Models.pull, originals[0]), (Datasets.pull, originals[1])):
         pull_parameters = [
             parameter
             for name, parameter in inspect.signature(pull).parameters.items()
             if name not in {"self", "origin"}
         ]
         assert pull_parameters == [parameter for parameter in original if parameter.name not in {"source", "target"}]
+
+
+def test_the_keywords_of_an_ingest_are_its_settings():
+    settings = {field.name: field.type for field in dataclasses.fields(IngestSettings)}
+    assert {name: hint.__forward_arg__ for name, hint in IngestOptions.__annotations__.items()} == settings
+    assert settings.keys() <= inspect.signature(Datasets.ingest).parameters.keys()
 
 
 def test_the_page_about_python_lists_every_method_of_the_facade():

@@ -11,6 +11,7 @@ import typer
 
 from datasvc import __version__
 from datasvc.cli.terminal.completion import VARIABLE, run_completion
+from datasvc.cli.terminal.derived_options import derive_options
 from datasvc.cli.terminal.output import print_line
 from datasvc.cli.terminal.unreadable import report_unreadable
 from datasvc.errors import DatasvcError
@@ -70,12 +71,13 @@ _SECTIONS: Final[dict[str, dict[str, tuple[str, str | None]]]] = {
 _TRAIN_SETTINGS: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-def make_app(command: str | None = None) -> typer.Typer:
+def make_app(command: str | None = None, *, names_only: bool = False) -> typer.Typer:
     """Return the command line.
 
     Args:
         command: name of a command or group; the result then has only this one, and no other module is imported, which
             would take longer than many commands. Any other name, or None: all of them.
+        names_only: if there are all of them, leave out options that are derived, because only names are printed.
     """
     app = typer.Typer(
         no_args_is_help=True,
@@ -96,6 +98,8 @@ def make_app(command: str | None = None) -> typer.Typer:
             else:
                 settings = _TRAIN_SETTINGS if name == "train" else None
                 app.command(name, context_settings=settings, rich_help_panel=section)(_load(module, function))
+    if is_known or not names_only:
+        derive_options(app)
     return app
 
 
@@ -130,7 +134,7 @@ def main() -> None:
             if sys.argv[1:] == ["--version"]:
                 print_line(f"datasvc {__version__}")  # without the modules of all commands
                 return
-            make_app(sys.argv[1] if len(sys.argv) > 1 else None)(prog_name="datasvc")
+            make_app(sys.argv[1] if len(sys.argv) > 1 else None, names_only=True)(prog_name="datasvc")
     except (DatasvcError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.strerror and error.filename:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from datasvc.cli.hidden_pandas import hide_pandas
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json_line, print_line
 from datasvc.extras import explain_missing
 
 
+@options_from(
+    "ui.settings.UiSettings",
+    in_order="repo node runs host port token_file node_token_file prices open_browser as_json",
+    prices=typer.Option(metavar="FILE.toml"),
+)
 def ui(
     repo: RepoOption,
     node: Annotated[
@@ -24,10 +30,6 @@ def ui(
         Path | None,
         typer.Option("--runs", help="Folder with the ledgers of runs (--ledger of the training program)."),
     ] = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; an address other than loopback requires a token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8766,
     token_file: Annotated[
         Path | None,
         typer.Option(help="File with the token that users of the page need."),
@@ -35,17 +37,11 @@ def ui(
     node_token_file: Annotated[
         Path | None, typer.Option(help="File with the token of the nodes; by default DATASVC_TOKEN.")
     ] = None,
-    prices: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.toml",
-            help="Prices of requests and of bytes, as for `datasvc cache plan`, for the Planner.",
-        ),
-    ] = None,
     open_browser: Annotated[
         bool, typer.Option("--browser/--no-browser", help="Open the page in the browser of this machine.")
     ] = True,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Show data sets, models, runs and nodes in the browser, until Ctrl-C. The page changes nothing.
 
@@ -66,10 +62,8 @@ def ui(
         nodes=tuple(node or ()),
         node_token=load_token(node_token_file, os.environ.get(TOKEN_VARIABLE)),
         ledgers=runs,
-        host=host,
-        port=port,
         token=load_token(token_file, None),
-        prices=prices,
+        **options,
     )
 
     def ready(address: str) -> None:

@@ -20,7 +20,7 @@ class NodeSettings:
     Attributes:
         folder: folder of the cache that the node serves.
         repositories: URLs of the origins; the node reads no other repositories.
-        host: address to listen on.
+        host: address to listen on; an address other than loopback requires a token.
         port: port to listen on; 0: any free one.
         token: bearer token of all requests; None: no token is required.
         certificate: PEM file of the node's certificate and its issuers; None: plain HTTP.
@@ -29,7 +29,7 @@ class NodeSettings:
         tls_name: name in the certificates of all peers; None: each certificate has the name of the peer's host.
         budget: budget of the cache, see `Cache`; None: unchanged.
         tenant: tenant whose quota is charged for the objects that the node fetches.
-        peers: the nodes as text: a list of URLs, "file:PATH" or "dns:NAME:PORT".
+        peers: all nodes: http://a:8765,http://b:8765, file:PATH or dns:NAME:PORT.
         own_url: URL of this node as in `peers`; None: found by the addresses of this machine.
         max_connections: maximum number of open connections; further ones are refused.
         peer_rate_bytes_s: limit for sending to all peers together; None: no limit.

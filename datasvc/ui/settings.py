@@ -22,7 +22,7 @@ class UiSettings:
         nodes: URLs of the nodes whose status the pages show; here in the spelling that nodes have of each other.
         node_token: bearer token of these nodes; None if they require none.
         ledgers: folder with the ledgers of runs, for coverage and audits; None: no ledgers.
-        host: address to listen on.
+        host: address to listen on; an address other than loopback requires a token.
         port: port to listen on; 0: any free one.
         token: token that a user of the page needs; None: no token is required, so `host` must be a loopback address.
         thumbnails: folder of the cache of thumbnails; None: a folder below the user's cache folder.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,8 +17,7 @@ from datasvc.printable import count_text, text_value
 if TYPE_CHECKING:
     from datasvc.repository import Repository
     from datasvc.repository.branching import BranchState
-    from datasvc.shards.history.merge_branch import BranchMergeReport, OnConflict
-    from datasvc.shards.versions.split_overlap import OnSplitOverlap
+    from datasvc.shards.history.merge_branch import BranchMergeReport
 
 _MAX_CONFLICTS = 10
 
@@ -102,35 +101,11 @@ def _print_branches(branches: Sequence[BranchState], *, as_json: bool) -> None:
         print_table(("branch", "head", "begins at"), [(each.name, each.head, each.start) for each in branches])
 
 
-def merge_one(
-    repository: Repository,
-    name: str,
-    ref: str,
-    *,
-    on_conflict: OnConflict,
-    ours: Sequence[str],
-    theirs: Sequence[str],
-    base: str | None,
-    on_split_overlap: OnSplitOverlap,
-    dry_run: bool,
-    message: str,
-    as_json: bool,
-) -> None:
-    """Merge a version into another line of its data set, and print the report."""
+def merge_one(repository: Repository, name: str, ref: str, *, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Merge a version into another line of its data set, and print the report; for `options`, see `merge_branch`."""
     from datasvc.shards.history.merge_branch import merge_branch
 
-    report = merge_branch(
-        repository,
-        ref,
-        name,
-        on_conflict=on_conflict,
-        ours=ours,
-        theirs=theirs,
-        base=base,
-        on_split_overlap=on_split_overlap,
-        dry_run=dry_run,
-        message=message,
-    )
+    report = merge_branch(repository, ref, name, dry_run=dry_run, **options)
     if as_json:
         print_json(
             {

@@ -6,16 +6,16 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from datasvc.cli.datasets.key_file import read_lines
 from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (
     JsonOption,
-    MessageOption,
     RepoOption,
     print_facts,
     print_json_line,
@@ -39,26 +39,20 @@ _MAX_SHOWN = 20  # largest number of bad samples, and of duplicates, to print
 _MAX_OVERLAPS_IN_JSON = 1000
 
 
-SplitOverlapOption = Annotated[
-    Literal["fail", "drop", "keep"],
-    typer.Option(
-        help="If two splits share keys or equal images: commit nothing, drop them from training, or keep both."
-    ),
-]
-
-
+@options_from(
+    "shards.sources.common.options.SourceOptions",
+    "shards.ingestion.options.IngestSettings",
+    in_order="source name repo format split key key_prefix label_column as_text first_frame manifest classes "
+    "ground_truth synsets tokenizer block_tokens text shard_size max_side quality keep_order seed val_fraction "
+    "limit on_bad decode_check duplicates append on_common on_split_overlap workers engine dry_run message as_json",
+    **{name: typer.Option() for name in ("keep_order", "decode_check", "append")},  # with --no-
+)
 def ingest(
     source: Annotated[str, typer.Argument(help="Folder, file or pattern, local or any fsspec URL.")],
     name: Annotated[
         str, typer.Argument(help="Name of the data set, or NAME@BRANCH.", autocompletion=complete_reference)
     ],
     repo: RepoOption,
-    format: Annotated[str | None, typer.Option(help="Format of SOURCE; default: detected from its files.")] = None,  # noqa: A002
-    split: Annotated[str | None, typer.Option(help="Put all samples into this split.")] = None,
-    key: Annotated[str | None, typer.Option(help="Column with the sample keys.")] = None,
-    key_prefix: Annotated[
-        str, typer.Option(help="Text put before the key of every sample, if another source has equal keys.")
-    ] = "",
     label_column: Annotated[
         str | None, typer.Option(help="Column with the labels: whole numbers, booleans, or names of classes.")
     ] = None,
@@ -68,68 +62,14 @@ def ingest(
             metavar="COLUMN", help="Column of text, whose values stay as written; may be given several times."
         ),
     ] = None,
-    first_frame: Annotated[
-        bool, typer.Option("--first-frame", help="Also read GIF files of an image folder: the first frame of each.")
-    ] = False,
-    manifest: Annotated[
-        str | None,
-        typer.Option(help="CSV, JSON lines or Parquet file that lists image files with labels and other columns."),
-    ] = None,
     classes: Annotated[
         str | None, typer.Option(metavar="FILE", help="Class names of integer labels, one per line, label 0 first.")
     ] = None,
-    ground_truth: Annotated[str | None, typer.Option(help="Ground-truth file of ImageNet validation.")] = None,
-    synsets: Annotated[
-        str | None, typer.Option(help="List of synsets for ImageNet validation, one per line.")
-    ] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="A tokenizer.json, which converts text to blocks of tokens.")
-    ] = None,
-    block_tokens: Annotated[int, typer.Option(help="Tokens per block.")] = 1024,
-    text: Annotated[str, typer.Option(help="Column of JSON lines with the text to tokenize.")] = "text",
     shard_size: Annotated[str, typer.Option(help="Sample bytes per shard.")] = "64MiB",
-    max_side: Annotated[
-        int | None, typer.Option(help="Scale images down until their longer side has this many pixels.")
-    ] = None,
-    quality: Annotated[int | None, typer.Option(help="Quality of re-encoded images, 1 to 100.")] = None,
-    keep_order: Annotated[bool, typer.Option(help="Keep the order of the source; do not permute samples.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the permutation of samples over shards.")] = 0,
-    val_fraction: Annotated[
-        float | None,
-        typer.Option(
-            help='Fraction of "train" to put into "val", chosen by key hash; default: none, or with --append that of '
-            "the newest version."
-        ),
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Maximum number of samples to read from each split, bad ones included.")
-    ] = None,
-    on_bad: Annotated[
-        Literal["fail", "skip"], typer.Option(help="If samples do not decode: commit nothing, or skip them.")
-    ] = "fail",
-    decode_check: Annotated[
-        bool, typer.Option(help="Decode every image completely, and find damage that decoders repair.")
-    ] = False,
-    duplicates: Annotated[
-        Literal["keep", "drop", "fail"],
-        typer.Option(help="If samples have equal content: keep and list them, drop them, or fail."),
-    ] = "keep",
-    append: Annotated[bool, typer.Option(help="Add the samples to those of the newest version.")] = False,
-    on_common: Annotated[
-        Literal["fail", "drop", "keep", "replace"],
-        typer.Option(
-            help="With --append, if a key exists: fail, drop the new sample if it is equal, keep the old sample, or "
-            "replace it."
-        ),
-    ] = "fail",
-    on_split_overlap: SplitOverlapOption = "fail",
     workers: Annotated[int | None, typer.Option(help="Processes that build shards; default: one per core.")] = None,
-    engine: Annotated[
-        Literal["local", "ray"], typer.Option(help="Where shards are built: on this machine, or on a Ray cluster.")
-    ] = "local",
     dry_run: Annotated[bool, typer.Option(help="Print what would be created, and create nothing.")] = False,
-    message: MessageOption = "",
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Ingest SOURCE as the next version of data set NAME.
 
@@ -147,71 +87,24 @@ def ingest(
     from datasvc.shards.sources.choose import open_source
 
     parse_line(name)
-    shard_bytes = parse_size(shard_size)
-    options = SourceOptions(
-        format,
-        split,
-        key,
-        manifest,
-        ground_truth,
-        synsets,
-        tokenizer,
-        block_tokens=block_tokens,
-        text=text,
-        key_prefix=key_prefix,
+    options |= {"shard_bytes": parse_size(shard_size), "workers": workers}
+    options["source_options"] = source_options = SourceOptions(
         label=label_column,
         as_text=tuple(as_text or ()),
-        first_frame=first_frame,
+        **{field.name: options.pop(field.name) for field in fields(SourceOptions) if field.name in options},
     )
-    opened_source = open_source(source, options)
+    opened = open_source(source, source_options)
     if dry_run:
-        plan = dry_run_ingest(
-            # Without --append, the repository need not exist yet.
-            Repository.open(repo) if append else None,
-            opened_source,
-            name,
-            source_options=options,
-            shard_bytes=shard_bytes,
-            decode_check=decode_check,
-            max_side=max_side,
-            quality=quality,
-            keep_order=keep_order,
-            val_fraction=val_fraction,
-            limit=limit,
-            seed=seed,
-            append=append,
-            workers=workers,
-        )
-        _print_dry_run(plan, as_json=as_json)
+        # Without --append, the repository need not exist yet.
+        repository = Repository.open(repo) if options["append"] else None
+        _print_dry_run(dry_run_ingest(repository, opened, name, **options), as_json=as_json)
         return
-    if opened_source.ignored and not as_json:
+    if opened.ignored and not as_json:
         # Before the ingest, so that it can be stopped: photos may be among them, such as .heic.
-        print_line(f"ignored files: {format_ignored(opened_source.ignored)}", err=True)
-    with resumable(), _show_progress(name, opened_source, as_json=as_json) as progress:
-        report = run_ingest(
-            Repository.create(repo),
-            opened_source,
-            name,
-            source_options=options,
-            classes=None if classes is None else read_lines(classes, "class names"),
-            shard_bytes=shard_bytes,
-            on_bad=on_bad,
-            decode_check=decode_check,
-            duplicates=duplicates,
-            max_side=max_side,
-            quality=quality,
-            keep_order=keep_order,
-            val_fraction=val_fraction,
-            limit=limit,
-            seed=seed,
-            append=append,
-            on_common=on_common,
-            on_split_overlap=on_split_overlap,
-            engine=engine,
-            workers=workers,
-            message=message,
-            progress=progress,
-        )
+        print_line(f"ignored files: {format_ignored(opened.ignored)}", err=True)
+    with resumable(), _show_progress(name, opened, as_json=as_json) as progress:
+        names = None if classes is None else read_lines(classes, "class names")
+        report = run_ingest(Repository.create(repo), opened, name, classes=names, progress=progress, **options)
     if as_json:
         print_json_line({"event": "committed", **_facts(report)})
     else:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (
     JsonOption,
     RefArgument,
     RepoOption,
-    WhereOption,
     print_facts,
     print_json,
     print_line,
@@ -25,27 +25,21 @@ if TYPE_CHECKING:
 
 _MAX_BAR_CHARACTERS = 40
 
-SplitOption = Annotated[
-    str | None, typer.Option(help="Name of the split; default: train, or the first one if there is no train.")
-]
 
-
+@options_from(
+    "shards.query.sample_page.read_page",
+    count=None,
+    order=typer.Option(metavar="TERMS"),
+    start=typer.Option(min=0),
+    max_shards=typer.Option(min=1),
+)
 def samples(
     ref: RefArgument,
     repo: RepoOption,
-    split: SplitOption = None,
-    where: WhereOption = None,
-    order: Annotated[
-        str | None, typer.Option(metavar="TERMS", help="SQL terms to sort by, such as 'width desc'.")
-    ] = None,
-    start: Annotated[
-        int, typer.Option(min=0, help="Number of the first sample; with --order, of samples to skip.")
-    ] = 0,
+    *,
     num: Annotated[int, typer.Option("-n", min=1, help="Number of samples.")] = 100,
-    max_shards: Annotated[
-        int, typer.Option(min=1, help="With --where or --order, search at most so many shards.")
-    ] = 64,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """List a page of samples with their values and the sizes of their blobs, which are not read.
 
@@ -54,9 +48,7 @@ def samples(
     from datasvc.repository import Repository
     from datasvc.shards.query.sample_page import read_page
 
-    page = read_page(
-        Repository.open(repo), ref, split, where=where, order=order, start=start, count=num, max_shards=max_shards
-    )
+    page = read_page(Repository.open(repo), ref, count=num, **options)
     if as_json:
         print_json(page.to_json())
         return
@@ -65,16 +57,14 @@ def samples(
     print_line(_searched_text(page), err=True)
 
 
+@options_from("shards.query.sample_details.read_sample", max_shards=typer.Option(min=1))
 def sample(
     ref: RefArgument,
     key: Annotated[str, typer.Argument(metavar="KEY", help="Key of the sample.")],
     repo: RepoOption,
-    split: SplitOption = None,
-    max_shards: Annotated[
-        int | None,
-        typer.Option(min=1, help="Search so many shards of each split for duplicates at most; default: all."),
-    ] = None,
+    *,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Show one sample with all its columns, where it is stored, and its duplicates.
 
@@ -85,7 +75,7 @@ def sample(
     from datasvc.repository import Repository
     from datasvc.shards.query.sample_details import read_sample
 
-    found = read_sample(Repository.open(repo), ref, key, split, max_shards=max_shards)
+    found = read_sample(Repository.open(repo), ref, key, **options)
     if as_json:
         print_json(found.to_json())
         return
@@ -96,17 +86,16 @@ def sample(
         print_line(f"duplicate: {other['split']} {other['number']} {text_value(other['key'])}")
 
 
+@options_from("shards.query.histogram.histogram", bins=typer.Option(min=1, max=1000), max_shards=typer.Option(min=1))
 def histogram(
     ref: RefArgument,
     column: Annotated[
         str, typer.Argument(metavar="COLUMN", help="Column, or SQL expression such as 'width / height'.")
     ],
     repo: RepoOption,
-    split: SplitOption = None,
-    bins: Annotated[int, typer.Option(min=1, max=1000, help="Number of bars at most.")] = 30,
-    where: WhereOption = None,
-    max_shards: Annotated[int, typer.Option(min=1, help="Read at most so many shards, evenly spaced.")] = 10,
+    *,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Count the values of a column: numbers in bins, classes and texts by frequency, blobs by size.
 
@@ -115,7 +104,7 @@ def histogram(
     from datasvc.repository import Repository
     from datasvc.shards.query.histogram import histogram as run_histogram
 
-    counted = run_histogram(Repository.open(repo), ref, column, split, bins=bins, where=where, max_shards=max_shards)
+    counted = run_histogram(Repository.open(repo), ref, column, **options)
     if as_json:
         print_json(counted.to_json())
         return

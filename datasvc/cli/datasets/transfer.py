@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import secrets
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
 from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import NotFoundError
 from datasvc.printable import count_text
@@ -30,33 +31,22 @@ RefsArgument = Annotated[
 ]
 ToOption = Annotated[str, typer.Option("--to", metavar="URL", help="Target repository: a folder or any fsspec URL.")]
 FromOption = Annotated[str, typer.Option("--from", metavar="URL", help="Source repository.")]
-NameOption = Annotated[
-    str | None, typer.Option("--name", help="Name in the target repository; default: the same name.")
-]
-ParentsOption = Annotated[bool, typer.Option("--with-parents", help="Also copy all ancestors of the versions.")]
-TagsOption = Annotated[
-    bool, typer.Option("--with-tags", help="Also copy the tags of the versions; a tag of the target is not moved.")
-]
-BranchesOption = Annotated[
-    bool, typer.Option("--with-branches", help="Also carry all branches of the data sets; NAME@BRANCH carries one.")
-]
 CreateOption = Annotated[bool, typer.Option("--create", help="Create the target repository if it does not exist.")]
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Write nothing; print which versions and how many bytes would be copied.")
 ]
 
 
+@options_from("models.transfer.copy_datasets.transfer_datasets")
 def push(
     refs: RefsArgument,
     to: ToOption,
     repo: RepoOption,
-    name: NameOption = None,
-    with_parents: ParentsOption = False,
-    with_tags: TagsOption = False,
-    with_branches: BranchesOption = False,
+    *,
     create: CreateOption = False,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Copy versions of data sets to another repository; only objects that are missing there are sent.
 
@@ -68,34 +58,19 @@ def push(
     from datasvc.repository import Repository
 
     source, target = Repository.open(repo), open_target(to, create=create, dry_run=dry_run)
-    transfer_and_print(
-        "pushing",
-        refs,
-        partial(
-            transfer_datasets,
-            source,
-            target,
-            refs,
-            name=name,
-            with_parents=with_parents,
-            with_tags=with_tags,
-            with_branches=with_branches,
-        ),
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+    transfer = partial(transfer_datasets, source, target, refs, **options)
+    transfer_and_print("pushing", refs, transfer, dry_run=dry_run, as_json=as_json)
 
 
+@options_from("models.transfer.copy_datasets.transfer_datasets")
 def pull(
     refs: RefsArgument,
     origin: FromOption,
     repo: RepoOption,
-    name: NameOption = None,
-    with_parents: ParentsOption = False,
-    with_tags: TagsOption = False,
-    with_branches: BranchesOption = False,
+    *,
     dry_run: DryRunOption = False,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Copy versions of data sets from another repository; only objects that are missing here are fetched.
 
@@ -104,23 +79,8 @@ def pull(
     from datasvc.models.transfer import transfer_datasets
     from datasvc.repository import Repository
 
-    source, target = Repository.open(origin), Repository.open(repo)
-    transfer_and_print(
-        "pulling",
-        refs,
-        partial(
-            transfer_datasets,
-            source,
-            target,
-            refs,
-            name=name,
-            with_parents=with_parents,
-            with_tags=with_tags,
-            with_branches=with_branches,
-        ),
-        dry_run=dry_run,
-        as_json=as_json,
-    )
+    transfer = partial(transfer_datasets, Repository.open(origin), Repository.open(repo), refs, **options)
+    transfer_and_print("pulling", refs, transfer, dry_run=dry_run, as_json=as_json)
 
 
 def open_target(url: str, *, create: bool, dry_run: bool) -> Repository:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from datasvc.cli.datasets.branches import merge_one
-from datasvc.cli.datasets.ingest import SplitOverlapOption, format_counts, overlap_facts, print_conflicts
+from datasvc.cli.datasets.ingest import format_counts, overlap_facts, print_conflicts
 from datasvc.cli.datasets.key_file import read_keys, read_lines
 from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (
     DoneOption,
     JsonOption,
     MessageOption,
     RefArgument,
     RepoOption,
-    WhereOption,
     check_one_of,
     print_facts,
     print_json,
@@ -29,27 +29,31 @@ from datasvc.progress import byte_progress
 from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
+    from datasvc.shards.versions.delete import DeleteReport
     from datasvc.shards.versions.diff import SplitDifference
 
 _MAX_KEYS = 10  # keys of each kind that are listed
 
 
+@options_from(
+    "shards.versions.delete.delete",
+    in_order="ref repo keys where split damaged ignore_missing yes dry_run message as_json",
+    ignore_missing=typer.Option(),
+)
 def delete(
     ref: RefArgument,
     repo: RepoOption,
     keys: Annotated[
         str | None, typer.Option(metavar="FILE", help="File of sample keys, one per line; - is standard input.")
     ] = None,
-    where: WhereOption = None,
-    split: Annotated[str | None, typer.Option(help="Delete from this split only.")] = None,
     damaged: Annotated[
         bool, typer.Option("--damaged", help="Delete the samples whose bytes are lost; reads every byte.")
     ] = False,
-    ignore_missing: Annotated[bool, typer.Option(help="Skip keys that do not exist, instead of an error.")] = False,
     yes: DoneOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Count the samples, and delete nothing.")] = False,
     message: MessageOption = "",
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Commit the next version without the given samples; older versions still have them.
 
@@ -62,23 +66,15 @@ def delete(
     check_one_of(yes=yes, dry_run=dry_run)
     repository = Repository.open(repo)
     if damaged:
-        if keys is not None or where is not None or split is not None or ignore_missing:
+        if keys is not None or not {*options.values()} <= {None, False}:
             raise ConfigError(
                 "--damaged selects the samples; leave out --keys, --where, --split and --ignore-missing"
             )
         with byte_progress(f"reading {ref}") as progress:
             report = delete_damaged(repository, ref, dry_run=dry_run, message=message, progress=progress)
     else:
-        report = run_delete(
-            repository,
-            ref,
-            keys=None if keys is None else read_keys(keys),
-            where=where,
-            split=split,
-            ignore_missing=ignore_missing,
-            dry_run=dry_run,
-            message=message,
-        )
+        chosen = None if keys is None else read_keys(keys)
+        report = run_delete(repository, ref, keys=chosen, dry_run=dry_run, message=message, **options)
     if as_json:
         print_json(
             {
@@ -89,6 +85,10 @@ def delete(
             }
         )
         return
+    _print_deleted(report, dry_run=dry_run)
+
+
+def _print_deleted(report: DeleteReport, *, dry_run: bool) -> None:
     if report.missing:
         first_missing = [text_value(key) for key in report.missing[:_MAX_KEYS]]
         print_line(
@@ -98,11 +98,10 @@ def delete(
     # A damaged version may lose no sample, only a sample index, and is committed all the same.
     if not report.deleted:
         print_line(f"nothing to delete: {report.version} stays the newest version")
-        return
-    if dry_run:
+    elif dry_run:
         print_line(f"would delete {format_counts(report.deleted)} samples of {report.version}; nothing was committed")
-        return
-    print_line(f"committed {report.version}: deleted {format_counts(report.deleted)} samples")
+    else:
+        print_line(f"committed {report.version}: deleted {format_counts(report.deleted)} samples")
 
 
 def classes(
@@ -158,6 +157,17 @@ def diff(
         print_facts({f"{prefix}split {split}": _lines(changes, max_keys)})
 
 
+@options_from(
+    "shards.versions.merge.merge",
+    "shards.history.merge_branch.merge_branch",
+    in_order="name refs repo on_common on_conflict ours theirs base dry_run on_split_overlap key_prefix message "
+    "as_json",
+    on_common=typer.Option(help="If several versions have the same key: the choices are described above."),
+    on_conflict=typer.Option(
+        help="With one REF, if both sides changed a sample: fail, or keep that of NAME, or take that of REF."
+    ),
+    base=typer.Option(metavar="REF", help="With one REF: version that both sides come from."),
+)
 def merge(
     name: Annotated[
         str,
@@ -176,29 +186,15 @@ def merge(
         ),
     ],
     repo: RepoOption,
-    on_common: Annotated[
-        Literal["fail", "drop", "first", "last"],
-        typer.Option(help="If several versions have the same key: the choices are described above."),
-    ] = "fail",
-    on_conflict: Annotated[
-        Literal["fail", "ours", "theirs"],
-        typer.Option(
-            help="With one REF, if both sides changed a sample: fail, or keep that of NAME, or take that of REF."
-        ),
-    ] = "fail",
     ours: Annotated[
         str | None, typer.Option("--ours", metavar="FILE", help="Keys of conflicts to take from NAME, one per line.")
     ] = None,
     theirs: Annotated[
         str | None, typer.Option("--theirs", metavar="FILE", help="Keys of conflicts to take from REF, one per line.")
     ] = None,
-    base: Annotated[
-        str | None, typer.Option("--base", metavar="REF", help="With one REF: version that both sides come from.")
-    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With one REF: print the changes and conflicts, and commit nothing.")
     ] = False,
-    on_split_overlap: SplitOverlapOption = "fail",
     key_prefix: Annotated[
         list[str] | None,
         typer.Option(
@@ -206,8 +202,8 @@ def merge(
             help="Put PREFIX before each key of version REF, whose shards are copied; may be given several times.",
         ),
     ] = None,
-    message: MessageOption = "",
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Merge a branch, or combine the samples of several versions, as the next version of NAME.
 
@@ -225,36 +221,24 @@ def merge(
     from datasvc.repository import Repository
     from datasvc.shards.versions.merge import merge as run_merge
 
+    repository, on_common, of_branch = Repository.open(repo), options.pop("on_common"), {}
+    for option in ("on_conflict", "base"):
+        of_branch[option] = options.pop(option)
     if len(refs) == 1:
         if on_common != "fail" or key_prefix:
             raise ConfigError("--on-common and --key-prefix are for a merge of several versions; leave them out")
-        merge_one(
-            Repository.open(repo),
-            name,
-            refs[0],
-            on_conflict=on_conflict,
-            ours=[] if ours is None else read_keys(ours),
-            theirs=[] if theirs is None else read_keys(theirs),
-            base=base,
-            on_split_overlap=on_split_overlap,
-            dry_run=dry_run,
-            message=message,
-            as_json=as_json,
-        )
+        sides = {
+            "ours": [] if ours is None else read_keys(ours),
+            "theirs": [] if theirs is None else read_keys(theirs),
+        }
+        merge_one(repository, name, refs[0], as_json=as_json, dry_run=dry_run, **sides, **of_branch, **options)
         return
-    if on_conflict != "fail" or dry_run or not (ours is theirs is base is None):
+    if of_branch["on_conflict"] != "fail" or dry_run or not (ours is theirs is of_branch["base"] is None):
         raise ConfigError(
             "--on-conflict, --ours, --theirs, --base and --dry-run are for the merge of one version; leave them out"
         )
-    report = run_merge(
-        Repository.open(repo),
-        refs,
-        name,
-        on_common=on_common,
-        on_split_overlap=on_split_overlap,
-        key_prefixes=_parse_prefixes(key_prefix or []),
-        message=message,
-    )
+    prefixes = _parse_prefixes(key_prefix or [])
+    report = run_merge(repository, refs, name, on_common=on_common, key_prefixes=prefixes, **options)
     merged = [str(version) for version in report.merged]
     if as_json:
         print_json(
@@ -290,6 +274,7 @@ def _parse_prefixes(texts: Sequence[str]) -> dict[str, str]:
     return prefixes
 
 
+@options_from("shards.history.revert.revert")
 def revert(
     ref: Annotated[
         str,
@@ -298,11 +283,9 @@ def revert(
         ),
     ],
     repo: RepoOption,
-    branch: Annotated[
-        str | None, typer.Option("--branch", help="Branch to commit to; default: the main line.")
-    ] = None,
-    message: MessageOption = "",
+    *,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Commit the next version with the samples of an old one; no data is copied, and the versions between them stay.
 
@@ -311,7 +294,7 @@ def revert(
     from datasvc.repository import Repository
     from datasvc.shards.history.revert import revert as run_revert
 
-    report = run_revert(Repository.open(repo), ref, branch=branch, message=message)
+    report = run_revert(Repository.open(repo), ref, **options)
     if as_json:
         facts = {"version": str(report.version), "equal_to": str(report.equal_to), "committed": report.is_new}
         print_json(facts)

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from datasvc.cli.models.listing import print_versions
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_line
 from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
 from datasvc.progress import entry_progress
 
 
+@options_from(
+    "models.search.query.find_versions",
+    by=typer.Option(metavar="METRIC|EXPRESSION"),
+    ascending=typer.Option("--ascending/--descending", help="Sort lowest or highest first."),
+)
 def find(
     repo: RepoOption,
     condition: Annotated[
         str, typer.Argument(metavar="[CONDITION]", help='SQL condition, such as "metrics.top1 > 0.75"; default: all.')
     ] = "true",
-    by: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METRIC|EXPRESSION",
-            help="Sort by this metric, best first, or by a SQL expression, highest first.",
-        ),
-    ] = None,
-    ascending: Annotated[
-        bool | None, typer.Option("--ascending/--descending", help="Sort lowest or highest first.")
-    ] = None,
-    removed: Annotated[bool, typer.Option("--removed", help="Also search removed versions.")] = False,
+    *,
     limit: Annotated[int, typer.Option(min=0, help="Maximum number of versions; 0: all.")] = 50,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Find model versions by metrics, configuration, data, tags, code, step or message.
 
@@ -44,9 +41,7 @@ def find(
 
     repository = Repository.open(repo)
     with entry_progress("indexing versions") as progress:
-        versions = find_versions(
-            repository, condition, by=by, ascending=ascending, removed=removed, progress=progress
-        )
+        versions = find_versions(repository, condition, progress=progress, **options)
     shown = versions[: limit or None]
     print_versions(describe_versions(repository, shown), as_json=as_json)
     if len(shown) < len(versions):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,6 +15,7 @@ from datasvc.cli.models.arguments import (
     RefArgument,
     TrustedOption,
 )
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text
@@ -27,24 +27,10 @@ if TYPE_CHECKING:
 _DEFAULT_SHARD_SIZE = "5GB"
 
 
-class CodecName(StrEnum):
-    """Values of --codec: how tensors are stored."""
-
-    none = "none"
-    planes = "planes"
-    delta = "delta"
+ModelFormat = Literal["safetensors", "huggingface", "torch", "dcp", "onnx"]
 
 
-class ModelFormat(StrEnum):
-    """Values of --format."""
-
-    safetensors = "safetensors"
-    huggingface = "huggingface"
-    torch = "torch"
-    dcp = "dcp"
-    onnx = "onnx"
-
-
+@options_from("models.interop.importing.import_model", step=typer.Option(min=0), parent=typer.Option(metavar="REF"))
 def import_model(
     source: Annotated[
         Path,
@@ -57,13 +43,7 @@ def import_model(
     only: OnlyOption = None,
     exclude: ExcludeOption = None,
     rename: MapOption = None,
-    prefix: Annotated[
-        str, typer.Option(help="Key of the state under which a plain state dict of tensors is stored.")
-    ] = "model",
-    codec: Annotated[CodecName, typer.Option(help="How tensors are stored.")] = CodecName.delta,
-    step: Annotated[int, typer.Option(min=0, help="Optimizer steps that the model was trained for; 0: unknown.")] = 0,
-    parent: Annotated[str | None, typer.Option(metavar="REF", help="Version that this one continues.")] = None,
-    message: Annotated[str, typer.Option("--message", "-m", help="Description stored with the version.")] = "",
+    *,
     reader_memory: Annotated[
         str,
         typer.Option(
@@ -71,6 +51,7 @@ def import_model(
         ),
     ] = "1GiB",
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Store a model of another format as the next version of NAME. Code in SOURCE is never executed.
 
@@ -91,13 +72,9 @@ def import_model(
             only=only or (),
             exclude=exclude or (),
             rename=parse_name_map(rename or ()),
-            prefix=prefix,
-            codec=codec.value,
-            step=step,
-            parent=parent,
-            message=message,
             reader_memory_bytes=parse_size(reader_memory),
             progress=progress,
+            **options,
         )
     if as_json:
         print_json(
@@ -133,9 +110,7 @@ def export_model(
     ref: RefArgument,
     folder: Annotated[Path, typer.Argument(help="New or empty folder.")],
     repo: RepoOption,
-    export_format: Annotated[
-        ModelFormat, typer.Option("--format", help="Format to write.")
-    ] = ModelFormat.safetensors,
+    export_format: Annotated[ModelFormat, typer.Option("--format", help="Format to write.")] = "safetensors",
     only: OnlyOption = None,
     exclude: ExcludeOption = None,
     rename: MapOption = None,
@@ -169,7 +144,7 @@ def export_model(
     from datasvc.sizes import format_size, parse_size
 
     repository, name_map = Repository.open(repo), parse_name_map(rename or ())
-    if export_format is ModelFormat.onnx:
+    if export_format == "onnx":
         not_for_onnx = {"--only": only, "--exclude": exclude, "--dtype": dtype, "--max-shard-size": max_shard_size}
         refused = [option for option, value in not_for_onnx.items() if value]
         if refused:
@@ -184,7 +159,7 @@ def export_model(
             repository,
             ref,
             folder,
-            export_format.value,
+            export_format,
             only=only or (),
             exclude=exclude or (),
             rename=name_map,

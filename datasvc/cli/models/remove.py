@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from datasvc.cli.datasets import maintain
 from datasvc.cli.datasets.remove import ForceOption, RefsArgument, RemovalMessageOption, run_rm
 from datasvc.cli.models.arguments import NameArgument
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (
     DoneOption,
     DryRunOption,
@@ -27,13 +27,6 @@ from datasvc.printable import count_text
 if TYPE_CHECKING:
     from datasvc.models import ModelVersion
     from datasvc.models.registry.retention import RetentionPlan
-
-
-class ModeChoice(StrEnum):
-    """Values of --mode: whether a high or a low metric is better."""
-
-    max = "max"
-    min = "min"
 
 
 def rm(
@@ -55,29 +48,21 @@ def rm(
     run_rm("models", refs, repo, force=force, dry_run=dry_run, message=message, as_json=as_json)
 
 
+@options_from(
+    "models.registry.retention.RetentionPolicy",
+    every_versions=None,
+    in_order="name repo last best metric mode every every_steps yes dry_run apply as_json",
+    **dict.fromkeys(("last", "best", "every_steps"), typer.Option(min=1)),
+)
 def retain(
     name: NameArgument,
     repo: RepoOption,
-    last: Annotated[int | None, typer.Option(min=1, help="Keep this number of the newest versions.")] = None,
-    best: Annotated[
-        int | None, typer.Option(min=1, help="Keep this number of the best versions by --metric.")
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            help="Metric that ranks versions; default: the highest and the lowest value of every metric are best."
-        ),
-    ] = None,
-    mode: Annotated[
-        ModeChoice | None,
-        typer.Option(help="Whether a high or a low metric is better; needed if the metric's name does not imply it."),
-    ] = None,
     every: Annotated[int | None, typer.Option(min=1, help="Keep every n-th version.")] = None,
-    every_steps: Annotated[int | None, typer.Option(min=1, help="Keep one version per this number of steps.")] = None,
     yes: YesOption = False,
     dry_run: DryRunOption = False,
     apply: Annotated[bool, typer.Option("--apply", hidden=True, help="The former name of --yes.")] = False,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Remove the versions of a model that no rule keeps, and print the reason for each version that is kept.
 
@@ -91,7 +76,7 @@ def retain(
 
     apply = yes or apply
     check_one_of(yes=apply, dry_run=dry_run)
-    policy = RetentionPolicy(last, best, metric, None if mode is None else mode.value, every, every_steps)
+    policy = RetentionPolicy(every_versions=every, **options)
     versions, plan = run_retain(Repository.open(repo), name, policy, dry_run=not apply)
     if as_json:
         print_json({"name": name, "applied": apply, **plan.to_dict()})

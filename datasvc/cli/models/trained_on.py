@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from datasvc.cli.datasets.key_file import read_keys
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 _MAX_SHOWN = 10
 
 
+@options_from(
+    "models.provenance.find_consumers.find_consumers",
+    deleted_in=typer.Option(metavar="DATA"),
+    data=typer.Option(metavar="DATA"),
+)
 def trained_on(
     repo: RepoOption,
     refs: Annotated[
@@ -31,13 +37,7 @@ def trained_on(
     keys: Annotated[
         str | None, typer.Option(metavar="FILE", help="File of sample keys, one per line; - is standard input.")
     ] = None,
-    deleted_in: Annotated[
-        str | None, typer.Option(metavar="DATA", help="All samples that this data-set version deleted.")
-    ] = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="DATA", help="Match keys only in this data set, or this version of it.")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="Match keys only in splits of this name.")] = None,
+    *,
     show: Annotated[
         int | None,
         typer.Option(
@@ -45,6 +45,7 @@ def trained_on(
         ),
     ] = None,
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Find the model versions that consumed given samples, with epoch and step; resumes and fine-tuning included.
 
@@ -58,16 +59,10 @@ def trained_on(
 
     sample_keys = [*(sample or []), *(read_keys(keys) if keys is not None else [])]
     # Check the options and not the keys, because a file without keys is valid: it requests no sample.
-    if (sample is None and keys is None) == (deleted_in is None):
+    by_key = options["deleted_in"] is None
+    if (sample is None and keys is None) == by_key:
         raise ConfigError("give the samples with --sample KEY or --keys FILE, or with --deleted-in DATA alone")
-    report = find_consumers(
-        Repository.open(repo),
-        refs or (),
-        keys=sample_keys if deleted_in is None else None,
-        deleted_in=deleted_in,
-        data=data,
-        split=split,
-    )
+    report = find_consumers(Repository.open(repo), refs or (), keys=sample_keys if by_key else None, **options)
     if as_json:
         print_json(report.to_json(show))
     else:

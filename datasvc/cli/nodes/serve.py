@@ -14,6 +14,7 @@ import typer
 
 from datasvc.cli.nodes.cache import open_existing_cache
 from datasvc.cli.nodes.options import BudgetOption, CacheOption, CaOption, TlsNameOption, TokenOption
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, print_json, print_json_line, print_line
 from datasvc.errors import ConfigError
 from datasvc.sizes import parse_size
@@ -21,6 +22,11 @@ from datasvc.sizes import parse_size
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
+@options_from(
+    "node.settings.NodeSettings",
+    in_order="cache repo budget host port token_file tls_cert tls_key ca tls_name peers url tenant max_connections "
+    "peer_rate origin_rate grace log_level as_json",
+)
 def serve(
     cache: CacheOption,
     repo: Annotated[
@@ -28,24 +34,15 @@ def serve(
         typer.Option("--repo", envvar="DATASVC_REPO", help="Repository to read from; may be given several times."),
     ],
     budget: BudgetOption = None,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on; an address other than loopback requires a token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free port.")] = 8765,
     token_file: TokenOption = None,
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate of this node; enables HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of --tls-cert, not encrypted.")] = None,
     ca: CaOption = None,
     tls_name: TlsNameOption = None,
-    peers: Annotated[
-        str | None, typer.Option(help="All nodes: http://a:8765,http://b:8765 or file:PATH or dns:NAME:PORT.")
-    ] = None,
     url: Annotated[
         str | None,
         typer.Option(help="URL of this node among --peers; default: found by the addresses of this machine."),
     ] = None,
-    tenant: Annotated[str, typer.Option(help="Tenant whose quota is used.")] = "default",
-    max_connections: Annotated[int, typer.Option(help="Maximum number of connections.")] = 256,
     peer_rate: Annotated[
         str | None, typer.Option(help="Maximum bytes per second to peers, such as 1GB; default: no limit.")
     ] = None,
@@ -61,6 +58,7 @@ def serve(
         typer.Option(help="Lowest level of messages on standard error: peers, staging jobs, start and stop."),
     ] = "info",
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Serve this node's cache to other nodes, stage data on request and report metrics, until SIGTERM.
 
@@ -77,21 +75,17 @@ def serve(
     settings = NodeSettings(
         folder=cache,
         repositories=tuple(repo),
-        host=host,
-        port=port,
         token=load_token(token_file, os.environ.get(TOKEN_VARIABLE)),
         certificate=tls_cert,
         certificate_key=tls_key,
         ca_file=ca,
         tls_name=tls_name,
         budget=budget,
-        tenant=tenant,
-        peers=peers,
         own_url=url,
-        max_connections=max_connections,
         peer_rate_bytes_s=None if peer_rate is None else parse_size(peer_rate),
         origin_rate_bytes_s=None if origin_rate is None else parse_size(origin_rate),
         grace_s=grace,
+        **options,
     )
 
     def ready(address: str) -> None:

@@ -23,9 +23,9 @@ class RetentionPolicy:
 
     Attributes:
         last: number of newest versions to keep.
-        best: number of best versions by `metric` to keep; with a metric, None keeps 1.
+        best: number of best versions by `metric` to keep; None: 1 if there is a `metric`.
         metric: metric that defines "best"; None: for every metric, its highest and its lowest value count as best.
-        mode: whether a high or a low `metric` is better; None derives it from the name, see `metric_mode`.
+        mode: whether a high or a low `metric` is better; None: derived from its name, see `metric_mode`.
         every_versions: keep the versions whose number is a multiple of this.
         every_steps: keep the first version at or after each multiple of this number of steps.
 

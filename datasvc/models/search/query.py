@@ -94,7 +94,7 @@ def find_versions(
         ascending: sort `by` from the lowest value (True) or the highest (False). None: from the best value of a
             metric, which its name defines, and from the highest value of an expression.
         limit: maximum number of versions; None: all.
-        removed: search removed versions too; the condition may use the column `removed`.
+        removed: search removed versions too; the condition may use the column "removed".
         progress: counts the entries that an update of the index reads.
 
     Raises:

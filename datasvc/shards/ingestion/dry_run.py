@@ -9,7 +9,7 @@ import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Unpack
 
 import pyarrow as pa
 
@@ -26,8 +26,9 @@ from datasvc.shards.ingestion.ingest import (
     find_newest,
     open_any_source,
 )
-from datasvc.shards.ingestion.ingest_commit import changed_options, choose_reencoding, choose_val_fractions
-from datasvc.shards.ingestion.plan import SHARD_BYTES, BuildOptions, IngestUnit, plan_units
+from datasvc.shards.ingestion.ingest_commit import changed_options, choose_build_options
+from datasvc.shards.ingestion.options import IngestOptions, IngestSettings, show_ingest_options
+from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit, plan_units
 from datasvc.shards.ingestion.validate import check_batch
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
@@ -83,40 +84,32 @@ class _SourceProbe:
     complete_samples: int = 0
 
 
+@show_ingest_options
 def dry_run_ingest(
-    repository: Repository | None,
-    source: AnySource,
-    name: str,
-    *,
-    source_options: SourceOptions | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    decode_check: bool = False,
-    max_side: int | None = None,
-    quality: int | None = None,
-    keep_order: bool = False,
-    val_fraction: float | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-    append: bool = False,
-    workers: int | None = 1,
+    repository: Repository | None, source: AnySource, name: str, **options: Unpack[IngestOptions]
 ) -> DryRun:
     """Return the predicted result of `ingest` with the same arguments; nothing is created.
 
     The first samples are read and checked as by `ingest`, but listed images are not encoded again. Without `append`,
     the repository is not read and may be None. Raise what `ingest` raises.
+
+    Args:
+        repository: the repository that `ingest` would store it in.
+        source: see `ingest`.
+        name: see `ingest`.
+        options: see `IngestSettings`.
     """
-    opened = open_any_source(source, source_options)
+    settings = IngestSettings(**options)
+    opened, limit = open_any_source(source, settings.source_options), settings.limit
     line = parse_line(name)
-    newest = find_newest(repository, line) if append and repository is not None else None
-    _, held_out = choose_val_fractions(repository, newest, opened, val_fraction)
-    reencoding = choose_reencoding(repository, newest, max_side, quality)
-    options = BuildOptions(shard_bytes, decode_check, reencoding, keep_order, seed, held_out, limit)
-    num_workers = count_workers(opened, workers)
-    units = plan_units(opened, options)
+    newest = find_newest(repository, line) if settings.append and repository is not None else None
+    _, build_options = choose_build_options(repository, newest, opened, settings)
+    num_workers = count_workers(opened, settings.workers)
+    units = plan_units(opened, build_options)
     bad: list[BadSample] = []
     started = time.perf_counter()
     is_listed = isinstance(opened, ListedSource)
-    probe = _read_files(opened, options, bad) if is_listed else _read_parts(opened, options, bad)
+    probe = _read_files(opened, build_options, bad) if is_listed else _read_parts(opened, build_options, bad)
     probe_s = time.perf_counter() - started
     size_bytes = sum(unit.size_bytes for unit in units)
     num_samples = _count_samples(units, probe)
@@ -133,7 +126,7 @@ def dry_run_ingest(
         is_estimate=not is_listed and any(part.num_samples is None for unit in units for part in unit.parts),
         size_bytes=size_bytes,
         # Each unit of a listed source is one shard.
-        num_shards=len(units) if is_listed else max(1, round(needed_bytes * expansion / shard_bytes)),
+        num_shards=len(units) if is_listed else max(1, round(needed_bytes * expansion / settings.shard_bytes)),
         has_estimated_shards=not is_listed,
         schema=stored_schema(opened.schema),
         classes=opened.classes,
@@ -141,7 +134,9 @@ def dry_run_ingest(
         bad=bad,
         ignored=dict(opened.ignored),
         changed_options=changed_options(
-            repository, newest, {**options.to_dict(), **dataclasses.asdict(source_options or SourceOptions())}
+            repository,
+            newest,
+            {**build_options.to_dict(), **dataclasses.asdict(settings.source_options or SourceOptions())},
         ),
     )
 

@@ -15,11 +15,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, NamedTuple, Unpack
 
 from datasvc.errors import ConfigError, SourceChangedError, UnavailableError
 from datasvc.processors import count_processors
-from datasvc.progress import NO_PROGRESS, Progress
+from datasvc.progress import Progress
 from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.continuation import find_branch
 from datasvc.repository.logs.journal import Journal
@@ -36,11 +36,11 @@ from datasvc.shards.ingestion.ingest_commit import (
     LEFT_OUT,
     IngestCommit,
     changed_options,
-    choose_reencoding,
-    choose_val_fractions,
+    choose_build_options,
 )
 from datasvc.shards.ingestion.lean_memory import lean_arrow
-from datasvc.shards.ingestion.plan import SHARD_BYTES, BuildOptions, IngestUnit, plan_units, relabel_unit
+from datasvc.shards.ingestion.options import IngestOptions, IngestSettings, show_ingest_options
+from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit, plan_units, relabel_unit
 from datasvc.shards.ingestion.quarantine import check_bad, check_duplicates, store_quarantine
 from datasvc.shards.sources.choose import check_options, open_source
 from datasvc.shards.sources.common.files import FileReader
@@ -48,15 +48,12 @@ from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, printable
 from datasvc.shards.sources.python_samples import PythonSource
 from datasvc.shards.versions.class_names import name_tables
-from datasvc.shards.versions.combine import OnCommon
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
 from datasvc.shards.versions.labels import combine_classes, plan_labels
-from datasvc.shards.versions.split_overlap import OnSplitOverlap, Overlap, check_on_overlap
+from datasvc.shards.versions.split_overlap import Overlap
 from datasvc.shards.versions.version_entry import VAL_FRACTION
 
-OnBad = Literal["fail", "skip"]
-Duplicates = Literal["keep", "drop", "fail"]
 AnySource = str | os.PathLike[str] | Source | Iterable[Mapping[str, Any]]
 
 # Source options that hold a path or URL.
@@ -124,32 +121,9 @@ class IngestReport:
         return f"IngestReport({self.version}, {', '.join(shown)})"
 
 
+@show_ingest_options
 @lean_arrow()
-def ingest(
-    repository: Repository,
-    source: AnySource,
-    name: str,
-    *,
-    source_options: SourceOptions | None = None,
-    classes: Sequence[str] | None = None,
-    shard_bytes: int = SHARD_BYTES,
-    on_bad: OnBad = "fail",
-    decode_check: bool = False,
-    duplicates: Duplicates = "keep",
-    max_side: int | None = None,
-    quality: int | None = None,
-    keep_order: bool = False,
-    val_fraction: float | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-    append: bool = False,
-    on_common: OnCommon = "fail",
-    on_split_overlap: OnSplitOverlap = "fail",
-    engine: EngineName = "local",
-    workers: int | None = 1,
-    message: str = "",
-    progress: Progress = NO_PROGRESS,
-) -> IngestReport:
+def ingest(repository: Repository, source: AnySource, name: str, **options: Unpack[IngestOptions]) -> IngestReport:
     """Ingest a source as the next version of data set `name`. Existing versions stay unchanged.
 
     Args:
@@ -157,32 +131,7 @@ def ingest(
         source: path of a folder or file, or an fsspec URL; an opened source; or an iterable of samples, which are
             dicts of Python values by column. An iterable is read once, by this process.
         name: name of the data set, which is created if it does not exist; or NAME@BRANCH to commit to a branch.
-        source_options: format of the source and options for reading it.
-        classes: class names for a source whose labels are integers without names, label 0 first.
-        shard_bytes: size of the samples in a full shard.
-        on_bad: "fail" checks all samples and commits nothing if one is bad; "skip" leaves bad samples out.
-        decode_check: decode every image completely instead of checking its header and its end. Damage of a JPEG is
-            then an error even if decoders can repair it.
-        duplicates: rule for samples with the same content as an earlier one of their split. "keep" stores and reports
-            them, "drop" leaves them out, "fail" raises an error, also if a label contradicts that of an equal sample
-            of the version that an append continues.
-        max_side: longest side in pixels; larger images are scaled down and encoded again. An append without it uses
-            that of the version it continues, and the same for `quality`.
-        quality: quality of images that are encoded again, 1 to 100. If only `quality` is given, and not `max_side`,
-            all JPEG and WebP images are encoded again.
-        keep_order: keep the source's order instead of assigning samples to shards by a permutation.
-        val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key, so that a sample keeps
-            its split when data is added. None: for an append, the fraction of the data set; else 0.
-        limit: read only this many samples of each split, the first ones of the source; bad ones count too. None: all.
-        seed: seed of the permutation that assigns samples to shards.
-        append: add the samples to those of the newest version.
-        on_common: with `append`, rule for keys that the newest version has in any split: "fail", "drop", "keep" or
-            "replace", see `OnCommon`.
-        on_split_overlap: rule for samples that two splits share, by key or by equal blobs; see `OnSplitOverlap`.
-        engine: "local" for processes on this machine, "ray" for a Ray cluster.
-        workers: number of processes that build shards; 1: only this process builds; None: one per core.
-        message: text stored with the version.
-        progress: counts the bytes, samples and shards.
+        options: see `IngestSettings`.
 
     Raises:
         ConfigError: an option is out of range; the source mixes layouts; or its columns are inconsistent, or
@@ -194,74 +143,47 @@ def ingest(
         ConflictError, UnknownOutcomeError, UnavailableError: see `Log.append`, `combine.append_table`,
             `split_overlap.settle_overlaps`.
     """
-    line = parse_line(name)
-    check_on_overlap(on_split_overlap)
-    _check_choice("on_bad", on_bad, ("fail", "skip"))
-    _check_choice("duplicates", duplicates, ("keep", "drop", "fail"))
-    _check_choice("engine", engine, ("local", "ray"))
-    opened = open_any_source(source, source_options)
+    line, settings = parse_line(name), IngestSettings(**options)
+    opened = open_any_source(source, settings.source_options)
     # Also without `append`: before anything is read, a branch that does not exist is an error.
-    found = find_newest(repository, line) if append or line.branch is not None else None
-    newest = found if append else None
-    recorded_fraction, held_out = choose_val_fractions(repository, newest, opened, val_fraction)
-    reencoding = choose_reencoding(repository, newest, max_side, quality)
-    options = BuildOptions(shard_bytes, decode_check, reencoding, keep_order, seed, held_out, limit)
-    if classes is not None and opened.classes:
+    found = find_newest(repository, line) if settings.append or line.branch is not None else None
+    newest = found if settings.append else None
+    recorded_fraction, build_options = choose_build_options(repository, newest, opened, settings)
+    if settings.classes is not None and opened.classes:
         raise ConfigError(
             f"{redact_url(opened.url)} has class names of its own, so that --classes cannot rename them; leave out "
             "--classes"
         )
-    num_workers = count_workers(opened, workers, engine)
+    num_workers = count_workers(opened, settings.workers, settings.engine)
     # An append keeps the labels of the newest version. With other labels, it would have to write the existing shards
     # again. `stored_classes[i]` is the class that is stored with label i.
     newest_classes = _newest_classes(repository, newest) if newest is not None and opened.classes else ()
     stored_classes = combine_classes(newest_classes, [opened.classes])
-    progress.begin(opened.size_bytes)
-    plan = _make_plan(repository, name, opened, options, stored_classes)
+    settings.progress.begin(opened.size_bytes)
+    plan = _make_plan(repository, name, opened, build_options, stored_classes)
     with ExitStack() as cleanup:
-        results, num_resumed = _build(plan, engine, num_workers, progress, cleanup)
+        results, num_resumed = _build(plan, settings.engine, num_workers, settings.progress, cleanup)
         # A source that the caller opened cannot be listed again, because its options are unknown here.
-        if isinstance(source, (str, os.PathLike)) or source_options is not None:
-            _check_unchanged(plan, source_options)
-        tables = _tables(plan, results)
-        if classes is not None:
-            tables |= name_tables(tables, classes)
-        # Search for repeated keys, except in a listed source: its keys are paths, or were checked at the listing.
-        duplicate_samples = SplitDuplicates.find(
-            repository.objects, tables, by_key=not isinstance(opened, ListedSource)
-        )
-        bad = [sample for result in results for sample in result.bad]
-        check_bad(bad, duplicate_samples.bad, tables, opened, fails=on_bad == "fail")
-        bad += duplicate_samples.bad
-        dropped = [duplicate_samples.by_key]  # with `on_bad` "fail", `check_bad` has raised unless this is empty
-        if duplicates == "fail":
-            check_duplicates(duplicate_samples.by_payload, opened)
-        elif duplicates == "drop":
-            dropped.append(duplicate_samples.by_payload)
-        # A dropped copy may have the right label, and the one that stays the wrong one.
-        contradicted = duplicates == "drop" and bool(duplicate_samples.by_payload)
-        dropped_conflicts = find_label_conflicts(repository.objects, tables) if contradicted else []
-        tables = drop_duplicates(repository.objects, tables, dropped)
+        if isinstance(source, (str, os.PathLike)) or settings.source_options is not None:
+            _check_unchanged(plan, settings.source_options)
+        accepted = _accept(repository, opened, results, _tables(plan, results), settings)
         metadata: dict[str, Any] = {
-            "message": message,
-            "source": _describe(plan, source_options, on_bad=on_bad, duplicates=duplicates),
-            "skipped": len(bad),
-            "quarantine": store_quarantine(repository.objects, bad),
+            "message": settings.message,
+            "source": _describe(plan, settings),
+            "skipped": len(accepted.bad),
+            "quarantine": store_quarantine(repository.objects, accepted.bad),
             "ignored": dict(opened.ignored),
             VAL_FRACTION: recorded_fraction,
         }
         commit = IngestCommit(
             repository=repository,
             line=line,
-            tables=tables,
+            tables=accepted.tables,
             metadata=metadata,
             attempt=plan.work.attempt,
-            append=append,
-            on_common=on_common,
-            on_overlap=on_split_overlap,
+            settings=settings,
             keys_are_places=opened.keys_are_places,
-            has_duplicates=bool(duplicate_samples.by_payload) and duplicates != "drop",
-            fails_on_conflicts=duplicates == "fail",
+            has_duplicates=bool(accepted.duplicates) and settings.duplicates != "drop",
         )
         committed = commit.run()
         with suppress(UnavailableError):  # the version is committed; `gc` removes a journal that is left behind
@@ -274,14 +196,50 @@ def ingest(
         size_bytes=sum(description["bytes"] for description in splits.values()),
         num_added=committed.content["added"],
         num_left_out=committed.content.get(LEFT_OUT, {}),
-        bad=bad,
-        duplicates=duplicate_samples.by_payload,
+        bad=accepted.bad,
+        duplicates=accepted.duplicates,
         overlaps=commit.overlaps,
-        conflicts=list(dict.fromkeys([*commit.conflicts, *dropped_conflicts])),
+        conflicts=list(dict.fromkeys([*commit.conflicts, *accepted.dropped_conflicts])),
         changed_options=changed_options(repository, newest, metadata["source"]["options"]),
         ignored=opened.ignored,
         num_resumed=num_resumed,
         has_source_changed=plan.has_source_changed,
+    )
+
+
+class _Accepted(NamedTuple):
+    """What is committed of a source, and what is reported about it; see `IngestReport`."""
+
+    tables: dict[str, ShardTable]
+    bad: list[BadSample]
+    duplicates: Mapping[str, Sequence[DuplicateSample]]
+    dropped_conflicts: list[LabelConflict]
+
+
+def _accept(
+    repository: Repository,
+    source: Source,
+    results: Sequence[UnitResult],
+    tables: dict[str, ShardTable],
+    settings: IngestSettings,
+) -> _Accepted:
+    """Leave out bad samples and duplicates by the rules of the settings, or raise BadSampleError."""
+    if settings.classes is not None:
+        tables |= name_tables(tables, settings.classes)
+    # Search for repeated keys, except in a listed source: its keys are paths, or were checked at the listing.
+    found = SplitDuplicates.find(repository.objects, tables, by_key=not isinstance(source, ListedSource))
+    bad = [sample for result in results for sample in result.bad]
+    check_bad(bad, found.bad, tables, source, fails=settings.on_bad == "fail")
+    dropped = [found.by_key]  # with `on_bad` "fail", `check_bad` has raised unless this is empty
+    if settings.duplicates == "fail":
+        check_duplicates(found.by_payload, source)
+    elif settings.duplicates == "drop":
+        dropped.append(found.by_payload)
+    # A dropped copy may have the right label, and the one that stays the wrong one.
+    contradicted = settings.duplicates == "drop" and bool(found.by_payload)
+    conflicts = find_label_conflicts(repository.objects, tables) if contradicted else []
+    return _Accepted(
+        drop_duplicates(repository.objects, tables, dropped), bad + found.bad, found.by_payload, conflicts
     )
 
 
@@ -460,21 +418,26 @@ def count_workers(source: Source, workers: int | None, engine: EngineName = "loc
     return count_processors() if workers is None else workers
 
 
-def _describe(plan: _Plan, options: SourceOptions | None, **choices: str) -> dict[str, Any]:
+def _describe(plan: _Plan, settings: IngestSettings) -> dict[str, Any]:
     """Return the description of the source for the log entry, without credentials."""
     # Defaults are left out, so that the entry shows what the user chose.
     source_options = {
         name: printable(redact_url(_absolute(value) if name in _PATH_OPTIONS else value))
         if isinstance(value, str)
         else value
-        for name, value in dataclasses.asdict(options or SourceOptions()).items()
+        for name, value in dataclasses.asdict(settings.source_options or SourceOptions()).items()
         if value != getattr(SourceOptions(), name)
     }
     source = plan.work.source
     return {
         "kind": source.kind,
         "url": printable(redact_url(source.url if isinstance(source, PythonSource) else _absolute(source.url))),
-        "options": {**plan.work.options.to_dict(), **choices, **source_options},
+        "options": {
+            **plan.work.options.to_dict(),
+            "on_bad": settings.on_bad,
+            "duplicates": settings.duplicates,
+            **source_options,
+        },
     }
 
 
@@ -482,8 +445,3 @@ def _absolute(url: str) -> str:
     """Return a local path as an absolute one, because the entry is read in other folders; a URL as it is."""
     is_url = ("://" in url or "::" in url) and not split_existing(url)[0]
     return url if is_url else os.path.abspath(url)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; expected {' or '.join(map(repr, choices))}")

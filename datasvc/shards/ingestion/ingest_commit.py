@@ -22,17 +22,18 @@ from datasvc.repository.logs.references import LineName
 from datasvc.repository.objects.objects import digest_of
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.images.header import Reencoding
+from datasvc.shards.ingestion.options import IngestSettings
+from datasvc.shards.ingestion.plan import BuildOptions
 from datasvc.shards.lines.commit import commit_on_line
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import ListedSource, Source, StreamedSource
 from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
-from datasvc.shards.versions.combine import OnCommon, append_splits, keep_splits
+from datasvc.shards.versions.combine import append_splits, keep_splits
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.diff import find_partners
 from datasvc.shards.versions.label_conflicts import LabelConflict, describe_conflicts, find_label_conflicts
 from datasvc.shards.versions.split_overlap import (
     ENTRY_FIELD,
-    OnSplitOverlap,
     Overlap,
     accepted_counts,
     settle_overlaps,
@@ -92,17 +93,29 @@ def choose_val_fractions(
     return recorded, recorded
 
 
-def choose_reencoding(
-    repository: Repository | None, newest: Resolved | None, max_side: int | None, quality: int | None
-) -> Reencoding:
-    """Return how images are made smaller: as requested, or else as in `newest`, the version that an append continues.
+def choose_build_options(
+    repository: Repository | None, newest: Resolved | None, source: Source, settings: IngestSettings
+) -> tuple[float, BuildOptions]:
+    """Return the fraction of "train" to record with the version, and how the shards of `source` are built.
 
-    Otherwise half of the images of a data set would have another size. Raise what `read_ingest_options` raises.
+    Images are made smaller as requested, or else as in `newest`, the version that an append continues: otherwise half
+    of the images of a data set would have another size. Raise what `choose_val_fractions` and `read_ingest_options`
+    raise.
     """
+    recorded_fraction, held_out = choose_val_fractions(repository, newest, source, settings.val_fraction)
     recorded = read_ingest_options(repository, newest) if repository is not None and newest is not None else {}
-    return Reencoding(
-        recorded.get("max_side") if max_side is None else max_side,
-        recorded.get("quality") if quality is None else quality,
+    reencoding = Reencoding(
+        recorded.get("max_side") if settings.max_side is None else settings.max_side,
+        recorded.get("quality") if settings.quality is None else settings.quality,
+    )
+    return recorded_fraction, BuildOptions(
+        settings.shard_bytes,
+        settings.decode_check,
+        reencoding,
+        settings.keep_order,
+        settings.seed,
+        held_out,
+        settings.limit,
     )
 
 
@@ -132,10 +145,9 @@ class IngestCommit:
         tables: shard tables by split; all their shards are stored.
         metadata: further fields of the log entry.
         attempt: identifies the attempt of the ingest, see `Journal.begin`.
-        append, on_common: as in `ingest`.
+        settings: the options of the ingest.
         has_duplicates: whether samples of one split have the same content.
-        fails_on_conflicts: whether a label that contradicts that of an equal sample is an error.
-        on_overlap, keys_are_places: as in `settle_overlaps`.
+        keys_are_places: as in `settle_overlaps`.
         overlaps: samples that two splits share, as found by the last call of `_build`.
         conflicts: samples of this ingest whose label contradicts an equal sample, as found by the last call.
     """
@@ -145,19 +157,17 @@ class IngestCommit:
     tables: Mapping[str, ShardTable]
     metadata: dict[str, Any]
     attempt: str
-    append: bool
-    on_common: OnCommon
-    on_overlap: OnSplitOverlap
+    settings: IngestSettings
     keys_are_places: bool
     has_duplicates: bool
-    fails_on_conflicts: bool
     overlaps: list[Overlap] = field(default_factory=list)
     conflicts: list[LabelConflict] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._log = self.repository.versions("datasets", self.line.name)
         names = [list(table.classes) for table in self.tables.values()]
-        choices = [self.append, self.on_common, self.on_overlap, names]
+        settings = self.settings
+        choices = [settings.append, settings.on_common, settings.on_split_overlap, names]
         target = [] if self.line.branch is None else [self.line.branch]
         options = json.dumps([*choices, self.metadata["message"], self.metadata["source"], *target], sort_keys=True)
         # Other options make another version of the same shards, so they are part of the id.
@@ -167,10 +177,10 @@ class IngestCommit:
         """Return the committed version. Raise what `ingest` raises."""
         # Compare the splits before `Log.append` reads the log. The comparison takes long, and a commit by another
         # writer after the read forces a retry. `_build` compares an append, because it needs the newest version.
-        if not (self.append and self._log.head()):
+        if not (self.settings.append and self._log.head()):
             _ = self._settled_new_version
         try:
-            return commit_on_line(self.repository, self.line, self._build, continues=self.append)
+            return commit_on_line(self.repository, self.line, self._build, continues=self.settings.append)
         except _CommittedError as already:
             return already.entry
 
@@ -183,7 +193,7 @@ class IngestCommit:
         committed = self._find_committed()
         if committed is not None:
             raise _CommittedError(committed)
-        if self.append and newest is not None:
+        if self.settings.append and newest is not None:
             return self._build_append(newest)
         # `shared` is the number of samples that two splits share, by kind: by key, or by equal blobs.
         tables, shared, self.overlaps = self._settled_new_version
@@ -203,14 +213,14 @@ class IngestCommit:
 
     def _check_conflicts(self) -> None:
         """Raise ConflictError if labels contradict each other and equal samples are errors."""
-        if self.conflicts and self.fails_on_conflicts:
+        if self.conflicts and self.settings.duplicates == "fail":
             raise ConflictError(f"{describe_conflicts(self.conflicts)}; nothing was committed (--duplicates fail)")
 
     @cached_property
     def _settled_new_version(self) -> tuple[dict[str, ShardTable], dict[str, int], list[Overlap]]:
         """Result of `settle_overlaps` for this source alone. It is cached, because other commits cannot change it."""
         return settle_overlaps(
-            self.repository.objects, self.tables, self.on_overlap, keys_are_places=self.keys_are_places
+            self.repository.objects, self.tables, self.settings.on_split_overlap, keys_are_places=self.keys_are_places
         )
 
     def _build_append(self, continued: Resolved) -> dict[str, Any]:
@@ -228,12 +238,14 @@ class IngestCommit:
             )
         old = {name: split.table for name, split in newest.items()}
         accepted = accepted_counts(newest.entry.content)
-        new = keep_splits(objects, old, self.tables, on_common=self.on_common, keys_are_places=self.keys_are_places)
-        combined = append_splits(objects, old, new, on_common=self.on_common)
+        new = keep_splits(
+            objects, old, self.tables, on_common=self.settings.on_common, keys_are_places=self.keys_are_places
+        )
+        combined = append_splits(objects, old, new, on_common=self.settings.on_common)
         combined, shared, self.overlaps = settle_overlaps(
             objects,
             combined,
-            self.on_overlap,
+            self.settings.on_split_overlap,
             keys_are_places=self.keys_are_places,
             # If the old splits were compared with each other before, only new samples are compared with all others.
             checked=old if accepted is not None else None,

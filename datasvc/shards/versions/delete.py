@@ -68,7 +68,7 @@ def delete(
         ref: the version to continue, which must be the newest of its line: NAME, NAME@BRANCH or NAME@VERSION.
         keys: keys of the samples to delete, in every split that has them.
         where: SQL expression over the columns, see `sql_filter.Condition`. Give either this or `keys`.
-        split: the only split to delete from; None for all splits.
+        split: the only split to delete from; None: all splits.
         ignore_missing: continue if a key does not exist.
         dry_run: only count the samples, and commit nothing.
         message: text stored with the version.

@@ -85,7 +85,8 @@ def merge(
         refs: two versions or more; the first one determines the order of columns and classes.
         name: the data set to commit to, created if it does not exist; or NAME@BRANCH.
         on_common: rule for a key that several versions have in the same split.
-        on_split_overlap: rule for samples that two splits of the result share, by key or by equal blobs.
+        on_split_overlap: if two splits of the result share samples, by key or by equal blobs: "fail" commits nothing,
+            "drop" leaves them out of training, "keep" keeps both.
         key_prefixes: text to put before each key of a version, by its reference in `refs`; the shards of these
             versions are stored again.
         message: text stored with the version.

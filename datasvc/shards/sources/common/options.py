@@ -16,7 +16,7 @@ class SourceOptions:
     Attributes:
         format: kind of the source, such as "webdataset"; None: detected from its files.
         split: split of all samples; None: taken from the names of folders and files.
-        key: column that holds the keys; None: the column `key` if there is one, else keys are made of file and row.
+        key: column that holds the keys; None: the column "key" if there is one, else keys are made of file and row.
         manifest: for image folders: URL of a CSV, JSON lines or Parquet file of files, labels and other columns.
         ground_truth: for ImageNet validation: URL of `ILSVRC2012_validation_ground_truth.txt`.
         synsets: for ImageNet validation: URL of the synset list of the devkit as a text file (not `meta.mat`), one
@@ -24,12 +24,12 @@ class SourceOptions:
         tokenizer: for text: URL of the Hugging Face `tokenizer.json` that makes the tokens.
         block_tokens: for text: tokens per block.
         text: for text: column of JSON lines that holds the text to tokenize.
-        label: column that holds the labels, as whole numbers, booleans or class names; None: the column `label`, or
-            an integer column of a usual name. Text in a column `label` beside images is class names too.
+        label: column that holds the labels, as whole numbers, booleans or class names; None: the column "label", or
+            an integer column of a usual name. Text in a column "label" beside images is class names too.
         as_text: columns that keep their values: those of CSV are not converted to numbers, dates or booleans, and a
-            column `label` becomes neither classes nor integers.
+            column "label" becomes neither classes nor integers.
         key_prefix: text put before the key of every sample, so that two sources with equal keys fit one data set.
-        first_frame: for image folders: whether GIF files are samples too, of which loaders decode the first frame.
+        first_frame: for image folders: GIF files are samples too, of which loaders decode the first frame.
 
     Raises:
         ConfigError: `split` is not a valid name, a number is out of range, or `key_prefix` is not UTF-8.
