@@ -69,17 +69,15 @@ check: setup  ## ruff, mypy and the import directions
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_imports.py
 
-# Not among them: buckets, compressed_gradients, hierarchical and plan_check need root and network namespaces;
-# models_local and models_sharded need another search path, store_streams a bucket; loader_resume, models,
-# models_trained_on, pages, shared_training and tokens take long or much disk. docs/reference/benchmarks.md has their
-# commands.
+# Not among them: buckets, compressed_gradients and hierarchical need root and network namespaces, store_streams a bucket;
+# the others take long or much disk. docs/reference/benchmarks.md has their commands.
 BENCHES := order ingest ingest_samples ingest_memory open_version cache loader evaluation shared models_find \
 	ui_pages ui_live run_log trainer profile_check layout_memory
 NOT_BENCHES := buckets compressed_gradients hierarchical plan_check models_local models_sharded store_streams \
 	loader_resume models models_trained_on pages shared_training tokens
 
 bench: setup  ## most benchmarks, one after the other; results belong into docs/reference/benchmarks.md
-	for name in $(BENCHES); do $(BIN)/python tools/bench/$$name.py || exit 1; done
+	for name in $(BENCHES); do $(BIN)/python -m tools.bench $$name || exit 1; done
 
 docs: setup  ## the documentation as a site: build/book/site/index.html
 	$(BIN)/python -m tools.book build/book

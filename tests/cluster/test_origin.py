@@ -353,7 +353,7 @@ def test_an_origin_in_a_process_of_its_own_counts_and_ends_with_its_input(store)
 
 
 def test_the_program_says_what_it_does_not_know(store):
-    program = [sys.executable, ROOT / "tools" / "bench" / "serve_origin.py", store.url]
+    program = [sys.executable, "-m", "tools.bench.origin", store.url]
     done = subprocess.run(program, input="dance\n", capture_output=True, text=True, check=True)
     assert '"error"' in done.stdout.splitlines()[1]
     done = subprocess.run([*program, "--total", "fast"], capture_output=True, text=True, check=False)

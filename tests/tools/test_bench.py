@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from tools.bench.__main__ import MODULES
+from tools.bench.photos import write_photos
+
 ROOT = Path(__file__).parents[2]
-BENCH = ROOT / "tools" / "bench"
 pytestmark = pytest.mark.timeout(600)
 
 
 def run(program, *arguments):
     """Run a benchmark; returns what it printed."""
     done = subprocess.run(
-        [sys.executable, str(BENCH / program), *map(str, arguments)],
+        [sys.executable, "-m", "tools.bench", program, *map(str, arguments)],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -53,65 +56,59 @@ def test_make_bench_runs_every_benchmark_or_names_it_as_left_out():
     run_by_make, left_out = (
         re.search(rf"^{name} := (.*)$", makefile, re.MULTILINE)[1].split() for name in ("BENCHES", "NOT_BENCHES")
     )
-    programs = {
-        path.stem
-        for path in BENCH.glob("*.py")
-        if "__main__" in (text := path.read_text())
-        and re.search(r"^from (?:tools\.bench\.)?report import .*\bmake_parser\b", text, re.MULTILINE)
-    }
-    assert sorted([*run_by_make, *left_out]) == sorted(programs | {"run_log"})  # which makes its own parser
+    assert sorted([*run_by_make, *left_out]) == sorted(MODULES)
 
 
 def test_the_access_order_is_measured():
-    check(run_json("order.py", "--repeats", 2, "--samples", 20_000, "--shards", 31), repeats=2)
+    check(run_json("order", "--repeats", 2, "--samples", 20_000, "--shards", 31), repeats=2)
 
 
 @pytest.mark.long
 def test_ingest_is_measured(tmp_path):
-    check(run_json("ingest.py", "--repeats", 2, "--images", 24, "--folder", tmp_path), repeats=2)
+    check(run_json("ingest", "--repeats", 2, "--images", 24, "--folder", tmp_path), repeats=2)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long
 def test_small_samples_memory_and_huge_versions_are_measured(tmp_path):
-    samples = run_json("ingest_samples.py", "--repeats", 1, "--samples", 2000, "--folder", tmp_path)
+    samples = run_json("ingest_samples", "--repeats", 1, "--samples", 2000, "--folder", tmp_path)
     names = {row["name"] for row in samples["rows"]}
     assert names >= {"1 process", "2 workers", "peak resident set of one of 2 workers"}
-    memory = run_json("ingest_memory.py", "--repeats", 1, "--images", 24, "--folder", tmp_path)
+    memory = run_json("ingest_memory", "--repeats", 1, "--images", 24, "--folder", tmp_path)
     assert [row["name"] for row in memory["rows"]] == ["photos", "tars"]
-    opened = run_json("open_version.py", "--repeats", 1, "--shards", 1000)
+    opened = run_json("open_version", "--repeats", 1, "--shards", 1000)
     assert {row["name"] for row in opened["rows"]} == {"import", "open", "locate", "peak_gb"}
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long
 def test_both_evaluations_are_measured():
-    check(run_json("evaluation.py", "--repeats", 2, "--images", 130), repeats=2)
+    check(run_json("evaluation", "--repeats", 2, "--images", 130), repeats=2)
 
 
 @pytest.mark.long
 def test_the_loader_is_measured(tmp_path):
     arguments = ["--repeats", 1, "--images", 61, "--batch", 8, "--size", 32, "--folder", tmp_path]
-    check(run_json("loader.py", *arguments), repeats=1)
+    check(run_json("loader", *arguments), repeats=1)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long
 def test_the_trainer_is_measured():
     tiny = ("--repeats", 1, "--seconds", 0.1, "--workload", "ResNet-18, 32x32")
-    check(run_json("trainer.py", *tiny), repeats=1)
+    check(run_json("trainer", *tiny), repeats=1)
 
 
 def test_figures_are_shown_as_tables_too():
-    shown = run("order.py", "--repeats", 1, "--samples", 2000, "--shards", 3)
+    shown = run("order", "--repeats", 1, "--samples", 2000, "--shards", 3)
     assert "positions/s" in shown
     assert "ratio" in shown
 
 
 @pytest.mark.long
 def test_photos_differ_and_equal_seeds_give_equal_bytes(tmp_path):
-    run("photos.py", tmp_path / "many", "--images", 62)
-    run("photos.py", tmp_path / "few", "--images", 3)
+    write_photos(tmp_path / "many", num_images=62)
+    write_photos(tmp_path / "few", num_images=3)
     many = {path.name: path.read_bytes() for path in (tmp_path / "many").glob("*/*.jpg")}
     few = {path.name: path.read_bytes() for path in (tmp_path / "few").glob("*/*.jpg")}
     assert len(few) == 3
@@ -123,20 +120,20 @@ def test_photos_differ_and_equal_seeds_give_equal_bytes(tmp_path):
 @pytest.mark.long
 def test_finding_model_versions_is_measured(tmp_path):
     sizes = ("--versions", 200, "--behind", 3, "--folder", tmp_path)
-    check(run_json("models_find.py", "--repeats", 2, *sizes), repeats=2)
+    check(run_json("models_find", "--repeats", 2, *sizes), repeats=2)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long
 def test_pages_over_many_versions_are_measured(tmp_path):
-    found = run_json("ui_pages.py", "--repeats", 1, "--versions", 300, "--folder", tmp_path)
+    found = run_json("ui_pages", "--repeats", 1, "--versions", 300, "--folder", tmp_path)
     assert all(row["median"] > 0 for row in found["rows"])
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.long
 def test_pages_of_data_are_measured():
-    found = run_json("pages.py", "--repeats", 1, "--shards", 3, "--samples", 300, "--model-mb", 1)
+    found = run_json("pages", "--repeats", 1, "--shards", 3, "--samples", 300, "--model-mb", 1)
     names = {row["name"] for row in found["rows"]}
     assert {"100 thumbnails, first", "change of a model's layers, first", "memory"} <= names
     assert all(row["median"] > 0 for row in found["rows"])
@@ -144,7 +141,7 @@ def test_pages_of_data_are_measured():
 
 @pytest.mark.long
 def test_the_time_of_a_new_point_and_the_bytes_of_a_refresh_are_measured():
-    found = run_json("ui_live.py", "--points", 2, "--steps", 20)
+    found = run_json("ui_live", "--points", 2, "--steps", 20)
     assert [(row["name"], row["n"]) for row in found["rows"]] == [
         (f"{store}: {what}", 2)
         for store in ("local", "s3")
@@ -154,18 +151,25 @@ def test_the_time_of_a_new_point_and_the_bytes_of_a_refresh_are_measured():
 
 
 @pytest.mark.long
-def test_the_cost_of_a_run_log_is_measured_in_both_ways(tmp_path):
+def test_the_cost_of_a_run_log_is_measured_in_both_ways():
     sizes = ("--steps", 5, "--width", 8, "--batch", 2, "--step-ms", 0.1)
-    found = json.loads(run("run_log.py", "--rounds", 2, *sizes, "--repo", tmp_path))
-    assert found["n"] == 2
-    for kind in ("sleep", "compute"):
-        assert found[kind]["step_ms"] > 0
-        assert found[kind].keys() == {"step_ms", "cpu_us", "cpu_percent", "wall_percent"}
+    found = run_json("run_log", "--repeats", 2, *sizes)
+    assert {figure["name"] for figure in found["rows"] + found["ratios"]} == {
+        f"{kind}: {what}"
+        for kind in ("sleep", "compute")
+        for what in (
+            "step without a log",
+            "processor time of the log",
+            "processor time of the log / step",
+            "step with a log / without",
+        )
+    }
+    assert all(figure["n"] == 2 for figure in found["rows"])
 
 
 @pytest.mark.long
 def test_hierarchical_allreduces_are_measured_beside_flat_ones_and_predicted():
-    found = run_on_nodes("hierarchical.py", "--repeats", 2, "--mbit", 1000, "--sizes", 1)
+    found = run_on_nodes("hierarchical", "--repeats", 2, "--mbit", 1000, "--sizes", 1)
     assert [ratio["name"].rpartition(": ")[2] for ratio in found["ratios"]] == [
         "flat / hierarchical",
         "predicted / measured, flat",
@@ -188,7 +192,7 @@ def run_on_nodes(program, *arguments):
 
 @pytest.mark.long
 def test_chosen_buckets_are_measured_beside_a_grid_of_sizes():
-    found = run_on_nodes("buckets.py", "--repeats", 2, "--steps", 1, "--backward-ms", 20, "--grid", 1, 25)
+    found = run_on_nodes("buckets", "--repeats", 2, "--steps", 1, "--backward-ms", 20, "--grid", 1, 25)
     assert [row["name"] for row in found["rows"]] == ["auto", "1 MiB", "25 MiB"]
     assert len(found["ratios"]) == 3
 
@@ -196,7 +200,7 @@ def test_chosen_buckets_are_measured_beside_a_grid_of_sizes():
 @pytest.mark.long
 def test_the_memory_of_layouts_is_measured_beside_that_of_data_parallelism():
     sizes = ("--layers", 2, "--width", 32, "--tokens", 8)
-    found = run_json("layout_memory.py", "--repeats", 2, *sizes, "shard=4:3", "data=2,shard=2:3")
+    found = run_json("layout_memory", "--repeats", 2, *sizes, "shard=4:3", "data=2,shard=2:3")
     check(found, repeats=2)
     assert len(found["rows"]) == len(found["ratios"]) == 3 * 4
     ratios = {ratio["name"]: ratio["median"] for ratio in found["ratios"]}
@@ -208,7 +212,7 @@ def test_the_memory_of_layouts_is_measured_beside_that_of_data_parallelism():
 
 @pytest.mark.long
 def test_compressed_gradients_are_measured_by_accuracy_and_bytes():
-    found = run_on_nodes("compressed_gradients.py", "--repeats", 2, "--epochs", 1)
+    found = run_on_nodes("compressed_gradients", "--repeats", 2, "--epochs", 1)
     (ratio,) = found["ratios"]
     assert ratio["name"] == "none / powersgd:2, bytes"
     assert ratio["min"] > 1

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BENCH = ROOT / "tools" / "bench"
 pytestmark = pytest.mark.timeout(600)
 TINY = {
     "staging": ("--requests", 1, 2, "--seconds", 0.1),
@@ -26,7 +25,8 @@ def run(folder, part, *arguments):
     """Run a part of the benchmark; returns what it printed, its figures by name."""
     words = [part, *arguments, "--repeats", 1, "--folder", folder, "--json"]
     done = subprocess.run(
-        [sys.executable, str(BENCH / "cache.py"), *map(str, words)],
+        [sys.executable, "-m", "tools.bench", "cache", *map(str, words)],
+        cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -22,8 +22,8 @@ PROFILE = {
 
 @pytest.fixture(autouse=True)
 def tools(monkeypatch):
-    """Find modules as the programs do: those of `tools/bench` last, one of which is called trainer."""
-    monkeypatch.setattr(sys, "path", [str(TOOLS), *sys.path, str(TOOLS / "bench")])
+    """Find modules as the programs do."""
+    monkeypatch.setattr(sys, "path", [str(TOOLS), *sys.path])
 
 
 @pytest.fixture
@@ -274,11 +274,11 @@ def test_with_a_gpu_digits_below_97_percent_fail(make_stage):
 
 def test_with_a_gpu_operations_and_steps_of_ranks_are_timed(make_stage):
     blocks = [{"workload": "w", "way": way, "ms": ms} for way, ms in (("ours", 2.0), ("DDP", 3.0)) for _ in range(2)]
-    stage = make_stage("cuda", rank_checks=lines(CHECKED), trainer_rank=lines(*blocks))
+    stage = make_stage("cuda", rank_checks=lines(CHECKED), run_part=lines(*blocks))
     found = run("ranks", stage)
     assert found["1 of NCCL: all-reduce of 1 kB"] == [1.0, 2.0]
     assert found["2 of gloo, w: time of DDP / ours"] == [1.5, 1.5]
-    assert [command.count("--device cuda") for command in stage.commands] == [1, 1, 1]
+    assert [command.count("cuda") for command in stage.commands] == [1, 1, 1]
 
 
 def test_with_a_gpu_the_memory_of_layouts_is_compared_with_that_of_a_whole_model(make_stage):
@@ -462,7 +462,7 @@ def test_packages_of_a_folder_that_only_pythonpath_names_are_found_by_the_progra
     from gpu_stages.stage import Stage
 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert Stage(tmp_path).run("-c", "import only_there, report; print('found')") == "found\n"
+    assert Stage(tmp_path).run("-c", "import only_there, tools.bench.runner; print('found')") == "found\n"
     ran = []
 
     def run(command, env, **how):

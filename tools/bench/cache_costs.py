@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import secrets
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-
-from cache_store import Store, environment
-from report import ROOT, Report, alternate
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.files import ScannedFile
@@ -21,45 +16,25 @@ from datasvc.cache.process_handle import join_folder, leave_folder
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.shards import Split
 from datasvc.shards.format.mapped_file import MappedFile
+from tools.bench import fresh
+from tools.bench.cache_store import Store
+from tools.bench.runner import ROOT, Options, Report, call_command, environment, run_rounds
 
 ROUNDS = 50
 WRITERS = 4
 SHARD_BYTES = 4 << 20
 
-# Says that it is ready, waits for the word to begin, and says how long it took.
-RESERVE = """
-import sys, time
-from datasvc.cache.process_handle import CacheFolder
-from datasvc.cache.catalogue.lease import Lease
-from datasvc.repository import Digest, ObjectInfo
-from pathlib import Path
-import secrets
-folder = CacheFolder(Path(sys.argv[1]))
-lease = Lease(folder.files.leases)
-folder.catalogue.register(lease.id, "")
-infos = [ObjectInfo(Digest(secrets.token_hex(32)), 0) for _ in range(int(sys.argv[2]))]
-print("ready", flush=True)
-sys.stdin.readline()
-for info in infos:
-    assert folder.catalogue.reserve(info, lease.id, "default") == "reserved"
-    folder.catalogue.complete(info.digest, lease.id, publish=True)
-    folder.files.unlock(info.digest)
-print("done", flush=True)
-sys.stdin.readline()
-"""
 
-
-def measure_hits(folder: Path, photos: Path, arguments: argparse.Namespace) -> Report:
+def measure_hits(folder: Path, photos: Path, options: Options) -> Report:
     """Return microseconds per shard that is found resident."""
     store = Store.of_photos(photos, folder, shard_bytes=SHARD_BYTES)
     split = store.split
     infos = list(split.table.shards())
     with store.fresh_folder() as target, Cache(target / "cache", budget="1TB") as cache:
         cache.stage([split])
-        times = alternate(_hits(cache, split, infos), arguments.repeats)
+        times = run_rounds(_hits(cache, split, infos), options.repeats)
     report = Report(f"A hit, over {len(infos)} shards of {SHARD_BYTES >> 20} MiB, {ROUNDS} rounds")
-    for name, values in times.items():
-        report.add_row(name, "us", values)
+    report.add_rows("us", times)
     names = list(times)
     for name in names[1:]:
         report.add_ratio(f"{name} / {names[0]}", times[name], times[names[0]])
@@ -85,10 +60,16 @@ def _hits(cache: Cache, split: Split, infos: Sequence[ObjectInfo]) -> dict[str, 
     def release(info: ObjectInfo) -> None:
         cache.release(info.digest)
 
-    def timed(work: Callable[[ObjectInfo], object], after: Callable[[ObjectInfo], object]) -> Callable[[], float]:
+    def timed(
+        work: Callable[[ObjectInfo], object],
+        after: Callable[[ObjectInfo], object] = lambda _: None,
+        before: Callable[[ObjectInfo], object] = lambda _: None,
+    ) -> Callable[[], float]:
         def run() -> float:
             seconds = 0.0
             for _ in range(ROUNDS):
+                for info in infos:
+                    before(info)
                 started = time.perf_counter()
                 for info in infos:
                     work(info)
@@ -99,33 +80,20 @@ def _hits(cache: Cache, split: Split, infos: Sequence[ObjectInfo]) -> dict[str, 
 
         return run
 
-    def timed_release() -> float:
-        seconds = 0.0
-        for _ in range(ROUNDS):
-            for info in infos:
-                acquire(info)
-            started = time.perf_counter()
-            for info in infos:
-                release(info)
-            seconds += time.perf_counter() - started
-        return seconds / ROUNDS / len(infos) * 1e6
-
     return {
         "acquire": timed(acquire, release),
         "acquire and map": timed(acquire_and_map, unmap),
         "open as a shard": timed(shards.open_shard, shards.release_shard),
-        "release": timed_release,
+        "release": timed(release, before=acquire),
     }
 
 
-def measure_catalogue(folder: Path, arguments: argparse.Namespace) -> Report:
+def measure_catalogue(folder: Path, _: Path, options: Options) -> Report:
     """Return how long a catalogue of many objects takes to open, and reservations a second."""
     full = folder / "full"
     with Cache(full, budget="1TB"):
         opened = join_folder(full)
-        found = [
-            ScannedFile(Digest(secrets.token_hex(32)), 1 << 20, DEFAULT_TENANT) for _ in range(arguments.objects)
-        ]
+        found = [ScannedFile(Digest(secrets.token_hex(32)), 1 << 20, DEFAULT_TENANT) for _ in range(options.objects)]
         opened.catalogue.rebuild(opened.catalogue.read(lambda tables: tables.configuration), found, boot_id())
         leave_folder(full, opened)
     empty = folder / "empty"
@@ -136,17 +104,17 @@ def measure_catalogue(folder: Path, arguments: argparse.Namespace) -> Report:
             return (time.perf_counter() - started) * 1e3
 
     run_open(empty)
-    rates = alternate(
+    rates = run_rounds(
         {
             "open": lambda: run_open(full),
             "open, empty": lambda: run_open(empty),
-            "1 process": lambda: run_writers(folder / secrets.token_hex(4), 1, arguments.reservations),
-            "4 processes": lambda: run_writers(folder / secrets.token_hex(4), WRITERS, arguments.reservations),
+            "1 process": lambda: run_writers(folder / secrets.token_hex(4), 1, options.reservations),
+            "4 processes": lambda: run_writers(folder / secrets.token_hex(4), WRITERS, options.reservations),
         },
-        arguments.repeats,
+        options.repeats,
     )
-    report = Report(f"The catalogue with {arguments.objects:,} objects", "A reservation: reserve, publish, complete.")
-    report.add_row(f"open with {arguments.objects:,} objects", "ms", rates["open"])
+    report = Report(f"The catalogue with {options.objects:,} objects", "A reservation: reserve, publish, complete.")
+    report.add_row(f"open with {options.objects:,} objects", "ms", rates["open"])
     report.add_row("open, empty", "ms", rates["open, empty"])
     report.add_row("reservations from 1 process", "/s", rates["1 process"])
     report.add_row(f"reservations from {WRITERS} processes", "/s", rates["4 processes"])
@@ -160,7 +128,7 @@ def run_writers(folder: Path, num_processes: int, num_each: int) -> float:
         pass
     for prefix in range(256):  # as in a cache that has been used
         (folder / "objects" / f"{prefix:02x}").mkdir()
-    command = [sys.executable, "-c", RESERVE, str(folder), str(num_each)]
+    command = call_command(fresh.reserve, folder, num_each)
     writers = [
         subprocess.Popen(
             command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from origin import Limits, OriginProcess
-from report import ROOT
-
 from datasvc.repository import ObjectInfo, Objects, Repository
 from datasvc.shards import Split, ingest, open_dataset
+from tools.bench.origin import Limits, OriginProcess
 
 NAME = "photos"
-_SERVE_FILES = Path(__file__).with_name("serve_files.py")
 
 
 class Store:
@@ -47,7 +45,7 @@ class Store:
     @contextmanager
     def origin(self, limits: Limits) -> Iterator[OriginProcess]:
         """Yield an origin that gives the repository so fast and so late."""
-        with OriginProcess(self.repository.url, limits, program=_SERVE_FILES) as origin:
+        with OriginProcess(self.repository.url, limits) as origin:
             yield origin
 
     @contextmanager
@@ -63,24 +61,13 @@ def open_photos(repository: Repository) -> Split:
     return next(iter(open_dataset(repository, f"{NAME}@1").values()))
 
 
-def run_curl(url: str, infos: Sequence[ObjectInfo], folder: Path, *, requests: int) -> None:
-    """Get objects with curl, one request each, so many at once, into files of `folder`."""
+def time_curl(url: str, infos: Sequence[ObjectInfo], requests: int, folder: Path) -> float:
+    """Get objects with curl, one request each, so many at once, into files of `folder`; returns seconds."""
+    started = time.perf_counter()
     lines = [f'url = "{url}/{Objects.path(info.digest)}"\noutput = "{folder}/{info.digest}"' for info in infos]
-    command = [
-        "curl",
-        "--silent",
-        "--fail",
-        "--parallel",
-        "--parallel-immediate",
-        "--parallel-max",
-        str(requests),
-        "--config",
-        "-",
-    ]
+    command = ["curl", "--silent", "--fail", "--parallel", "--parallel-immediate", "--config", "-"]
+    command += ["--parallel-max", str(requests)]
     subprocess.run(command, input="\n".join(lines), text=True, check=True, capture_output=True)
+    seconds = time.perf_counter() - started
     assert all((folder / info.digest).stat().st_size == info.size_bytes for info in infos)
-
-
-def environment() -> dict[str, str]:
-    """Return what programs of this checkout need to be found."""
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+    return seconds

@@ -1,27 +1,35 @@
-"""Bytes of a rank at several layouts: parameters, gradients, optimizer state, and the peak of its resident memory.
-
-A GPT with AdamW on four gloo ranks. Bytes of tensors are counted after a step, on the rank that has most; the peak is
-that of two steps, above the resident memory before the model was built. Each is compared with `data=4`, in which
-every rank has everything (Nichols et al. saw ZeRO at 42 to 66 % of its memory), and with what `plan` estimates. None
-of this depends on the load of the machine.
-
-    python tools/bench/layout_memory.py [--repeats 3] [--layers 8] [--width 256] [--tokens 64] [--json] [LAYOUT ...]
-
-A LAYOUT may end with a ZeRO stage: shard=4:2.
-"""
+"""Bytes of a rank at several layouts."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import subprocess
-import sys
+import ctypes
+import dataclasses
+import gc
+import re
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from report import ROOT, Report, make_parser
+import torch
 
+import datasvc.trainer as hvd
+from datasvc.trainer.recipes.choose_layout import choose_layout
+from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
+from datasvc.trainer.recipes.layouts.parts import to_local
+from datasvc.trainer.recipes.planning.candidate import Candidate
+from datasvc.trainer.recipes.planning.count_costs import count_costs
+from datasvc.trainer.recipes.planning.memory import estimate_memory, state_bytes
+from datasvc.trainer.recipes.settings.batch_plan import plan_batches
+from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.start import build_learner, choose_place
+from datasvc.trainer.recipes.tasks.language import LanguageModelling
+from datasvc.trainer.recipes.tasks.task import Examples
+from datasvc.trainer.recipes.update import Learner, update
+from tools.bench.ranks import say
+from tools.bench.runner import Options, Report, bench, run_ranks
+
+VOCABULARY, NUM_STEPS = 2048, 2
 NUM_RANKS = 4
 WHOLE = "data=4"
 LAYOUTS = (
@@ -43,34 +51,30 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": s
 _STATES = ("parameters", "gradients", "optimizer")
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Return the bytes of each repeat, by layout and kind."""
-    # The ranks must not find this folder's trainer.py where they import the package: -P.
-    launch = [sys.executable, "-P", "-m", "datasvc.trainer.launch", "-np", str(NUM_RANKS), "--no-prefix"]
-    program = [sys.executable, "-P", str(Path(__file__).with_name("layout_memory_rank.py"))]
-    options = [f"--{name}={getattr(arguments, name)}" for name in ("repeats", "layers", "width", "tokens")]
-    # Packages may lie in a folder that only PYTHONPATH names.
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **_MALLOC}
-    command = [*launch, *program, *options, WHOLE, *arguments.layouts]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+@bench(
+    repeats=3,
+    positional={"layouts": {"nargs": "*", "default": LAYOUTS, "metavar": "LAYOUT", "help": "default: twelve"}},
+    layers=8,
+    width=256,
+    tokens=(64, "of a block"),
+)
+def layout_memory(options: Options) -> Report:
+    """Bytes of a rank at several layouts: parameters, gradients, optimizer state, and the peak of resident memory.
+
+    A GPT with AdamW on four gloo ranks. Bytes of tensors are counted after a step, on the rank that has most; the
+    peak is that of two steps, above the resident memory before the model was built. Each is compared with `data=4`,
+    in which every rank has everything (Nichols et al. saw ZeRO at 42 to 66 % of its memory), and with what `plan`
+    estimates. None of this depends on the load of the machine.
+
+    A LAYOUT may end with a ZeRO stage: shard=4:2.
+    """
+    sizes = {"layers": options.layers, "width": options.width, "tokens": options.tokens}
+    layouts = [WHOLE, *options.layouts]
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for line in map(json.loads, done.stdout.splitlines()):
+    for line in run_ranks(measure_layouts, NUM_RANKS, options.repeats, layouts, sizes, **_MALLOC):
         layout = line.pop("layout")
         for kind, size_bytes in line.items():
             found[layout][kind].append(size_bytes)
-    return found
-
-
-def main() -> None:
-    """Run the benchmark."""
-    parser = make_parser(__doc__, repeats=3)
-    parser.add_argument("--layers", type=int, default=8, help="default: %(default)s")
-    parser.add_argument("--width", type=int, default=256, help="default: %(default)s")
-    parser.add_argument("--tokens", type=int, default=64, help="of a block; default: %(default)s")
-    parser.add_argument("layouts", nargs="*", default=LAYOUTS, metavar="LAYOUT", help="default: twelve")
-    arguments = parser.parse_args()
-    found = measure(arguments)
     report = Report("Memory of a rank by layout", "estimated: by `python -m datasvc.trainer plan`")
 
     def states(layout: str, prefix: str = "") -> list[float]:
@@ -84,8 +88,106 @@ def main() -> None:
         report.add_ratio(f"{layout} peak / {WHOLE}", sizes["peak"], found[WHOLE]["peak"])
         report.add_ratio(f"{layout} states, estimated / measured", states(layout, "estimated_"), states(layout))
         report.add_ratio(f"{layout} peak, estimated / measured", sizes["estimated_peak"], sizes["peak"])
-    report.show(as_json=arguments.as_json)
+    return report
 
 
-if __name__ == "__main__":
-    main()
+def measure_layouts(repeats: int, layouts: list[str], sizes: Mapping[str, int]) -> None:
+    """Be a rank; rank 0 prints the bytes of each layout."""
+    torch.set_num_threads(1)
+    hvd.init()
+    measure(layouts[0], sizes)  # the first run loads libraries and connects the ranks
+    for _ in range(repeats):
+        for layout in layouts:
+            found = measure(layout, sizes)
+            say(layout=layout, **found)
+    hvd.shutdown()
+
+
+class Blocks(LanguageModelling):
+    """Language modelling of batches that are examples already."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config, self._vocabulary = config, VOCABULARY
+
+    def unpack(self, batch: Any, device: torch.device) -> Examples:  # noqa: ARG002 - the signature of a task
+        """Return the batch."""
+        examples: Examples = batch
+        return examples
+
+
+def measure(named: str, sizes: Mapping[str, int]) -> dict[str, int | float]:
+    """Return bytes of the rank that has most of each kind, and estimated ones. Every rank calls this alike."""
+    layout_text, _, zero = named.partition(":")
+    block, batch_size = sizes["tokens"], 2 * hvd.size()
+    options = {"layers": sizes["layers"], "heads": 8, "width": sizes["width"], "context": block, "dropout": 0.0}
+    config = TrainConfig(
+        data="tokens@1",
+        repo="unused",
+        name="unused",
+        model="gpt",
+        model_option=tuple(f"{name}={value}" for name, value in options.items()),
+        vocabulary=VOCABULARY,
+        global_batch=batch_size,
+        micro_batch=2,
+        optimizer="adamw",
+        layout=layout_text,
+        zero=int(zero) if zero else None,
+    )
+    layout = choose_layout(config, hvd.size(), block=block)
+    batches, place = plan_batches(config, layout.num_data_ranks), choose_place(config, layout)
+    free_memory()
+    before = read_memory("VmRSS")
+    learner = build_learner(config, Blocks(config), batches, place, layout, block=block)
+    free_memory()  # each rank builds the whole model first
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # sets the peak back
+    tokens = torch.randint(VOCABULARY, (2, batches.batch_size, block))
+    examples = Examples(tokens[0], tokens[1], torch.ones(batches.batch_size, dtype=torch.bool))
+    for _ in range(NUM_STEPS):
+        update(learner, examples)
+    peak = read_memory("VmHWM") - before
+    own = {**state_of(learner), "peak": peak}
+    most = [max(rank[name] for rank in hvd.allgather_object(own)) for name in own]
+    is_sharded = layout.shard * layout.context > 1
+    candidate = Candidate(
+        layout, batches.micro_batch, batches.num_passes, zero=(config.zero or 3) if is_sharded else 0
+    )
+    estimated = estimate_memory(
+        count_costs("gpt", VOCABULARY, options, tokens=block),
+        candidate,
+        state_bytes("adamw", "fp32"),
+        precision="fp32",
+    )
+    estimates = {f"estimated_{name}": value for name, value in dataclasses.asdict(estimated).items()}
+    return {**dict(zip(own, most, strict=True)), **estimates, "estimated_peak": estimated.total}
+
+
+def state_of(learner: Learner) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and optimizer state on this rank."""
+    # With ZeRO-1, every rank must call this.
+    whole: dict[str, Any] = learner.optimizer.state_dict()
+    is_divided = isinstance(learner.optimizer, LayoutOptimizer)
+    states: Mapping[Any, Mapping[str, Any]] = learner.optimizer.states if is_divided else whole["state"]
+    parameters = list(learner.model.parameters())
+    return {
+        "parameters": local_bytes(parameters),
+        "gradients": local_bytes(each.grad for each in parameters if each.grad is not None),
+        "optimizer": local_bytes(value for state in states.values() for value in state.values()),
+    }
+
+
+def local_bytes(tensors: Iterable[Any]) -> int:
+    """Return the bytes of the parts of tensors that are on this rank."""
+    return sum(to_local(tensor).numel() * tensor.element_size() for tensor in tensors if torch.is_tensor(tensor))
+
+
+def read_memory(name: str) -> int:
+    """Return bytes of this process: "VmRSS" now, or "VmHWM" at most."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
+    assert found is not None
+    return int(found[1]) << 10
+
+
+def free_memory() -> None:
+    """Give memory that is not used back to the operating system."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)

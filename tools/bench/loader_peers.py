@@ -1,10 +1,7 @@
 """What others reach on the same photos: each that is installed, in a process of its own.
 
-    python tools/bench/loader_peers.py NAME PHOTOS [--batch 64] [--threads 2] [--size 224] [--raw]
-
-prints images per second of one epoch without its first batches. All crop at random, flip and normalise to float32;
-crops are as large as ours in the mean, since they are drawn by the same rule. With --raw, those that can yield the
-encoded images instead, in the same shuffled order.
+All crop at random, flip and normalise to float32; crops are as large as ours in the mean, since they are drawn by the
+same rule. Raw: those that can yield the encoded images instead, in the same shuffled order.
 """
 
 from __future__ import annotations
@@ -14,9 +11,7 @@ import importlib.util
 import io
 import itertools
 import os
-import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
@@ -26,14 +21,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
-from report import ROOT
 
 from datasvc.loaders import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
 from datasvc.loaders.augment.augment import plan_random_windows
+from tools.bench.photos import write_tars
 
 WARM_UP_STEPS = 4
 PER_TAR = 500
-SIZE_ARGUMENTS = ("batch", "size", "threads")
 
 
 class Augment:
@@ -183,24 +177,11 @@ def installed_peers() -> list[str]:
     return [name for name, peer in PEERS.items() if all(map(importlib.util.find_spec, peer.packages))]
 
 
-def run_peer(name: str, photos: Path, settings: argparse.Namespace, *, raw: bool = False) -> float:
-    """Return images per second of a peer, run in a process of its own; `raw`: encoded."""
-    sizes = [f"--{size}={getattr(settings, size)}" for size in SIZE_ARGUMENTS]
-    words = [sys.executable, __file__, name, str(photos), *sizes, *(["--raw"] if raw else [])]
-    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
-    return float(done.stdout.splitlines()[-1])
-
-
 def _write_tars(photos: Path) -> list[Path]:
     """Pack the photos beside their folder, once; returns the tars."""
     folder = photos.parent / "peer-tars"
     if not folder.exists():
-        folder.mkdir()
-        paths = _shuffled(photos)
-        for number, start in enumerate(range(0, len(paths), PER_TAR)):
-            with tarfile.open(folder / f"{number:06d}.tar", "w") as packed:
-                for path in paths[start : start + PER_TAR]:
-                    packed.add(path, f"{path.stem}.jpg")
+        write_tars(_shuffled(photos), folder, PER_TAR)
     return sorted(folder.glob("*.tar"))
 
 
@@ -247,24 +228,15 @@ def _read(path: Path | str) -> dict[str, Any]:
     return {"image": Path(path).read_bytes(), "label": int(Path(path).parent.name)}
 
 
-def main() -> None:
-    """Run one peer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=PEERS)
-    parser.add_argument("photos", type=Path)
-    for name, default in zip(SIZE_ARGUMENTS, (64, 224, 2), strict=True):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--raw", action="store_true", help="yield the encoded images")
-    settings = parser.parse_args()
-    if settings.raw and not PEERS[settings.name].is_raw:
-        parser.error(f"{settings.name} yields no encoded images")
-    batches = iter(PEERS[settings.name].run(settings.photos, settings))
-    for _ in itertools.islice(batches, WARM_UP_STEPS):
-        pass
-    started = time.perf_counter()
-    num_steps = sum(1 for _ in batches)
-    print(num_steps * settings.batch / (time.perf_counter() - started))
+def rate_peer(name: str, photos: str, sizes: dict[str, int], raw: bool) -> float:
+    """Return images per second of a peer, of one epoch without its first batches; `raw`: encoded.
 
-
-if __name__ == "__main__":
-    main()
+    `sizes` are batch, size and threads. Call it in a process of its own.
+    """
+    batches = iter(PEERS[name].run(Path(photos), argparse.Namespace(**sizes, raw=raw)))
+    with redirect_stdout(sys.stderr):
+        for _ in itertools.islice(batches, WARM_UP_STEPS):
+            pass
+        started = time.perf_counter()
+        num_steps = sum(1 for _ in batches)
+    return num_steps * sizes["batch"] / (time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""How fast a state is saved and restored, and how long a background save stops the training: see `models.py`."""
+"""How fast a state is saved and restored, and how long a background save stops the training: see `models`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from models_states import MB, NO_CODE, State, in_memory, size_of, tensors_of, timed, warm_memory
-from report import Contestants, Report, alternate
 from safetensors.torch import load_file, save_file
 
 import datasvc
 from datasvc.models import restore, save
 from datasvc.models.tensors.write import CODECS
 from datasvc.repository import Repository
+from tools.bench.model_states import MB, NO_CODE, State, in_memory, size_of, tensors_of, warm_memory
+from tools.bench.runner import Arms, Report, run_rounds, timed
 
 
 def measure_speed(report: Report, states: Sequence[State], folder: Path, *, optimizer: str, repeats: int) -> None:
     """Add how long it takes to save and to restore the last of `states`."""
     size = size_of(states[-1])
     before, state = map(in_memory, states[-2:])
-    saved = alternate(_savers(before, state, folder), repeats)
+    saved = run_rounds(_savers(before, state, folder), repeats)
     for name, values in saved.items():
         report.add_row(f"{optimizer}: save, {name}", "MB/s", [size / MB / each for each in values])
-    stalls = alternate(_stallers(state, folder), repeats)
+    stalls = run_rounds(_stallers(state, folder), repeats)
     for name, values in stalls.items():
         report.add_row(f"{optimizer}: blocked by {name}", "ms", [each * 1e3 for each in values])
-    loaded = alternate(_loaders(states, folder), repeats)
+    loaded = run_rounds(_loaders(states, folder), repeats)
     for name, values in loaded.items():
         report.add_row(f"{optimizer}: restore, {name}", "MB/s", [size / MB / each for each in values])
     for codec in CODECS:
@@ -44,16 +44,16 @@ def measure_speed(report: Report, states: Sequence[State], folder: Path, *, opti
     report.add_ratio(f"{optimizer}: blocked, datasvc / DCP async_save", blocked_s, stalls["DCP async_save"])
 
 
-def _savers(before: State, state: State, folder: Path) -> Contestants:
+def _savers(before: State, state: State, folder: Path) -> Arms[float]:
     """Return what saves `state` to a new place each time, after it has saved `before`, which stays."""
 
     def torch_save(state: State, target: Path) -> None:
         torch.save(state, target)
-        _sync(target)
+        sync_file(target)
 
     def safetensors_save(state: State, target: Path) -> None:
         save_file(tensors_of(state), target)
-        _sync(target)
+        sync_file(target)
 
     def dcp_save(state: State, target: Path, threads: int) -> None:
         dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(target, thread_count=threads), no_dist=True)
@@ -87,7 +87,7 @@ def _savers(before: State, state: State, folder: Path) -> Contestants:
     }
 
 
-def _stallers(state: State, folder: Path) -> Contestants:
+def _stallers(state: State, folder: Path) -> Arms[float]:
     """Return what begins to save `state` in the background; the time until it returns."""
 
     def dcp_stall() -> float:
@@ -116,7 +116,7 @@ def _stallers(state: State, folder: Path) -> Contestants:
     return {"DCP async_save": dcp_stall, "datasvc Model.save": own_stall}
 
 
-def _loaders(states: Sequence[State], folder: Path) -> Contestants:
+def _loaders(states: Sequence[State], folder: Path) -> Arms[float]:
     """Return what restores the last of `states` from where it was saved."""
     state = states[-1]
     torch.save(state, folder / "state.pt")
@@ -158,12 +158,6 @@ def _emptied(value: Any) -> Any:
     return value
 
 
-def _sync(path: Path) -> None:
-    """Let what was written to a file survive a power cut, as all contestants do."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
 @contextmanager
 def _emptied_folder(folder: Path) -> Iterator[Path]:
     """Give a folder that does not exist yet, and remove it; none of that is timed."""
@@ -171,3 +165,9 @@ def _emptied_folder(folder: Path) -> Iterator[Path]:
     os.sync()
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def sync_file(path: Path) -> None:
+    """Let what was written to a file survive a power cut, as all arms do."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -2,22 +2,26 @@
 
 A picture is a gradient, noise at eight scales that falls off as in photographs, and a few shapes with sharp edges.
 Few are drawn; each file is one of them shifted, mirrored and lit otherwise, so no two files are equal.
-
-    python tools/bench/photos.py FOLDER [--images 6000] [--seed 0]
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Iterator
+import tarfile
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
+
+import datasvc
+from datasvc.api import DataRepository
+from datasvc.cache import Cache
+from datasvc.shards import Split
 
 WIDTH, HEIGHT = 500, 375
 CLASSES = 100
@@ -92,16 +96,28 @@ def read_photos(folder: Path) -> Iterator[bytes]:
     return (path.read_bytes() for path in sorted(folder.glob("*/*.jpg")))
 
 
-def main() -> None:
-    """Parse the command line and write the folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--images", type=int, default=6000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    size_bytes = write_photos(arguments.folder, num_images=arguments.images, seed=arguments.seed)
-    print(f"{arguments.images} photos of {size_bytes / arguments.images / 1e3:.0f} kB in {arguments.folder}")
+def write_tars(paths: Sequence[Path], folder: Path, per_tar: int) -> None:
+    """Pack files into tars in a new folder, in their order."""
+    folder.mkdir()
+    for number, start in enumerate(range(0, len(paths), per_tar)):
+        with tarfile.open(folder / f"{number:06d}.tar", "w") as packed:
+            for path in paths[start : start + per_tar]:
+                packed.add(path, f"{path.stem}.jpg")
 
 
-if __name__ == "__main__":
-    main()
+def ingest_photos(folder: Path, *, num_images: int) -> tuple[DataRepository, int]:
+    """Write photos to `FOLDER/photos`, and ingest them; returns the repository, with `photos@1`, and their bytes."""
+    size_bytes = write_photos(folder / "photos", num_images=num_images)
+    repository = datasvc.open(str(folder / "repository"), create=True)
+    repository.datasets.ingest(str(folder / "photos"), "photos")
+    return repository, size_bytes
+
+
+@contextmanager
+def staged_photos(folder: Path, *, num_images: int) -> Iterator[tuple[Split, Cache, int]]:
+    """Yield the split of such photos, a cache in `FOLDER/cache` that has all of it, and their bytes."""
+    repository, size_bytes = ingest_photos(folder, num_images=num_images)
+    split = next(iter(repository.dataset("photos@1").values()))
+    with Cache(folder / "cache", budget=2 * size_bytes) as cache:
+        cache.stage([split])
+        yield split, cache, size_bytes

@@ -1,59 +1,76 @@
-"""Images per second of jobs that share their decoding, beside as many that do not: all jobs of a node together.
-
-Training at 224 pixels in batches of 64, from photos staged in a node's cache. Each job is a process of its own that
-takes a batch, touches every page of it, and takes the next: as fast as a job can be that only waits for its loader.
-Jobs are started afresh in each repeat; when all of them have taken their first batches, they are let go together.
-Each times its steps once what was decoded while it waited is used up, and their speeds are added. The ratio is of
-speeds.
-
-    python tools/bench/shared.py [--repeats 5] [--jobs 4] [--images 3000] [--batch 64] [--steps 40] [--threads 2]
-                                 [--size 224] [--output float32] [--json]
-"""
+"""Jobs of a node that share their decoding, beside as many that do not."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
 import secrets
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from photos import write_photos
-from report import ROOT, Report, alternate, make_parser
+from torch import nn
 
 import datasvc
 from datasvc.cache import Cache
 from datasvc.loaders import DecodeConfig, ImageBatch, ImageLoader
+from tools.bench.photos import ingest_photos, staged_photos
+from tools.bench.runner import ROOT, Options, Report, bench, call_command, column, environment, run_rounds, timed
 
 SHARING, SEPARATE, LONE = "sharing", "separate", "one job alone"
 # Within a dozen steps each buffer of a batch is touched for the first time; a training takes thousands of steps.
 WARM_UP_STEPS = 24
 DECODED_STEPS = 6  # more than are prefetched
 PAGE_BYTES = 4096
+SIDE = 8
 
 
-def run_jobs(folder: Path, settings: argparse.Namespace, num_jobs: int, *, is_shared: bool) -> float:
+@bench(repeats=5, jobs=4, images=3000, batch=64, steps=40, threads=2, size=224, output="float32")
+def shared(options: Options) -> Report:
+    """Images per second of jobs that share their decoding, beside as many that do not: all jobs of a node together.
+
+    Training at 224 pixels in batches of 64, from photos staged in a node's cache. Each job is a process of its own
+    that takes a batch, touches every page of it, and takes the next: as fast as a job can be that only waits for its
+    loader. Jobs are started afresh in each round; when all of them have taken their first batches, they continue
+    together. Each times its steps once what was decoded while it waited is used up, and their speeds are added. The
+    ratio is of speeds.
+    """
+    with staged_photos(options.folder, num_images=options.images) as (_, _, size_bytes):
+        several = f"{options.jobs} jobs"
+        arms = {
+            f"{several}, {SHARING}": partial(run_jobs, options, options.jobs, is_shared=True),
+            f"{several}, {SEPARATE}": partial(run_jobs, options, options.jobs, is_shared=False),
+            LONE: partial(run_jobs, options, 1, is_shared=False),
+        }
+        rates = run_rounds(arms, options.repeats)
+    report = Report(
+        f"Training batches of {options.batch} x {options.size} pixels, {options.output}, from "
+        f"{options.images:,} photos, {size_bytes / options.images / 1e3:.0f} kB each, {options.threads} "
+        "decoding threads in each process that decodes"
+    )
+    report.add_rows("images/s in all", rates)
+    sharing, separate = (rates[f"{several}, {which}"] for which in (SHARING, SEPARATE))
+    report.add_ratio(f"{several}, {SHARING} / {SEPARATE}", sharing, separate)
+    report.add_ratio(f"{several}, {SHARING} / {LONE}", sharing, rates[LONE])
+    return report
+
+
+def run_jobs(settings: Options, num_jobs: int, *, is_shared: bool) -> float:
     """Return the images per second of all jobs together."""
-    options = {"batch_size": settings.batch, "size": settings.size, "pixels": settings.output}
     group = f"bench-{secrets.token_hex(4)}" if is_shared else None
-    options |= {"decode_group": group}
-    command = [sys.executable, __file__, "--job", json.dumps(options), "--folder", str(folder)]
-    command += ["--steps", str(settings.steps), "--threads", str(settings.threads)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    sizes = {"batch_size": settings.batch, "size": settings.size, "pixels": settings.output, "decode_group": group}
+    command = call_command(be_job, settings.folder, sizes, settings.steps, settings.threads)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with ExitStack() as stack:
         jobs = [
-            stack.enter_context(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-            )
+            stack.enter_context(subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, **pipes))
             for _ in range(num_jobs)
         ]
         _hear(jobs)
@@ -80,10 +97,10 @@ def _hear(jobs: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
     return heard
 
 
-def be_job(folder: Path, options: dict[str, Any], num_steps: int, num_threads: int) -> None:
+def be_job(folder: str, options: dict[str, Any], num_steps: int, num_threads: int) -> None:
     """Be one of the jobs."""
-    with Cache(folder / "cache") as cache:
-        split = next(iter(datasvc.open(str(folder / "repository")).dataset("photos@1").values()))
+    with Cache(Path(folder) / "cache") as cache:
+        split = next(iter(datasvc.open(f"{folder}/repository").dataset("photos@1").values()))
         decode = DecodeConfig(num_threads=num_threads)
         with ImageLoader(split, training=True, cache=cache, decode=decode, **options) as loader:
             batches = _without_end(loader)
@@ -112,48 +129,79 @@ def _touch(batch: ImageBatch[Any]) -> int:
     return int(content[::PAGE_BYTES].sum(dtype=np.int64))
 
 
-def main() -> None:
-    """Run the benchmark, or one of its jobs."""
-    parser = make_parser(__doc__, repeats=5)
-    parser.add_argument("--jobs", type=int, default=4)
-    parser.add_argument("--images", type=int, default=3000)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--size", type=int, default=224)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--output", default="float32", help="default: %(default)s")
-    parser.add_argument("--folder", type=Path, help="to work in; default the folder for temporary files")
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.job is not None:
-        be_job(arguments.folder, json.loads(arguments.job), arguments.steps, arguments.threads)
-        return
-    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="datasvc-bench-") as name:
-        folder = Path(name)
-        size_bytes = write_photos(folder / "photos", num_images=arguments.images)
-        repository = datasvc.open(str(folder / "repository"), create=True)
-        repository.datasets.ingest(str(folder / "photos"), "photos")
-        with Cache(folder / "cache", budget=2 * size_bytes) as cache:
-            cache.stage([next(iter(repository.dataset("photos@1").values()))])
-        several = f"{arguments.jobs} jobs"
-        contestants = {
-            f"{several}, {SHARING}": lambda: run_jobs(folder, arguments, arguments.jobs, is_shared=True),
-            f"{several}, {SEPARATE}": lambda: run_jobs(folder, arguments, arguments.jobs, is_shared=False),
-            LONE: lambda: run_jobs(folder, arguments, 1, is_shared=False),
-        }
-        rates = alternate(contestants, arguments.repeats)
+@bench(
+    repeats=3,
+    runs=4,
+    images=3000,
+    epochs=16,
+    batch=64,
+    size=64,
+    threads=(1, "for decoding, in each run"),
+    model="tools.bench.shared:linear",
+)
+def shared_training(options: Options) -> Report:
+    """Training programs that share their decoding, beside as many that do not: whole commands, from start to exit.
+
+    Each run is `python -m datasvc.trainer` with one rank and one compute thread, as in a search over learning rates.
+    All runs of a round start together. Figures are the seconds until the last run has ended, imports of torch and the
+    last checkpoint included, and the processor seconds of all runs. Ratios are separate / sharing. The default model
+    is linear: it leaves the processors to decoding, as a model on an accelerator does. `--model small-cnn` uses them
+    too.
+    """
+    _, size_bytes = ingest_photos(options.folder, num_images=options.images)
+    arms = {way: partial(run_programs, options, is_shared=way == SHARING) for way in (SHARING, SEPARATE)}
+    found = run_rounds(arms, options.repeats)
     report = Report(
-        f"Training batches of {arguments.batch} x {arguments.size} pixels, {arguments.output}, from "
-        f"{arguments.images:,} photos, {size_bytes / arguments.images / 1e3:.0f} kB each, {arguments.threads} "
-        "decoding threads in each process that decodes"
+        f"{options.runs} runs of {options.model}, {options.epochs} epochs of {options.images:,} photos, "
+        f"{size_bytes / options.images / 1e3:.0f} kB each, batches of {options.batch} x {options.size} pixels, "
+        f"{options.threads} decoding threads in each run"
     )
-    for contestant, values in rates.items():
-        report.add_row(contestant, "images/s in all", values)
-    sharing, separate = (rates[f"{several}, {which}"] for which in (SHARING, SEPARATE))
-    report.add_ratio(f"{several}, {SHARING} / {SEPARATE}", sharing, separate)
-    report.add_ratio(f"{several}, {SHARING} / {LONE}", sharing, rates[LONE])
-    report.show(as_json=arguments.as_json)
+    for what in ("time", "processor time"):
+        seconds = {way: column(values, what) for way, values in found.items()}
+        report.add_rows("s", {f"{way}: {what} of all runs": values for way, values in seconds.items()})
+        report.add_ratio(f"{what}: {SEPARATE} / {SHARING}", seconds[SEPARATE], seconds[SHARING])
+    return report
 
 
-if __name__ == "__main__":
-    main()
+def run_programs(settings: Options, *, is_shared: bool) -> dict[str, float]:
+    """Return the seconds until all runs have ended, and the processor seconds that they used."""
+    group = f"bench-{secrets.token_hex(4)}"
+    options = {
+        "--data": "photos@1",
+        "--repo": settings.folder / "repository",
+        "--model": settings.model,
+        "--epochs": settings.epochs,
+        "--batch-size": settings.batch,
+        "--size": settings.size,
+        "--decode-threads": settings.threads,
+    }
+    if is_shared:
+        options["--decode-group"] = group
+    words = [str(word) for pair in options.items() for word in pair]
+    command = [sys.executable, "-m", "datasvc.trainer", *words]
+    processor_s = 0.0
+
+    def run_all() -> None:
+        nonlocal processor_s
+        runs = [
+            subprocess.Popen(
+                [*command, "--name", f"{group}-{number}", "--learning-rate", str(0.01 * (number + 1))],
+                cwd=ROOT,
+                env=environment(OMP_NUM_THREADS="1"),
+                stdout=subprocess.DEVNULL,
+            )
+            for number in range(settings.runs)
+        ]
+        for run in runs:
+            _, status, usage = os.wait4(run.pid, 0)
+            run.returncode = os.waitstatus_to_exitcode(status)
+            processor_s += usage.ru_utime + usage.ru_stime
+        if any(run.returncode for run in runs):
+            sys.exit("a run failed; see above")
+
+    return {"time": timed(run_all), "processor time": processor_s}
+
+
+def linear(num_classes: int) -> nn.Module:
+    """Return a linear classifier of images that are averaged to 8x8 pixels: it takes next to no processor time."""
+    return nn.Sequential(nn.AdaptiveAvgPool2d(SIDE), nn.Flatten(), nn.Linear(3 * SIDE * SIDE, num_classes))

@@ -1,15 +1,7 @@
-"""Streams from an S3 bucket: obstore against s3fs, with N reads of one object each at once.
-
-Both run in this process, in turn. Each stream passes a whole object on as it arrives, as the cache fetches it, and
-drops it. The processor time is that of this process. The environment has the credentials and the endpoint.
-
-    python tools/bench/store_streams.py s3://bucket/folder [--streams 1 2 4 8 16] [--object-mb 64] [--repeats 5]
-                                        [--json]
-"""
+"""Streams from an S3 bucket: obstore against s3fs."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import time
@@ -18,12 +10,47 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 
-from report import Report, alternate, make_parser
-
 from datasvc.repository import Storage
 from datasvc.repository.store.cancellation import CancellationToken
+from tools.bench.runner import Options, Report, bench, column, run_rounds
 
 OBSTORE, S3FS = "obstore", "s3fs"
+
+
+@bench(
+    repeats=5,
+    positional={"url": {"help": "folder in a bucket, in which a new folder is made and deleted"}},
+    streams={"type": int, "nargs": "+", "default": [1, 2, 4, 8, 16], "help": "default: %(default)s"},
+    object_mb=(64.0, "size of an object in MB"),
+)
+def store_streams(options: Options) -> Report:
+    """Streams from an S3 bucket: obstore against s3fs, with N reads of one object each at once.
+
+    Both run in this process, in turn. Each stream passes a whole object on as it arrives, as the cache fetches it,
+    and drops it. The processor time is that of this process. The environment has the credentials and the endpoint.
+    """
+    size_bytes = int(options.object_mb * 1e6)
+    report = Report("Streams from S3", f"Objects of {options.object_mb:g} MB; each stream reads one.")
+    with stored_objects(options.url, max(options.streams), size_bytes) as (folder, names):
+        clients = open_clients(folder)
+        for storage in clients.values():
+            read_streams(storage, names[:1], size_bytes)
+        runs = {_title(client, streams): (client, streams) for streams in options.streams for client in clients}
+        arms = {
+            title: partial(read_streams, clients[client], names[:streams], size_bytes)
+            for title, (client, streams) in runs.items()
+        }
+        found = run_rounds(arms, options.repeats)
+    seconds = {title: column(values, "seconds") for title, values in found.items()}
+    for title, (_, streams) in runs.items():
+        run_bytes = streams * size_bytes
+        report.add_row(title, "MB/s", [run_bytes / 1e6 / each for each in seconds[title]])
+        processor_s = column(found[title], "processor_s")
+        report.add_row(f"{title}, processor", "s/GB", [each / run_bytes * 1e9 for each in processor_s])
+    for streams in options.streams:
+        own, other = (_title(client, streams) for client in (OBSTORE, S3FS))
+        report.add_ratio(f"{own} / {S3FS}", seconds[other], seconds[own])
+    return report
 
 
 @contextmanager
@@ -51,8 +78,8 @@ def open_clients(folder: str) -> dict[str, Storage]:
     return clients
 
 
-def read_streams(storage: Storage, names: Sequence[str], size_bytes: int, processor_s: list[float]) -> float:
-    """Read objects at once, each by one stream; add the processor time to `processor_s`, and return the seconds."""
+def read_streams(storage: Storage, names: Sequence[str], size_bytes: int) -> dict[str, float]:
+    """Read objects at once, each by one stream; returns seconds, by the clock and of the processor."""
     received = [0] * len(names)
 
     def read(number: int) -> None:
@@ -65,50 +92,10 @@ def read_streams(storage: Storage, names: Sequence[str], size_bytes: int, proces
         started, started_processor = time.perf_counter(), time.process_time()
         list(threads.map(read, range(len(names))))
         seconds = time.perf_counter() - started
-    processor_s.append(time.process_time() - started_processor)
+    processor_s = time.process_time() - started_processor
     assert received == [size_bytes] * len(names), received
-    return seconds
-
-
-def measure(arguments: argparse.Namespace) -> Report:
-    """Return MB/s and processor time of both clients, and the ratios of their speeds."""
-    size_bytes = int(arguments.object_mb * 1e6)
-    report = Report("Streams from S3", f"Objects of {arguments.object_mb:g} MB; each stream reads one.")
-    with stored_objects(arguments.url, max(arguments.streams), size_bytes) as (folder, names):
-        clients = open_clients(folder)
-        for storage in clients.values():
-            read_streams(storage, names[:1], size_bytes, [])
-        runs = {(client, streams): [] for streams in arguments.streams for client in clients}
-        seconds = alternate(
-            {
-                _title(*run): partial(read_streams, clients[run[0]], names[: run[1]], size_bytes, processor_s)
-                for run, processor_s in runs.items()
-            },
-            arguments.repeats,
-        )
-    for run, processor_s in runs.items():
-        run_bytes = run[1] * size_bytes
-        report.add_row(_title(*run), "MB/s", [run_bytes / 1e6 / each for each in seconds[_title(*run)]])
-        report.add_row(f"{_title(*run)}, processor", "s/GB", [each / run_bytes * 1e9 for each in processor_s])
-    for streams in arguments.streams:
-        own, other = (_title(client, streams) for client in (OBSTORE, S3FS))
-        report.add_ratio(f"{own} / {S3FS}", seconds[other], seconds[own])
-    return report
+    return {"seconds": seconds, "processor_s": processor_s}
 
 
 def _title(client: str, streams: int) -> str:
     return f"{client}, {streams} streams"
-
-
-def main() -> None:
-    """Measure and print."""
-    parser = make_parser(__doc__, repeats=5)
-    parser.add_argument("url", help="folder in a bucket, in which a new folder is made and deleted")
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 2, 4, 8, 16], help="default: %(default)s")
-    parser.add_argument("--object-mb", type=float, default=64, help="size of an object in MB; default: %(default)s")
-    arguments = parser.parse_args()
-    measure(arguments).show(as_json=arguments.as_json)
-
-
-if __name__ == "__main__":
-    main()

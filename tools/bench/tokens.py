@@ -1,35 +1,19 @@
-"""Token batches of `TokenLoader`, beside what copying them costs at least.
-
-Training on blocks of 2,048 tokens of uint16, in batches of 64, staged in a node's cache. In GB of int64 tokens handed
-over a second:
-
-- `TokenLoader`: order, cache, gathering and widening, to arrays or to tensors, alone or with labels and documents;
-- `memcpy`: the same number of blocks, held in memory as int64 and in order, each batch copied by `np.copyto` into one
-  buffer;
-- `astype`: likewise, but held as uint16, and made int64 by the copy.
-
-Ratios are of times: how many times as long as the copy the loader takes. Each repeat serves a whole epoch; the first
-batches are left out.
-
-    python tools/bench/tokens.py [--repeats 5] [--blocks 16384] [--block-tokens 2048] [--batch 64] [--json]
-"""
+"""Token batches of `TokenLoader`, beside what copying them costs at least."""
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
-from report import Report, alternate, make_parser
 
 import datasvc
 from datasvc.cache import Cache
 from datasvc.loaders import TokenFormat, TokenLoader
 from datasvc.shards import Split
+from tools.bench.runner import Options, Report, bench, run_rounds
 
 ARRAYS, TENSORS, LABELS, DOCUMENTS = (
     "TokenLoader, arrays",
@@ -43,7 +27,7 @@ END = 0
 VOCABULARY = 1000
 
 
-class Bench:
+class Epochs:
     """A staged data set, and what is timed on it.
 
     Args:
@@ -58,7 +42,7 @@ class Bench:
         self._narrow, self._wide = blocks, blocks.astype(np.int64)
         self._batch_size = batch_size
 
-    def contestants(self) -> dict[str, Callable[[], float]]:
+    def arms(self) -> dict[str, Callable[[], float]]:
         """Return what to time, in GB a second."""
         return {
             MEMCPY: lambda: self._rate(self._copy(self._wide)),
@@ -90,43 +74,42 @@ class Bench:
         return num_steps * self._batch_size * self._wide.shape[1] * self._wide.itemsize / seconds / 1e9
 
 
-def main() -> None:
-    """Run the benchmark."""
-    parser = make_parser(__doc__, repeats=5)
-    parser.add_argument("--blocks", type=int, default=16384)
-    parser.add_argument("--block-tokens", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--folder", type=Path, help="to work in; default the folder for temporary files")
-    arguments = parser.parse_args()
-    least = (WARM_UP_STEPS + 1) * arguments.batch
-    if arguments.blocks < least:
-        parser.error(f"--blocks must be at least {least}, that is {WARM_UP_STEPS + 1} batches")
-    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="datasvc-bench-") as name:
-        rates = _run(Path(name), arguments)
+@bench(repeats=5, blocks=16384, block_tokens=2048, batch=64)
+def tokens(options: Options) -> Report:
+    """Token batches of `TokenLoader`, beside what copying them costs at least.
+
+    Training on blocks of 2,048 tokens of uint16, in batches of 64, staged in a node's cache. In GB of int64 tokens
+    handed over a second:
+
+    - `TokenLoader`: order, cache, gathering and widening, to arrays or to tensors, alone or with labels and
+      documents;
+    - `memcpy`: the same number of blocks, held in memory as int64 and in order, each batch copied by `np.copyto` into
+      one buffer;
+    - `astype`: likewise, but held as uint16, and made int64 by the copy.
+
+    Ratios are of times: how many times as long as the copy the loader takes. Each round serves a whole epoch; the
+    first batches are left out.
+    """
+    least = (WARM_UP_STEPS + 1) * options.batch
+    if options.blocks < least:
+        sys.exit(f"--blocks must be at least {least}, that is {WARM_UP_STEPS + 1} batches")
+    shape = (options.blocks, options.block_tokens)
+    blocks = np.random.default_rng(0).integers(0, VOCABULARY, shape, dtype=np.uint16)
+    source = options.folder / "blocks"
+    source.mkdir()
+    np.save(source / "tokens.npy", blocks)
+    repository = datasvc.open(str(options.folder / "repository"), create=True)
+    repository.datasets.ingest(str(source), "tokens")
+    split = next(iter(repository.dataset("tokens@1").values()))
+    with Cache(options.folder / "cache", budget=4 * blocks.nbytes) as cache:
+        cache.stage([split])
+        rates = run_rounds(Epochs(split, cache, blocks, options.batch).arms(), options.repeats)
     report = Report(
-        f"Batches of {arguments.batch} x {arguments.block_tokens} tokens from {arguments.blocks:,} blocks of uint16",
+        f"Batches of {options.batch} x {options.block_tokens} tokens from {options.blocks:,} blocks of uint16",
         note="Ratios are of times: loader / copy",
     )
-    for contestant, values in rates.items():
-        report.add_row(contestant, "GB/s of int64", values)
+    report.add_rows("GB/s of int64", rates)
     for copy in (MEMCPY, ASTYPE):
-        for contestant in (ARRAYS, TENSORS, LABELS, DOCUMENTS):
-            report.add_ratio(f"{contestant} / {copy}", rates[copy], rates[contestant])
-    report.show(as_json=arguments.as_json)
-
-
-def _run(folder: Path, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    shape = (arguments.blocks, arguments.block_tokens)
-    blocks = np.random.default_rng(0).integers(0, VOCABULARY, shape, dtype=np.uint16)
-    (folder / "blocks").mkdir()
-    np.save(folder / "blocks" / "tokens.npy", blocks)
-    repository = datasvc.open(str(folder / "repository"), create=True)
-    repository.datasets.ingest(str(folder / "blocks"), "tokens")
-    split = next(iter(repository.dataset("tokens@1").values()))
-    with Cache(folder / "cache", budget=4 * blocks.nbytes) as cache:
-        cache.stage([split])
-        return alternate(Bench(split, cache, blocks, arguments.batch).contestants(), arguments.repeats)
-
-
-if __name__ == "__main__":
-    main()
+        for arm in (ARRAYS, TENSORS, LABELS, DOCUMENTS):
+            report.add_ratio(f"{arm} / {copy}", rates[copy], rates[arm])
+    return report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,9 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-_ROOT: Final = Path(__file__).parents[2]
+from .runner import environment
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class UiServer:
 def running_server(url: str, home: Path, options: Sequence[str] = ()) -> Iterator[UiServer]:
     """Serve the pages of a repository. `home`: folder of its cache; `options`: more of `datasvc ui`."""
     command = [sys.executable, "-m", "datasvc", "ui", "--repo", url, "--port", "0", "--no-browser", "--json"]
-    environment = {**os.environ, "HOME": str(home), "PYTHONPATH": str(_ROOT)}
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    variables = environment(HOME=str(home))
+    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=variables) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from report import ROOT
-
 import datasvc
 from gpu_stages.stage import Stage, all_json
+from tools.bench.runner import ROOT
 
 MIN_ACCURACY = 0.97
 EPOCHS = 12

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 from xml.etree import ElementTree as ET
 
-from report import ROOT, Figure
-
 from gpu_stages.stage import Stage
+from tools.bench.runner import ROOT, Figure
 
 MARKS: Final = ("mark.gpu", "tests.devices")
 # Windows of JPEGs on a GPU are reported to end the process: their tests come last, and spend few workers.

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from report import Figure
-
 from datasvc.cache import Cache
 from gpu_stages.loading_rate import measure
 from gpu_stages.photo_data import NUM_PHOTOS, make_photos
 from gpu_stages.stage import Stage, last_json
+from tools.bench.runner import Figure
 
 ON_GPU = ("cpu", "gpu-window", "gpu-whole", "auto")
 ONCE = "auto"  # it is one of the others, after a trial

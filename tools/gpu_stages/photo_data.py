@@ -5,10 +5,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from photos import write_photos
-
 import datasvc
 from datasvc.shards import Split
+from tools.bench.photos import write_photos
 
 NUM_PHOTOS = (4000, 12)  # with and without a GPU, the same for all stages
 

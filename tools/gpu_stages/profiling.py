@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from profile_check import add_profile, measure
-
 from datasvc.processors import count_processors
 from gpu_stages.photo_data import NUM_PHOTOS, make_photos
 from gpu_stages.stage import Stage
+from tools.bench.profile_check import add_profile, measure
 
 WORKLOADS = {
     "ResNet-50": ["--model", "resnet50", "--batch-size", "128"],

@@ -1,6 +1,6 @@
 """The trainer on a GPU: one rank over NCCL, and two that share the GPU over gloo, through the host's memory.
 
-Beside what `rank_checks.py` checks and times, the steps of `tools/bench/trainer.py` with CUDA tensors: ours beside
+Beside what `rank_checks.py` checks and times, the steps of `tools.bench.trainer` with CUDA tensors: ours beside
 torch's DDP. Each rank has one thread.
 """
 
@@ -11,12 +11,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from report import ROOT
-
 from gpu_stages.stage import Stage, all_json, last_json
+from tools.bench import trainer
+from tools.bench.runner import call_command
 
 CHECKS = Path(__file__).with_name("rank_checks.py")
-STEPS = ROOT / "tools" / "bench" / "trainer_rank.py"
 BACKENDS = {1: "NCCL", 2: "gloo"}
 
 
@@ -26,21 +25,21 @@ def run(stage: Stage) -> None:
     for num_ranks, on_gpu in BACKENDS.items():
         backend = stage.choose(on_gpu, "gloo on the CPU")
         with stage.timed(f"{num_ranks} rank{'s' * (num_ranks > 1)}"):
-            found = last_json(launch(stage, num_ranks, CHECKS, "--device", stage.device, "--numbers", numbers))
+            found = last_json(launch(stage, num_ranks, "-P", CHECKS, "--device", stage.device, "--numbers", numbers))
             stage.report.add_row(f"{num_ranks} of {backend}: operations checked", "", [found["num_checks"]])
             if stage.has_gpu:
                 for name, times_ms in found["times_ms"].items():
                     stage.report.add_row(f"{num_ranks} of {backend}: {name}", "ms", times_ms)
     stage.need_gpu("operations were checked on CPU tensors over gloo; NCCL and CUDA tensors were not")
     with stage.timed("steps of two ranks"):
-        options = ("compare", "--repeats", 3, "--seconds", 1, "--device", stage.device)
-        add_steps(stage, all_json(launch(stage, 2, STEPS, *options)))
+        _, *compare = call_command(trainer.run_part, "compare", 3, 1.0, list(trainer.WORKLOADS), stage.device)
+        add_steps(stage, all_json(launch(stage, 2, *compare)))
 
 
-def launch(stage: Stage, num_ranks: int, program: Path, *arguments: Any) -> str:
-    """Run a program on some ranks of this machine; returns what they printed."""
-    command = ("-P", "-m", "datasvc.trainer.launch", "-np", num_ranks, "--no-prefix", sys.executable, "-P", program)
-    return stage.run(*command, *arguments, environment={"OMP_NUM_THREADS": "1"})
+def launch(stage: Stage, num_ranks: int, *words: Any) -> str:
+    """Run Python with these words on some ranks of this machine; returns what they printed."""
+    command = ("-P", "-m", "datasvc.trainer.launch", "-np", num_ranks, "--no-prefix", sys.executable)
+    return stage.run(*command, *words, environment={"OMP_NUM_THREADS": "1"})
 
 
 def add_steps(stage: Stage, lines: list[dict[str, Any]]) -> None:

@@ -29,8 +29,7 @@ _SUBREAPER: Final = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
 def search_path() -> str:
     """Return PYTHONPATH of the programs of a stage: this project's folders, then what this process was given."""
-    # In this order: `tools/bench` has a trainer.py, which must not be found before the package.
-    folders = (ROOT, TOOLS, TOOLS / "bench", os.environ.get("PYTHONPATH"))
+    folders = (ROOT, TOOLS, os.environ.get("PYTHONPATH"))
     return os.pathsep.join(str(folder) for folder in folders if folder)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a ResNet-50 with AdamW whose tensors lie on a GPU: see `tools/bench/models.py` for what is compared.
+"""Checkpoints of a ResNet-50 with AdamW whose tensors lie on a GPU: see `tools.bench.models` for what is compared.
 
 Beside saves, stalls and restores: the time of a training step on the GPU while a save is being written, by the time
 of a step without.
@@ -13,15 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from models_speed import measure_speed
-from models_states import MB, State, in_memory, size_of
-from models_training import Training
 from torch import nn
 
 import datasvc
 from datasvc.models.tensors.state_tree import flatten, unflatten
 from datasvc.trainer.recipes.models import build_model
 from gpu_stages.stage import Stage, synchronize
+from tools.bench.model_states import MB, State, Training, in_memory, size_of
+from tools.bench.models_speed import measure_speed
 
 STEPS_BETWEEN = 2
 REPEATS = 3
@@ -47,7 +46,7 @@ def make_states(name: str) -> list[State]:
     for _ in range(2):
         for _ in range(STEPS_BETWEEN):
             training.step()
-        states.append(in_memory({"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}))
+        states.append(in_memory(training.state()))
     return states
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
-from report import ROOT, Report, describe_commit, describe_machine
 
 from datasvc.durable import write_file
 from gpu_stages.runner import search_path
+from tools.bench.runner import ROOT, Report, describe_commit, describe_machine
 
 FIGURES: Final = "figures.json"
 PACKAGES: Final = (

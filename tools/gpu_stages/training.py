@@ -13,8 +13,6 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
-from loader_peers import PhotoFolder
-from report import alternate
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -25,6 +23,8 @@ from datasvc.trainer.recipes.models import build_model
 from gpu_stages.loading_rate import endless
 from gpu_stages.photo_data import NUM_PHOTOS, make_photos
 from gpu_stages.stage import Stage, synchronize
+from tools.bench.loader_peers import PhotoFolder
+from tools.bench.runner import run_rounds
 
 MODELS = ("resnet50", "alexnet")
 SYNTHETIC, OURS, FOLDER = "synthetic", "ours", "torch's folder"
@@ -81,7 +81,7 @@ def time_model(stage: Stage, name: str, feeds: dict[str, Batches], *, batch: int
         return rate
 
     contestants = {feed: measure(batches) for feed, batches in feeds.items()}
-    rates = stage.once(name, lambda: alternate(contestants, stage.choose(REPEATS, 1)))
+    rates = stage.once(name, lambda: run_rounds(contestants, stage.choose(REPEATS, 1)))
     if stage.has_gpu:
         for feed, values in rates.items():
             stage.report.add_row(f"{name}, {feed}", "images/s", values)

@@ -11,17 +11,16 @@ from typing import Any, Final, Self
 
 from .pacing import Limits
 
-_PROGRAM: Final = Path(__file__).parents[1] / "serve_origin.py"
+_ROOT: Final = Path(__file__).parents[3]
 
 
 class OriginProcess:
-    """Runs `serve_origin.py` from `__enter__` to `__exit__`. It ends with its standard input, so never outlives us.
+    """Runs `tools.bench.origin` from `__enter__` to `__exit__`. It ends with its input, so it never outlives us.
 
     Args:
-        upstream: the URL of the store.
+        upstream: the URL of the store, or a folder.
         limits: how fast, how late.
         host: the address to listen on.
-        program: another that takes the same words and obeys the same commands.
     """
 
     def __init__(
@@ -30,24 +29,17 @@ class OriginProcess:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         *,
         host: str = "127.0.0.1",
-        program: Path = _PROGRAM,
     ) -> None:
-        command = [
-            sys.executable,
-            str(program),
-            upstream,
-            "--host",
-            host,
-            "--latency-ms",
-            str(limits.latency_s * 1e3),
-        ]
+        command = [sys.executable, "-m", "tools.bench.origin", upstream, "--host", host]
+        command += ["--latency-ms", str(limits.latency_s * 1e3)]
         for option, rate in (("--per-connection", limits.connection_rate), ("--total", limits.total_rate)):
             command += [] if rate is None else [option, str(rate)]
         self._command = command
         self.url = ""
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(self._command, cwd=_ROOT, text=True, **pipes)
         self.url = self._read()["url"]
         return self
 
@@ -61,7 +53,7 @@ class OriginProcess:
         return self._ask("counts")
 
     def forget(self) -> None:
-        """Count anew from here."""
+        """Count again from here."""
         self._ask("forget")
 
     def _ask(self, command: str) -> dict[str, Any]:

@@ -6,11 +6,12 @@ import asyncio
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 from .faults import CUT, FLIP, REFUSE, STALL, UNAVAILABLE, Exchange, Fault
@@ -92,6 +93,14 @@ class Origin:
     def num_bytes(self, containing: str = "") -> int:
         """Return the bytes of answers' bodies to paths with `containing` in them: "/objects/"."""
         return sum(exchange.num_bytes for exchange in self.exchanges() if containing in exchange.path)
+
+    def counts(self) -> dict[str, Any]:
+        """Return `{"requests": int, "bytes": int, "paths": {path without query: bytes}}` since start or `forget`."""
+        exchanges = self.exchanges()
+        paths: Counter[str] = Counter()
+        for exchange in exchanges:
+            paths[exchange.path.partition("?")[0]] += exchange.num_bytes
+        return {"requests": len(exchanges), "bytes": paths.total(), "paths": paths}
 
     def forget(self) -> None:
         """Count anew from here."""

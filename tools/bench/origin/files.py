@@ -1,16 +1,11 @@
-"""Serve a folder over HTTP, with ranges and listings, as a distant store would: so fast, so late.
+"""A folder served over HTTP by `sendfile`, with ranges and listings, as a distant store would: so fast, so late.
 
-    python tools/bench/serve_files.py FOLDER --per-connection 35MB --latency-ms 20 --total 200MB
-
-Takes the words of `serve_origin.py` and obeys its commands, but sends files itself, by `sendfile`: a forwarding
-origin takes a core at 500 MB/s, which what is measured on a small machine would lack. A repository in the folder is
-one that fsspec's `http` reads.
+A forwarding origin takes a core at 500 MB/s, which what is measured on a small machine would lack. A repository in
+the folder is one that fsspec's `http` reads.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import sys
@@ -19,56 +14,75 @@ import time
 from collections import Counter
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, BinaryIO, cast
+from types import TracebackType
+from typing import Any, BinaryIO, Self, cast
 
-from origin import Limits
-from origin.pacing import Pacer, choose_step_bytes
-
-from datasvc.sizes import parse_size
+from .pacing import Limits, Pacer, choose_step_bytes
 
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
-class _Server(ThreadingHTTPServer):
-    """Serves a folder within limits, and counts what leaves."""
+class FileOrigin(ThreadingHTTPServer):
+    """Serves a folder within limits, and counts what leaves.
+
+    Args:
+        folder: to serve.
+        limits: how fast, how late.
+        host: the address to listen on.
+        port: 0 for any that is free.
+    """
 
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(self, address: tuple[str, int], folder: str, limits: Limits) -> None:
-        super().__init__(address, _Handler)
+    def __init__(self, folder: str, limits: Limits, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        super().__init__((host, port), _Handler)
         self.folder = folder
         self.limits = limits
-        self.num_requests = 0
-        self.bytes_by_path: Counter[str] = Counter()
+        self.url = f"http://{host}:{self.server_port}"
+        self._counted: Counter[str] = Counter()
+        self._num_requests = 0
         self._total = Pacer(limits.total_rate)
         self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def counts(self) -> dict[str, Any]:
+        """Return requests, and bytes in all and by path."""
+        with self._lock:
+            return {
+                "requests": self._num_requests,
+                "bytes": self._counted.total(),
+                "paths": dict(self._counted),
+            }
+
+    def forget(self) -> None:
+        """Count again from here."""
+        with self._lock:
+            self._num_requests = 0
+            self._counted.clear()
 
     def note(self, path: str) -> None:
         """Count a request."""
         with self._lock:
-            self.num_requests += 1
-            self.bytes_by_path[path] += 0
+            self._num_requests += 1
+            self._counted[path] += 0
 
     def wait_turn(self, path: str, num_bytes: int, pacer: Pacer) -> None:
         """Wait until these bytes may leave, and count them."""
         with self._lock:
             now = time.monotonic()
             moment = max(each.reserve(num_bytes, now) for each in (self._total, pacer))
-            self.bytes_by_path[path] += num_bytes
+            self._counted[path] += num_bytes
         time.sleep(max(0.0, moment - now))
-
-    def obey(self, command: str) -> dict[str, Any]:
-        """Answer a command, as `serve_origin.py` does."""
-        with self._lock:
-            if command == "counts":
-                counted = self.bytes_by_path
-                return {"requests": self.num_requests, "bytes": counted.total(), "paths": dict(counted)}
-            if command == "forget":
-                self.num_requests = 0
-                self.bytes_by_path.clear()
-                return {}
-        return {"error": f"no such command: {command!r}"}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that hang up."""
@@ -84,7 +98,7 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self._origin = cast("_Server", self.server)
+        self._origin = cast("FileOrigin", self.server)
         self._pacer = Pacer(self._origin.limits.connection_rate)
         self._stop: int | None = None  # where the range that is answered ends
         self.directory = self._origin.folder
@@ -97,7 +111,7 @@ class _Handler(SimpleHTTPRequestHandler):
         self._stop = None
         if wanted is None or not os.path.isfile(path):
             return cast("BinaryIO | None", super().send_head())
-        file = open(path, "rb", buffering=0)  # noqa: SIM115 - whoever called closes it
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 - the caller closes it
         size_bytes = os.fstat(file.fileno()).st_size
         start, last = int(wanted[1]), min(int(wanted[2] or size_bytes), size_bytes - 1)
         if start > last:
@@ -131,25 +145,3 @@ class _Handler(SimpleHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002
         """Say nothing."""
-
-
-def main() -> None:
-    """Serve until standard input ends."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder")
-    parser.add_argument("--per-connection", type=parse_size, help="bytes per second, such as 35MB; default: no limit")
-    parser.add_argument("--total", type=parse_size, help="bytes per second of all connections; default: no limit")
-    parser.add_argument("--latency-ms", type=float, default=0.0, help="to the first byte of an answer; default: 0")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: %(default)s")
-    options = parser.parse_args()
-    limits = Limits(options.per_connection, options.total, options.latency_ms / 1e3)
-    with _Server((options.host, 0), options.folder, limits) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        print(json.dumps({"url": f"http://{options.host}:{server.server_port}"}), flush=True)
-        for line in sys.stdin:
-            print(json.dumps(server.obey(line.strip())), flush=True)
-        server.shutdown()
-
-
-if __name__ == "__main__":
-    main()
