@@ -20,7 +20,7 @@ RECORD, PASSED = "DATASVC_TEST_RECORD", "DATASVC_TEST_PASSED"
 AGAIN = (
     "tests/cache/", "tests/cluster/", "tests/faults/", "tests/formats/", "tests/ledger/", "tests/models/tensors/",
     "tests/repository/", "tests/shards/format/", "tests/shards/ingestion/",
-    "tests/test_durable.py", "tests/test_gc.py",
+    "tests/api/", "tests/test_durable.py",
 )  # fmt: skip
 REAL_SERVERS = {"s3_bucket"}  # fixtures that `make test` takes from a replacement
 

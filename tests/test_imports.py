@@ -30,8 +30,7 @@ ALLOWED = {
     "datasvc.sizes": {"datasvc.errors"},
     "datasvc.progress": {"datasvc.printable", "datasvc.sizes"},
     "datasvc.sql_sandbox": {"datasvc.child_process", "datasvc.errors", "datasvc.extras"},
-    "datasvc.interval_index": {"datasvc.keyed_random"},
-    "datasvc.order": {"datasvc.errors", "datasvc.keyed_random", "datasvc.interval_index"},
+    "datasvc.order": {"datasvc.errors", "datasvc.keyed_random"},
     "datasvc.mix_order": {"datasvc.keyed_random", "datasvc.order"},
     "datasvc.repository": {
         "datasvc.child_process",
@@ -66,8 +65,7 @@ ALLOWED["datasvc.runs"] |= {"datasvc.processors"}  # its use of them is in perce
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.ledger", "datasvc.mix_order"}
-ALLOWED["datasvc.gc"] = ALLOWED["datasvc.models"] | {"datasvc.models", "datasvc.runs"}
-ALLOWED["datasvc.api"] = ALLOWED["datasvc.gc"] | {"datasvc.gc"}
+ALLOWED["datasvc.api"] = ALLOWED["datasvc.models"] | {"datasvc.models", "datasvc.runs"}
 ALLOWED["datasvc.testing"] = ALLOWED["datasvc.api"] | {"datasvc.api"}
 ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
 ALLOWED["datasvc.doctor"] = ALLOWED["datasvc.node"] | {"datasvc", "datasvc.node", "datasvc.models", "datasvc.loaders"}

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, StateMismatchError
-from datasvc.interval_index import SpanSearch
 from datasvc.order import (
     AccessOrder,
     OrderConfig,
     OrderState,
+    SpanSearch,
     Step,
     count_steps,
     plan_step,

@@ -6,11 +6,11 @@ import logging
 import os
 
 from datasvc.api.datasets import Datasets
+from datasvc.api.gc import gc
 from datasvc.api.models import Models
 from datasvc.api.operation import Operation
 from datasvc.api.runs import Runs
 from datasvc.errors import UnavailableError
-from datasvc.gc import gc
 from datasvc.repository import Repository, Storage
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.versions.dataset import open_dataset

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import datasvc
+from datasvc.api.gc import MIN_GRACE_S
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
-from datasvc.gc import MIN_GRACE_S
 from datasvc.loaders import ImageLoader
 from datasvc.models import RetentionPolicy
 from datasvc.testing import encode_jpeg

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import datasvc
+from datasvc.api.gc import MIN_GRACE_S, gc
 from datasvc.cache import Cache
-from datasvc.gc import MIN_GRACE_S, gc
 from datasvc.models import RetentionPolicy
 from datasvc.testing import encode_jpeg, small_dataset
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 import datasvc
-from datasvc.gc import gc
+from datasvc.api.gc import gc
 from tests.faults.power_cut import cut_power
 from tests.faults.soak_program import DATA, GRACE_S, KEPT_VERSIONS, MODEL, image_of, is_state
 from tests.said import say

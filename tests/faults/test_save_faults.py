@@ -24,7 +24,7 @@ import json, os, pathlib, resource, signal, sys
 import torch
 import datasvc
 from datasvc.errors import DatasvcError
-from datasvc.gc import gc
+from datasvc.api.gc import gc
 from datasvc.models import restore
 
 torch.set_num_threads(1)

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import datasvc
+from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
-from datasvc.gc import gc
 from datasvc.models import restore, save
 from datasvc.models.interop.artefact_files import attach, fetch_artefacts
 from datasvc.models.interop.onnx_header import read_onnx_details

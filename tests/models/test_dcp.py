@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
+from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
-from datasvc.gc import gc
 from datasvc.models import describe_model, restore, save
 from datasvc.models.dcp import DcpLoadPlanner, DcpReader, DcpWriter
 from datasvc.models.dcp.checkpoint_id import CheckpointId

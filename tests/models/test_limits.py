@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
+from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.gc import gc
 from datasvc.models import restore, save
 from datasvc.models.dcp import DcpReader, DcpWriter, metadata
 from datasvc.models.interop import export_model

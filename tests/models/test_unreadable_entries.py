@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnreadableVersionWarning
-from datasvc.gc import gc
 from datasvc.models import describe_model, find_consumers, list_models, model_log, read_lineage, restore, save
 from datasvc.models.registry.diff import diff
 from datasvc.models.registry.graph import read_history

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from datasvc import durable
-from datasvc.gc import GRACE_S, discard_referenced, gc, list_old, referenced_objects, sweep
+from datasvc.api.gc import GRACE_S, discard_referenced, gc, list_old, referenced_objects, sweep
 from datasvc.models import restore, save
 from datasvc.repository.logs.log import Log
 from datasvc.repository.objects import presence

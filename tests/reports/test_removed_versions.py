@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from datasvc.api.gc import gc
 from datasvc.errors import NotFoundError
-from datasvc.gc import gc
 from datasvc.models import save
 from datasvc.models.registry.verify import every_version
 from datasvc.models.registry.verify import verify as verify_models

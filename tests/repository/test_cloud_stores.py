@@ -5,7 +5,7 @@ import secrets
 import pytest
 import torch
 
-from datasvc.gc import gc
+from datasvc.api.gc import gc
 from datasvc.models import restore, save
 from datasvc.models.transfer import transfer_datasets
 from datasvc.repository import Repository

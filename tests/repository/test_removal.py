@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from datasvc.api.gc import GRACE_S, gc
 from datasvc.errors import ConfigError, ConflictError, NotFoundError, UnavailableError
-from datasvc.gc import GRACE_S, gc
 from datasvc.repository import Repository
 from datasvc.repository.logs.removals import Removals
 from datasvc.repository.removal import remove_versions

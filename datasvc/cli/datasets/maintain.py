@@ -145,7 +145,7 @@ def gc(
 
     Example: datasvc gc --grace 7d --yes --repo ./repo
     """
-    from datasvc.gc import gc as run_gc
+    from datasvc.api.gc import gc as run_gc
     from datasvc.repository import Repository
 
     check_one_of(yes=yes, dry_run=dry_run)

@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from datasvc.api.gc import GRACE_S, gc
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
-from datasvc.gc import GRACE_S, gc
 from datasvc.models import CodeRevision, model_log, restore, save
 from datasvc.models.registry.removal import remove, retain
 from datasvc.models.registry.retention import RetentionPolicy

@@ -7,8 +7,8 @@ from threading import Barrier
 
 import pytest
 
+from datasvc.api.gc import GRACE_S, gc
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
-from datasvc.gc import GRACE_S, gc
 from datasvc.models import (
     CodeRevision,
     ConsumptionTracker,

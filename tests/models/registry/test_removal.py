@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import datasvc
+from datasvc.api.gc import GRACE_S, gc
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
-from datasvc.gc import GRACE_S, gc
 from datasvc.models import CodeRevision, describe_model, list_models, model_log, restore, save
 from datasvc.models.registry.removal import remove, retain
 from datasvc.models.registry.retention import RetentionPolicy

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from datasvc.api.gc import GRACE_S, gc
 from datasvc.errors import ConfigError, UnavailableError
-from datasvc.gc import GRACE_S, gc
 from datasvc.models import CheckpointManager
 from datasvc.models.saving import shared_store
 from datasvc.models.saving.shared_store import can_read_marker, check_same_store, write_marker

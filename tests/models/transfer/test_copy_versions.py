@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import datasvc
+from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
-from datasvc.gc import gc
 from datasvc.models import CodeRevision, DataUse, restore, save
 from datasvc.models.registry.removal import remove
 from datasvc.models.transfer import copying, intent_journal, transfer

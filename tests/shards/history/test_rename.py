@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
-from datasvc.gc import gc
 from datasvc.repository import Repository
 from datasvc.repository.branching import branch_history, create_branch, remove_branch
 from datasvc.repository.logs.removals import Removals

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from datasvc.api.gc import discard_referenced, list_old, referenced_objects, sweep
 from datasvc.errors import NotFoundError, SourceChangedError
-from datasvc.gc import discard_referenced, list_old, referenced_objects, sweep
 from datasvc.repository import Repository
 from datasvc.repository.logs.journal import Journal
 from datasvc.shards import ingest, open_dataset

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from datasvc.api import DataRepository
+from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError, UnreadableVersionWarning
-from datasvc.gc import gc
 from datasvc.repository.logs.log import encode_entry
 from datasvc.repository.lost_versions import mark_lost
 from datasvc.shards import open_dataset

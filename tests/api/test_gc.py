@@ -14,9 +14,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
+from datasvc.api.gc import GRACE_S, Garbage, discard_referenced, gc, list_old, referenced_objects, sweep
 from datasvc.cli.datasets.maintain import gc as command
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
-from datasvc.gc import GRACE_S, Garbage, discard_referenced, gc, list_old, referenced_objects, sweep
 from datasvc.models import describe_model, restore, save
 from datasvc.models.registry.removal import remove
 from datasvc.repository import Repository
@@ -32,7 +32,7 @@ from datasvc.shards.versions.verify import verify
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
 from tests.shards.written_versions import write_version
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DAY = 24 * 3600
 LATER = time.time() + GRACE_S + DAY
 
@@ -368,7 +368,7 @@ def test_a_journal_whose_work_commits_while_gc_reads_the_marks_loses_nothing(rep
 
 GC = """
 import os, signal, sys
-from datasvc.gc import gc
+from datasvc.api.gc import gc
 from datasvc.repository import Repository
 left = int(sys.argv[1])
 real = os.unlink
@@ -522,7 +522,7 @@ def saving(anywhere):
 @pytest.mark.parametrize("ahead_s", [GRACE_S + DAY, -GRACE_S, 3700])
 def test_on_a_machine_with_a_wrong_clock_gc_is_refused_and_removes_nothing(saving, ahead_s, monkeypatch):
     repository, stored = saving
-    monkeypatch.setattr("datasvc.gc.time", FastClock(ahead_s))
+    monkeypatch.setattr("datasvc.api.gc.time", FastClock(ahead_s))
     with pytest.raises(ConfigError, match=r"clock of this machine shows .* nothing was deleted\. Correct the clock"):
         gc(repository, dry_run=False)
     assert repository.objects.read(stored.digest) == b"stored by a save that runs now"
@@ -531,7 +531,7 @@ def test_on_a_machine_with_a_wrong_clock_gc_is_refused_and_removes_nothing(savin
 def test_gc_goes_by_the_stores_clock_and_leaves_nothing_of_what_it_asked_it_with(saving, monkeypatch):
     repository, stored = saving
     before = {file.path for file in repository.storage.walk("")}
-    monkeypatch.setattr("datasvc.gc.time", FastClock(3500))
+    monkeypatch.setattr("datasvc.api.gc.time", FastClock(3500))
     # By this machine's clock all of it is old enough.
     assert gc(repository, grace_s=3000, no_writers=True, dry_run=False).objects == ()
     assert {file.path for file in repository.storage.walk("")} == before
@@ -569,7 +569,7 @@ def test_a_dry_run_on_what_cannot_be_written_goes_by_this_machines_clock_and_say
 
 def test_a_dry_run_on_what_can_be_written_warns_of_no_clock_and_refuses_a_wrong_one(anywhere, monkeypatch):
     assert gc(anywhere).clock_warning is None
-    monkeypatch.setattr("datasvc.gc.time", FastClock(2 * 3600))
+    monkeypatch.setattr("datasvc.api.gc.time", FastClock(2 * 3600))
     with pytest.raises(ConfigError, match="clock of this machine shows"):
         gc(anywhere)
 
