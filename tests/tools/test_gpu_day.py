@@ -445,7 +445,7 @@ def test_nothing_that_a_stage_has_started_outlives_it(tmp_path, end, limit_s, pr
 
 
 def test_packages_of_a_folder_that_only_pythonpath_names_are_found_by_the_programs_of_a_stage(tmp_path, monkeypatch):
-    import profile_check
+    from tools.bench import profile_check
 
     (tmp_path / "only_there.py").touch()
     log = tmp_path / "log"

@@ -25,7 +25,7 @@ def run(stage: Stage) -> None:
     for num_ranks, on_gpu in BACKENDS.items():
         backend = stage.choose(on_gpu, "gloo on the CPU")
         with stage.timed(f"{num_ranks} rank{'s' * (num_ranks > 1)}"):
-            found = last_json(launch(stage, num_ranks, "-P", CHECKS, "--device", stage.device, "--numbers", numbers))
+            found = last_json(launch(stage, num_ranks, CHECKS, "--device", stage.device, "--numbers", numbers))
             stage.report.add_row(f"{num_ranks} of {backend}: operations checked", "", [found["num_checks"]])
             if stage.has_gpu:
                 for name, times_ms in found["times_ms"].items():
@@ -38,7 +38,7 @@ def run(stage: Stage) -> None:
 
 def launch(stage: Stage, num_ranks: int, *words: Any) -> str:
     """Run Python with these words on some ranks of this machine; returns what they printed."""
-    command = ("-P", "-m", "datasvc.trainer.launch", "-np", num_ranks, "--no-prefix", sys.executable)
+    command = ("-P", "-m", "datasvc.trainer.launch", "-np", num_ranks, "--no-prefix", sys.executable, "-P")
     return stage.run(*command, *words, environment={"OMP_NUM_THREADS": "1"})
 
 
