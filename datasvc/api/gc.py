@@ -37,8 +37,7 @@ from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Reposit
 from datasvc.repository.logs.journal import JOURNALS
 from datasvc.repository.removal import swept_versions
 from datasvc.repository.unreadable import describe_damage
-from datasvc.runs.run_ids import RUNS
-from datasvc.runs.sweep import choose_old_runs, delete_run, newest_changes
+from datasvc.runs.run_folders import RUNS, choose_old_runs, delete_run, newest_changes
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads
 

@@ -1,4 +1,4 @@
-"""Run logs: the events of training runs, in small immutable files of the repository. See docs/how-to/runs.md."""
+"""Run logs: the events of training runs, in a few immutable files of the repository. See docs/how-to/runs.md."""
 
 from datasvc.runs.facts import RunEvent
 from datasvc.runs.history import RunHistory, RunSummary, Series

@@ -47,7 +47,7 @@ def combine(parts: Sequence[Part], since: Since) -> tuple[dict[str, Series], dic
         new_events: list[RunEvent] = []
         first_steps = [first_step]
         for part in by_attempt[attempt]:
-            # A reader that stopped inside of what is now one merged part has seen a part of it.
+            # A reader that stopped inside of what is now one part has seen some of it.
             is_seen = attempt == since.attempt and part.range.first <= since.part
             after_s = since.time_s if is_seen else -math.inf
             content = part.content

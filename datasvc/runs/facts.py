@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from datasvc.repository.objects.objects import digest_of
@@ -39,6 +40,21 @@ class RunEvent:
     def to_json(self) -> dict[str, Any]:
         """Return the event as JSON values, without its attempt."""
         return {"time": round(self.time_s, 3), "event": self.event, "facts": dict(self.facts)}
+
+    @cached_property
+    def _line(self) -> bytes:
+        # Made once: a part with the event is written again and again while it grows.
+        return encode_line(self.to_json())
+
+
+def encode_line(value: Mapping[str, Any]) -> bytes:
+    """Return a line of a part."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
+def encode_event(event: RunEvent) -> bytes:
+    """Return the line of an event."""
+    return event._line  # noqa: SLF001 - not for users
 
 
 def make_event(time_s: float, event: object, facts: Mapping[str, Any]) -> RunEvent:

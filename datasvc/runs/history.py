@@ -12,7 +12,7 @@ import pyarrow as pa
 from datasvc.notebook.tables import to_frame
 from datasvc.runs.content import STEP
 from datasvc.runs.facts import RunEvent
-from datasvc.runs.run_ids import started_s
+from datasvc.runs.run_folders import started_s
 from datasvc.runs.step_table import Floats, Integers
 
 if TYPE_CHECKING:

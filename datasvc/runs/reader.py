@@ -1,7 +1,7 @@
 """Reads run logs: `list_runs`, `read_run` and `follow_run`. Readers need no lock: parts never change.
 
-A merged part appears before the parts that it replaces disappear. If a reader finds that a listed part is gone, it
-lists the folder again.
+A part appears before those that it replaces disappear. If a reader finds that a listed part is gone, it lists the
+folder again.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.store.storage import Storage
 from datasvc.runs.curves import Since, combine
 from datasvc.runs.history import RunHistory, RunSummary, summarize
-from datasvc.runs.part import Part, PartRange, choose_parts
-from datasvc.runs.part_files import READS_AT_ONCE, read_parts
-from datasvc.runs.run_ids import RUNS, check_run_id, is_run_id, parse_run, run_folder
+from datasvc.runs.part import READS_AT_ONCE, Part, PartRange, choose_parts, read_parts
+from datasvc.runs.run_folders import RUNS, check_run_id, is_run_id, parse_run, run_folder
 from datasvc.threads import map_in_threads
 
-_LISTINGS: Final = 8  # how often a reader lists a folder again while its parts are merged
+_LISTINGS: Final = 8  # how often a reader lists a folder again while its parts are replaced
 _HEADER: Final = re.compile(r"(\d{8,18})\.json")
 _CURSOR: Final = re.compile(r"(\d{1,18}):(\d{1,18}):(\d{1,15}\.\d{3})")
 

@@ -18,19 +18,16 @@ from importlib import metadata
 from types import TracebackType
 from typing import Any, Final, Literal, Self, get_args
 
-from datasvc.errors import ConfigError, ConflictError, DatasvcError
+from datasvc.errors import ConfigError, DatasvcError
 from datasvc.printable import count_text
 from datasvc.repository import Repository
 from datasvc.repository.logs.log import Log
 from datasvc.repository.logs.references import check_name
 from datasvc.runs.collector import MAX_VERSIONS, Collector
-from datasvc.runs.ended_attempts import start_merging
 from datasvc.runs.facts import choose_facts, limit_size, to_json_value, to_text
-from datasvc.runs.part import choose_parts
-from datasvc.runs.part_files import read_parts
-from datasvc.runs.part_writer import PART_LIMITS, PartWriter, with_unused_bins
+from datasvc.runs.part import WRITE_LIMITS, AttemptWriter, choose_parts, read_parts, with_unused_bins
 from datasvc.runs.resources import ResourceMeter
-from datasvc.runs.run_ids import check_run_id, new_run_id, run_folder
+from datasvc.runs.run_folders import check_run_id, new_run_id, run_folder
 from datasvc.threads import run_before_threads_end
 
 Outcome = Literal["finished", "failed", "interrupted"]
@@ -42,7 +39,7 @@ _MAX_QUEUED: Final = 100_000
 _MAX_RETRY_S: Final = 60.0
 _MAX_INTERVAL_S: Final = 3600
 # While the store fails, events are collected for its next answer, within these limits.
-_LIMITS_WHILE_FAILING: Final = replace(PART_LIMITS, num_bins=4 * PART_LIMITS.num_bins)
+_LIMITS_WHILE_FAILING: Final = replace(WRITE_LIMITS, num_bins=4 * WRITE_LIMITS.num_bins)
 _MAX_LATEST_BYTES: Final = 16 << 10
 _MAX_FIELD_BYTES: Final = 1 << 20  # of a header
 # Lists of runs show these, so they are kept of very many facts.
@@ -56,8 +53,7 @@ class RunLog:
 
     One process of a run writes: in a job of several ranks, rank 0. `report` takes a few microseconds. A thread writes
     what was reported every `flush_s` seconds. If the store fails, the training goes on: the thread tries again, and
-    what it cannot keep in its limited memory is lost, counted, and logged as a warning. The same happens to what is
-    reported after another process has continued the run, because this one had not written for long.
+    what it cannot keep in its limited memory is lost, counted, and logged as a warning.
 
     Attributes:
         name: name of the run, usually that of the model that it trains.
@@ -85,7 +81,7 @@ class RunLog:
         self._heartbeat_s = heartbeat_s
         self._log = Log(repository.storage, run_folder(name, run_id))
         self._queue: deque[tuple[float, str, dict[str, Any]]] = deque()
-        self._parts: PartWriter | None = None
+        self._attempt: AttemptWriter | None = None
         self._collector = Collector()
         self._resources = ResourceMeter()
         self._is_failing = False
@@ -96,8 +92,6 @@ class RunLog:
         )
         self._flushes: deque[threading.Event] = deque()
         self._wake = threading.Event()
-        self._merging: threading.Thread | None = None
-        self._is_closed = threading.Event()
         self._end: tuple[Outcome, str] | None = None
         self._give_up = False
         self._pid = os.getpid()
@@ -235,7 +229,6 @@ class RunLog:
         if self._end is not None or os.getpid() != self._pid:
             return
         self._end = outcome, to_text(message)
-        self._is_closed.set()
         self._wake.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -268,8 +261,8 @@ class RunLog:
                 _LOG.debug("%s: an event is lost", self.ref, exc_info=True)
         if self._collector.num_signs != num_signs:
             self._active_s = time.monotonic()
-        limits = _LIMITS_WHILE_FAILING if self._is_failing else PART_LIMITS
-        num_bins = 0 if self._parts is None else self._parts.num_bins
+        limits = _LIMITS_WHILE_FAILING if self._is_failing else WRITE_LIMITS
+        num_bins = 0 if self._attempt is None else self._attempt.num_bins
         self._collector.compact(with_unused_bins(limits, num_bins), self._resources.read)
 
     def _try_to_write(self, end: tuple[Outcome, str] | None, *, is_urgent: bool) -> bool:
@@ -287,10 +280,7 @@ class RunLog:
                 return not self._is_failing
             self._write(end)
         except (DatasvcError, OSError) as error:
-            if isinstance(error, ConflictError) and self._parts is not None:
-                self._stop(self._parts)
-            else:
-                self._note_failure(error)
+            self._note_failure(error)
             return False
         except Exception:  # noqa: BLE001 - the top of a thread
             # A defect of ours. The thread lives on, or `flush` and `close` would wait in vain.
@@ -304,26 +294,14 @@ class RunLog:
         return True
 
     def _write(self, end: tuple[Outcome, str] | None) -> None:
-        """Write the next part. Raises the errors of `Storage.create`."""
-        parts = self._write_part(end)
-        if end is not None:
-            parts.finish()
-        elif parts.attempt > 1 and self._merging is None:
-            # After the first part: lists then show the run, whatever the merging takes.
-            self._merging = start_merging(
-                self._storage, self._log.path, parts.attempt, self._heartbeat_s, self._is_closed
-            )
-
-    def _write_part(self, end: tuple[Outcome, str] | None) -> PartWriter:
-        """Write the next part of the attempt, which begins with its first part; return the writer of its parts."""
-        if self._parts is None:
+        """Write the next part of the attempt, which begins with its header. Raises the errors of `Storage.create`."""
+        if self._attempt is None:
             entry = self._log.append(lambda head: {**self._header, "attempt": head + 1})
-            self._parts = PartWriter(self._storage, self._log.path, entry.number)
+            self._attempt = AttemptWriter(self._storage, self._log.path, entry.number)
             if entry.number > 1:
                 self._continue_after(entry.number)
-        self._parts.write_again()
-        self._parts.write(self._make_head(end), self._collector.take())
-        return self._parts
+        head = self._make_head(self._attempt.attempt, end)
+        self._attempt.write(head, self._collector.take(), is_last=end is not None)
 
     def _continue_after(self, attempt: int) -> None:
         """Begin with what lists show of the attempt before, until this one reports it: it may take no step."""
@@ -354,13 +332,12 @@ class RunLog:
                 ref = content.get("parent")
         return found[::-1]
 
-    def _make_head(self, end: tuple[Outcome, str] | None) -> dict[str, Any]:
+    def _make_head(self, attempt: int, end: tuple[Outcome, str] | None) -> dict[str, Any]:
         """Return what lists of runs show, see docs/reference/formats.md."""
         state, message = ("running", "") if end is None else end
-        assert self._parts is not None
         return {
             "run": self.ref,
-            "attempt": self._parts.attempt,
+            "attempt": attempt,
             # Parts of two writers differ, which `Storage.create` needs.
             "writer": secrets.token_hex(8),
             "time": round(time.time(), 3),
@@ -376,19 +353,6 @@ class RunLog:
             **self._collector.warnings,
             "lost": self.num_lost,
         }
-
-    def _stop(self, parts: PartWriter) -> None:
-        """Write nothing more: another process has continued the run, and has ended this attempt."""
-        _LOG.warning(
-            "%s: another process has continued the run, and has ended attempt %d, which had not written for long; "
-            "nothing more of this process is written to the run log; the training continues",
-            self.ref,
-            parts.attempt,
-        )
-        # Not continued as a further attempt: as the newest one, it would hide what the other process writes.
-        self._give_up = self._is_failing = True
-        self._num_failed += parts.take_unwritten().num_events + self._collector.take().num_events
-        self._parts = None
 
     def _note_failure(self, error: Exception) -> None:
         if not self._is_failing:

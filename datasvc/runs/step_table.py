@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -22,6 +21,8 @@ _FLOAT64: Final = "<f8"
 _FLOAT32: Final = "<f4"  # of values: seven digits are enough for a curve
 MAX_NAMES: Final = 1024
 """Most names of a stored table."""
+MAX_SHIFT: Final = 63
+"""With bins of 2^63 steps, each table has one bin."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,16 @@ class StepTable:
         times = np.array([row[1] for row in rows], np.float64)
         return cls(names, steps, steps, np.ones(len(rows), np.int64), times, values, values, values)
 
-    def thin(self, max_bins: int) -> StepTable:
-        """Return a table with at most `max_bins` bins: the same number of consecutive bins is combined to each."""
-        group = math.ceil(len(self) / max_bins)
-        if group <= 1:
+    def count_bins(self, shift: int) -> int:
+        """Return how many bins `thin` leaves."""
+        return len(self._find_starts(shift))
+
+    def thin(self, shift: int) -> StepTable:
+        """Return a table with bins of 2^shift steps: consecutive bins whose steps differ only below are combined."""
+        starts = self._find_starts(shift)
+        if len(starts) == len(self):
             return self
-        starts = np.arange(0, len(self), group)
-        ends = np.minimum(starts + group, len(self)) - 1
+        ends = np.append(starts[1:], len(self)) - 1
         counts = np.add.reduceat(self.counts, starts)
         with np.errstate(invalid="ignore"):  # infinity times a weight, and sums of both infinities
             sums = np.add.reduceat(self.mean * self.counts[:, None], starts)
@@ -102,6 +106,10 @@ class StepTable:
             np.minimum.reduceat(self.low, starts),
             np.maximum.reduceat(self.high, starts),
         )
+
+    def _find_starts(self, shift: int) -> Integers:
+        places = self.last >> shift
+        return np.flatnonzero(np.append(True, places[1:] != places[:-1]))
 
     def select(self, chosen: NDArray[np.bool_]) -> StepTable:
         """Return the table of the bins for which `chosen`, bool[bin], is true."""

@@ -25,7 +25,7 @@ from datasvc.repository.logs.log import encode_entry
 from datasvc.repository.removal import remove_versions
 from datasvc.repository.store.storage import Storage
 from datasvc.runs import RunLog, list_runs, read_run
-from datasvc.runs.sweep import delete_run
+from datasvc.runs.run_folders import delete_run
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.verify import verify

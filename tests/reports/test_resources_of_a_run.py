@@ -9,7 +9,7 @@ import torch
 import datasvc
 from datasvc.runs import read_run
 from datasvc.runs.resources import CPU, GPU_MEMORY, MEMORY, NODE_MEMORY, RESOURCES, ResourceMeter
-from datasvc.runs.run_ids import run_folder
+from datasvc.runs.run_folders import run_folder
 from datasvc.runs.step_table import MAX_NAMES
 from tests.formats.test_golden import RUN_PART, golden
 from tests.support import warm_python

@@ -1,9 +1,10 @@
 """How content is reduced to the limits of a part."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.runs.content import Content, ContentLimits
+from datasvc.runs.content import Content, ContentLimits, merge
 from datasvc.runs.facts import make_event
 from datasvc.runs.part import Part, PartRange, encode_part
 from datasvc.runs.step_table import StepTable
@@ -55,3 +56,23 @@ def test_large_events_do_not_displace_a_small_one_of_another_name():
     assert 5 <= names.count("note") <= 10
     assert thin.events[-1].time_s == 99
     assert thin.num_left_out == 101 - len(names)
+
+
+def test_what_is_thinned_often_as_it_grows_is_as_even_as_what_is_thinned_once():
+    content = Content()
+    for start in range(0, 20_000, 50):
+        steps = range(start, start + 50)
+        table = StepTable.from_rows(("loss",), [(step, 1.0, (0.5,)) for step in steps])
+        rare = StepTable.from_rows(("loss", "accuracy"), [(start, 1.0, (0.5, 0.5))] if start % 1000 == 0 else [])
+        events = [make_event(step, "note", {"step": step}) for step in steps]
+        added = Content([table, *([rare] if len(rare) else [])], events)
+        content = merge([content, added]).thin(ContentLimits(200, 200, 1 << 20))
+    dense, rare = content.tables
+    assert len(rare) == 20
+    notes = np.array([event.facts["step"] for event in content.events])
+    for places in (dense.last, notes):
+        assert 100 <= len(places) <= 200
+        # Twice as far apart as the densest that fits, but for the newest ones.
+        assert set(np.diff(places)[:-60].tolist()) <= {128, 256}
+        assert places[-1] == 19_999
+    assert content.num_left_out == 20_000 - len(notes)

@@ -13,11 +13,11 @@ rows = st.lists(st.tuples(values, values), min_size=1, max_size=60).map(
 )
 
 
-@given(rows, st.integers(1, 20), st.integers(1, 20))
+@given(rows, st.integers(0, 8), st.integers(0, 8))
 def test_thinning_keeps_counts_means_and_extremes_however_often_it_is_done(rows, first, second):
     table = StepTable.from_rows(("loss", "rate"), rows)
     thin = table.thin(first).thin(second)
-    assert len(thin) <= min(first, second)
+    assert len(thin) == math.ceil(len(rows) / 2 ** max(first, second))
     assert thin.counts.sum() == len(rows)
     np.testing.assert_allclose((thin.mean * thin.counts[:, None]).sum(0), table.mean.sum(0), atol=1e-3)
     np.testing.assert_array_equal(thin.low.min(0), table.low.min(0))
@@ -26,9 +26,9 @@ def test_thinning_keeps_counts_means_and_extremes_however_often_it_is_done(rows,
     assert (thin.first[1:] == thin.last[:-1] + 1).all()
 
 
-@given(rows, st.integers(1, 20))
-def test_a_stored_table_is_read_back_in_single_precision(rows, max_bins):
-    table = StepTable.from_rows(("loss", "rate"), rows).thin(max_bins)
+@given(rows, st.integers(0, 8))
+def test_a_stored_table_is_read_back_in_single_precision(rows, shift):
+    table = StepTable.from_rows(("loss", "rate"), rows).thin(shift)
     read = StepTable.from_json(json.loads(json.dumps(table.to_json())))
     for field in ("first", "last", "counts"):
         np.testing.assert_array_equal(getattr(read, field), getattr(table, field))
@@ -41,7 +41,7 @@ def test_values_that_are_not_finite_are_stored_and_survive_thinning():
     table = StepTable.from_rows(("loss",), rows)
     read = StepTable.from_json(json.loads(json.dumps(table.to_json(), allow_nan=False)))
     np.testing.assert_array_equal(read.mean[:, 0], [1.0, math.nan, math.inf, 2.0])
-    thin = read.thin(2)
+    thin = read.thin(1)
     assert math.isnan(thin.mean[0, 0])
     assert (thin.low[1, 0], thin.high[1, 0]) == (2.0, math.inf)
 

@@ -278,7 +278,7 @@ def test_a_run_without_problems(run):
 
 
 def count_parts(repository, log):
-    """Return how many parts the log has, whatever was merged."""
+    """Return how many parts the log has, whatever was replaced."""
     parts = filter(None, map(PartRange.parse, repository.storage.list(f"runs/{log.ref}")))
     return max(part.last for part in parts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import quote, urlencode
 
-from datasvc.runs.run_ids import is_run_id
+from datasvc.runs.run_folders import is_run_id
 
 
 def _address(*parts: str, query: Mapping[str, object] | None = None) -> str:
