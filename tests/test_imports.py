@@ -64,6 +64,7 @@ ALLOWED["datasvc.runs"] |= {"datasvc.drawing", "datasvc.notebook"}  # how a note
 ALLOWED["datasvc.runs"] |= {"datasvc.processors"}  # its use of them is in percent of those that it may use
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
+ALLOWED["datasvc.planning"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}  # pure: the page uses it without torch
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.ledger", "datasvc.mix_order"}
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.models"] | {"datasvc.models", "datasvc.runs"}
 ALLOWED["datasvc.testing"] = ALLOWED["datasvc.api"] | {"datasvc.api"}
@@ -75,11 +76,12 @@ ALLOWED["datasvc.ui"] = ALLOWED["datasvc.api"] | {
     "datasvc.ledger",
     "datasvc.node",
     "datasvc.runs",
-    "datasvc.trainer.recipes.profiling.predict",  # the Planner
+    "datasvc.planning",
 }
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
     "datasvc.api",
     "datasvc.node",
+    "datasvc.planning",
     "datasvc.ledger",
 }
 ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.progress", "datasvc.api", "datasvc.shards"}
@@ -102,16 +104,14 @@ ALLOWED["datasvc.loaders"] = {
     "datasvc.extras",
 }
 ALLOWED["datasvc.trainer"] = {"datasvc.extras", "datasvc.printable"}
-# Pure: `datasvc ui` uses it without torch.
-ALLOWED["datasvc.trainer.recipes.profiling.predict"] = {"datasvc.errors"}
 ALLOWED["datasvc.trainer.recipes"] = {"datasvc", "datasvc.trainer", "datasvc.loaders"} | ALLOWED["datasvc.cli"]
-ALLOWED["datasvc.trainer.recipes"] |= {"datasvc.trainer.recipes.profiling.predict"}
 ALLOWED["datasvc.trainer.__main__"] = {"datasvc.trainer", "datasvc.trainer.recipes"}
 ALLOWED["datasvc.trainer.__main__"] |= {"datasvc.errors", "datasvc.printable"}
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.cli"] | {
     "datasvc",  # the version
     "datasvc.doctor",
     "datasvc.trainer.__main__",  # `datasvc train`
+    "datasvc.trainer.recipes",  # `datasvc plan layouts`
     "datasvc.ui",
 }
 ALLOWED["datasvc.__main__"] = {"datasvc.cli"}
@@ -129,7 +129,7 @@ ROOMS = {
     "datasvc.repository": ["store", "objects", "logs", "."],
     "datasvc.shards": ["format images lines", "sources notebook", "versions", "history ingestion query export"],
     "datasvc.shards.sources": ["common", "tabular tar mds arrays records text", "images", "."],
-    "datasvc.cache": ["catalogue sources", "peers", "fetch", ".", "prefetch", "forecast"],
+    "datasvc.cache": ["catalogue sources", "peers", "fetch", ".", "prefetch"],
     "datasvc.models": [
         "tensors",
         "versions",
@@ -176,7 +176,7 @@ ROOMS = {
         "planning",
     ],
     "datasvc.trainer.recipes.settings": ["groups", "."],
-    "datasvc.trainer.recipes.profiling": ["predict", "measure", "."],
+    "datasvc.trainer.recipes.profiling": ["measure", "."],
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from datasvc.drawing.elements import Markup, element, markup, svg
-from datasvc.trainer.recipes.layouts.layout import Layout, RankLayout, plan_layout
+from datasvc.planning.layout import Layout, RankLayout, plan_layout
 from datasvc.trainer.recipes.layouts.pipeline import plan_stages
 
 PICTURE: Final = Path(__file__).parents[1] / "docs" / "assets" / "layout-of-8-ranks.svg"

@@ -1,8 +1,7 @@
 """Run the training program on this rank: `python -m datasvc.trainer --data digits@1 --repo URL --name digits-cnn`.
 
 For several ranks, use `python -m datasvc.trainer.launch -np 2 python -m datasvc.trainer ...`, or torchrun.
-`python -m datasvc.trainer profile ...` measures the parts of a step instead, and
-`python -m datasvc.trainer plan ...` estimates the step of every layout.
+`python -m datasvc.trainer profile ...` measures the parts of a step instead.
 """
 
 from __future__ import annotations
@@ -35,11 +34,6 @@ def main(arguments: Sequence[str] | None = None, *, prog: str = "python -m datas
             from datasvc.trainer.recipes.profiling.command import main as profile
 
             profile(arguments[1:], prog=f"{prog} profile")
-            return
-        if arguments[:1] == ["plan"]:
-            from datasvc.trainer.recipes.planning.command import main as plan
-
-            plan(arguments[1:], prog=f"{prog} plan")
             return
         options = parse_options(arguments, prog=prog)
         # Only `--show-config` permits missing options. Options that are complete are validated for it too.

@@ -14,6 +14,7 @@ from datasvc.cli.terminal.completion import VARIABLE, run_completion
 from datasvc.cli.terminal.derived_options import derive_options
 from datasvc.cli.terminal.output import print_line
 from datasvc.cli.terminal.unreadable import report_unreadable
+from datasvc.cli.train import PARSED_BY_PROGRAM
 from datasvc.errors import DatasvcError
 from datasvc.extras import explain_missing
 from datasvc.printable import escape_unencodable
@@ -37,6 +38,7 @@ _SECTIONS: Final[dict[str, dict[str, tuple[str, str | None]]]] = {
         "pull": ("datasets.transfer", "pull"),
     },
     "Models and training": {
+        "plan": ("plan", None),
         "train": ("train", "train"),
         "models": ("models", None),
         "runs": ("runs", None),
@@ -67,8 +69,6 @@ _SECTIONS: Final[dict[str, dict[str, tuple[str, str | None]]]] = {
         "mark-lost": ("datasets.maintain", "mark_lost"),
     },
 }
-# The training program parses all options itself, including `--help`.
-_TRAIN_SETTINGS: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def make_app(command: str | None = None, *, names_only: bool = False) -> typer.Typer:
@@ -96,7 +96,7 @@ def make_app(command: str | None = None, *, names_only: bool = False) -> typer.T
             if function is None:
                 app.add_typer(_load(module, "app"), name=name, rich_help_panel=section)
             else:
-                settings = _TRAIN_SETTINGS if name == "train" else None
+                settings = PARSED_BY_PROGRAM if name == "train" else None
                 app.command(name, context_settings=settings, rich_help_panel=section)(_load(module, function))
     if is_known or not names_only:
         derive_options(app)

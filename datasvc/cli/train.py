@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import typer
+
+# The program parses all options itself, including `--help`.
+PARSED_BY_PROGRAM: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 def train(context: typer.Context) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from datasvc.cache.forecast.cost import Prices
 from datasvc.cache.peers.membership import parse_node
 from datasvc.errors import ConfigError
 from datasvc.node.http.auth import check_exposure
+from datasvc.planning.cost import Prices
 
 DEFAULT_PORT = 8766
 

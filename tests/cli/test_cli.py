@@ -16,7 +16,7 @@ COMMANDS = [
     ["ingest"], ["ls"], ["show"], ["samples"], ["sample"], ["histogram"],
     ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["revert"], ["rename"], ["rm"],
     ["stage"], ["cache", "status"],
-    ["cache", "plan"], ["cache", "pin"], ["cache", "unpin"], ["cache", "scrub"], ["cache", "quota"],
+    ["plan", "cache"], ["cache", "pin"], ["cache", "unpin"], ["cache", "scrub"], ["cache", "quota"],
     ["serve"], ["top"], ["doctor"],
     ["models", "ls"], ["models", "show"], ["models", "log"], ["models", "restore"],
 ]  # fmt: skip

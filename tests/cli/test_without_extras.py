@@ -51,7 +51,7 @@ WORKING = [
     ["diff", "pets@1", "pets"],
     ["export", "pets@1", "FOLDER/out", "--format", "parquet"], ["gc"],
     ["stage", "pets", "--cache", "FOLDER/cache", "--budget", "10MB"], ["cache", "status", "--cache", "FOLDER/cache"],
-    ["cache", "plan", "pets", "--budget", "10MB"],
+    ["plan", "cache", "pets", "--budget", "10MB"],
     ["models", "ls"], ["models", "show", "net"], ["models", "log", "net"], ["models", "verify", "net"],
     ["models", "tag", "net", "prod"], ["models", "lineage", "net"],
     ["models", "diff", "net", "net@1"], ["models", "push", "net", "--to", "FOLDER/copy", "--create"],

@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from datasvc.trainer.recipes.layouts.layout import parse_layout
-from datasvc.trainer.recipes.planning.candidate import Candidate
+from datasvc.planning.candidates import Candidate
+from datasvc.planning.layout import parse_layout
+from datasvc.planning.memory import estimate_memory, state_bytes
 from datasvc.trainer.recipes.planning.count_costs import count_costs
-from datasvc.trainer.recipes.planning.memory import estimate_memory, state_bytes
 from tests.support import warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -8,11 +8,10 @@ import pytest
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
+from datasvc.planning.step import StepCosts, StepMode, step_time
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.trainer.recipes.profiling.command import main
-from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
-from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, step_time
 from tests.support import warm_python
 
 MODES = {str(mode) for mode in StepMode}

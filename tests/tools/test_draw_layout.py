@@ -4,7 +4,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from datasvc.trainer.recipes.layouts.layout import Layout, plan_layout
+from datasvc.planning.layout import Layout, plan_layout
 from tools.draw_layout import LAYERS, LAYOUT, PICTURE, draw_layout
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"

@@ -1,4 +1,4 @@
-"""The page Planner: equal to `datasvc cache plan --json` and to the prediction of steps."""
+"""The page Planner: equal to `datasvc plan cache --json` and to the prediction of steps."""
 
 import html as html_module
 import json
@@ -8,13 +8,12 @@ import shlex
 import pytest
 
 import datasvc
-from datasvc.cache.forecast.cost import format_money
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
-from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
-from datasvc.trainer.recipes.profiling.predict.predict import predict
+from datasvc.planning.cluster import Cluster, Link
+from datasvc.planning.cost import format_money
+from datasvc.planning.prediction import predict
+from datasvc.planning.step import StepCosts
 from datasvc.ui.pages.planning.planner_form import PlannerForm
-from datasvc.ui.pages.planning.step_prediction import predict_steps
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.page import Query
 from tests.cli.command import run
@@ -42,8 +41,8 @@ COSTS = {
 def test_the_forecast_is_that_of_the_command_on_the_page(ui, query):
     page = ui.json(f"/planner?{query}", "plan")
     html = ui.get(f"/planner?{query}")[2]
-    command = html.partition('data-copy="datasvc cache plan')[2].partition('"')[0]
-    printed = json.loads(run("cache", "plan", *shlex.split(command)).stdout)
+    command = html.partition('data-copy="datasvc plan cache')[2].partition('"')[0]
+    printed = json.loads(run("plan", "cache", *shlex.split(command)).stdout)
     assert page == printed
     assert printed["first_epoch"]["used_bytes"] > 0
 
@@ -61,9 +60,9 @@ def test_with_prices_the_page_shows_the_cost_as_the_command_does(filled, tmp_pat
         for query, rows in (("", 2), ("&epochs=90", 3)):
             address = f"/planner?data=pets@1&budget=150&batch=8&nodes=2{query}"
             html = server.get(address)[2]
-            command = html_module.unescape(html.partition('data-copy="datasvc cache plan')[2].partition('"')[0])
+            command = html_module.unescape(html.partition('data-copy="datasvc plan cache')[2].partition('"')[0])
             planned = server.json(address, "plan")
-            assert planned == json.loads(run("cache", "plan", *shlex.split(command)).stdout)
+            assert planned == json.loads(run("plan", "cache", *shlex.split(command)).stdout)
             cost = planned["cost"]
             table = html.partition('<section aria-label="Cost">')[2].partition("</section>")[0]
             assert table.count("<tr>") == 1 + rows
@@ -113,13 +112,13 @@ def test_the_curve_over_budgets_reaches_twice_the_data_and_says_where_nothing_fi
 
 def test_steps_are_predicted_from_the_numbers_of_the_form():
     form = PlannerForm.parse(Query(forward_ms="10", backward_ms="20", gradients_mb="100", nodes="4", link="8"))
-    found = predict_steps(form)
+    found = form.predict_steps()
     by_nodes = {each.cluster.num_nodes: each for each in found.predictions}
     assert by_nodes[1].step_s["overlapped"] == pytest.approx(0.03)
     # A ring sends 2 * 3/4 of the gradients of 100 MB over 1 GB/s, after the backward pass or beside it.
     assert by_nodes[4].step_s["prefetched"] == pytest.approx(0.03 + 0.15 + 8 * 6 * 50e-6, rel=1e-6)
     assert 0.15 < by_nodes[4].step_s["overlapped"] < by_nodes[4].step_s["prefetched"]
-    assert found.images_per_second(4) == pytest.approx(4 * 256 / by_nodes[4].step_s["overlapped"])
+    assert found.samples_per_s(4) == pytest.approx(4 * 256 / by_nodes[4].step_s["overlapped"])
     assert found.limit.startswith("communication-bound")
 
 
@@ -136,13 +135,13 @@ def test_the_answer_comes_before_the_form_in_plain_words(ui):
 
 def test_steps_are_predicted_from_the_costs_of_a_profile():
     form = PlannerForm.parse(Query(costs=json.dumps({"costs": COSTS}), nodes="2", gpus="4", link="100"))
-    found = predict_steps(form)
+    found = form.predict_steps()
     expected = predict(StepCosts.from_dict(COSTS), Cluster(2, Link(12.5e9, 50e-6), 4))
     assert next(each for each in found.predictions if each.cluster.num_nodes == 2) == expected
 
 
 def test_without_times_of_a_step_nothing_is_predicted(ui):
-    assert predict_steps(PlannerForm.parse(Query())) is None
+    assert PlannerForm.parse(Query()).predict_steps() is None
     assert "steps" not in json.loads(ui.get("/api/planner?budget=150&batch=8")[2])
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 import datasvc.trainer as hvd
+from datasvc.planning.candidates import Candidate
+from datasvc.planning.memory import estimate_memory, state_bytes
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.layouts.parts import to_local
-from datasvc.trainer.recipes.planning.candidate import Candidate
 from datasvc.trainer.recipes.planning.count_costs import count_costs
-from datasvc.trainer.recipes.planning.memory import estimate_memory, state_bytes
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import build_learner, choose_place
@@ -75,7 +75,7 @@ def layout_memory(options: Options) -> Report:
         layout = line.pop("layout")
         for kind, size_bytes in line.items():
             found[layout][kind].append(size_bytes)
-    report = Report("Memory of a rank by layout", "estimated: by `python -m datasvc.trainer plan`")
+    report = Report("Memory of a rank by layout", "estimated: by `datasvc plan layouts`")
 
     def states(layout: str, prefix: str = "") -> list[float]:
         kinds = [found[layout][f"{prefix}{kind}"] for kind in _STATES]

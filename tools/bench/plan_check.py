@@ -16,18 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import datasvc.trainer as hvd
+from datasvc.planning.candidates import GLOO, Candidate, Choices, ExecutionTraits
+from datasvc.planning.cluster import Cluster, Link
+from datasvc.planning.layout_step import ComputeTimes, PlannedWork, estimate_step
+from datasvc.planning.memory import state_bytes
+from datasvc.planning.model_costs import ModelCosts, transformer_costs
+from datasvc.planning.ranking import rank_layouts
 from datasvc.processors import count_processors
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout
 from datasvc.trainer.recipes.layouts.tensor import divide_layers, find_tensor_plan
 from datasvc.trainer.recipes.models.gpt import GPT
-from datasvc.trainer.recipes.planning.candidate import Candidate
-from datasvc.trainer.recipes.planning.enumerate import Choices
-from datasvc.trainer.recipes.planning.execution_traits import GLOO, ExecutionTraits
-from datasvc.trainer.recipes.planning.memory import state_bytes
-from datasvc.trainer.recipes.planning.model_costs import ModelCosts, transformer_costs
-from datasvc.trainer.recipes.planning.ranking import PlannedWork, rank_layouts
-from datasvc.trainer.recipes.planning.step_time import ComputeTimes, estimate_step
-from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
 from tools.bench.ranks import Step, say, time_block
 from tools.bench.runner import Options, Report, bench, run_ranks, turns
 
@@ -51,7 +49,7 @@ Seconds = Mapping[str, Sequence[float]]
     strict={"action": "store_true", "help": "fail if the order of the best three is another one"},
 )
 def plan_check(options: Options) -> Iterator[Report]:
-    """Estimated by measured step time of the layouts that `datasvc.trainer plan` ranks first, on four ranks.
+    """Estimated by measured step time of the layouts that `datasvc plan layouts` ranks first, on four ranks.
 
     A small GPT with many parameters for its tokens, so that layouts differ in what they send; gloo over the loopback.
     Every repeat measures compute times and the loopback, estimates the step of each layout from them, and runs the
@@ -214,7 +212,13 @@ class Parts:
 def estimate(costs: ModelCosts, candidate: Candidate, times: ComputeTimes, link: Link) -> float:
     """Return the estimated seconds of a step."""
     cluster = Cluster(1, link, dist.get_world_size())
-    return estimate_step(costs, candidate, times, STATES, cluster, precision="fp32", traits=choose_traits()).step_s
+    return estimate_step(plan_work(costs, times), candidate, cluster).step_s
+
+
+def plan_work(costs: ModelCosts, times: ComputeTimes) -> PlannedWork:
+    """Return the training run of all ranks."""
+    global_batch = MICRO_BATCH * PASSES_PER_RANK * dist.get_world_size()
+    return PlannedWork(costs, times, STATES, "fp32", global_batch, traits=choose_traits())
 
 
 def choose_traits() -> ExecutionTraits:
@@ -224,10 +228,8 @@ def choose_traits() -> ExecutionTraits:
 
 def choose_candidates(costs: ModelCosts, times: ComputeTimes, link: Link, number: int) -> list[Candidate]:
     """Return the candidates of the best layouts of the ranking, equal on all ranks."""
-    size = dist.get_world_size()
-    workload = PlannedWork(costs, times, STATES, "fp32", MICRO_BATCH * PASSES_PER_RANK * size, traits=choose_traits())
     choices = Choices((MICRO_BATCH,), recompute=(False,), schedules=("1f1b",), zero_stages=(2, 3))
-    ranking = rank_layouts(workload, Cluster(1, link, size), choices)
+    ranking = rank_layouts(plan_work(costs, times), Cluster(1, link, dist.get_world_size()), choices)
     chosen = [[each.candidate for each in ranking.ranked[:number]]]
     dist.broadcast_object_list(chosen)
     return chosen[0]

@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import datasvc.trainer as hvd
+from datasvc.planning.cluster import Cluster, Link, all_ranks, all_reduce_s
 from datasvc.trainer.recipes.models import build_model
-from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
-from datasvc.trainer.recipes.profiling.predict.collectives import all_ranks, all_reduce_s
 from tools.bench.ranks import say, time_block
 from tools.bench.runner import ROOT, Options, Report, bench, call_command, environment, turns
 

@@ -21,7 +21,7 @@ _PROGRAMS = {
     "datasvc-run": ["-m", "datasvc.trainer.launch", "--help"],
     "python -m datasvc.trainer": ["-m", "datasvc.trainer", "--help"],
     "python -m datasvc.trainer profile": ["-m", "datasvc.trainer", "profile", "--help"],
-    "python -m datasvc.trainer plan": ["-m", "datasvc.trainer", "plan", "--help"],
+    "datasvc plan layouts": ["-m", "datasvc", "plan", "layouts", "--help"],
 }
 
 

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import datasvc.trainer as hvd
+from datasvc.planning.layout import Layout
 from datasvc.trainer.env.environment import read_placement
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout
-from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters
 from datasvc.trainer.recipes.models.gpt import GPT
 

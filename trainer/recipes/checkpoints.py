@@ -29,10 +29,10 @@ from datasvc.models.restoring.restore import IntoState
 from datasvc.models.restoring.stored_version import StoredVersion
 from datasvc.models.versions.execution import Parallelism
 from datasvc.models.versions.tracker_runs import TRACKERS, config_of_run, runs_in_config
+from datasvc.planning.layout import AXES, Layout
 from datasvc.progress import NO_PROGRESS, byte_progress
 from datasvc.repository import Resolved
 from datasvc.trainer.recipes import random_state
-from datasvc.trainer.recipes.layouts.layout import AXES, Layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.model_check import MODEL_SIZES, check_sizes, describe_misfit, describe_whole_model
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale

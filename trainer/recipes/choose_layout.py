@@ -7,8 +7,8 @@ from torch import nn
 
 import datasvc
 from datasvc.errors import ConfigError
+from datasvc.planning.layout import Layout, check_batch, check_layout, parse_layout
 from datasvc.trainer.recipes.layouts.divided_model import read_sizes
-from datasvc.trainer.recipes.layouts.layout import Layout, check_batch, check_layout, parse_layout
 from datasvc.trainer.recipes.layouts.shard import find_units
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import datasvc.trainer as hvd
+from datasvc.planning.layout import Layout, plan_layout
 from datasvc.trainer.recipes.layouts.divided_model import DividedModel, new_group
-from datasvc.trainer.recipes.layouts.layout import Layout, plan_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer, ZeroOptimizer
 from datasvc.trainer.recipes.optimizers.lamb import LAMB
 from datasvc.trainer.recipes.optimizers.lars import LARS

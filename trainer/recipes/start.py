@@ -24,6 +24,7 @@ from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.environment import describe_environment
 from datasvc.node.peers import open_peers
 from datasvc.node.ranks import RankNodes
+from datasvc.planning.layout import AXES, Layout, check_layout, plan_layout
 from datasvc.processors import count_processors
 from datasvc.runs import RunLog
 from datasvc.trainer.recipes import random_state
@@ -35,7 +36,6 @@ from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.initial_weights import initialise
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout, read_sizes, sizes_of
-from datasvc.trainer.recipes.layouts.layout import AXES, Layout, check_layout, plan_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.layouts.shard import recompute_activations
 from datasvc.trainer.recipes.make_optimizer import (

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import datasvc.trainer as hvd
+from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.layouts.divided_model import DividedModel
-from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.reporting.step_parts import Mark, mark_nothing
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan

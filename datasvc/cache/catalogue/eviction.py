@@ -1,6 +1,6 @@
 """Eviction policy: a pure function of the next uses that jobs have declared.
 
-The cache (`space`) and its simulation (`datasvc.cache.forecast`) use the same policy.
+The cache (`space`) and its simulation (`datasvc.planning`) use the same policy.
 
 Of all resident objects that are not in use, the one with the furthest next use is evicted first. This is Belady's
 rule (L. A. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966); it is possible because

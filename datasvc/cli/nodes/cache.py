@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from datasvc.cli.nodes.cache_plan import placement, plan
 from datasvc.cli.nodes.options import (
     BudgetOption,
     CacheOption,
@@ -45,8 +44,6 @@ _TLS_OPTIONS: Final = ("ca", "tls_name")
 _WITHOUT_PEERS: Final = "is for the connections to peers, but there is no --peers"
 
 app = typer.Typer(no_args_is_help=True, help="The cache of this node.")
-app.command()(plan)
-app.command()(placement)
 
 
 def stage(
@@ -356,3 +353,34 @@ def _print_staged(name: str, report: StageReport, *, as_json: bool, verb: str = 
 
 def _maximum_text(maximum_bytes: int | None) -> str:
     return "the whole budget" if maximum_bytes is None else format_size(maximum_bytes)
+
+
+@app.command()
+def placement(
+    ref: RefArgument,
+    repo: RepoOption,
+    node: Annotated[
+        list[str], typer.Option(metavar="URL", help="All nodes, in the spelling that they have of each other.")
+    ],
+    failed: Annotated[
+        list[str] | None, typer.Option(metavar="URL", help="Those of them that do not respond.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show which node owns how many shards, and so reads them from the origin for all nodes.
+
+    Example: datasvc cache placement pets@1 --node http://a:8765 --node http://b:8765
+    """
+    from datasvc.cache.peers.shard_owners import count_shard_owners
+    from datasvc.repository import Repository
+
+    found = count_shard_owners(Repository.open(repo), ref, node, failed=failed or ())
+    if as_json:
+        print_json(found)
+        return
+    rows = [
+        (url, counts["owns"]["shards"], format_size(counts["owns"]["bytes"]), counts["serves"]["shards"],
+         format_size(counts["serves"]["bytes"]))
+        for url, counts in found["nodes"].items()
+    ]  # fmt: skip
+    print_table(["node", "owns shards", "bytes", "serves shards", "bytes"], rows)

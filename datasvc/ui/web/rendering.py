@@ -12,8 +12,8 @@ from functools import partial
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from datasvc.cache.forecast.cost import format_money
 from datasvc.models.registry.diff import tree_leaves
+from datasvc.planning.cost import format_money
 from datasvc.printable import count_text, escape_controls
 from datasvc.sizes import format_size
 from datasvc.ui.web import links

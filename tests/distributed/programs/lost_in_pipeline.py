@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import datasvc.trainer as hvd
+from datasvc.planning.layout import parse_layout
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout
-from datasvc.trainer.recipes.layouts.layout import parse_layout
 from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining_lost_ranks
 from datasvc.trainer.recipes.models.gpt import GPT
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import datasvc.trainer as hvd
-from datasvc.trainer.recipes.layouts.layout import Layout
+from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes.make_optimizer import build_optimizer, set_rate
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.settings.batch_plan import BatchPlan

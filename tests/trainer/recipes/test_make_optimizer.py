@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import datasvc.trainer as hvd
+from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes import make_optimizer
-from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.optimizers import lamb, lars
 from datasvc.trainer.recipes.optimizers.lamb import LAMB
 from datasvc.trainer.recipes.optimizers.lars import LARS

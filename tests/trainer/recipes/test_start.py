@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import datasvc.trainer as hvd
+from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes import start
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions
-from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.settings.batch_plan import plan_batches
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.groups.cache import CacheSettings

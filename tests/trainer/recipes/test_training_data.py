@@ -20,9 +20,9 @@ from datasvc.loaders import (
     TokenFormat,
 )
 from datasvc.models import describe_model
+from datasvc.planning.layout import Layout
 from datasvc.repository import Repository
 from datasvc.shards import ingest
-from datasvc.trainer.recipes.layouts.layout import Layout
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.groups.data import TokenSettings
 from datasvc.trainer.recipes.settings.groups.decoding import DecodeSettings

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import datasvc.trainer as hvd
-from datasvc.trainer.recipes.layouts.context import ContextSplit
-from datasvc.trainer.recipes.layouts.layout import (
+from datasvc.planning.layout import (
     Layout,
     LayoutPlan,
     ModelSizes,
@@ -23,6 +22,7 @@ from datasvc.trainer.recipes.layouts.layout import (
     plan_layout,
     stages_per_rank,
 )
+from datasvc.trainer.recipes.layouts.context import ContextSplit
 from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import recompute_activations, shard_parameters

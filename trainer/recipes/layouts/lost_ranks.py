@@ -26,8 +26,8 @@ from torch.distributed.distributed_c10d import Store, _get_default_store, _world
 import datasvc.trainer as hvd
 from datasvc.errors import DatasvcError
 from datasvc.models.saving.rank_channel import LostRankError
+from datasvc.planning.layout import LOST_AFTER_S
 from datasvc.trainer.errors import HorovodInternalError
-from datasvc.trainer.recipes.layouts.layout import LOST_AFTER_S
 
 _LOG = logging.getLogger(__name__)
 

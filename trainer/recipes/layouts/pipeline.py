@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from datasvc.trainer.recipes.layouts.layout import stages_per_rank
+from datasvc.planning.layout import stages_per_rank
 
 _SCHEDULES: Final[Mapping[str, Any]] = {
     "gpipe": ScheduleGPipe,

@@ -1,5 +1,1 @@
-"""Estimates memory and step time of the layouts of a training run, and ranks them.
-
-`model_costs` describes a model, `memory` and `step_time` estimate one candidate, `ranking` compares all candidates of
-`enumerate`. These are pure. `command` is the command line.
-"""
+"""`datasvc plan layouts`: the command line, and the costs of the models of the registry, for `datasvc.planning`."""

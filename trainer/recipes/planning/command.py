@@ -1,4 +1,4 @@
-"""`python -m datasvc.trainer plan`: the command line. It is checked before torch is imported."""
+"""`datasvc plan layouts`: the command line. It is checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -9,26 +9,81 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
 
 from datasvc.errors import ConfigError
-from datasvc.sizes import parse_size
-from datasvc.trainer.launch.one_line_parser import OneLineParser
-from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES, Layout
-from datasvc.trainer.recipes.planning.enumerate import ZERO_STAGES, Choices
-from datasvc.trainer.recipes.planning.execution_traits import GLOO, GPUS, ExecutionTraits
-from datasvc.trainer.recipes.planning.measured import MeasuredStep, read_measured
-from datasvc.trainer.recipes.planning.memory import state_bytes
-from datasvc.trainer.recipes.planning.ranking import PlannedWork, rank_layouts
-from datasvc.trainer.recipes.planning.step_time import rate_compute
-from datasvc.trainer.recipes.profiling.predict.cluster import (
+from datasvc.planning.candidates import GLOO, GPUS, ZERO_STAGES, Choices, ExecutionTraits
+from datasvc.planning.cluster import (
     Cluster,
     add_cluster_options,
     parse_bandwidth,
     parse_clusters,
 )
+from datasvc.planning.layout import PIPELINE_SCHEDULES, Layout
+from datasvc.planning.layout_step import ComputeTimes, PlannedWork, rate_compute
+from datasvc.planning.memory import state_bytes
+from datasvc.planning.ranking import rank_layouts
+from datasvc.planning.step import StepCosts
+from datasvc.sizes import parse_size
+from datasvc.trainer.launch.one_line_parser import OneLineParser
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.options import parse_options
+
+# Settings on which the measured times depend.
+_SAME_SETTINGS: Final = ("vocabulary", "precision", "optimizer", "size")
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """What a plan takes from a profile.
+
+    Attributes:
+        times: compute times of one rank with the whole model.
+        micro_batch: samples of the measured passes.
+        message_s: fixed cost of a collective.
+    """
+
+    times: ComputeTimes
+    micro_batch: int
+    message_s: float
+
+
+def read_measured(path: str, config: TrainConfig) -> MeasuredStep:
+    """Return the measured times of a profile of the training that `config` describes.
+
+    Raises:
+        ConfigError: the file is no profile, or was measured with another model or other settings.
+    """
+    try:
+        profile = json.loads(Path(path).read_text(encoding="utf-8"))
+        costs, measured = StepCosts.from_dict(profile["costs"]), profile["config"]
+        micro_batch = min(measured["micro_batch"] or costs.samples, costs.samples)
+        message_s, model = float(profile["message_s"]), measured["model"]
+        options = list(measured["model_option"])
+        settings = {name: measured[name] for name in _SAME_SETTINGS}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is no profile: {error!r}; write one with python -m datasvc.trainer profile --json"
+        ) from error
+    _check_same(path, config, {"model": model, "model_option": options, **settings})
+    times = ComputeTimes(costs.forward_s / costs.samples, costs.backward_s / costs.samples, costs.update_s)
+    return MeasuredStep(times, micro_batch, message_s)
+
+
+def _check_same(path: str, config: TrainConfig, measured: dict[str, Any]) -> None:
+    for name, value in measured.items():
+        planned: Any = getattr(config, name)
+        # A profile has the name of the model even if it is the default, and lists instead of tuples.
+        planned = config.model_or_default if name == "model" else planned
+        planned = list(planned) if isinstance(planned, tuple) else planned
+        if planned != value:
+            raise ConfigError(
+                f"{path} was measured with {name} {value!r}, and the plan has {planned!r}; "
+                f"give --{name.replace('_', '-')} as it was measured, or another profile"
+            )
+
 
 _NUM_CLASSES: Final = 1000
 _BACKENDS: Final = {"nccl": GPUS, "gloo": GLOO}
@@ -38,8 +93,8 @@ _FACTORS: Final = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
 _UNUSED: Final = ("--data", "plan", "--repo", "plan", "--name", "plan")
 
 
-def main(arguments: Sequence[str], *, prog: str = "python -m datasvc.trainer plan") -> None:
-    """Run `plan` with the arguments of a command line, on one process.
+def main(arguments: Sequence[str], *, prog: str = "datasvc plan layouts") -> None:
+    """Run `plan layouts` with the arguments of a command line, on one process.
 
     Args:
         arguments: arguments of the command line.

@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from datasvc.errors import ConfigError
+from datasvc.planning.model_costs import ModelCosts, PartCosts, transformer_costs
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.models.gpt import GPT, TransformerBlock
-from datasvc.trainer.recipes.planning.model_costs import ModelCosts, PartCosts, transformer_costs
 
 _NUM_SAMPLES = 2  # batch normalisation refuses a single value per channel
 _CHANNELS = 3

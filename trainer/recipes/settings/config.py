@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.layouts.layout import parse_sizes
+from datasvc.planning.layout import parse_sizes
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
 from datasvc.trainer.recipes.settings.groups.cache import CacheSettings
 from datasvc.trainer.recipes.settings.groups.checkpoints import CheckpointSettings, StartSettings

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.layouts.layout import LOST_AFTER_S, PipelineSchedule, parse_sizes
+from datasvc.planning.layout import LOST_AFTER_S, PipelineSchedule, parse_sizes
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup
 
 

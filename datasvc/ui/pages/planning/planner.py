@@ -7,18 +7,16 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final
 
-from datasvc.cache.forecast.cost import CostForecast, EpochCost, Prices
-from datasvc.cache.forecast.forecast import Forecast
-from datasvc.cache.forecast.plan_options import PlanOptions, RunPlan, plan_run
 from datasvc.drawing import ChartMark, ChartSeries, chart_table, line_chart
 from datasvc.errors import CacheFullError, ConfigError, DatasvcError
-from datasvc.order import OrderConfig
-from datasvc.printable import count_text
+from datasvc.planning.cache import Forecast
+from datasvc.planning.cost import Prices
+from datasvc.planning.prediction import StepPrediction
+from datasvc.planning.run_plan import PlanOptions, RunPlan, plan_run
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.sizes import format_size
 from datasvc.ui.pages.charts.layout import CHART_WIDTH
 from datasvc.ui.pages.planning.planner_form import NUMBERS, SLIDERS, PlannerForm
-from datasvc.ui.pages.planning.step_prediction import StepPrediction, predict_steps
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
@@ -59,14 +57,13 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
         "numbers": NUMBERS,
     }
     try:
-        steps = predict_steps(form)
+        steps = form.predict_steps()
     except ConfigError as error:
         steps = None
         problems.append(Problem(f"the time of steps is not predicted: {error}"))
     if steps is not None:
-        imports = "from datasvc.ui.pages.planning.planner_form import PlannerForm"
-        imports += "\nfrom datasvc.ui.pages.planning.step_prediction import predict_steps"
-        panels["steps"] = Panel(steps.to_dict(), python=f"{imports}\npredict_steps({form!r}).to_dict()")
+        line = "from datasvc.ui.pages.planning.planner_form import PlannerForm"
+        panels["steps"] = Panel(steps.to_dict(), python=f"{line}\n{form!r}.predict_steps().to_dict()")
         view["charts"] += _step_charts(steps, form)
     if data is not None:
         _add_plan(site, form, data, steps, panels, problems, view)
@@ -103,7 +100,7 @@ def _add_plan(
         problems.append(Problem(f"{version} has no split {form.split!r}; {split!r} is planned", severity="warning"))
     planned = PlannedSplit(version, split, splits[split].table)
     table, prices = planned.table, site.settings.prices
-    rate = form.images_per_second or (steps.images_per_second(form.nodes) / form.nodes if steps else None)
+    rate = form.images_per_second or (steps.samples_per_s(form.nodes) / form.nodes if steps else None)
     options = replace(
         form.plan_options(data_bytes=table.size_bytes, images_per_second=rate),
         prices=None if prices is None else Prices.read(prices),
@@ -111,7 +108,7 @@ def _add_plan(
     )
     view |= {"version": version, "split": split, "splits": list(splits), "options": options}
     values = {**_options(options, split), "--prices": None if prices is None else str(prices)}
-    command = site.command("cache", "plan", version, "--json", *_flags(options), options=values)
+    command = site.command("plan", "cache", version, "--json", *_flags(options), options=values)
     python = _python(site, version, split, options)
     try:
         plan = plan_run(table.samples_per_shard, table.bytes_per_shard, options)
@@ -120,7 +117,7 @@ def _add_plan(
         problems.append(Problem(str(error)))
     else:
         panels["plan"] = Panel(plan.to_dict(), command, python)
-        view |= {"plan": plan, "order": _order_text(plan.workload.order), "costs": _cost_rows(plan.cost)}
+        view["plan"] = plan
     view["charts"] = [*_plan_charts(planned, options, form, steps), *view["charts"]]
 
 
@@ -128,34 +125,18 @@ def _python(site: Site, version: str, split: str, options: PlanOptions) -> str:
     """Return the lines of Python that give the forecast."""
     prices = site.settings.prices
     given = repr(replace(options, prices=None))
-    imports = ["from datasvc.cache.forecast.plan_options import PlanOptions, plan_run"]
-    imports += ["from datasvc.cache.forecast.workload import Rates"]
+    imports = ["from datasvc.planning.run_plan import PlanOptions, plan_run"]
+    imports += ["from datasvc.planning.cache import Rates"]
     if prices is not None:
-        imports += ["from datasvc.cache.forecast.cost import Prices"]
+        imports += ["from datasvc.planning.cost import Prices"]
         given = given.replace("prices=None", f"prices=Prices.read({str(prices)!r})")
     table = f"table = datasvc.open({site.url!r}).dataset({version!r})[{split!r}].table"
     call = f"plan_run(table.samples_per_shard, table.bytes_per_shard, {given}).to_dict()"
     return "\n".join([*imports, table, call])
 
 
-def _order_text(order: OrderConfig) -> str:
-    if order.shuffle != "windowed" or order.block is None:
-        return order.shuffle or "that of the shard table"
-    return f"windowed, {count_text(order.lanes, 'lane')}, blocks of {count_text(order.block, 'sample')}"
-
-
-def _cost_rows(cost: CostForecast | None) -> list[tuple[str, EpochCost]]:
-    """Return the rows of the table of costs: the first epoch, each later one, and the run if its epochs are given."""
-    if cost is None:
-        return []
-    rows = [("first epoch", cost.first_epoch), ("each later epoch", cost.later_epochs)]
-    if cost.epochs is not None and cost.run is not None:
-        rows.append((count_text(cost.epochs, "epoch"), cost.run))
-    return rows
-
-
 def _options(options: PlanOptions, split: str) -> dict[str, str | None]:
-    """Return the options of `datasvc cache plan` with values."""
+    """Return the options of `datasvc plan cache` with values."""
     rates = options.rates
     return {
         "--budget": str(options.budget_bytes),
@@ -208,11 +189,11 @@ def _plan_charts(
         if any(value is not None for value in values):
             fed.append(ChartSeries(title, nodes, values, colour))
     if steps is not None:
-        fed.append(ChartSeries("trained", nodes, [steps.images_per_second(count) for count in nodes], "c0"))
+        fed.append(ChartSeries("trained", nodes, [steps.samples_per_s(count) for count in nodes], "c0"))
     if fed:
         here = ChartMark(form.nodes, f"chosen: {form.nodes} nodes")
         # Caches may feed a thousand times what is trained: the question is which of them is below it.
-        limit = None if steps is None else _FED_LIMIT * max(steps.images_per_second(count) for count in nodes)
+        limit = None if steps is None else _FED_LIMIT * max(steps.samples_per_s(count) for count in nodes)
         charts.append(_chart(fed, "Samples per second of all nodes", "samples/s", "nodes", here, limit))
     return charts
 

@@ -1,14 +1,18 @@
-"""The form of the Planner: its fields, and their values from the address of the page."""
+"""The form of the Planner: its fields, their values from the address of the page, and what they describe."""
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from datasvc.cache.forecast.plan_options import PlanOptions
-from datasvc.cache.forecast.workload import Rates
 from datasvc.errors import ConfigError
+from datasvc.planning.cache import Rates
+from datasvc.planning.cluster import Cluster, Link
+from datasvc.planning.prediction import StepPrediction, predict_steps
+from datasvc.planning.run_plan import PlanOptions
+from datasvc.planning.step import Message, StepCosts
 from datasvc.ui.web.page import Query
 
 MAX_NODES: Final = 64
@@ -119,10 +123,38 @@ class PlannerForm:
         powers = [1 << power for power in range(math.ceil(math.log2(largest)) + 1)]
         return sorted({*powers, self.nodes})
 
-    @property
-    def link_bytes_per_s(self) -> float:
-        """Bandwidth of a node's link."""
-        return self.link * _GBIT_BYTES
+    def predict_steps(self) -> StepPrediction | None:
+        """Return the prediction of steps; None if the form has no times of a step.
+
+        Raises:
+            ConfigError: the costs of the form are not those of a profile, or contradict each other.
+        """
+        if not self.costs and not (self.forward_ms or self.backward_ms):
+            return None
+        costs = _parse_costs(self.costs) if self.costs else self._step_costs()
+        cluster = Cluster(self.nodes, Link(self.link * _GBIT_BYTES, self.latency_us / 1e6), self.gpus)
+        return predict_steps(costs, cluster, self.node_counts())
+
+    def _step_costs(self) -> StepCosts:
+        """Return the costs of a step whose gradients become ready evenly during the backward pass."""
+        forward_s, backward_s, loader_s = self.forward_ms / 1e3, self.backward_ms / 1e3, self.loader_ms / 1e3
+        messages = tuple(
+            Message(int(self.gradients_mb * 1e6 / self.buckets), forward_s + backward_s * number / self.buckets, 0.0)
+            for number in range(1, self.buckets + 1)
+        )
+        return StepCosts(
+            io_s=loader_s,
+            ahead_s=loader_s,
+            caller_s=0.0,
+            transfer_s=0.0,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            launch_s=0.0,
+            messages=messages,
+            skew_s=0.0,
+            update_s=self.update_ms / 1e3,
+            samples=self.batch,
+        )
 
 
 SLIDERS: Final = {
@@ -157,3 +189,15 @@ def _positive(query: Query, name: str, default: float) -> float:
     if not 0 <= value < 1e12:
         raise ConfigError(f"{name}={text[:40]!r} is not valid; expected a number, not below 0")
     return value
+
+
+def _parse_costs(text: str) -> StepCosts:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"the costs are not JSON: {error}; paste the value of `costs` of `profile --json`"
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigError("the costs are not a JSON object; paste the value of `costs` of `profile --json`")
+    return StepCosts.from_dict(values.get("costs", values))

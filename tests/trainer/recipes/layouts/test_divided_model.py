@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import datasvc.trainer as hvd
+from datasvc.planning.layout import Layout, plan_layout
 from datasvc.trainer.recipes.layouts import divided_model
 from datasvc.trainer.recipes.layouts.divided_model import DividedModel, LayoutOptions, apply_layout
-from datasvc.trainer.recipes.layouts.layout import Layout, plan_layout
 
 
 @pytest.fixture

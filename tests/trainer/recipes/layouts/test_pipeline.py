@@ -11,8 +11,8 @@ from torch.distributed.pipelining import (
 )
 
 import datasvc.trainer as hvd
+from datasvc.planning.layout import PIPELINE_SCHEDULES, ModelSizes, stages_per_rank
 from datasvc.trainer.recipes.layouts.divided_model import find_tied_weights, read_sizes
-from datasvc.trainer.recipes.layouts.layout import PIPELINE_SCHEDULES, ModelSizes, stages_per_rank
 from datasvc.trainer.recipes.layouts.pipeline import Pipeline, join_stages, plan_stages
 from datasvc.trainer.recipes.layouts.shard import find_units
 from datasvc.trainer.recipes.models import build_model

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from datasvc.errors import ConfigError
+from datasvc.planning.model_costs import transformer_costs
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.models.gpt import TransformerBlock
 from datasvc.trainer.recipes.planning.count_costs import count_costs, run_forward
-from datasvc.trainer.recipes.planning.model_costs import transformer_costs
 
 
 class CausalBlock(TransformerBlock):

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from datasvc.trainer.recipes.layouts.layout import Layout
+from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes.reporting.rank_times import RankTimes, describe_ranks
 from datasvc.trainer.recipes.reporting.step_parts import StepParts
 from datasvc.trainer.recipes.settings.config import TrainConfig

@@ -15,14 +15,13 @@ import torch
 
 import datasvc.trainer as hvd
 from datasvc.loaders.profiling.step_times import Stage, TimeSpan, Totals
+from datasvc.planning.step import StepCosts, StepMode
 from datasvc.trainer.recipes.profiling.measure.contention import measure_contention
 from datasvc.trainer.recipes.profiling.measure.layer_times import synchronize
 from datasvc.trainer.recipes.profiling.measure.messages import StepTraffic, plan_messages
 from datasvc.trainer.recipes.profiling.measure.profile import MeasuredRound
 from datasvc.trainer.recipes.profiling.measure.profiled_run import ProfiledRun
 from datasvc.trainer.recipes.profiling.measure.timed_step import BESIDE, OWN, PARTS, WALL, StepPartTimer
-from datasvc.trainer.recipes.profiling.predict.costs import StepCosts
-from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 from datasvc.trainer.recipes.update import update
 
 # The rows of a table of `StepPartTimer`.

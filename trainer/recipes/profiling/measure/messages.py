@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import datasvc.trainer as hvd
+from datasvc.planning.step import Message
 from datasvc.trainer.gradients.buckets import BUCKET_BYTES, plan_buckets
 from datasvc.trainer.job import runtime
 from datasvc.trainer.recipes.profiling.measure.layer_times import LayerTimer, LayerTimes, choose_clock, synchronize
 from datasvc.trainer.recipes.profiling.measure.layers import time_pass
 from datasvc.trainer.recipes.profiling.measure.profiled_run import ProfiledRun
-from datasvc.trainer.recipes.profiling.predict.costs import Message
 
 _REPEATS: Final = 7
 _WARM_UP_PASSES: Final = 2

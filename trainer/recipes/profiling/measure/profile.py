@@ -11,12 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from datasvc.planning.prediction import Prediction, find_limit
+from datasvc.planning.step import Message, StepCosts, StepMode, exposed_reduce_s, step_time
 from datasvc.trainer.recipes.profiling.measure.layers import LayerCost, Layers
 from datasvc.trainer.recipes.profiling.measure.messages import StepTraffic
-from datasvc.trainer.recipes.profiling.predict.costs import Message, StepCosts
-from datasvc.trainer.recipes.profiling.predict.limit import find_limit
-from datasvc.trainer.recipes.profiling.predict.predict import Prediction
-from datasvc.trainer.recipes.profiling.predict.step_time import StepMode, exposed_reduce_s, step_time
 from datasvc.trainer.recipes.settings.config import TrainConfig
 
 _MAX_AHEAD_OVER_IO: Final = 1.1  # if `ahead_over_io` is larger in most rounds, the profile has a note

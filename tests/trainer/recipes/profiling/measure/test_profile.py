@@ -6,14 +6,14 @@ import json
 import pytest
 
 from datasvc.loaders.profiling.step_times import Stage, Totals
+from datasvc.planning.cluster import Cluster, Link
+from datasvc.planning.prediction import predict
 from datasvc.trainer.recipes.profiling.measure.layers import Layers
 from datasvc.trainer.recipes.profiling.measure.measure import _caller_s
 from datasvc.trainer.recipes.profiling.measure.messages import StepTraffic
 from datasvc.trainer.recipes.profiling.measure.profile import MeasuredRound, Profile
-from datasvc.trainer.recipes.profiling.predict.cluster import Cluster, Link
-from datasvc.trainer.recipes.profiling.predict.predict import predict
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from tests.trainer.recipes.profiling.steps import EXAMPLE
+from tests.planning.examples import EXAMPLE
 
 CONFIG = TrainConfig(data="d", repo="r", name="n", model="resnet18", prefetch=4)
 CLUSTER = Cluster(16, Link(1.25e9, 50e-6), 8)

@@ -5,6 +5,7 @@ import torch
 
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
+from datasvc.planning.step import StepMode
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.trainer.recipes.profiling.measure.layer_times import HostClock, LayerTimer
@@ -13,7 +14,6 @@ from datasvc.trainer.recipes.profiling.measure.measure import Bench
 from datasvc.trainer.recipes.profiling.measure.messages import measure_traffic
 from datasvc.trainer.recipes.profiling.measure.profiled_run import open_profiled_run
 from datasvc.trainer.recipes.profiling.measure.timed_step import PARTS
-from datasvc.trainer.recipes.profiling.predict.step_time import StepMode
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import compile_model
 from datasvc.trainer.recipes.update import update

@@ -1,1 +1,0 @@
-"""Predicts hits and traffic of a cache before a run starts, by simulation. Pure."""

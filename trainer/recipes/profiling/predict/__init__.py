@@ -1,1 +1,0 @@
-"""Predicts the duration of a training step on other clusters. Pure."""
