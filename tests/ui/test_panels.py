@@ -4,8 +4,6 @@ import html as html_module
 import json
 import re
 import shlex
-import socket
-from contextlib import contextmanager
 from urllib.parse import quote
 
 import pytest
@@ -16,6 +14,7 @@ from datasvc.runs import RunLog
 from datasvc.ui.pages import runs as runs_page
 from tests.cli.command import run
 from tests.loaders.echo import EchoLoader, write_numbers
+from tests.support.ports import reserved_ports
 from tests.ui.conftest import fill_repository, running_ui
 
 SEARCH = "a search asks about names, runs, keys and digests at once; each match leads to a page with a command"
@@ -25,15 +24,6 @@ WITHOUT = {
 }
 # Search says what it has not searched only if there is something.
 UNSHOWN = {"notes", "not_searched", "searched"}
-
-
-@contextmanager
-def closed_nodes():
-    """Yield the URLs of two nodes that do not respond: a port that is bound but not listening refuses connections."""
-    with socket.socket() as first, socket.socket() as second:
-        for each in (first, second):
-            each.bind(("127.0.0.1", 0))
-        yield tuple(f"http://127.0.0.1:{each.getsockname()[1]}" for each in (first, second))
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +38,11 @@ def served(tmp_path_factory):
         with RunLog.open(repo.repository, "cnn", data=["pets@2"]) as log:
             log.report("step", step=1, loss=1.0)
     with (
-        closed_nodes() as nodes,
+        reserved_ports(2) as ports,  # of nodes that do not respond
         pytest.MonkeyPatch.context() as patch,
-        running_ui(folder / "repo", nodes=nodes, ledgers=folder / "ledgers") as server,
+        running_ui(
+            folder / "repo", nodes=tuple(f"http://127.0.0.1:{port}" for port in ports), ledgers=folder / "ledgers"
+        ) as server,
     ):
         patch.setattr(runs_page, "_RUNS_PER_PAGE", 2)
         yield server, log.id

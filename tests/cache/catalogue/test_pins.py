@@ -12,6 +12,7 @@ from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.errors import CacheFullError, CorruptDataError, NotFoundError
 from datasvc.shards import ingest, open_dataset
 from tests.cache.processes import run_python
+from tests.support.gate import Gate
 
 
 @pytest.fixture
@@ -169,15 +170,13 @@ def test_a_damaged_pin_says_what_to_do(tmp_path, content):
 def test_a_pin_waits_for_another_of_its_name_and_is_not_undone_with_it(tmp_path, splits, monkeypatch):
     """Else the one that fails would let go of what the other, done meanwhile, was told is kept."""
     with Cache(tmp_path / "cache", budget="1MB") as cache:
-        failing, time_to_fail, done = threading.Event(), threading.Event(), []
-        real = cache.stage
+        gate, real, done = Gate(), cache.stage, []
+        gate.error = CacheFullError("no room")
 
         def stage(wanted, progress):
-            if failing.is_set():
-                return real(wanted, progress)
-            failing.set()
-            assert time_to_fail.wait(20)
-            raise CacheFullError("no room")
+            if not gate.begun.is_set():
+                gate.wait()
+            return real(wanted, progress)
 
         monkeypatch.setattr(cache, "stage", stage)
 
@@ -187,13 +186,12 @@ def test_a_pin_waits_for_another_of_its_name_and_is_not_undone_with_it(tmp_path,
 
         first = threading.Thread(target=fail)
         first.start()
-        assert failing.wait(20)
+        gate.begun.wait()
         second = threading.Thread(target=lambda: done.append(cache.pin("x", [splits["train"]])))
         third = threading.Thread(target=lambda: cache.pin("other", [splits["train"]]))
         second.start(), third.start()
-        third.join(20)
-        assert not third.is_alive()  # of another name: it waits for nobody
-        time_to_fail.set()
+        third.join()  # of another name: it does not wait
+        gate.open()
         first.join(), second.join()
         assert done
         digests = {info.digest for info in splits["train"].table.shards()}

@@ -25,6 +25,7 @@ from tests.cache.peer_server import PeerServer, Strangers
 from tests.cache.sources import object_source_laws
 from tests.cache.sources.object_source_laws import ObjectSourceLaws
 from tests.dripping_server import DrippingServer
+from tests.support.ports import reserved_ports
 
 CONTENT = bytes(range(251)) * 20000
 INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
@@ -162,8 +163,8 @@ def test_a_port_where_nobody_listens_and_one_that_never_accepts_are_given_up():
             ask(peers_at(url, HASTY))
         for client in clients:
             client.close()
-    with pytest.raises(UnavailableError, match="refused"):
-        ask(peers_at(url))
+    with reserved_ports(1) as (port,), pytest.raises(UnavailableError, match="refused"):
+        ask(peers_at(f"http://127.0.0.1:{port}"))
 
 
 def test_a_token_opens_the_door_and_is_in_no_message():

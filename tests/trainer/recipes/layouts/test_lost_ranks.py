@@ -14,6 +14,7 @@ from datasvc.models.saving.rank_channel import LostRankError
 from datasvc.trainer.recipes import train
 from datasvc.trainer.recipes.layouts import lost_ranks
 from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, SilenceTimer, explaining_lost_ranks
+from tests.support.gate import Gate
 
 
 class SharedStore:
@@ -158,20 +159,12 @@ def test_a_rank_that_hangs_while_it_ends_after_an_error_is_ended(watch, monkeypa
 
 
 def test_a_store_that_does_not_answer_is_reported(watch):
-    class StoppedStore(SharedStore):
-        def __init__(self):
-            super().__init__()
-            self.goes_on = threading.Event()
-
-        def check(self, keys):
-            self.goes_on.wait(60)
-            return super().check(keys)
-
-    store = StoppedStore()
+    store, gate = SharedStore(), Gate()
+    store.check = gate.before(store.check)
     stopped = watch(store, 0, lost_after_s=0.02)
     assert watch.ended.get(timeout=30) == 0
     assert "the store of the job has not answered for 0.2 s" in str(stopped.explain(RuntimeError("gloo")))
-    store.goes_on.set()
+    gate.open()
 
 
 def test_a_lost_store_does_not_hide_the_error_of_the_step(watch):
