@@ -16,11 +16,12 @@ from hypothesis import settings
 
 from datasvc.repository import Repository
 from datasvc.shards import DatasetVersion, ingest, open_dataset
-from tests import azure_server, gcs_process, required, s3_server, selection, servers
+from tests import required, selection
 from tests.examples import FAST
-from tests.moto_process import KEY, SECRET, MotoServer
 from tests.said import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown, say  # noqa: F401 - hooks
 from tests.samples import write_folder
+from tests.support import azure_server, gcs_process, s3_server, servers
+from tests.support.moto_process import KEY, SECRET, MotoServer
 from tests.support.ports import reserved_ports
 
 # A slow machine is no failure: what a property costs is not what its test is about. Equal code gets equal examples, a
@@ -93,7 +94,7 @@ def s3_bucket(tmp_path_factory):
     """Return the URL of a new bucket on a server that runs for the session.
 
     That is the one that AWS_ENDPOINT_URL names, else a Ceph gateway started here where it is installed, else moto's,
-    which is in the dev extra; the end of the test run says which. `tests/servers.py` can ask for moto's.
+    which is in the dev extra; the end of the test run says which. `tests/support/servers.py` can ask for moto's.
     """
     import s3fs
 

@@ -19,7 +19,7 @@ from datasvc.order import (
     slice_step,
 )
 from tests.examples import examples
-from tests.live_shards import live_shards
+from tests.support.live_shards import live_shards
 
 shard_sizes = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(sum)
 

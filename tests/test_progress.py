@@ -5,7 +5,7 @@ import os
 import pytest
 
 from datasvc.progress import byte_progress
-from tests.terminals import read_terminal
+from tests.support.terminals import read_terminal
 
 
 @pytest.fixture(autouse=True)

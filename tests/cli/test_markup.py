@@ -13,7 +13,7 @@ from datasvc.trainer.recipes.reporting.events import TerminalEvents
 from tests.cli.command import run
 from tests.models.entries import commit_entry
 from tests.shards.written_versions import write_version
-from tests.terminals import read_terminal
+from tests.support.terminals import read_terminal
 
 ODD = "moved to [/data] [train] [bold]x \x1b[31mred\x07\nnext \N{SNOWMAN}"
 SHOWN = r"moved to [/data] [train] [bold]x \x1b[31mred\x07\nnext " + "\N{SNOWMAN}"

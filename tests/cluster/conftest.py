@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests import servers
 from tests.cluster.network import KINDS, refusal
 from tests.said import say
+from tests.support import servers
 
 NUM_NODES = 4
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import datasvc
-from tests.moto_process import KEY, SECRET, MotoServer
+from tests.support.moto_process import KEY, SECRET, MotoServer
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from datasvc.models import describe_model
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from tests.distributed.slurm_cluster import SlurmCluster, why_not
-from tests.doc_blocks import read_blocks, replace_in
+from tests.support.doc_blocks import read_blocks, replace_in
 from tests.support.ports import reserved_ports
 
 ROOT = Path(__file__).parents[2]

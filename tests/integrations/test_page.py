@@ -10,7 +10,7 @@ from shutil import copytree
 import pytest
 
 from tests.pages import find_page
-from tests.ray_cluster import ray_cluster
+from tests.support.ray_cluster import ray_cluster
 
 HEADINGS = {
     "integrations.md": ["Lightning", "Transformers", "Accelerate", "torchdata"],

@@ -13,7 +13,7 @@ import datasvc
 from datasvc.errors import ConfigError
 from datasvc.order import AccessOrder, OrderConfig
 from datasvc.testing import small_dataset
-from tests.ray_cluster import ray_cluster
+from tests.support.ray_cluster import ray_cluster
 
 pytestmark = [
     pytest.mark.slow,

@@ -7,7 +7,7 @@ from torch import nn
 import datasvc
 from datasvc.models.saving.staging_buffer import HostBuffer
 from datasvc.trainer.recipes import random_state
-from tests.devices import CUDA, DEVICES, on_gpu
+from tests.support.devices import CUDA, DEVICES, on_gpu
 
 each_device = pytest.mark.parametrize("device", DEVICES)
 

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from datasvc.loaders import ImageLoader, LoaderCollector
 from datasvc.testing import small_dataset
-from tests import servers
+from tests.support import servers
 from tests.support.ports import reserved_ports
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from datasvc.trainer.gradients.bucket_tuner import BucketTuner
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import global_process_set
 from datasvc.trainer.optim.sync_batch_norm import _Normalize
-from tests.devices import CUDA, DEVICES
+from tests.support.devices import CUDA, DEVICES
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8)
 

@@ -22,7 +22,7 @@ from datasvc.testing import small_dataset
 from datasvc.ui.server import run_ui
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web import routes
-from tests import servers
+from tests.support import servers
 
 CHROMIUM = shutil.which("chromium")
 ARGUMENTS = [

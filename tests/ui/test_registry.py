@@ -10,7 +10,7 @@ import datasvc
 from datasvc.runs import RunLog
 from datasvc.testing import small_dataset
 from datasvc.ui.registry.routes import ROUTES
-from tests.doc_blocks import read_blocks, replace_in, run_blocks
+from tests.support.doc_blocks import read_blocks, replace_in, run_blocks
 from tests.ui.conftest import fill_repository, running_ui
 from tests.ui.test_hostile import HOSTILE, SOME
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree as ET
 from gpu_stages.stage import Stage
 from tools.bench.runner import ROOT, Figure
 
-MARKS: Final = ("mark.gpu", "tests.devices")
+MARKS: Final = ("mark.gpu", "tests.support.devices")
 # Windows of JPEGs on a GPU are reported to end the process: their tests come last, and spend few workers.
 RUNS: Final = (("", "not gpu-window", 20), ("gpu-window, ", "gpu-window", 3))
 OUTCOMES: Final = ("passed", "failed", "skipped")

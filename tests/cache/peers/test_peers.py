@@ -24,7 +24,7 @@ from datasvc.repository.objects.objects import digest_of
 from tests.cache.peer_server import PeerServer, Strangers
 from tests.cache.sources import object_source_laws
 from tests.cache.sources.object_source_laws import ObjectSourceLaws
-from tests.dripping_server import DrippingServer
+from tests.support.dripping_server import DrippingServer
 from tests.support.ports import reserved_ports
 
 CONTENT = bytes(range(251)) * 20000

@@ -10,7 +10,7 @@ import pytest
 
 from datasvc.cache.peers import response_head
 from datasvc.cache.peers.response_head import read_head
-from tests.dripping_server import HEAD, DrippingServer
+from tests.support.dripping_server import HEAD, DrippingServer
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from datasvc.cache.prefetch.window_budget import (
 from datasvc.errors import CacheFullError
 from datasvc.order import AccessOrder, OrderConfig
 from tests.examples import examples
-from tests.live_shards import live_shards
+from tests.support.live_shards import live_shards
 
 BLOCK = 4096
 shards_of_any_size = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 1000)), min_size=1, max_size=20)

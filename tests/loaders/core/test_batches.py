@@ -19,8 +19,8 @@ from datasvc.shards.versions.combine import append_table
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.deletions import delete_samples
 from tests.examples import examples
-from tests.live_shards import live_shards
 from tests.shards.written_versions import LABELLED_SCHEMA, write_table
+from tests.support.live_shards import live_shards
 
 
 class Recording:

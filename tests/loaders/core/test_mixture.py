@@ -25,9 +25,9 @@ from datasvc.repository import Repository
 from datasvc.shards.format.schema import shard_schema
 from datasvc.shards.versions.dataset import Split
 from tests.examples import examples
-from tests.live_shards import live_shards
 from tests.loaders.numbered import Numbers, make_splits, mix, write_split
 from tests.shards.written_versions import LABELLED_SCHEMA
+from tests.support.live_shards import live_shards
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from datasvc.loaders import (
 )
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
-from tests.devices import NEEDS_GPU, on_gpu
 from tests.loaders.images.test_image_loader_bad import broken_jpeg
 from tests.odd_images import encode, good_images, picture
+from tests.support.devices import NEEDS_GPU, on_gpu
 
 # Device and decoder.
 WAYS = [

@@ -20,9 +20,9 @@ from datasvc.repository.store.obstore_errors import UnsupportedResponseError
 from datasvc.repository.store.range_streams import CHUNK_BYTES, Timeouts
 from datasvc.repository.store.ranges import HttpRanges, RangeReader
 from datasvc.repository.store.retries import ATTEMPTS
-from tests.dripping_server import DrippingServer
 from tests.examples import examples
 from tests.repository.faulty_server import FaultyServer
+from tests.support.dripping_server import DrippingServer
 
 CONTENT = os.urandom(1 << 16) * 40 + b"tail"
 SIZE = len(CONTENT)

@@ -17,9 +17,9 @@ from datasvc.errors import ConfigError, UnavailableError, UnknownOutcomeError
 from datasvc.repository import Repository, Storage
 from datasvc.repository.store.redaction import redact_url
 from datasvc.testing import FaultyStore
-from tests import gcs_process
-from tests.moto_process import GOOGLE, MotoServer
 from tests.repository.store.store_laws import StoreLaws, make_memory_file_old
+from tests.support import gcs_process
+from tests.support.moto_process import GOOGLE, MotoServer
 
 
 class TestLocalStore(StoreLaws):

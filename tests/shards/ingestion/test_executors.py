@@ -23,8 +23,8 @@ from datasvc.shards.sources import ImageFolderSource, SourceOptions
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.versions.verify import verify
 from tests.progress import RecordedProgress
-from tests.ray_cluster import ray_cluster
 from tests.samples import class_sorted, jpeg, write_tars
+from tests.support.ray_cluster import ray_cluster
 
 ROOT = Path(__file__).parents[3]
 LISTED = {"shard_bytes": 2500}

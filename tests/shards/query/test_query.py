@@ -22,9 +22,9 @@ from datasvc.shards.query.query import query
 from datasvc.shards.query.scan import LiveSamples
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.deletions import Deletions, delete_samples
-from tests.confined_sql import check_refused
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
 from tests.shards.written_versions import LABELLED_SCHEMA, describe_table, write_shard, write_table, write_version
+from tests.support.confined_sql import check_refused
 
 KEY = pa.field("key", pa.string(), nullable=False)
 

@@ -33,7 +33,7 @@ from datasvc.trainer.recipes.reporting.recorder import Recorder
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train
 from tests.support.gate import Gate
-from tests.terminals import read_terminal
+from tests.support.terminals import read_terminal
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 @contextmanager

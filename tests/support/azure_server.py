@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 
-from tests import servers
+from tests.support import servers
 
 PROGRAM = "azurite-blob"
 # The account that every Azurite has; both are in its documentation.

@@ -10,7 +10,7 @@ import subprocess
 import uuid
 from contextlib import ExitStack
 
-from tests import servers
+from tests.support import servers
 
 PROGRAMS = ("radosgw", "radosgw-admin", "ceph-mon", "ceph-osd", "ceph-mgr", "ceph", "ceph-authtool")
 KEY, SECRET = "TESTKEY", "TESTSECRET"

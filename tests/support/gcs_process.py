@@ -14,7 +14,7 @@ from http import HTTPStatus
 import fsspec
 import pytest
 
-from tests import servers
+from tests.support import servers
 
 # Read by gcsfs when it is imported. It would look up the kind of each bucket by gRPC, which the emulator lacks.
 os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
