@@ -15,7 +15,7 @@ from datasvc.errors import ConfigError
 from datasvc.printable import count_text, text_value
 
 if TYPE_CHECKING:
-    from datasvc.repository import Repository
+    from datasvc.repository import Entry, Repository
     from datasvc.repository.branching import BranchState
     from datasvc.shards.history.merge_branch import BranchMergeReport
 
@@ -63,20 +63,7 @@ def branch(
             raise ConfigError("--from, --remove and --history need a branch: datasvc branch NAME BRANCH")
         _print_branches(list(read_branches(repository, name).values()), as_json=as_json)
     elif history:
-        moves = branch_history(repository, name, branch)
-        if as_json:
-            print_json([dict(move.content) for move in moves])
-        else:
-            rows = [
-                (
-                    move.number,
-                    f"from {name}@{move.content['version']}" if move.content.get("version") else "removed",
-                    move.content["created"],
-                    move.content.get("message") or "-",
-                )
-                for move in reversed(moves)
-            ]
-            print_table(("entry", "move", "moved", "message"), rows)
+        _print_history(name, branch_history(repository, name, branch), as_json=as_json)
     elif remove:
         removed = remove_branch(repository, name, branch, message=message)
         if as_json:
@@ -92,6 +79,18 @@ def branch(
             print_json({"branch": branch, "head": str(begun)})
         else:
             print_line(f"{name}@{branch} is {begun}")
+
+
+def _print_history(name: str, moves: Sequence[Entry], *, as_json: bool) -> None:
+    if as_json:
+        print_json([dict(move.content) for move in moves])
+        return
+    rows = []
+    for move in reversed(moves):
+        begin = move.content.get("version")
+        to = f"from {name}@{begin}" if begin else "removed"
+        rows.append((move.number, to, move.content["created"], move.content.get("message") or "-"))
+    print_table(("entry", "move", "moved", "message"), rows)
 
 
 def _print_branches(branches: Sequence[BranchState], *, as_json: bool) -> None:

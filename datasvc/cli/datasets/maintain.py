@@ -30,6 +30,7 @@ from datasvc.sizes import format_size
 if TYPE_CHECKING:
     from datasvc.repository import Kind
     from datasvc.repository.repair import Repair
+    from datasvc.shards.history.repair import DatasetRepairReport
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd])")
@@ -66,7 +67,6 @@ def verify(
     """
     from datasvc.repository import Repository
     from datasvc.shards.history.repair import repair_dataset
-    from datasvc.shards.versions.label_conflicts import describe_conflicts
 
     with byte_progress(f"verifying {ref}") as progress:
         outcome = repair_dataset(Repository.open(repo), ref, repair_from or (), deep=deep, progress=progress)
@@ -74,49 +74,45 @@ def verify(
     if as_json:
         # An overlap may have millions of samples, so `asdict` must not copy it; `overlap_facts` lists the first ones.
         facts = asdict(replace(result, overlaps=(), conflicts=()))
-        overlaps = [overlap_facts(overlap) for overlap in result.overlaps]
-        conflicts = [conflict._asdict() for conflict in result.conflicts]
-        repairs = [asdict(repair) for repair in outcome.repairs]
-        # `num_left` counts the problems that were not repaired.
-        print_json(
-            {
-                **facts,
-                "overlaps": overlaps,
-                "conflicts": conflicts,
-                "repairs": repairs,
-                "num_left": len(outcome.remaining),
-            }
-        )
+        facts["overlaps"] = [overlap_facts(overlap) for overlap in result.overlaps]
+        facts["conflicts"] = [conflict._asdict() for conflict in result.conflicts]
+        facts["repairs"] = [asdict(repair) for repair in outcome.repairs]
+        print_json({**facts, "num_left": len(outcome.remaining)})  # problems that were not repaired
     else:
-        how = "read and compared" if deep else "checked by size and structure; --deep reads every byte"
-        print_line(
-            f"{result.version}: {count_text(result.num_samples, 'sample')} in "
-            f"{count_text(result.num_shards, 'shard')}, "
-            f"{format_size(result.size_bytes)}, {how}"
-        )
-        for problem in result.problems:
-            print_line(str(problem))
-        for repair in outcome.repairs:
-            print_line(describe_repair(repair))
-        for kind, count in result.accepted.items():  # overlaps that the commit of the version allowed
-            # Equal keys that are paths, such as cat/1.jpg, are of two pictures: no sample is in both splits.
-            what = ("key is", "keys are") if kind == "key" else ("sample is", "samples are")
-            print_line(f"{count_text(count, *what)} in two splits: accepted when they were committed")
-        for overlap in result.overlaps:
-            print_line(
-                f"{overlap}; `datasvc delete {result.version} --keys FILE --split {overlap.split}` removes them"
-            )
-        if result.num_unchecked:
-            print_line(
-                f"{count_text(result.num_unchecked, 'sample has', 'samples have')} no sample index: equal "
-                "images in two splits are not detected"
-            )
-        if result.conflicts:
-            print_line(describe_conflicts(result.conflicts))
-        num_problems = len(outcome.remaining) + len(result.overlaps) + len(result.conflicts)
-        print_line(count_text(num_problems, "problem") if num_problems else "no problems")
+        _print_verified(outcome, deep=deep)
     if outcome.remaining or result.overlaps or result.conflicts:
         raise typer.Exit(CorruptDataError.exit_code)
+
+
+def _print_verified(outcome: DatasetRepairReport, *, deep: bool) -> None:
+    from datasvc.shards.versions.label_conflicts import describe_conflicts
+
+    result = outcome.verified
+    how = "read and compared" if deep else "checked by size and structure; --deep reads every byte"
+    print_line(
+        f"{result.version}: {count_text(result.num_samples, 'sample')} in "
+        f"{count_text(result.num_shards, 'shard')}, "
+        f"{format_size(result.size_bytes)}, {how}"
+    )
+    for problem in result.problems:
+        print_line(str(problem))
+    for repair in outcome.repairs:
+        print_line(describe_repair(repair))
+    for kind, count in result.accepted.items():  # overlaps that the commit of the version allowed
+        # Equal keys that are paths, such as cat/1.jpg, are of two pictures: no sample is in both splits.
+        what = ("key is", "keys are") if kind == "key" else ("sample is", "samples are")
+        print_line(f"{count_text(count, *what)} in two splits: accepted when they were committed")
+    for overlap in result.overlaps:
+        print_line(f"{overlap}; `datasvc delete {result.version} --keys FILE --split {overlap.split}` removes them")
+    if result.num_unchecked:
+        print_line(
+            f"{count_text(result.num_unchecked, 'sample has', 'samples have')} no sample index: equal "
+            "images in two splits are not detected"
+        )
+    if result.conflicts:
+        print_line(describe_conflicts(result.conflicts))
+    num_problems = len(outcome.remaining) + len(result.overlaps) + len(result.conflicts)
+    print_line(count_text(num_problems, "problem") if num_problems else "no problems")
 
 
 def describe_repair(repair: Repair) -> str:

@@ -31,6 +31,7 @@ from datasvc.sizes import format_size
 if TYPE_CHECKING:
     from datasvc.shards.versions.delete import DeleteReport
     from datasvc.shards.versions.diff import SplitDifference
+    from datasvc.shards.versions.merge import MergeReport
 
 _MAX_KEYS = 10  # keys of each kind that are listed
 
@@ -239,6 +240,10 @@ def merge(
         )
     prefixes = _parse_prefixes(key_prefix or [])
     report = run_merge(repository, refs, name, on_common=on_common, key_prefixes=prefixes, **options)
+    _print_merged(report, as_json=as_json)
+
+
+def _print_merged(report: MergeReport, *, as_json: bool) -> None:
     merged = [str(version) for version in report.merged]
     if as_json:
         print_json(

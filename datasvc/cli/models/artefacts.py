@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from datasvc.cli.models.arguments import RefArgument
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 from datasvc.progress import byte_progress
 
 MessageOption = Annotated[str, typer.Option("--message", "-m", help="Text to keep with the entry.")]
 
 
+@options_from("models.interop.artefact_files.attach")
 def attach(
     ref: RefArgument,
     path: Annotated[Path, typer.Argument(metavar="PATH", help="File or folder to attach.")],
     repo: RepoOption,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the artefact; default: the name of the file or folder.")
-    ] = None,
-    format: Annotated[  # noqa: A002 - the usual name of this option
-        str | None, typer.Option(help="Format of the files; default: from their names, such as onnx.")
-    ] = None,
+    *,
     message: MessageOption = "",
     as_json: JsonOption = False,
+    **options: Any,
 ) -> None:
     """Attach a file or folder to a model version as an artefact, such as an ONNX file that was made from it.
 
@@ -38,9 +36,7 @@ def attach(
     from datasvc.repository import Repository
 
     with byte_progress(f"storing {path}") as progress:
-        artefact = run_attach(
-            Repository.open(repo), ref, path, name=name, format=format, message=message, progress=progress
-        )
+        artefact = run_attach(Repository.open(repo), ref, path, message=message, progress=progress, **options)
     if as_json:
         print_json({"version": str(artefact.version), **artefact.to_dict()})
     else:

@@ -22,6 +22,7 @@ from datasvc.printable import count_text
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
+    from datasvc.models.interop.importing import ImportReport
     from datasvc.repository import Repository
 
 _DEFAULT_SHARD_SIZE = "5GB"
@@ -62,7 +63,7 @@ def import_model(
     from datasvc.models.interop import import_model as run_import
     from datasvc.models.tensors.name_filter import parse_name_map
     from datasvc.repository import Repository
-    from datasvc.sizes import format_size, parse_size
+    from datasvc.sizes import parse_size
 
     with byte_progress(f"importing {source.name}") as progress:
         report = run_import(
@@ -76,6 +77,12 @@ def import_model(
             progress=progress,
             **options,
         )
+    _print_imported(source, report, as_json=as_json)
+
+
+def _print_imported(source: Path, report: ImportReport, *, as_json: bool) -> None:
+    from datasvc.sizes import format_size
+
     if as_json:
         print_json(
             {
@@ -145,13 +152,7 @@ def export_model(
 
     repository, name_map = Repository.open(repo), parse_name_map(rename or ())
     if export_format == "onnx":
-        not_for_onnx = {"--only": only, "--exclude": exclude, "--dtype": dtype, "--max-shard-size": max_shard_size}
-        refused = [option for option, value in not_for_onnx.items() if value]
-        if refused:
-            raise ConfigError(
-                f"{' and '.join(refused)} cannot be used with --format onnx: the module determines the tensors and "
-                "their types; leave it out, or export as safetensors"
-            )
+        _refuse_for_onnx({"--only": only, "--exclude": exclude, "--dtype": dtype, "--max-shard-size": max_shard_size})
         _export_onnx(repository, ref, folder, model, inputs or [], name_map, trusted, as_json=as_json)
         return
     with byte_progress(f"exporting {ref}") as progress:
@@ -184,6 +185,15 @@ def export_model(
         f"exported {result.version} as {result.format} to {folder}: {count_text(result.num_tensors, 'tensor')}, "
         f"{format_size(result.bytes)}, {count_text(len(files), 'file')}"
     )
+
+
+def _refuse_for_onnx(options: dict[str, object]) -> None:
+    refused = [option for option, value in options.items() if value]
+    if refused:
+        raise ConfigError(
+            f"{' and '.join(refused)} cannot be used with --format onnx: the module determines the tensors and "
+            "their types; leave it out, or export as safetensors"
+        )
 
 
 def _export_onnx(

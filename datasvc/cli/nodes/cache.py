@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -18,7 +19,6 @@ from datasvc.cli.nodes.options import (
     TlsNameOption,
     TokenOption,
 )
-from datasvc.cli.nodes.remote_stage import stage_on_node
 from datasvc.cli.terminal.completion import complete_reference
 from datasvc.cli.terminal.output import (
     JsonOption,
@@ -92,14 +92,8 @@ def stage(
     if 0 < num_urls < len(refs_or_urls):
         raise ConfigError("data sets and URLs cannot be staged by one command; run one command for each")
     if node is not None:
-        if num_urls:
-            raise ConfigError("a node stages data sets, no files; leave out --node for URLs of files")
-        _refuse_options(
-            context, ("cache", "budget", "tenant", "peers"), "does not apply with --node, whose server has its own"
-        )
-        if node.lower().startswith("http://"):
-            _refuse_options(context, _TLS_OPTIONS, f"does not apply to {node}, which has no TLS")
-        stage_on_node(
+        _check_remote(context, node, num_urls)
+        _stage_on_node(
             node, refs_or_urls, repo, split, token_file=token_file, ca=ca, tls_name=tls_name, as_json=as_json
         )
         return
@@ -118,13 +112,57 @@ def stage(
     if peers is None:
         _refuse_options(context, ("token_file", *_TLS_OPTIONS), _WITHOUT_PEERS)
     title = ", ".join(refs_or_urls)
-    splits: list[Split] = []
-    for ref in refs_or_urls:
-        splits += _open_splits(repo, ref, split)[1]
+    splits = [each for ref in refs_or_urls for each in _open_splits(repo, ref, split)[1]]
     opened_peers = _open_peers(peers, token_file, ca, tls_name)
     with _open(cache, budget=budget, tenant=tenant, peers=opened_peers) as opened:
         report = _stage_splits(opened, splits, title)
     _print_staged(title, report, as_json=as_json)
+
+
+def _stage_on_node(
+    node: str,
+    refs: Sequence[str],
+    repo: str | None,
+    split: str | None,
+    *,
+    token_file: Path | None,
+    ca: Path | None,
+    tls_name: str | None,
+    as_json: bool,
+) -> None:
+    """Stage data sets on a node one after the other. Print a line for each, or all results as one JSON list.
+
+    For errors, see `NodeClient.stage`.
+    """
+    from datasvc.node.client import NodeClient
+    from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
+
+    token = load_token(token_file, os.environ.get(TOKEN_VARIABLE))
+    client = NodeClient(node, token=token, ca_file=ca, tls_name=tls_name)
+    jobs = []
+    for ref in refs:
+        with byte_progress(f"staging {ref} on {node}") as progress:
+            job = client.stage(ref, repo=repo, split=split, progress=progress)
+        jobs.append(job)
+        if not as_json:
+            sizes = {source: format_size(size_bytes) for source, size_bytes in job["bytes"].items()}
+            print_line(
+                f"staged {job['ref']} on {node}: {sizes['origin']} from the origin, {sizes['peer']} from peers, "
+                f"{sizes['resident']} already in the cache"
+            )
+    if as_json:
+        print_json(jobs)
+
+
+def _check_remote(context: typer.Context, node: str, num_urls: int) -> None:
+    """Raise ConfigError if the command line has what the server of a node does not take."""
+    if num_urls:
+        raise ConfigError("a node stages data sets, no files; leave out --node for URLs of files")
+    _refuse_options(
+        context, ("cache", "budget", "tenant", "peers"), "does not apply with --node, whose server has its own"
+    )
+    if node.lower().startswith("http://"):
+        _refuse_options(context, _TLS_OPTIONS, f"does not apply to {node}, which has no TLS")
 
 
 def _refuse_options(context: typer.Context, names: Iterable[str], reason: str) -> None:

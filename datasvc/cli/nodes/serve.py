@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -88,18 +89,18 @@ def serve(
         **options,
     )
 
-    def ready(address: str) -> None:
-        if as_json:
-            print_json_line({"url": address, "cache": str(cache), "process": os.getpid()})
-        else:
-            print_line(f"serving {cache} at {address}")
-            sys.stdout.flush()  # a program may wait for the address at the other end of a pipe
-
-    if not run_server(settings, ready):
+    if not run_server(settings, partial(_print_address, cache, as_json=as_json)):
         # A normal exit would wait for threads that still wait for other nodes. Exit at once: the files of a cache
         # stay valid at whatever point a process ends.
         sys.stdout.flush()
         os._exit(0)
+
+
+def _print_address(cache: Path, address: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json_line({"url": address, "cache": str(cache), "process": os.getpid()})
+    else:
+        print_line(f"serving {cache} at {address}")  # flushed: a program may wait for it at the end of a pipe
 
 
 def top(

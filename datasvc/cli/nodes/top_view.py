@@ -9,17 +9,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
+from PIL import Image, ImageDraw
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from datasvc.cli.nodes.traffic_picture import draw_traffic, show_below
-from datasvc.cli.terminal.image_protocol import choose_protocol
+from datasvc.cli.terminal.image_protocol import ImageProtocol, choose_protocol
 from datasvc.cli.terminal.output import plain_text
+from datasvc.cli.terminal.pixel_graphics import encode_kitty, encode_sixel
+from datasvc.drawing.colours import colour_values
 from datasvc.errors import UnavailableError
 from datasvc.printable import count_text, text_value
 from datasvc.sizes import format_size
@@ -37,6 +39,11 @@ _RATE_COUNTERS = (
 
 _NUM_SHOWN_RATES = 24  # readings per sparkline, so that the table fits into 80 columns
 _BARS = " " + "".join(map(chr, range(0x2581, 0x2589)))  # from one eighth of a block to a full block
+
+_PICTURE_SIZE: Final = (640, 140)
+_MARGIN: Final = 20
+_NUM_LINES: Final = 9  # lines of text that the picture may cover: a line of a terminal has 16 pixels or more
+_DELETE_KITTY: Final = "\x1b_Ga=d,q=2\x1b\\"  # pictures of earlier readings would stay
 
 
 def watch(
@@ -67,7 +74,7 @@ def watch(
                 live.update(drawn, refresh=True)
                 if rates:
                     labels = {name: text for text, name in _RATE_COUNTERS}
-                    show_below(console, len(console.render_lines(drawn)), draw_traffic(rates, labels), protocol)
+                    _show_below(console, len(console.render_lines(drawn)), draw_traffic(rates, labels), protocol)
                 previous = now, status
             stop.wait(interval_s)
 
@@ -193,3 +200,38 @@ def _tables(status: Status) -> Iterator[RenderableType]:
 
 def _table(*columns: str) -> Table:
     return Table(*columns, box=None, header_style="bold", padding=(0, 2, 0, 0))
+
+
+def draw_traffic(rates: Sequence[Mapping[str, float]], labels: Mapping[str, str]) -> Image.Image:
+    """Return a line for each counter over the readings, oldest on the left; the top is the highest rate.
+
+    Args:
+        rates: bytes per second by counter, at least one reading.
+        labels: text of each counter that is drawn.
+    """
+    image = Image.new("RGB", _PICTURE_SIZE, "#16191d")
+    canvas = ImageDraw.Draw(image)
+    width, height = _PICTURE_SIZE[0] - 2 * _MARGIN, _PICTURE_SIZE[1] - 2 * _MARGIN
+    highest = max(reading[name] for reading in rates for name in labels)
+    canvas.text((_MARGIN, 4), f"up to {format_size(highest)}/s", fill="#e6e8ea")
+    for number, (name, label) in enumerate(labels.items()):
+        colour = colour_values(f"c{number}")[1]
+        points = [
+            (
+                _MARGIN + width * index / max(1, len(rates) - 1),
+                _MARGIN + height * (1 - reading[name] / highest if highest else 1),
+            )
+            for index, reading in enumerate(rates)
+        ]
+        canvas.line(points if len(points) > 1 else 2 * points, fill=colour, width=2)
+        canvas.text((_MARGIN + 140 * number, _PICTURE_SIZE[1] - _MARGIN + 4), label, fill=colour)
+    return image
+
+
+def _show_below(console: Console, num_lines: int, image: Image.Image, protocol: ImageProtocol) -> None:
+    """Draw a picture below the first `num_lines` lines of a screen, if it draws pixels and has room."""
+    if protocol not in {"kitty", "sixel"} or num_lines + _NUM_LINES > console.height:
+        return
+    data = _DELETE_KITTY + encode_kitty(image) if protocol == "kitty" else encode_sixel(image)
+    console.file.write(f"\x1b[{num_lines + 1};1H{data}")
+    console.file.flush()

@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 
 from datasvc.cache import Cache
-from datasvc.cli.nodes.top_view import _RATE_COUNTERS, byte_rates, draw, sparkline, status_text, watch
-from datasvc.cli.nodes.traffic_picture import draw_traffic
+from datasvc.cli.nodes.top_view import _RATE_COUNTERS, byte_rates, draw, draw_traffic, sparkline, status_text, watch
 from datasvc.drawing.colours import colour_values
 from datasvc.node.status import describe_cache
 from datasvc.repository import Repository
