@@ -127,7 +127,7 @@ def main() -> None:
     escape_unencodable()
     if os.environ.get(VARIABLE, "").startswith("complete"):
         # One name however it was started: the scripts for completion in shells are made for this name.
-        run_completion(lambda command: make_app(command)(prog_name="datasvc"))
+        run_completion(lambda command: make_app(command, names_only=True)(prog_name="datasvc"))
         return
     try:
         with report_unreadable(), explain_missing("this command"):
