@@ -27,6 +27,8 @@ demo: setup  ## the main job end to end on real images: ingest, stage, train, ki
 # names another folder; `test-all` uses the disk for most of them.
 MEMORY := $(shell df -k --output=avail /dev/shm 2>/dev/null | awk 'NR == 2 && $$1 > 8000000 {print "/dev/shm"}')
 IN_MEMORY := TMPDIR=$${TMPDIR:-$(or $(MEMORY),/tmp)}
+# Bytecode is kept: without it, each process of a test compiles hundreds of modules, and pytest rewrites all tests.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := -m pytest -n 2 --dist worksteal
 PYTEST_IN_MEMORY := $(PYTEST) -o tmp_path_retention_policy=failed
 
@@ -37,7 +39,7 @@ test-all: setup  ## all tests but those of test-long, each property on all its e
 	HYPOTHESIS_PROFILE=all $(BIN)/python $(PYTEST) -m 'not long'
 
 # Before an issue is closed, not at each change.
-test-long: setup lowest-frameworks  ## benchmarks run whole, images, torchtitan, floors of frameworks
+test-long: setup lowest-frameworks  ## benchmarks run whole, soaks, images, other Pythons, torchtitan, floors of frameworks
 	$(BIN)/python $(PYTEST) -m long
 
 # Floors: extras, and the tests of what uses their packages. Everything else is that of .venv, such as torch.

@@ -20,7 +20,7 @@ from tests import required, selection
 from tests.examples import FAST
 from tests.said import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown, say  # noqa: F401 - hooks
 from tests.samples import write_folder
-from tests.support import azure_server, gcs_process, s3_server, servers
+from tests.support import azure_server, gcs_process, s3_server, servers, warm_python
 from tests.support.moto_process import KEY, SECRET, MotoServer
 from tests.support.ports import reserved_ports
 
@@ -61,6 +61,13 @@ def digits(digits_folder, tmp_path_factory) -> DatasetVersion:
 
 
 @pytest.fixture
+def tmp_path(request, tmp_path) -> Iterator[Path]:
+    """The folder of pytest, or one on the disk for a test that depends on the file system."""
+    with selection.folder_of(request.node, tmp_path) as folder:
+        yield folder
+
+
+@pytest.fixture
 def memory_path() -> Iterator[Path]:
     """A new folder, in memory if it has room and TMPDIR names no other: a busy disk is slow to flush many files."""
     memory = Path("/dev/shm")
@@ -78,6 +85,13 @@ def repository(tmp_path) -> Repository:
 def folder(tmp_path) -> Path:
     """Three classes, 26 images in two splits."""
     return write_folder(tmp_path / "source", {"train": {"a": 7, "b": 5, "c": 8}, "val": {"a": 3, "b": 3}})
+
+
+@pytest.fixture
+def warm_workers():
+    """Start worker processes that `multiprocessing` spawns from a process that has imported what they need."""
+    with warm_python.workers():
+        yield
 
 
 @pytest.fixture

@@ -5,23 +5,29 @@ its workers end together. The tests of a file stay together, because they share 
 
 `.ci/run` would run most tests of `make test` a second time in `make test-all`. What has passed in the first run is
 left out of the second one if it cannot differ there: `DATASVC_TEST_RECORD=FILE` makes a run write what passed, and
-`DATASVC_TEST_PASSED=FILE` makes a run read it. `make test-all` by itself leaves out nothing.
+`DATASVC_TEST_PASSED=FILE` makes a run read it. `make test` has its files in memory if it can; with
+`DATASVC_TEST_DISK=FOLDER` those of the rooms that depend on the file system are in FOLDER, and need no second run.
+`make test-all` by itself leaves out nothing.
 """
 
 import json
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tests.said import say
 
-RECORD, PASSED = "DATASVC_TEST_RECORD", "DATASVC_TEST_PASSED"
+RECORD, PASSED, DISK = "DATASVC_TEST_RECORD", "DATASVC_TEST_PASSED", "DATASVC_TEST_DISK"
 
-# `make test` has its files in memory if it can; these rooms depend on the file system, and a cluster on its network.
-AGAIN = (
-    "tests/cache/", "tests/cluster/", "tests/faults/", "tests/formats/", "tests/ledger/", "tests/models/tensors/",
-    "tests/repository/", "tests/shards/format/", "tests/shards/ingestion/",
-    "tests/api/", "tests/test_durable.py",
+# These depend on the file system, by the files in their `tmp_path`.
+ON_DISK = (
+    "tests/cache/", "tests/ledger/", "tests/models/tensors/", "tests/repository/", "tests/shards/format/",
+    "tests/shards/ingestion/", "tests/api/", "tests/test_durable.py",
 )  # fmt: skip
+# A cluster depends on its network, and the others on folders that several tests share.
+AGAIN = ("tests/cluster/", "tests/faults/", "tests/formats/")
 REAL_SERVERS = {"s3_bucket"}  # fixtures that `make test` takes from a replacement
 
 _record: Path | None = None
@@ -53,7 +59,18 @@ def pytest_runtest_logreport(report):
 
 def pytest_sessionfinish():
     if _record:
-        _record.write_text(json.dumps(sorted(_passed - _not_passed)))
+        known = {name for name in _passed - _not_passed if DISK in os.environ or not name.startswith(ON_DISK)}
+        _record.write_text(json.dumps(sorted(known)))
+
+
+@contextmanager
+def folder_of(item, folder: Path) -> Iterator[Path]:
+    """Yield the folder for the files of a test: `folder`, or one on the disk."""
+    if DISK not in os.environ or not item.nodeid.startswith(ON_DISK):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(dir=os.environ[DISK], ignore_cleanup_errors=True) as on_disk:
+        yield Path(on_disk)
 
 
 def cannot_differ(item):

@@ -1,6 +1,7 @@
 """The rooms of the house: who may import whom, how large a room is, that `import datasvc` and `show` are cheap."""
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -203,7 +204,8 @@ def full_name(name: str) -> str | None:
     return next((module for module in (name, f"{name}.__init__") if module in MODULES), None)
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Return every module that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -213,7 +215,7 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0 or path.is_relative_to(ROOT / "tools"), f"{path} imports relatively"
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if full_name(name) else node.module for name in names}
-    return found
+    return frozenset(found)
 
 
 def package_of(module: str) -> str:
@@ -257,9 +259,8 @@ def violations(path: Path, module: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_file_imports_only_rooms_below_its_own(path):
-    assert violations(path, module_of(path)) == []
+def test_a_file_imports_only_rooms_below_its_own():
+    assert [found for module, path in MODULES.items() for found in violations(path, module)] == []
 
 
 @pytest.mark.parametrize(
@@ -297,12 +298,11 @@ def test_programs_import_the_folders_by_their_package(folder):
 PACKAGES = sorted(path.parent for path in FILES if path.name == "__init__.py")
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_a_room_says_its_role_and_is_not_too_large(package):
-    tree = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
-    assert ast.get_docstring(tree)
-    modules = [path for path in package.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
-    assert len(modules) <= MAX_MODULES
+def test_a_room_says_its_role_and_is_not_too_large():
+    for package in PACKAGES:
+        assert ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))), package
+        modules = [path for path in package.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+        assert len(modules) <= MAX_MODULES, package
 
 
 def test_an_integration_is_small():
@@ -310,9 +310,7 @@ def test_an_integration_is_small():
     assert {name: size for name, size in sizes.items() if size >= MAX_INTEGRATION_LINES} == {}
 
 
-@pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_public_name_hides_a_module(package):
-    """Both would be one attribute of the package: which one is found would depend on earlier imports."""
+def names_that_hide_modules(package: Path) -> set[str]:
     tree = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
     own = module_of(package / "__init__.py").removesuffix(".__init__")
     names = {
@@ -325,7 +323,12 @@ def test_no_public_name_hides_a_module(package):
     modules = {path.stem for path in package.glob("*.py")} | {
         path.name for path in package.iterdir() if path.is_dir()
     }
-    assert names & modules == set()
+    return names & modules
+
+
+def test_no_public_name_hides_a_module():
+    """Both would be one attribute of the package: which one is found would depend on earlier imports."""
+    assert {package: hidden for package in PACKAGES if (hidden := names_that_hide_modules(package))} == {}
 
 
 def test_importing_datasvc_loads_nothing_heavy():

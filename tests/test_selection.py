@@ -4,10 +4,11 @@ import os
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from tests.selection import AGAIN, PASSED, RECORD
+from tests.selection import AGAIN, DISK, ON_DISK, PASSED, RECORD, folder_of
 from tests.test_imports import ROOT
 
 TESTS = """
@@ -61,5 +62,19 @@ def test_a_second_run_leaves_out_what_passed_and_cannot_differ(tmp_path):
     assert "left out 1 tests" in printed
 
 
-def test_the_rooms_that_run_again_exist():
-    assert [name for name in AGAIN if not (ROOT / name).exists()] == []
+def test_the_rooms_that_run_again_and_those_on_the_disk_exist():
+    assert [name for name in AGAIN + ON_DISK if not (ROOT / name).exists()] == []
+
+
+def test_a_room_that_depends_on_the_file_system_has_its_files_on_the_disk(tmp_path, monkeypatch):
+    here, there = (SimpleNamespace(nodeid=f"tests/{name}.py::test_it") for name in ("test_durable", "test_sizes"))
+    monkeypatch.delenv(DISK, raising=False)
+    with folder_of(here, tmp_path) as folder:
+        assert folder == tmp_path
+    (tmp_path / "disk").mkdir()
+    monkeypatch.setenv(DISK, str(tmp_path / "disk"))
+    with folder_of(here, tmp_path) as folder:
+        assert folder.parent == tmp_path / "disk"
+    with folder_of(there, tmp_path) as folder:
+        assert folder == tmp_path
+    assert list((tmp_path / "disk").iterdir()) == []

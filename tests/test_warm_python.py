@@ -1,10 +1,12 @@
 """A program that a warm interpreter starts behaves as one that was started by the real one."""
 
+import multiprocessing
 import os
 import select
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +70,27 @@ def test_a_client_that_is_killed_takes_its_program_along():
         assert select.select([watched], [], [], 60)[0]  # ready when the program has ended
     os.close(watched)
     assert parent == os.getpid()
+
+
+def test_files_that_are_open_have_their_numbers_in_the_program(tmp_path):
+    with (tmp_path / "file").open("w") as first, (tmp_path / "other").open("w") as second:
+        fds = (first.fileno(), second.fileno())
+        code = "import os, sys; [os.write(int(fd), fd.encode()) for fd in sys.argv[1:]]"
+        words = [warm_python.command(), "-c", code, *map(str, fds)]
+        subprocess.run(words, pass_fds=fds, check=True)
+    assert [(tmp_path / name).read_text() for name in ("file", "other")] == [*map(str, fds)]
+
+
+@pytest.mark.usefixtures("warm_workers")
+def test_processes_of_multiprocessing_are_spawned_by_it():
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        assert pool.map(hex, range(3)) == ["0x0", "0x1", "0x2"]
+        parents = set(pool.map(real_parent, range(8)))
+    assert os.getpid() not in parents
+
+
+def real_parent(_):
+    return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def test_other_options_start_a_real_interpreter():

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support import warm_python
+
 ROOT = Path(__file__).parents[2]
 
 HOLDER = """
@@ -42,7 +44,8 @@ def start_python(code, *arguments):
 
 def run_python(code, *arguments):
     """Run Python code to its end; returns its exit status."""
-    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], cwd=ROOT, check=False).returncode
+    words = [warm_python.command(), "-c", code, *map(str, arguments)]
+    return subprocess.run(words, cwd=ROOT, check=False).returncode
 
 
 def hold_in_a_process(cache, repository, infos):

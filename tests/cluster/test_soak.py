@@ -201,7 +201,7 @@ class Soak:
         assert [self.serving.stop(node) for node in self.nodes] == [0] * len(self.nodes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(SOAK_S + 240)
 def test_whatever_breaks_no_sample_is_wrong_no_byte_over_budget_and_nothing_is_left(network, tmp_path):
     seed = int(os.environ.get("DATASVC_SOAK_SEED", secrets.randbits(32)))

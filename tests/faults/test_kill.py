@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from datasvc.errors import NotFoundError
 from datasvc.models import restore, save
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,7 +52,7 @@ with Cache(sys.argv[3], budget=200_000) as cache:
 
 def die_at(point, program, *arguments):
     """Run `program` until its `point`-th durable step; returns whether it died there."""
-    words = [sys.executable, "-c", PREAMBLE + program, str(point), *map(str, arguments)]
+    words = [warm_python.command(), "-c", PREAMBLE + program, str(point), *map(str, arguments)]
     status = subprocess.run(words, cwd=ROOT, check=False).returncode
     assert status in (0, -9)
     return status == -9

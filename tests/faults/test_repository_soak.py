@@ -196,7 +196,7 @@ def check_nothing_is_left(soak):
     return len(swept.objects)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(SOAK_S + 400)
 def test_after_kills_and_power_cuts_the_repository_has_all_that_was_reported_and_nothing_else(tmp_path):
     seed = int(os.environ.get("DATASVC_SOAK_SEED", secrets.randbits(32)))

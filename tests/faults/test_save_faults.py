@@ -6,7 +6,6 @@ The children are forked from one program, so that torch is loaded once; it check
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import torch
 import datasvc
 from datasvc.models import model_log
 from datasvc.repository.logs import log
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -159,7 +159,7 @@ for mode in MODES:
 
 def run(folder, modes, points=()):
     """Run the program; returns what was said in each mode."""
-    words = [sys.executable, "-c", PROGRAM, str(folder), json.dumps(modes), json.dumps(list(points))]
+    words = [warm_python.command(), "-c", PROGRAM, str(folder), json.dumps(modes), json.dumps(list(points))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """The packages that pyproject.toml names are those that the code imports."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -46,10 +47,11 @@ def name_of(requirement):
     return re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
 
 
-def imported(paths):
-    """Return the foreign modules that files import: top-level, but those of NVIDIA with their second part."""
+@functools.cache
+def imported():
+    """Return the foreign modules that our files import: top-level, but those of NVIDIA with their second part."""
     found = set()
-    for path in paths:
+    for path in FILES:
         for name in imports(path):
             parts = name.split(".")
             top = ".".join(parts[:2]) if parts[0] == "nvidia" else parts[0]
@@ -58,25 +60,24 @@ def imported(paths):
     return found
 
 
-MODULES = imported(FILES)
 NEEDED = {name_of(requirement) for requirement in CORE}
 OF_EXTRAS = {name_of(package) for extra in EXTRAS for package in packages_of(extra)}
 
 
 def test_every_foreign_module_is_of_a_package_that_the_project_names():
-    packages = {PACKAGES.get(module, module) for module in MODULES}
+    packages = {PACKAGES.get(module, module) for module in imported()}
     assert packages - NEEDED - OF_EXTRAS - INDIRECT == set()
 
 
 def test_every_package_that_the_project_names_is_imported():
-    packages = {PACKAGES.get(module, module) for module in MODULES}
+    packages = {PACKAGES.get(module, module) for module in imported()}
     assert NEEDED - packages == set()
     assert OF_EXTRAS - packages - BY_NAME - ELSEWHERE == set()
 
 
 def test_the_core_imports_modules_of_extras_only_where_they_are_used():
     """At the top of a module, such an import would fail wherever the module is imported."""
-    core = {*(PACKAGES.get(module, module) for module in MODULES)} & NEEDED
+    core = {*(PACKAGES.get(module, module) for module in imported())} & NEEDED
     assert {"numpy", "pyarrow"} <= core
     allowed = ("datasvc.models.dcp", "datasvc.trainer", "datasvc.loaders.torch", "datasvc.ui", "datasvc.integrations")
     wrong = []

@@ -222,6 +222,7 @@ def find_python(version):
     return None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("other_environment", OTHER_PYTHONS, indirect=True)
 def test_the_core_runs_on_another_python(other_environment, request):
     environment = other_environment

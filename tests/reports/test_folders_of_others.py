@@ -18,6 +18,7 @@ from datasvc.models.interop.importing import import_model
 from datasvc.models.interop.safetensors_files import write_safetensors
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.shards.ingestion.ingest import ingest
+from tests.models.interop.conftest import readers, shared_reader  # noqa: F401 - fixtures
 from tests.samples import jpeg
 
 _SECRET = b'{"token": "a private file of the reader"}'

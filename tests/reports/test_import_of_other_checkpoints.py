@@ -14,6 +14,7 @@ import datasvc
 from datasvc.errors import ConfigError
 from datasvc.models.interop.importing import read_foreign
 from datasvc.models.restoring.load_into_module import load_into
+from tests.models.interop.conftest import readers, shared_reader  # noqa: F401 - fixtures
 
 
 class Mode(enum.Enum):

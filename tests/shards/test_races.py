@@ -13,6 +13,7 @@ from datasvc.shards.versions.merge import merge
 from datasvc.shards.versions.version_entry import describe_tables, read_tables
 from tests.shards.written_versions import TEXT_SCHEMA, write_table, write_version
 
+pytestmark = pytest.mark.usefixtures("warm_workers")
 spawning = multiprocessing.get_context("spawn")
 
 

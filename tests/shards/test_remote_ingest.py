@@ -4,7 +4,6 @@ import functools
 import os
 import secrets
 import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +17,7 @@ from datasvc.shards import ingest, open_dataset
 from datasvc.shards.sources import SourceOptions
 from tests.faults.flaky_proxy import FlakyProxy
 from tests.samples import class_sorted, write_tars
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +47,7 @@ def source(request, folder, tmp_path):
     return write_tars(tmp_path / "tars", class_sorted(60, 4), per_tar=12), {"shard_bytes": 6000}
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("source", ["listed", pytest.param("streamed", marks=pytest.mark.slow)], indirect=True)
 def test_a_remote_source_into_a_remote_repository_gives_the_digests_of_a_local_one(repository, remote, source):
     where, options = source
@@ -84,7 +85,7 @@ def test_an_interrupted_remote_ingest_goes_on(repository, remote, source):
     ingest(repository, str(where), "pets", **options)
     there = Repository.create(f"{remote}/repo")
     uploaded = upload(where, f"{remote}/source")
-    words = [sys.executable, "-c", INTERRUPTED, there.url, uploaded, str(options["shard_bytes"])]
+    words = [warm_python.command(), "-c", INTERRUPTED, there.url, uploaded, str(options["shard_bytes"])]
     assert subprocess.run(words, cwd=ROOT, check=False).returncode == -9
     assert there.names("datasets") == []
     assert ingest(there, uploaded, "pets", **options).num_resumed >= 1

@@ -2,7 +2,7 @@
 
 An import of torch takes more than two seconds of processor time: most of the time of a test with ranks was imports.
 `command()` takes the place of `sys.executable`: it starts the server at its first call, and returns the path of a
-client, which passes its arguments, environment, folder and standard streams to the server, forwards signals, and ends
+client, which passes its arguments, environment, folder and open files to the server, forwards signals, and ends
 as the program ends. If the client is killed, the server kills the program with its process group, so launchers may
 treat the client as the program. `os.getppid` gives the parent of the client.
 
@@ -13,10 +13,12 @@ another namespace or of another user than the server.
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
 import json
+import multiprocessing.spawn
 import os
 import runpy
 import select
@@ -26,6 +28,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -65,6 +68,17 @@ def command() -> str:
     return str(folder / "python")
 
 
+@contextlib.contextmanager
+def workers() -> Iterator[None]:
+    """Start the processes that `multiprocessing` spawns here by `command()`."""
+    real = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(command())
+    try:
+        yield
+    finally:
+        multiprocessing.set_executable(real)
+
+
 class _Server:
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -97,12 +111,13 @@ class _Server:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for end in (reads, writes):
                     os.close(end)
+                _place(request.pop("received"), request["fds"])
                 return request
 
     def _start(self) -> dict | None:
         connection, _ = self._listener.accept()
         try:
-            data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+            data, fds, _, _ = socket.recv_fds(connection, 1 << 16, 250)
             size, rest = data.split(b"\n", 1)
             while len(rest) < int(size) and (more := connection.recv(1 << 20)):
                 rest += more
@@ -116,13 +131,9 @@ class _Server:
             self._pids[connection], self._connections[pid] = pid, connection
             return None
         os.setsid()
-        for number, fd in enumerate(fds):
-            os.dup2(fd, number)
-        for fd in fds:
-            os.close(fd)
         for other in (connection, self._listener, *self._pids):
             other.close()
-        return request
+        return {**request, "received": fds}
 
     def _hear(self, connection: socket.socket) -> None:
         pid = self._pids[connection]
@@ -152,6 +163,17 @@ class _Server:
         for pid in self._connections:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+
+
+def _place(received: list[int], numbers: list[int]) -> None:
+    """Give received files the numbers that they have in the client."""
+    # First above all numbers: a received one may have the number of another.
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD, 1 + max(received + numbers)) for fd in received]
+    for fd in received:
+        os.close(fd)
+    for fd, number in zip(copies, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
 
 
 def _prepare(request: dict) -> None:

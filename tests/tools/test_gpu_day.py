@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TOOLS = ROOT / "tools"
 STAGES = ["gpu_tests", "loading", "training", "profiling", "saving", "digits", "ranks", "layouts"]
+MEASURING = {"loading", "training", "profiling"}  # for ten seconds and more, before they need a GPU
 PROFILE = {
     "measured": {"serial": 0.2},
     "rounds": [{"measured_s": {"serial": 0.2}, "predicted_s": {"serial": 0.1}} for _ in range(2)],
@@ -111,7 +112,9 @@ def make_digits(folder):
     return ""
 
 
-@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in MEASURING else name for name in STAGES]
+)
 def test_a_stage_runs_to_where_it_needs_a_gpu_and_says_what_was_not_done(make_stage, name):
     from gpu_stages.stage import FIGURES, NeedsGpu
 

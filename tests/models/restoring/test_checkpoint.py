@@ -199,6 +199,7 @@ def save_some(url, writer):
         save(repository, "m", {"w": torch.full((3,), float(writer))}, step=step, message=f"writer {writer}")
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.slow
 def test_two_jobs_saving_to_one_name_both_land(repository):
     context = multiprocessing.get_context("spawn")

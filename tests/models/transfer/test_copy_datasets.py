@@ -5,7 +5,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 
 import pytest
 
@@ -23,6 +22,7 @@ from tests.cli.command import run
 from tests.models.stored import flip_last_byte
 from tests.progress import RecordedProgress
 from tests.samples import write_folder
+from tests.support import warm_python
 
 
 @pytest.fixture
@@ -173,7 +173,7 @@ transfer_datasets(sys.argv[1], sys.argv[2], ["pets"], with_parents=True, with_ta
 
 def test_a_killed_push_leaves_no_half_version_and_goes_on_where_it_was(pets, target):
     whole = transfer_datasets(pets, target, ["pets"], with_parents=True, dry_run=True)
-    killed = subprocess.run([sys.executable, "-c", INTERRUPTED, pets.url, target.url, "4"], check=False)
+    killed = subprocess.run([warm_python.command(), "-c", INTERRUPTED, pets.url, target.url, "4"], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert target.names("datasets") == []
     assert target.storage.list("journal") != [], "it keeps what has arrived from gc"

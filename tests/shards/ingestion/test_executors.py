@@ -24,6 +24,7 @@ from datasvc.shards.sources.choose import open_source
 from datasvc.shards.versions.verify import verify
 from tests.progress import RecordedProgress
 from tests.samples import class_sorted, jpeg, write_tars
+from tests.support import warm_python
 from tests.support.ray_cluster import ray_cluster
 
 ROOT = Path(__file__).parents[3]
@@ -47,6 +48,7 @@ def source(request, folder, tars):
     return (folder, LISTED) if request.param == "listed" else (tars, STREAMED)
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("workers", [2, pytest.param(7, marks=pytest.mark.slow)])
 def test_any_number_of_workers_gives_the_same_digests(tmp_path, source, workers):
     where, options = source
@@ -67,6 +69,7 @@ def test_workers_that_are_spawned_give_the_same_digests(tmp_path, source, monkey
     assert digests(one, "pets") == digests(many, "pets")
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_no_worker_is_left_when_an_ingest_ends(repository, folder, fails):
     listed = ImageFolderSource.list(str(folder))
@@ -136,7 +139,8 @@ ingest(Repository.open(sys.argv[1]), sys.argv[2], "pets", shard_bytes=int(sys.ar
 
 def interrupt(repository, where, options, *, after):
     """Kill an ingest right after its `after`-th record in the journal."""
-    words = [sys.executable, "-c", INTERRUPTED, repository.url, str(where), str(after), str(options["shard_bytes"])]
+    arguments = map(str, (repository.url, where, after, options["shard_bytes"]))
+    words = [warm_python.command(), "-c", INTERRUPTED, *arguments]
     assert subprocess.run(words, cwd=ROOT, check=False).returncode == -9
 
 
@@ -170,7 +174,7 @@ def test_a_second_run_after_a_commit_that_was_killed_before_its_end_commits_noth
                               "def begun(self):\n"
                               "    found = begin(self); Journal.remove = end; return found\n"
                               "Journal.begin = begun\ningest(Repo")  # fmt: skip
-    words = [sys.executable, "-c", program, repository.url, str(folder), "0", "2500"]
+    words = [warm_python.command(), "-c", program, repository.url, str(folder), "0", "2500"]
     assert subprocess.run(words, cwd=ROOT, check=False).returncode == -9
     assert [entry.number for entry in repository.entries("datasets", "pets")] == [1]
     assert str(ingest(repository, str(folder), "pets", **LISTED).version) == "pets@1"
@@ -360,6 +364,7 @@ def test_workers_end_when_their_driver_is_killed(stuck):
         os.close(descriptor)
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_worker_s_error_is_the_ingest_s_error(repository, folder):
     listed = ImageFolderSource.list(str(folder))
     (folder / "train" / "c" / "00012.jpg").unlink()

@@ -43,6 +43,7 @@ def tars(tmp_path):
     return write_tars(tmp_path / "tars", class_sorted(60, 4), per_tar=20)
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_samples_that_hold_the_same_are_reported_dropped_or_refused(repository, folder):
     original = folder / "train" / "a" / "00000.jpg"
     shutil.copy(original, folder / "train" / "c" / "copy.jpg")
@@ -108,6 +109,7 @@ def test_what_was_left_out_is_kept_with_the_version(repository, folder):
     assert entry["skipped"] == 2
 
 
+@pytest.mark.usefixtures("warm_workers")
 @pytest.mark.parametrize("kind", ["listed", pytest.param("streamed", marks=pytest.mark.slow)])
 def test_a_held_out_share_is_a_function_of_the_keys(repository, tmp_path, tars, kind):
     source = (
@@ -224,6 +226,7 @@ def test_nothing_is_held_out_of_a_source_with_a_val_of_its_own(repository, folde
         ingest(repository, str(folder), "pets", val_fraction=0.1)
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_limit_takes_the_first_samples_of_each_split(repository, folder, tars):
     assert ingest(repository, str(folder), "pets", limit=4).num_samples == {"train": 4, "val": 4}
     assert sorted(keys(repository, "pets")) == sorted(keys(repository, "pets"))[:4]
@@ -232,6 +235,7 @@ def test_a_limit_takes_the_first_samples_of_each_split(repository, folder, tars)
         assert report.num_samples == {"train": 25}
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_the_source_s_order_is_kept_when_asked(repository, folder, tars):
     ingest(repository, str(folder), "pets", keep_order=True, shard_bytes=4000, workers=2)
     assert keys(repository, "pets") == sorted(keys(repository, "pets"))
@@ -373,6 +377,7 @@ def test_appends_at_once_all_land(repository):
     assert samples["1-3"]["own2"] is samples["first"]["own2"] is None
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_python_samples_become_columns(tmp_path):
     samples = (
         {"image": jpeg(seed=number), "label": number % 3, "words": ["a"] * number, "box": {"x": number, "y": 0.5}}
