@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from datasvc.repository.objects.objects import digest_of
 from datasvc.runs import RunLog, follow_run, list_runs, read_run, resolve_run
 from datasvc.runs.resources import RESOURCES
 from datasvc.testing import FaultyStore
+from tests.support import warm_python
 from tests.support.gate import Gate
 
 NEVER = 3600.0  # seconds between parts: only `flush` and `close` write
@@ -426,7 +426,7 @@ def test_a_program_that_forgets_to_close_its_log_is_interrupted(repository):
         "import sys; from datasvc.runs import RunLog\n"
         "log = RunLog.open(sys.argv[1], 'digits', flush_s=3600)\nlog.report('note', x=1)"
     )
-    subprocess.run([sys.executable, "-c", program, repository.url], check=True)
+    subprocess.run([warm_python.command(), "-c", program, repository.url], check=True)
     (run,) = list_runs(repository)
     assert (run.state, run.message) == ("interrupted", "the program ended without closing the log")
     assert len(read_run(repository, run.name, run.id).events) == 1

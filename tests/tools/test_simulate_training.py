@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from datasvc.planning.cluster import Cluster, Link
 from datasvc.planning.prediction import costs_on
 from datasvc.planning.step import StepMode, step_time
 from tests.planning.examples import EXAMPLE, step_costs
+from tests.support import warm_python
 from tools import simulate_training
 from tools.simulate_training import InputSystem, Training, describe, jitter_of, make_parser, run, simulate
 
@@ -79,7 +79,7 @@ def test_loaders_work_as_far_ahead_as_they_did_in_the_profile(profile, monkeypat
 @pytest.mark.parametrize("text", ["", "[]", '{"costs": {}}', json.dumps({**PROFILE, "costs": {"messages": []}})])
 def test_what_is_no_profile_is_refused_without_a_traceback(text):
     done = subprocess.run(
-        [sys.executable, "tools/simulate_training.py", "-"],
+        [warm_python.command(), "tools/simulate_training.py", "-"],
         cwd=ROOT,
         input=text,
         capture_output=True,

@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 import subprocess
-import sys
 import urllib.request
 
 import pytest
@@ -21,6 +20,7 @@ from datasvc.ui.pages import runs as runs_page
 from datasvc.ui.pages.problems import recent_run_problems, run_problems
 from datasvc.ui.web import table_view
 from tests.cli.command import ROOT
+from tests.support import warm_python
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 
 VERDICT = "starved by decode: 100 images/s offered, 200 asked; two more decode threads or GPU decode"
@@ -116,7 +116,8 @@ def test_the_line_of_python_of_a_run_runs(logged):
     html = server.get(f"/runs/cnn/{done.id}")[2]
     lines = html_module.unescape(html.partition("<p>As Python</p>")[2].partition(">")[2].partition("</pre>")[0])
     program = "\n".join((*lines.split("\n")[:-1], f"print({lines.splitlines()[-1]}.summary.ref)"))
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    words = [warm_python.command(), "-c", program]
+    printed = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
     assert printed.stdout == f"{done.ref}\n"
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.models.saving.preemption import Preemption
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[3]
 
@@ -121,7 +121,7 @@ lock.acquire()  # something that never comes
 
 def test_a_process_that_does_not_end_within_the_grace_is_ended():
     done = subprocess.run(
-        [sys.executable, "-c", OVERDUE], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
+        [warm_python.command(), "-c", OVERDUE], cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
     )
     assert done.returncode == 128 + signal.SIGTERM
     assert (

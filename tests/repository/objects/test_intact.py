@@ -4,7 +4,6 @@ import errno
 import logging
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from datasvc.repository.objects.intact import QUARANTINE
 from datasvc.repository.objects.objects import digest_of
 from datasvc.shards import ingest
 from datasvc.shards.versions.verify import verify
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[3]
 CONTENT = b"the right bytes" * 100
@@ -157,7 +157,7 @@ def test_what_this_process_wrote_is_never_read_again(repository, hashed):
 
 def test_what_another_process_wrote_is_read_once_whoever_opens_the_repository(repository, hashed):
     code = "import sys; from datasvc.repository import Repository; Repository.open(sys.argv[1]).objects.put(b'other')"
-    subprocess.run([sys.executable, "-c", code, repository.url], cwd=ROOT, check=True)
+    subprocess.run([warm_python.command(), "-c", code, repository.url], cwd=ROOT, check=True)
     for _ in range(3):
         info = Repository.open(repository.url).objects.put(b"other")
     assert hashed == [info.digest]
