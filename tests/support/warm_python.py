@@ -18,6 +18,7 @@ import functools
 import gc
 import importlib
 import json
+import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import os
 import runpy
@@ -71,6 +72,7 @@ def command() -> str:
 @contextlib.contextmanager
 def workers() -> Iterator[None]:
     """Start the processes that `multiprocessing` spawns here by `command()`."""
+    multiprocessing.resource_tracker.ensure_running()  # by the real interpreter: it outlives the server
     real = multiprocessing.spawn.get_executable()
     multiprocessing.set_executable(command())
     try:

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -19,7 +20,6 @@ from tests.progress import RecordedProgress
 from tests.shards.export import test_webdataset
 from tests.shards.export.contents import CLASSES, KEY_FIELD, exported, files, write_photos
 from tests.shards.written_versions import describe_table, write_table
-from tests.support import warm_python
 
 ROOT = Path(__file__).parents[3]
 # Ends itself with SIGKILL at the n-th fsync: half of them come before a file has its name, half of them after.
@@ -48,7 +48,7 @@ def run_killed(calls, dataset, destination, export_format, workers=1, *, script)
     script.write_text(KILLED)
     # Output is read until the last process that holds it has ended, so workers that live on would hang this.
     return subprocess.run(
-        [warm_python.command(), script, *map(str, arguments)],
+        [sys.executable, script, *map(str, arguments)],
         capture_output=True,
         check=False,
         timeout=60,
