@@ -11,7 +11,7 @@ import pytest
 from datasvc.errors import ConfigError, MissingPackageError
 from datasvc.extras import CORE, EXTRAS, explain_missing, how_to_install, how_to_install_driver, packages_of
 from datasvc.repository.store.storage import resolve_url
-from tests.pages import find_page
+from tests.support.pages import find_page
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [

@@ -16,7 +16,7 @@ from datasvc.api import Datasets, Models
 from datasvc.api.operation import Operation
 from datasvc.models.transfer import transfer, transfer_datasets
 from datasvc.shards.ingestion.options import IngestOptions, IngestSettings
-from tests.pages import find_page
+from tests.support.pages import find_page
 from tools.book.python_api import INTEGRATIONS, read_integrations
 
 ROOT = Path(__file__).parents[1]

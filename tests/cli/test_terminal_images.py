@@ -19,7 +19,7 @@ from datasvc.cli.terminal.image_protocol import choose_protocol, query_sixel
 from datasvc.cli.terminal.pixel_graphics import encode_kitty, encode_sixel
 from datasvc.cli.terminal.terminal_image import draw_blocks, print_image
 from datasvc.errors import ConfigError
-from tests.odd_images import picture
+from tests.support.odd_images import picture
 
 
 def console_of(**options):

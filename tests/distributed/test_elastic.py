@@ -16,8 +16,8 @@ from tests.distributed.elastic_jobs import (
     check_each_sample_once,
     check_equal,
 )
-from tests.pages import find_page
 from tests.support import warm_python
+from tests.support.pages import find_page
 
 REPLACING = (*SAME_SIZE, *TWO_HOSTS)
 SHRINKING = ("--min-num-proc", "1", *TWO_HOSTS)

@@ -10,7 +10,7 @@ import pytest
 
 from datasvc.models import describe_model
 from datasvc.repository import Repository
-from tests.pages import find_page
+from tests.support.pages import find_page
 
 ROOT = Path(__file__).parents[2]
 GUIDE = find_page("recipes.md").read_text()

@@ -9,7 +9,7 @@ from shutil import copytree
 
 import pytest
 
-from tests.pages import find_page
+from tests.support.pages import find_page
 from tests.support.ray_cluster import ray_cluster
 
 HEADINGS = {

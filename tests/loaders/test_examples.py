@@ -8,8 +8,8 @@ from datasvc.loaders.core.loader import Loader
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.shards.sources import SourceOptions
-from tests.pages import ROOT, find_page
 from tests.shards.sources.text.test_tokens import train
+from tests.support.pages import ROOT, find_page
 
 BLOCKS = {path.name: re.findall(r"^```python\n(.+?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
           for path in (find_page("loaders.md"), find_page("mixtures.md"), ROOT / "README.md")}  # fmt: skip

@@ -16,7 +16,7 @@ from datasvc.loaders.decode.worker import ImageWorker
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.images.header import ImageHeader, read_header
-from tests.odd_images import HEIGHT, WIDTH, bad_images, good_images, picture
+from tests.support.odd_images import HEIGHT, WIDTH, bad_images, good_images, picture
 
 GOOD, BAD = good_images(), bad_images()
 # Of these its decoders know nothing; Pillow decodes them in its place.

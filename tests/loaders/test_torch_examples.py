@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.pages import find_page
+from tests.support.pages import find_page
 
 GUIDE = find_page("torch.md")
 EXAMPLES = dict(re.findall(r"^## (.+?)\n\n```python\n(.+?)^```", GUIDE.read_text(), re.DOTALL | re.MULTILINE))

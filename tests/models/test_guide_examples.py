@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 import datasvc
 from datasvc.cli.main import make_app
-from tests.pages import find_page
+from tests.support.pages import find_page
 
 GUIDE = find_page("models.md")
 SECTION = re.search(r"^## Checkpoints alone\n(.+?)^## ", GUIDE.read_text(), re.DOTALL | re.MULTILINE)[1]

@@ -21,9 +21,9 @@ from datasvc.repository.logs.log import Log
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.storage import Storage
 from tests.models.entries import commit_entry
-from tests.pages import find_page
 from tests.progress import RecordedProgress
 from tests.support.confined_sql import check_refused
+from tests.support.pages import find_page
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from datasvc.cli.main import make_app
 from datasvc.node.http.auth import load_token
 from datasvc.shards import ingest
 from tests.node.conftest import RunningNode
-from tests.pages import find_page
+from tests.support.pages import find_page
 
 ROOT = Path(__file__).parents[2]
 UNIT = (ROOT / "deploy/systemd/datasvc.service").read_text()

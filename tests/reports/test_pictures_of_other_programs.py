@@ -18,7 +18,7 @@ from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.images import image_folder
 from tests.cli.command import run
-from tests.odd_images import chunk, encode, picture, png_16, sixteen_bits
+from tests.support.odd_images import chunk, encode, picture, png_16, sixteen_bits
 
 GREY_16 = np.linspace(0, 65535, 64 * 48).astype(np.uint16).reshape(48, 64)
 

@@ -16,7 +16,7 @@ import typer
 from datasvc import api
 from datasvc.api import DataRepository
 from datasvc.cli.main import make_app
-from tests.pages import DOCS, ROOT, all_pages
+from tests.support.pages import DOCS, ROOT, all_pages
 from tests.test_public_names import PACKAGES as PUBLIC_PACKAGES
 from tools.book.__main__ import add_to_navigation
 from tools.book.command_line import write_commands

@@ -14,9 +14,9 @@ from typer.main import get_command
 from datasvc.cli.main import make_app
 from datasvc.repository import Repository
 from datasvc.shards import open_dataset
-from tests.pages import ROOT, all_pages, find_page
 from tests.shards.export.contents import write_photos
 from tests.support.doc_blocks import FENCE, Block, read_blocks, replace_in, run_blocks
+from tests.support.pages import ROOT, all_pages, find_page
 from tests.test_imports import ALLOWED, ROOMS
 
 # The pages whose commands continue each other, and the data sets that they make, with the number of their versions.

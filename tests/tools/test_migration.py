@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import pytest
 
 from datasvc.repository import Repository
-from tests.pages import ROOT
 from tests.support.doc_blocks import read_blocks, run_blocks
+from tests.support.pages import ROOT
 
 # The packages that the programs before the change need.
 FOREIGN = {

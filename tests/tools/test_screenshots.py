@@ -7,7 +7,7 @@ import pytest
 
 from datasvc.shards import open_dataset
 from tests.loaders.echo import EchoLoader, write_numbers
-from tests.pages import ROOT
+from tests.support.pages import ROOT
 from tests.ui.conftest import running_ui
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.pages import ROOT, find_page
+from tests.support.pages import ROOT, find_page
 
 MESSAGES = re.findall(r"^\| `([^`]+)` \| .+ \| .+ \|$", find_page("troubleshooting.md").read_text(), re.MULTILINE)
 

@@ -10,8 +10,8 @@ import yaml
 from datasvc.models import describe_model
 from datasvc.repository import Repository
 from datasvc.trainer.recipes.settings.options import parse_options
-from tests.pages import ROOT
 from tests.support.doc_blocks import read_blocks, replace_in, run_blocks
+from tests.support.pages import ROOT
 
 
 def runnable(page):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import find_page
+from tests.support.pages import find_page
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = re.findall(r"```python\n(.*?)```", find_page("trainer.md").read_text(encoding="utf-8"), re.DOTALL)

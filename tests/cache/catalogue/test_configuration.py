@@ -18,7 +18,7 @@ from datasvc.cache.catalogue.configuration import Configuration, check_folder, f
 from datasvc.cache.catalogue.files import Files
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError
 from datasvc.repository import Repository
-from tests.fuzzing import changed_bytes, counts_refusals
+from tests.support.fuzzing import changed_bytes, counts_refusals
 
 MOUNTS = """\
 22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw

@@ -13,7 +13,7 @@ from datasvc.cache.catalogue.records import (
     parse_eviction_value,
 )
 from datasvc.repository import Digest
-from tests.fuzzing import changed_bytes, counts_refusals
+from tests.support.fuzzing import changed_bytes, counts_refusals
 
 numbers = st.integers(0, 2**63)
 digests = st.binary(min_size=32, max_size=32).map(lambda raw: Digest(raw.hex()))

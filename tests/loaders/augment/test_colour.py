@@ -10,7 +10,7 @@ from PIL import ImageEnhance
 from datasvc.loaders.augment.augment import AugmentConfig, ColourFactors, plan_colours
 from datasvc.loaders.augment.colour import augment_colour
 from tests.examples import examples
-from tests.odd_images import picture
+from tests.support.odd_images import picture
 
 JITTER = AugmentConfig(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1)
 LEVELS = st.integers(0, 255)

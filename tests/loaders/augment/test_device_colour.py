@@ -10,7 +10,7 @@ from datasvc.loaders.augment.augment import AugmentConfig, ColourFactors, plan_c
 from datasvc.loaders.augment.colour import augment_colour
 from datasvc.loaders.augment.device_colour import change_colours, plan_passes
 from tests.examples import examples
-from tests.odd_images import picture
+from tests.support.odd_images import picture
 
 JITTERS = {
     "all four": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},

@@ -15,7 +15,7 @@ from datasvc.loaders.decode.gpu.gpu import GpuBackend
 from datasvc.loaders.decode.pillow_decoder import decode_window
 from datasvc.loaders.decode.pixels import PixelFormat
 from datasvc.loaders.profiling.step_profiler import StepProfiler
-from tests.odd_images import encode, exif
+from tests.support.odd_images import encode, exif
 
 SIZE, RESIZE = 224, 256
 SIDES = [

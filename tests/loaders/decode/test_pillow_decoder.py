@@ -8,7 +8,7 @@ from datasvc.errors import BadSampleError
 from datasvc.loaders.decode.pillow_decoder import decode_window
 from datasvc.shards.images.header import read_header
 from tests.examples import examples
-from tests.odd_images import (
+from tests.support.odd_images import (
     BLACK,
     HEIGHT,
     WIDTH,

@@ -20,8 +20,8 @@ from datasvc.loaders import (
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from tests.loaders.images.test_image_loader_bad import broken_jpeg
-from tests.odd_images import encode, good_images, picture
 from tests.support.devices import NEEDS_GPU, on_gpu
+from tests.support.odd_images import encode, good_images, picture
 
 # Device and decoder.
 WAYS = [

@@ -18,7 +18,7 @@ from datasvc.models import restore, save
 from datasvc.models.interop import export_model, import_model
 from datasvc.models.interop.dcp_folders import build_tree, write_dcp_folder
 from tests.examples import examples
-from tests.fuzzing import counts_refusals
+from tests.support.fuzzing import counts_refusals
 
 STATE = {
     "model": {"w": torch.randn(40, 3), "b": torch.randn(3).bfloat16(), "n": torch.tensor(5)},

@@ -18,7 +18,7 @@ from datasvc.models import restore, save
 from datasvc.models.interop import export_model, import_model, torch_reader
 from datasvc.models.interop.torch_files import read_torch_file, save_to
 from tests.examples import examples
-from tests.fuzzing import counts_refusals
+from tests.support.fuzzing import counts_refusals
 
 STATE = {
     "model": collections.OrderedDict(w=torch.randn(4, 3), b=torch.randn(3)),

@@ -11,7 +11,7 @@ from datasvc.errors import CorruptDataError
 from datasvc.models.tensors.codec import ChainDecoder, Decoders, encode, is_worthwhile, try_encodings, word_bytes
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 from tests.examples import examples
-from tests.fuzzing import counts_refusals
+from tests.support.fuzzing import counts_refusals
 
 WORDS = [1, 2, 4, 8]
 # Around the blocks that pass through at once, and less than a sample.

@@ -23,7 +23,7 @@ from datasvc.models.tensors.tensor_table import (
 )
 from datasvc.repository import Digest
 from tests.examples import examples
-from tests.fuzzing import counts_refusals
+from tests.support.fuzzing import counts_refusals
 
 digests = st.binary(min_size=32, max_size=32).map(lambda raw: Digest(raw.hex()))
 

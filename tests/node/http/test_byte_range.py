@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from datasvc.node.http.object_routes import UnsatisfiableRangeError, parse_range
-from tests.fuzzing import counts_refusals
+from tests.support.fuzzing import counts_refusals
 
 sizes = st.integers(0, 1000)
 

@@ -8,7 +8,7 @@ from PIL import Image, PngImagePlugin
 
 from datasvc.shards.images.exif import parse_orientation, read_orientation, swaps_sides, turn_upright
 from datasvc.shards.images.header import read_header
-from tests.odd_images import EXIF_TIFF, encode, exif, late_exif, picture
+from tests.support.odd_images import EXIF_TIFF, encode, exif, late_exif, picture
 
 TURNS = range(1, 9)
 

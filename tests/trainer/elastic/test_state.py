@@ -28,7 +28,7 @@ from datasvc.trainer.elastic import (
 from datasvc.trainer.env.environment import RankPlacement
 from datasvc.trainer.rendezvous.messages import RankAssignment
 from datasvc.trainer.rendezvous.round_store import RoundStore
-from tests.pages import find_page
+from tests.support.pages import find_page
 
 
 @pytest.fixture(autouse=True)

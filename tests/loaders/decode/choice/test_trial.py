@@ -11,7 +11,7 @@ from datasvc.loaders.decode.backend import DecodedImages
 from datasvc.loaders.decode.choice.trial import TrialBatch, TrialJob, answer_trials, measure_rate, try_backends
 from datasvc.loaders.decode.gpu.gpu import GpuBackend
 from tests.loaders.decode.photos import broken, config, on_cpu, photos, windows
-from tests.odd_images import HEIGHT, WIDTH, encode, picture
+from tests.support.odd_images import HEIGHT, WIDTH, encode, picture
 
 ODD = "tests.loaders.decode.odd_child"
 

@@ -19,7 +19,7 @@ from datasvc.loaders.decode.gpu.dali import DaliPipeline, device_errors
 from datasvc.loaders.decode.gpu.gpu import GpuBackend
 from tests.loaders.decode.photos import broken, config, decode, on_cpu, photos, windows
 from tests.loaders.decode.recorded_stream import Moment
-from tests.odd_images import HEIGHT, WIDTH, encode, picture, without_tiles
+from tests.support.odd_images import HEIGHT, WIDTH, encode, picture, without_tiles
 
 OUT_OF_MEMORY = "CUDA runtime API error cudaErrorMemoryAllocation (2):\nout of memory"
 

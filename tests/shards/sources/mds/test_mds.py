@@ -28,10 +28,10 @@ from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.mds.encodings import MdsColumn
 from datasvc.shards.sources.mds.mds import MdsSource
-from tests.fuzzing import counts_refusals
 from tests.samples import jpeg
 from tests.shards.sources import reading
 from tests.shards.sources.source_laws import StreamedSourceLaws
+from tests.support.fuzzing import counts_refusals
 
 DTYPES = ("uint8", "int8", "uint16", "int16", "float16", "uint32", "int32", "float32", "uint64", "int64", "float64")
 PACKAGES = (

@@ -18,10 +18,10 @@ from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.records.caffe import is_datum, parse_datum
 from datasvc.shards.sources.records.lmdb_database import LmdbSource
 from datasvc.shards.sources.records.lmdb_file import read_pairs
-from tests.fuzzing import changed_bytes, counts_refusals
 from tests.samples import jpeg
 from tests.shards.sources import reading
 from tests.shards.sources.source_laws import StreamedSourceLaws
+from tests.support.fuzzing import changed_bytes, counts_refusals
 
 
 def varint(number):

@@ -17,10 +17,10 @@ from datasvc.shards.sources import BadSample, SourceOptions
 from datasvc.shards.sources.common.protobuf import read_fields, read_packed_varints, to_signed
 from datasvc.shards.sources.records.tf_example import parse_example
 from datasvc.shards.sources.records.tfrecord import TfRecordSource, masked_crc
-from tests.fuzzing import counts_refusals
 from tests.samples import jpeg
 from tests.shards.sources import reading
 from tests.shards.sources.source_laws import StreamedSourceLaws
+from tests.support.fuzzing import counts_refusals
 
 tfrecord_writer = pytest.importorskip("tfrecord.writer", reason="the package tfrecord writes the files")
 TFRecordWriter = tfrecord_writer.TFRecordWriter

@@ -12,7 +12,7 @@ from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.shards.sources.common.files import FileReader, decompress
 from datasvc.shards.sources.common.listing import expand_braces, list_files
 from datasvc.shards.sources.tar.tar import TarReader, open_tar
-from tests.fuzzing import counts_refusals
+from tests.support.fuzzing import counts_refusals
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
