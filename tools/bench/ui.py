@@ -57,7 +57,7 @@ ALL_VERSIONS = {
     "metric over all versions": "/models/resnet?span=all&axis=version",
 }
 MEMORY = "peak memory of the server, "
-_MOTO = ROOT / "tests" / "moto_process.py"
+_MOTO = ROOT / "tests" / "support" / "moto_process.py"
 _CURVES = ("loss", "rate", "images_per_s", "grad_norm", "scale", "momentum", "entropy", "accuracy", "gap")
 _MAX_WAIT_S = 60.0
 
