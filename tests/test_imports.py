@@ -4,6 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ ALLOWED = {
     "datasvc.processors": set(),
     "datasvc.threads": {"datasvc.sizes"},
     "datasvc.drawing": {"datasvc.printable", "datasvc.sizes"},
-    "datasvc.notebook": {"datasvc.drawing", "datasvc.errors", "datasvc.extras"},
+    "datasvc.shown": {"datasvc.errors", "datasvc.extras"},
     "datasvc.durable": {"datasvc.errors"},
     "datasvc.keyed_random": {"datasvc.errors"},
     "datasvc.sizes": {"datasvc.errors"},
@@ -44,8 +45,7 @@ ALLOWED = {
 }
 ALLOWED["datasvc.shards"] = {
     "datasvc.arrow_messages",
-    "datasvc.drawing",
-    "datasvc.notebook",
+    "datasvc.shown",
     "datasvc.repository",
     "datasvc.order",
     "datasvc.keyed_random",
@@ -60,20 +60,27 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.sql_sandbox",
     "datasvc.threads",
 }
-ALLOWED["datasvc.runs"] = {"datasvc.repository", "datasvc.errors", "datasvc.printable", "datasvc.threads"}
-ALLOWED["datasvc.runs"] |= {"datasvc.drawing", "datasvc.notebook"}  # how a notebook shows a run
+ALLOWED["datasvc.runs"] = {
+    "datasvc.repository",
+    "datasvc.errors",
+    "datasvc.printable",
+    "datasvc.shown",
+    "datasvc.threads",
+}
 ALLOWED["datasvc.runs"] |= {"datasvc.processors"}  # its use of them is in percent of those that it may use
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
 ALLOWED["datasvc.planning"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}  # pure: the page uses it without torch
 ALLOWED["datasvc.models"] = ALLOWED["datasvc.cache"] | {"datasvc.cache", "datasvc.ledger", "datasvc.mix_order"}
 ALLOWED["datasvc.api"] = ALLOWED["datasvc.models"] | {"datasvc.models", "datasvc.runs"}
+ALLOWED["datasvc.views"] = ALLOWED["datasvc.api"] | {"datasvc.planning", "datasvc.drawing", "datasvc.loaders"}
 ALLOWED["datasvc.testing"] = ALLOWED["datasvc.api"] | {"datasvc.api"}
 ALLOWED["datasvc.node"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}
 ALLOWED["datasvc.doctor"] = ALLOWED["datasvc.node"] | {"datasvc", "datasvc.node", "datasvc.models", "datasvc.loaders"}
 ALLOWED["datasvc.ui"] = ALLOWED["datasvc.api"] | {
     "datasvc.api",
     "datasvc.drawing",
+    "datasvc.views",
     "datasvc.ledger",
     "datasvc.node",
     "datasvc.runs",
@@ -87,12 +94,11 @@ ALLOWED["datasvc.cli"] = ALLOWED["datasvc.api"] | {
 }
 ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.progress", "datasvc.api", "datasvc.shards"}
 ALLOWED["datasvc.loaders"] = {
-    "datasvc.drawing",
-    "datasvc.notebook",
+    "datasvc.shown",
     "datasvc.printable",
+    "datasvc.processors",
     "datasvc.ledger",
     "datasvc.child_process",
-    "datasvc.processors",
     "datasvc.threads",
     "datasvc.durable",
     "datasvc.repository",
@@ -111,9 +117,11 @@ ALLOWED["datasvc.trainer.__main__"] |= {"datasvc.errors", "datasvc.printable"}
 ALLOWED["datasvc.cli"] = ALLOWED["datasvc.cli"] | {
     "datasvc",  # the version
     "datasvc.doctor",
+    "datasvc.drawing",
     "datasvc.trainer.__main__",  # `datasvc train`
     "datasvc.trainer.recipes",  # `datasvc plan layouts`
     "datasvc.ui",
+    "datasvc.views",
 }
 ALLOWED["datasvc.__main__"] = {"datasvc.cli"}
 
@@ -128,7 +136,7 @@ ALLOWED["datasvc.integrations"] = ALLOWED["datasvc.api"] | {
 # folder of the package itself; its `__init__` is on top unless it is listed.
 ROOMS = {
     "datasvc.repository": ["store", "objects", "logs", "."],
-    "datasvc.shards": ["format images lines", "sources notebook", "versions", "history ingestion query export"],
+    "datasvc.shards": ["format images lines", "sources", "versions", "history ingestion query export"],
     "datasvc.shards.sources": ["common", "tabular tar mds arrays records text", "images", "."],
     "datasvc.cache": ["catalogue sources", "peers", "fetch", ".", "prefetch"],
     "datasvc.models": [
@@ -293,6 +301,29 @@ def test_programs_import_the_folders_by_their_package(folder):
         for name in sorted(imports(path))
         if name.split(".", maxsplit=1)[0] in ("loaders", "trainer")
     ] == []
+
+
+PICTURES = {"datasvc.views", "datasvc.drawing"}
+# Imports each other inside functions: a process set submits, a submission has a process set.
+CIRCLES = {"datasvc.trainer.job.process_sets", "datasvc.trainer.job.runtime", "datasvc.trainer.job.submit"}
+CIRCLES |= {"datasvc.ui.web.page", "datasvc.ui.web.seen_faults", "datasvc.ui.web.site"}  # in annotations
+
+
+def test_only_views_pages_and_commands_import_pictures():
+    """Values reach theirs through `datasvc.shown`, which imports `datasvc.views` when one is shown."""
+    above = {"datasvc.views", "datasvc.ui", "datasvc.cli"}
+    assert {package for package, others in ALLOWED.items() if others & PICTURES} == above
+    texts = {module: path.read_text(encoding="utf-8") for module, path in MODULES.items()}
+    assert [module for module, text in texts.items() if 'import_module("datasvc.views' in text] == ["datasvc.shown"]
+
+
+def test_no_modules_import_each_other():
+    """Not even inside functions or for annotations: none can be read alone then."""
+    graph = {
+        module: {full_name(name) for name in imports(path)} - {None, module} - CIRCLES
+        for module, path in MODULES.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 PACKAGES = sorted(path.parent for path in FILES if path.name == "__init__.py")

@@ -79,12 +79,9 @@ def fields_of(value):
 # Library functions that a command calls and the facade does not, and what a program calls instead.
 NOT_ON_THE_FACADE = {
     "describe_log": "JSON values of what `repo.datasets.log(name)` returns",
-    "dataset_nodes": "nodes of a drawing: a notebook shows `repo.datasets.log(name)`",
     "describe_conflicts": "a line of text, of the conflicts that the report has",
     "unread_pictures": "a line of text, of the ignored files that the report has",
-    "metrics_text": "a line of text",
     "summarize_datasets": "`repo.datasets.ls()`",
-    "version_nodes": "nodes of a drawing: a notebook shows `repo.models.log(name)`",
     "check_target": "`repo.models.export` checks its folder",
     "every_version": "`repo.models.versions(name)`",
     "export_checkpoint": "`repo.models.export(ref, folder, 'safetensors')` writes the same files",

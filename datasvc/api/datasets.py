@@ -13,6 +13,7 @@ from datasvc.repository import Repository
 from datasvc.repository.branching import branch_history, create_branch, read_branches, remove_branch
 from datasvc.repository.removal import RemovalReport, remove_versions
 from datasvc.shards.export import export
+from datasvc.shards.history.class_names import name_classes
 from datasvc.shards.history.delete_damaged import delete_damaged
 from datasvc.shards.history.merge_branch import merge_branch
 from datasvc.shards.history.rename import rename
@@ -27,7 +28,6 @@ from datasvc.shards.query.query import query
 from datasvc.shards.query.sample_details import read_sample
 from datasvc.shards.query.sample_page import read_page
 from datasvc.shards.query.shared_bytes import shared_bytes
-from datasvc.shards.versions.class_names import name_classes
 from datasvc.shards.versions.dataset import (
     DatasetVersion,
     choose_split,

@@ -28,7 +28,7 @@ def ls(
     """
     from datasvc.repository import Repository
     from datasvc.runs import list_runs
-    from datasvc.runs.report.description import time_text
+    from datasvc.views.run_words import time_text
 
     runs = list_runs(Repository.open(repo), name, last=last)[skip:]
     if as_json:
@@ -50,7 +50,7 @@ def show(run: RunArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
     """
     from datasvc.repository import Repository
     from datasvc.runs import read_run, resolve_run
-    from datasvc.runs.report.description import facts, mean_times, warnings
+    from datasvc.views.run_words import facts, mean_times, warnings
 
     repository = Repository.open(repo)
     history = read_run(repository, *resolve_run(repository, run))

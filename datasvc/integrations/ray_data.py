@@ -18,8 +18,8 @@ from datasvc.extras import explain_missing
 from datasvc.keyed_random import Integers
 from datasvc.order import AccessOrder, OrderConfig
 from datasvc.shards import ShardStore, Split
-from datasvc.shards.notebook.columns import choose_columns, read_columns
 from datasvc.shards.versions.dataset import open_listed_shard
+from datasvc.shards.versions.samples import choose_columns, read_columns
 
 with explain_missing("datasvc.integrations.ray_data"):
     from ray.data import Datasource, ReadTask

@@ -18,6 +18,7 @@ from datasvc.ledger.file import Header, LedgerFile, LedgerRecord, RecordKind
 from datasvc.ledger.history import Attempt, Cursor, order_files, split_into_attempts
 from datasvc.ledger.strided_range import StridedRange, contiguous
 from datasvc.printable import count_text
+from datasvc.shown import Shown
 
 _MAX_NAMED_RANKS = 8  # number of ranks that one description lists
 
@@ -70,7 +71,7 @@ class EpochAudit:
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(Shown):
     """Result of an audit.
 
     Attributes:
@@ -98,11 +99,6 @@ class Audit:
         is_sound = not (self.disagreements or self.damage)
         is_any_finished = any(epoch.is_finished for epoch in self.epochs)
         return is_sound and is_any_finished and all(epoch.is_faultless for epoch in self.epochs)
-
-    def _repr_html_(self) -> str:
-        from datasvc.ledger.audit_html import audit_html
-
-        return audit_html(self)
 
 
 def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, damage: Sequence[str] = ()) -> Audit:

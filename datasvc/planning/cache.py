@@ -28,6 +28,7 @@ from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, derive_keys, uniform
 from datasvc.order import OrderConfig, lanes_of_rank
 from datasvc.planning.replay import EpochTraffic, replay
+from datasvc.shown import Shown, plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -141,7 +142,7 @@ class EpochForecast:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class Forecast(Shown):
     """Forecast of a run.
 
     Attributes:
@@ -171,14 +172,7 @@ class Forecast:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        from datasvc.planning.forecast_html import plot_forecast
-
-        return plot_forecast(self, ax=ax)
-
-    def _repr_html_(self) -> str:
-        from datasvc.planning.forecast_html import forecast_html
-
-        return forecast_html(self)
+        return plot(self, ax=ax)
 
 
 def forecast(

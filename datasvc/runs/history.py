@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import pyarrow as pa
 
-from datasvc.notebook.tables import to_frame
 from datasvc.runs.content import STEP
 from datasvc.runs.facts import RunEvent
 from datasvc.runs.run_folders import started_s
 from datasvc.runs.step_table import Floats, Integers
+from datasvc.shown import ShownTable, plot, render
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 RunState = Literal["running", "finished", "failed", "interrupted", "not responding"]
@@ -25,6 +24,16 @@ MISSED_HEARTBEATS: Final = 6
 _IDLE_S: Final = 60.0
 _IDLE_AT_START_S: Final = 600.0
 _STATES: Final = ("running", "finished", "failed", "interrupted")
+_COLUMNS: Final = {
+    "kind": pa.string(),
+    "name": pa.string(),
+    "step": pa.int64(),
+    "value": pa.float64(),
+    "low": pa.float64(),
+    "high": pa.float64(),
+    "time_s": pa.float64(),
+    "num_steps": pa.int64(),
+}
 _NEW_RUN: Final[Mapping[str, Any]] = {"state": "running", "latest": {}, "versions": [], "lost": 0}
 
 
@@ -145,7 +154,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class RunHistory:
+class RunHistory(ShownTable):
     """What the log of a run has.
 
     Attributes:
@@ -193,13 +202,18 @@ class RunHistory:
         Columns: `kind` ("step" or "evaluation"), `name`, `step`, `value`, `low`, `high`, `time_s` (since 1970), and
         `num_steps` that the point combines.
         """
-        from datasvc.runs.display import history_table
-
-        return history_table(self)
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return the rows of `to_arrow` as a pandas frame. Raise ConfigError if pandas is not installed."""
-        return to_frame(self.to_arrow())
+        columns: dict[str, list[object]] = {name: [] for name in _COLUMNS}
+        for kind, curves in {"step": self.series, "evaluation": self.evaluation}.items():
+            for name, series in curves.items():
+                columns["kind"] += [kind] * len(series)
+                columns["name"] += [name] * len(series)
+                for column, values in zip(
+                    ("step", "value", "low", "high", "time_s", "num_steps"),
+                    (series.steps, series.values, series.low, series.high, series.times, series.counts),
+                    strict=True,
+                ):
+                    columns[column] += values.tolist()
+        return pa.table(columns, schema=pa.schema(_COLUMNS.items()))
 
     def plot(self, name: str = "loss", *, ax: Axes | None = None) -> Axes:
         """Plot a curve, or a metric of the evaluations, over the steps; return the axes of matplotlib.
@@ -211,20 +225,11 @@ class RunHistory:
         Raises:
             ConfigError: matplotlib is not installed, or there is no such curve; the message lists the others.
         """
-        from datasvc.runs.display import plot_curve
-
-        return plot_curve(self, name, ax)
+        return plot(self, name, ax=ax)
 
     def to_html(self) -> str:
         """Return the report of the run as one HTML document, which loads nothing; all text of the log is escaped."""
-        from datasvc.runs.report.document import make_report
-
-        return make_report(self)
-
-    def _repr_html_(self) -> str:
-        from datasvc.runs.display import history_html
-
-        return history_html(self)
+        return render(self, "report")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as JSON values."""

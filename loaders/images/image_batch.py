@@ -8,15 +8,29 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from datasvc.keyed_random import Integers
 from datasvc.loaders.core.batch import Batch
+from datasvc.shown import Shown
 
 if TYPE_CHECKING:
-    from datasvc.loaders.images.batch_html import BatchDisplay
+    from datasvc.loaders.decode.pixels import PixelFormat
 
 A = TypeVar("A")
 
 
+@dataclass(frozen=True)
+class BatchDisplay:
+    """What the loader knows of its batches that their arrays do not say.
+
+    Attributes:
+        pixels: format of the images, by which they are converted back to levels.
+        classes: class names; label i belongs to `classes[i]`.
+    """
+
+    pixels: PixelFormat
+    classes: tuple[str, ...]
+
+
 @dataclass(frozen=True, repr=False)
-class ImageBatch(Batch[A]):
+class ImageBatch(Shown, Batch[A]):
     """One rank's part of a global batch. It unpacks as `(images, labels)`. `A` is a torch tensor or a NumPy array.
 
     All tensors are on the loader's device.
@@ -49,8 +63,3 @@ class ImageBatch(Batch[A]):
     @property
     def _pair(self) -> tuple[A, A | None]:
         return self.images, self.labels
-
-    def _repr_html_(self) -> str:
-        from datasvc.loaders.images.batch_html import batch_html
-
-        return batch_html(self)

@@ -18,8 +18,7 @@ from datasvc.loaders.core.batches import SampleBatch
 from datasvc.loaders.core.other_columns import read_lists
 from datasvc.loaders.decode.backend import DecodedImages, Framework, ImageBackend, OnBad
 from datasvc.loaders.decode.gpu.device_stream import place
-from datasvc.loaders.images.batch_html import BatchDisplay
-from datasvc.loaders.images.image_batch import ImageBatch
+from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
 from datasvc.loaders.images.image_plan import ImagePlan
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage

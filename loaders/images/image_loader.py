@@ -29,8 +29,7 @@ from datasvc.loaders.decode.choice.trial import TrialBatch
 from datasvc.loaders.decode.gpu.device_stream import current_gpu
 from datasvc.loaders.decode.pixels import Output, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup, Sharing
-from datasvc.loaders.images.batch_html import BatchDisplay
-from datasvc.loaders.images.image_batch import ImageBatch
+from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
 from datasvc.loaders.images.image_decoder import ImageDecoder
 from datasvc.loaders.images.image_plan import ImagePlan
 from datasvc.loaders.profiling.bottleneck import Resources

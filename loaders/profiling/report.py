@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from datasvc.loaders.profiling.bottleneck import Bottleneck, Resources, diagnose
 from datasvc.loaders.profiling.step_profiler import StepProfiler
 from datasvc.loaders.profiling.step_times import Stage, Totals
+from datasvc.shown import Shown, plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,7 +38,7 @@ class LongWait:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """Time per stage of a loader's steps; `str(report)` is a table, and its last line names the bottleneck.
 
     Attributes:
@@ -87,14 +88,7 @@ class Report:
         Raises:
             ConfigError: matplotlib is not installed.
         """
-        from datasvc.loaders.profiling.report_html import plot_report
-
-        return plot_report(self, ax=ax)
-
-    def _repr_html_(self) -> str:
-        from datasvc.loaders.profiling.report_html import report_html
-
-        return report_html(self)
+        return plot(self, ax=ax)
 
     def of_all_ranks(self, num_ranks: int) -> Report:
         """Return the report of this rank with the rates of all data ranks, which take equal steps together."""

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from datasvc.extras import explain_missing
 from datasvc.keyed_random import Integers
 from datasvc.loaders.core.batch import Batch, register_tree
+from datasvc.shown import Shown
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,7 @@ A = TypeVar("A")
 
 
 @dataclass(frozen=True, repr=False)
-class TokenBatch(Batch[A]):
+class TokenBatch(Shown, Batch[A]):
     """One rank's part of a global batch. It unpacks as `(tokens, labels)`.
 
     Arrays are NumPy arrays, or tensors on the CPU. The loader does not reuse their memory while a reference to it
@@ -58,11 +59,6 @@ class TokenBatch(Batch[A]):
     @property
     def _pair(self) -> tuple[A, A | None]:
         return self.tokens, self.labels
-
-    def _repr_html_(self) -> str:
-        from datasvc.loaders.tokens.batch_html import batch_html
-
-        return batch_html(self)
 
 
 def to_torch(batch: TokenBatch[npt.NDArray[Any]]) -> TokenBatch[torch.Tensor]:

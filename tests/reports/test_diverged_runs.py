@@ -8,10 +8,10 @@ import torch
 import datasvc
 from datasvc.errors import ConfigError, NotFiniteError
 from datasvc.runs import RunLog, read_run
-from datasvc.runs.report.description import warnings
 from datasvc.shards import ingest
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.train import train
+from datasvc.views.run_words import warnings
 from tests.ui.conftest import running_ui
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from datasvc.repository import Repository
 from datasvc.runs import RunLog, RunSummary, list_runs, read_run, run_log
-from datasvc.runs.report.description import describe_stall, warnings
 from datasvc.testing import FakeClock
+from datasvc.views.run_words import describe_stall, warnings
 
 STALLED = {"operation": "'allreduce.grad'", "ranks": [1, 3]}
 

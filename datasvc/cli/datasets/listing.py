@@ -67,7 +67,7 @@ def log(
 
     repository = Repository.open(repo)
     if svg is not None:
-        from datasvc.shards.history.version_nodes import dataset_nodes
+        from datasvc.views.datasets import dataset_nodes
 
         write_version_graph(svg, dataset_nodes(repository, name, last=last), name)
         if not as_json:

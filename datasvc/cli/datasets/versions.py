@@ -117,7 +117,7 @@ def classes(
     Example: datasvc classes pets names.txt --repo ./repo
     """
     from datasvc.repository import Repository
-    from datasvc.shards.versions.class_names import name_classes
+    from datasvc.shards.history.class_names import name_classes
 
     class_names = read_lines(names, "class names")
     version = name_classes(Repository.open(repo), ref, class_names, message=message)

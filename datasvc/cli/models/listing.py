@@ -52,8 +52,8 @@ def log(
     """
     from datasvc.models.registry.graph import read_history
     from datasvc.models.registry.registry import model_log
-    from datasvc.models.registry.version_nodes import version_nodes
     from datasvc.repository import Repository
+    from datasvc.views.models import version_nodes
 
     repository = Repository.open(repo)
     if svg is not None:
@@ -179,7 +179,7 @@ def print_versions(versions: Sequence[ModelVersion], *, as_json: bool) -> None:
     if as_json:
         print_json([*(version.to_dict() for version in versions), *unreadable_facts()])
         return
-    from datasvc.models.registry.version_nodes import metrics_text
+    from datasvc.views.models import metrics_text
 
     rows = [
         (
@@ -197,7 +197,7 @@ def print_versions(versions: Sequence[ModelVersion], *, as_json: bool) -> None:
 
 def _summary(version: ModelVersion) -> str:
     """Return the text beside a version in the graph of `log`."""
-    from datasvc.models.registry.version_nodes import metrics_text
+    from datasvc.views.models import metrics_text
 
     entry = version.entry
     parts = [

@@ -127,7 +127,7 @@ def mark_lost(
 
 
 def _row(version: ModelVersion, plan: RetentionPlan, *, apply: bool) -> tuple[object, ...]:
-    from datasvc.models.registry.version_nodes import metrics_text
+    from datasvc.views.models import metrics_text
 
     reasons = plan.kept.get(version.version)
     reason = ", ".join(reasons) if reasons else "removed" if apply else "REMOVE"

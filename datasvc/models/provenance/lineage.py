@@ -18,7 +18,8 @@ from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Digest, Repository
 from datasvc.repository.logs.references import parse_reference
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.notebook.version_nodes import entry_parents
+from datasvc.shards.lines.dataset_log import entry_parents
+from datasvc.shown import Shown
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class DataOrigin:
 
 
 @dataclass
-class Lineage:
+class Lineage(Shown):
     """Lineage of a model version.
 
     Attributes:
@@ -104,11 +105,6 @@ class Lineage:
             "shards": self.shards,
             "gaps": self.gaps,
         }
-
-    def _repr_html_(self) -> str:
-        from datasvc.models.provenance.lineage_flow import lineage_html
-
-        return lineage_html(self)
 
 
 def read_lineage(repository: Repository, ref: str) -> Lineage:

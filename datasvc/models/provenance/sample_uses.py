@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,7 @@ from datasvc.keyed_random import Integers
 from datasvc.models.provenance.consumed_ranges import EpochPart
 from datasvc.models.provenance.key_positions import Served
 from datasvc.models.provenance.segments import Consumed
-from datasvc.notebook.tables import rows_to_arrow, to_frame
-
-if TYPE_CHECKING:
-    import pandas as pd
+from datasvc.shown import ShownTable, rows_to_arrow
 
 Bits = npt.NDArray[np.uint8]
 """Set of requested samples, one bit each: sample n is in the set if bit n % 8 of byte n // 8 is 1."""
@@ -83,7 +80,7 @@ class UseBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ConsumerReport:
+class ConsumerReport(ShownTable):
     """Versions that consumed the requested samples.
 
     Attributes:
@@ -119,15 +116,6 @@ class ConsumerReport:
     def to_arrow(self) -> pa.Table:
         """Return a row for each use, with the fields of `SampleUse`, ordered by version and training."""
         return rows_to_arrow([use._asdict() for use in self.all_uses()])
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return the rows of `to_arrow` as a pandas frame. Raise ConfigError if pandas is not installed."""
-        return to_frame(self.to_arrow())
-
-    def _repr_html_(self) -> str:
-        from datasvc.models.provenance.uses_html import uses_html
-
-        return uses_html(self)
 
     def to_json(self, max_keys: int | None = None) -> dict[str, Any]:
         """Return JSON values, with the uses of the first `max_keys` samples (None: all)."""

@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pyarrow as pa
 
-from datasvc.drawing import html_table, standalone
 from datasvc.errors import ConfigError
-from datasvc.models.registry.diff import tree_leaves
 from datasvc.models.registry.registry import ModelVersion, describe_versions
-from datasvc.models.registry.version_table import value_text
-from datasvc.notebook.tables import rows_to_arrow, to_frame
+from datasvc.models.versions.entry_fields import tree_leaves
 from datasvc.repository import Repository
 from datasvc.repository.logs.references import refuse_text
-
-if TYPE_CHECKING:
-    import pandas as pd
+from datasvc.shown import ShownTable, rows_to_arrow
 
 _PARTS: Final = ("step", "config", "metrics", "data", "code")
 # The data-set version tells what the digest of its shard table tells; the format is no property of the training.
-_MAX_ROWS: Final = 500  # that a notebook shows
 _UNCOMPARED: Final = {"version", "format"}
 
 
@@ -41,7 +35,7 @@ class ComparedValue:
 
 
 @dataclass(frozen=True)
-class VersionComparison:
+class VersionComparison(ShownTable):
     """Values in which model versions differ.
 
     Attributes:
@@ -57,14 +51,6 @@ class VersionComparison:
         return rows_to_arrow(
             [{"version": name} | {row.name: row.values.get(name) for row in self.values} for name in self.versions]
         )
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return the rows of `to_arrow` as a pandas frame. Raise ConfigError if pandas is not installed."""
-        return to_frame(self.to_arrow())
-
-    def _repr_html_(self) -> str:
-        rows = [(row.name, *(value_text(row.values.get(name)) for name in self.versions)) for row in self.values]
-        return standalone(html_table(["value", *self.versions], rows, max_rows=_MAX_ROWS))
 
 
 def compare_versions(repository: Repository, refs: Sequence[str], *, equal: bool = False) -> VersionComparison:

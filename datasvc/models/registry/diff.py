@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 from datasvc.models.tensors.codec import Decoders
 from datasvc.models.tensors.read import ChunkSource, load_chunk, load_window
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, read_table
-from datasvc.models.versions.entry_fields import check_fields
+from datasvc.models.versions.entry_fields import check_fields, tree_leaves
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
+from datasvc.shown import Shown
 from datasvc.threads import run_in_threads
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class TensorsDifference:
 
 
 @dataclass(frozen=True)
-class ModelDifference:
+class ModelDifference(Shown):
     """Differences between the model versions `a` and `b`.
 
     Attributes:
@@ -114,11 +115,6 @@ class ModelDifference:
     steps: tuple[int, int]
     values: Mapping[str, ValueChanges]
     tensors: TensorsDifference
-
-    def _repr_html_(self) -> str:
-        from datasvc.models.registry.difference_html import difference_html
-
-        return difference_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the difference as JSON values, as `datasvc models diff --json` prints them."""
@@ -284,13 +280,3 @@ def _part(entry: Mapping[str, Any], part: str) -> Mapping[str, Any]:
 def _use_name(use: Mapping[str, Any]) -> str:
     purpose = use.get("purpose", "training")
     return f"{use['dataset']}/{use['split']}" + ("" if purpose == "training" else f" ({purpose})")
-
-
-def tree_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted path, below `path`, and the value of each leaf of a tree of JSON values."""
-    # An empty mapping below the root is a leaf, so that adding or removing it is a change.
-    if isinstance(value, Mapping) and (value or not path):
-        for key, child in value.items():
-            yield from tree_leaves(child, f"{path}.{key}" if path else str(key))
-    else:
-        yield path, value

@@ -15,22 +15,21 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.search.index import map_models
 from datasvc.models.versions.artefacts import artefacts
-from datasvc.models.versions.entry_fields import check_fields, valid_entries
+from datasvc.models.versions.entry_fields import check_fields, tree_leaves, valid_entries
 from datasvc.models.versions.entry_reader import EntryReader
-from datasvc.notebook.tables import rows_to_arrow, to_frame
 from datasvc.repository import Digest, Entry, Repository, Resolved
 from datasvc.repository.logs.references import is_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.resolved import NameState
 from datasvc.repository.unreadable import warn_unreadable
+from datasvc.shown import Shown, ShownTable, plot, rows_to_arrow
 
 if TYPE_CHECKING:
-    import pandas as pd
     from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
-class ModelVersion:
+class ModelVersion(Shown):
     """A version of the model `name` with its entry and its current tags.
 
     Attributes:
@@ -66,13 +65,8 @@ class ModelVersion:
         recorded = (self.entry.get("parent"), *(merged if isinstance(merged, list) else ()))
         return tuple(str(parent) for parent in recorded if parent)
 
-    def _repr_html_(self) -> str:
-        from datasvc.models.registry.version_table import version_html
 
-        return version_html(self)
-
-
-class ModelVersions(list[ModelVersion]):
+class ModelVersions(ShownTable, list[ModelVersion]):
     """A list of model versions, which a notebook shows as a graph, and which is a table and a plot on request."""
 
     def to_arrow(self) -> pa.Table:
@@ -81,13 +75,23 @@ class ModelVersions(list[ModelVersion]):
         Columns: `version`, `created`, `step`, `message`, `tags`, `removed`, `parents`, `data`, and one for each value
         of metrics and configuration, such as `metrics.loss`.
         """
-        from datasvc.models.registry.version_table import version_rows
-
-        return rows_to_arrow(version_rows(self))
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return the rows of `to_arrow` as a pandas frame. Raise ConfigError if pandas is not installed."""
-        return to_frame(self.to_arrow())
+        return rows_to_arrow(
+            [
+                {
+                    "version": str(version),
+                    "created": version.entry["created"],
+                    "step": version.entry["step"],
+                    "message": version.entry["message"],
+                    "tags": list(version.tags),
+                    "removed": version.removed,
+                    "parents": list(version.parents),
+                    "data": sorted({str(use["dataset"]) for use in version.entry["data"]}),
+                }
+                | dict(tree_leaves(version.entry["metrics"] or {}, "metrics"))
+                | dict(tree_leaves(version.entry["config"] or {}, "config"))
+                for version in self
+            ]
+        )
 
     def plot(self, metric: str, *, ax: Axes | None = None) -> Axes:
         """Plot a metric over the steps of the versions, a line for each model; return the axes of matplotlib.
@@ -99,14 +103,7 @@ class ModelVersions(list[ModelVersion]):
         Raises:
             ConfigError: matplotlib is not installed, or no version has the metric.
         """
-        from datasvc.models.registry.version_table import plot_metric
-
-        return plot_metric(self, metric, ax=ax)
-
-    def _repr_html_(self) -> str:
-        from datasvc.models.registry.version_table import versions_html
-
-        return versions_html(self)
+        return plot(self, metric, ax=ax)
 
 
 def list_models(repository: Repository) -> ModelVersions:

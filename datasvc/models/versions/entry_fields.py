@@ -7,7 +7,7 @@ not in `_FIELDS` are not checked, because a later datasvc may add them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from datasvc.errors import CorruptDataError
@@ -191,3 +191,13 @@ def _is_too_deep(value: Any) -> bool:
 def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def tree_leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted path, below `path`, and the value of each leaf of a tree of JSON values."""
+    # An empty mapping below the root is a leaf, so that adding or removing it is a change.
+    if isinstance(value, Mapping) and (value or not path):
+        for key, child in value.items():
+            yield from tree_leaves(child, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

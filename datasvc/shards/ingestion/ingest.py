@@ -47,10 +47,9 @@ from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, printable
 from datasvc.shards.sources.python_samples import PythonSource
-from datasvc.shards.versions.class_names import name_tables
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
-from datasvc.shards.versions.labels import combine_classes, plan_labels
+from datasvc.shards.versions.labels import combine_classes, name_tables, plan_labels
 from datasvc.shards.versions.split_overlap import Overlap
 from datasvc.shards.versions.version_entry import VAL_FRACTION
 

@@ -15,9 +15,9 @@ import pyarrow as pa
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text
 from datasvc.shards.format.schema import KEY, is_blob
-from datasvc.shards.notebook.sample import Sample
 from datasvc.shards.query.sample_page import find_numbers
 from datasvc.shards.versions.dataset import Split
+from datasvc.shards.versions.samples import Sample
 
 
 @dataclass(frozen=True)

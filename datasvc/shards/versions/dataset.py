@@ -16,7 +16,6 @@ import pyarrow as pa
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
-from datasvc.notebook.tables import to_frame
 from datasvc.printable import count_text
 from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage, parse_reference
 from datasvc.repository.objects.objects import parse_digest
@@ -25,18 +24,17 @@ from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.ancestors import ancestors_of
 from datasvc.shards.lines.commit import renamed_to
+from datasvc.shards.lines.dataset_log import DatasetLog
 from datasvc.shards.lines.newest_entries import check_splits, newest_entries
-from datasvc.shards.notebook.columns import choose_columns, read_columns
-from datasvc.shards.notebook.dataset_log import DatasetLog
-from datasvc.shards.notebook.sample import Sample, image_columns
 from datasvc.shards.versions.deletions import Deletions, load_deletions
+from datasvc.shards.versions.samples import Sample, choose_columns, image_columns, read_columns
+from datasvc.shown import Shown, to_frame
 
 if TYPE_CHECKING:
     import pandas as pd
 
 # Number of shards that random access keeps open. An open shard of a remote repository is held in memory.
 _MAX_OPEN_SHARDS = 4
-_MAX_SHOWN = 12  # samples that a notebook shows of a split
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +122,7 @@ class OriginShards:
         """Do nothing: no shard is fetched ahead."""
 
 
-class Split:
+class Split(Shown):
     """The live (not deleted) samples of one split: `split[5]` is a sample as a dict; `len(split)` counts them.
 
     Args:
@@ -206,15 +204,6 @@ class Split:
         """Return `to_arrow` as a pandas frame. Raises its errors, and ConfigError if pandas is not installed."""
         return to_frame(self.to_arrow(columns, num_samples=num_samples))
 
-    def _repr_html_(self) -> str:
-        from datasvc.shards.notebook.version_html import split_html
-        from datasvc.shards.versions.describe import count_classes
-
-        # A shard of a remote repository is read completely: too slow for a value that is only shown.
-        samples = self[:_MAX_SHOWN] if self.repository.storage.is_local else []
-        counts = count_classes(self.table.label_counts, self.classes)
-        return split_html(f"{self.dataset}/{self.name}", self.table, samples, counts)
-
     @cached_property
     def table(self) -> ShardTable:
         """The table of the split's shards. Raises CorruptDataError, NotFoundError, UnavailableError."""
@@ -276,7 +265,7 @@ def _unpickle_split(name: str, dataset: str, storage: Storage, digest: str) -> S
     return Split(name, dataset, Repository(storage), digest)
 
 
-class DatasetVersion(Mapping[str, Split]):
+class DatasetVersion(Shown, Mapping[str, Split]):
     """One version of a data set: a mapping from split names to splits.
 
     Args:
@@ -315,11 +304,6 @@ class DatasetVersion(Mapping[str, Split]):
 
     def __repr__(self) -> str:
         return f"Dataset({self.resolved}, {dict(self._splits)})"
-
-    def _repr_html_(self) -> str:
-        from datasvc.shards.notebook.version_html import version_html
-
-        return version_html(str(self.resolved), self.entry.content)
 
 
 def open_dataset(repository: Repository, ref: str) -> DatasetVersion:

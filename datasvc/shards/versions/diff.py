@@ -26,6 +26,7 @@ from datasvc.shards.versions.keys import SampleRows, SplitKeys
 from datasvc.shards.versions.labels import combine_classes, plan_labels
 from datasvc.shards.versions.matching import match_keys
 from datasvc.shards.versions.version_entry import read_tables
+from datasvc.shown import Shown
 
 
 class Keys:
@@ -120,7 +121,7 @@ class SplitDifference:
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Shown):
     """Changes from version `a` to version `b`.
 
     Attributes:
@@ -146,11 +147,6 @@ class Difference:
             "splits_added": list(self.splits_added),
             "splits_removed": list(self.splits_removed),
         }
-
-    def _repr_html_(self) -> str:
-        from datasvc.shards.notebook.diff_html import difference_html
-
-        return difference_html(self.to_json())
 
 
 def diff(repository: Repository, a: str, b: str) -> Difference:

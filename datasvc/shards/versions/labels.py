@@ -10,6 +10,7 @@ from __future__ import annotations
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
@@ -18,6 +19,7 @@ import pyarrow.compute as pc
 
 from datasvc.errors import ConfigError
 from datasvc.shards.format.schema import LABEL
+from datasvc.shards.format.shard_table import ShardTable
 
 CLASS: Final = "class"  # column of conditions and queries that has the class name of each label
 
@@ -147,3 +149,27 @@ def class_of_labels(labels: pa.Array, names: pa.Array) -> pa.Array:
     """
     is_named = pc.and_(pc.greater_equal(labels, 0), pc.less(labels, len(names)))
     return names.take(pc.if_else(is_named, labels, pa.scalar(None, labels.type)))
+
+
+def name_tables(tables: Mapping[str, ShardTable], names: Sequence[str]) -> dict[str, ShardTable]:
+    """Return the splits that have labels, with class names; label i belongs to the class `names[i]`.
+
+    Raises:
+        ConfigError: no split has labels; a label has no name in `names`; a name is empty or occurs twice; or the
+            classes already have names and `names` does not start with them.
+    """
+    if "" in names or not names:
+        raise ConfigError("expected one name per class, none of them empty; give one name per line, label 0 first")
+    combine_classes(names, [])  # only for its check that no name occurs twice
+    labelled = {split: table for split, table in tables.items() if LABEL in table.sample_schema.names}
+    if not labelled:
+        raise ConfigError("no split has the column 'label', so there are no classes to name")
+    for split, table in labelled.items():
+        # Names may be added to a list, but the index of an existing name never changes.
+        if tuple(names[: len(table.classes)]) != table.classes:
+            raise ConfigError(
+                f"the classes of split {split!r} already have names ({', '.join(table.classes[:3])}, ...), which "
+                "cannot change because models trained on older versions use them: start the list with these names"
+            )
+        check_unnamed(table.label_counts, names, f"split {split!r}")  # `names` must cover every label
+    return {split: replace(table, classes=tuple(names)) for split, table in labelled.items()}

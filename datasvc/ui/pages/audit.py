@@ -14,7 +14,7 @@ from datasvc.ledger.audit import Audit
 from datasvc.ledger.audit_text import audit_facts, describe_conclusion, describe_counts, describe_outcome, open_names
 from datasvc.ledger.folders import audit_folders, find_ledgers
 from datasvc.ledger.names import SampleNames
-from datasvc.models.registry.diff import tree_leaves
+from datasvc.models.versions.entry_fields import tree_leaves
 from datasvc.ui.web.links import audit_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site

@@ -12,7 +12,6 @@ from datasvc import drawing
 from datasvc.models.search.query import find_versions
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.lines import branch_of
-from datasvc.shards.history.version_nodes import dataset_nodes
 from datasvc.shards.query.histogram import list_columns
 from datasvc.shards.query.sample_page import page_of
 from datasvc.shards.query.sample_reader import SampleSummary
@@ -25,6 +24,7 @@ from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
 from datasvc.ui.web.table_view import Column, view_table
 from datasvc.ui.web.unreadable import collect_unreadable
+from datasvc.views.datasets import dataset_nodes
 
 _MAX_VERSIONS = 50  # of the graph
 _MAX_COMPARED = 20  # versions whose shared bytes are shown

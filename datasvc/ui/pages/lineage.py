@@ -9,11 +9,11 @@ from datasvc.drawing import FlowEdge, FlowNode, Markup, flow_graph, flow_table
 from datasvc.errors import NotFoundError
 from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.models.provenance.lineage import Lineage, read_lineage
-from datasvc.models.provenance.lineage_flow import collapsed_flow
 from datasvc.models.provenance.sample_uses import ConsumerReport
 from datasvc.ui.web.links import dataset_link, lineage_link, model_link, run_ref_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.views.provenance import collapsed_flow
 
 _MAX_ROWS = 1000
 _NARROW_NODES = 2  # side by side in a window of 400 pixels

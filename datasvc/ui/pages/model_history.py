@@ -10,7 +10,6 @@ from typing import Any, Final
 
 from datasvc.drawing import ChartMark, ChartSeries, Markup, line_chart, version_graph
 from datasvc.models.registry.registry import ModelVersion, describe_versions
-from datasvc.models.registry.version_nodes import version_nodes
 from datasvc.models.search.query import query_versions
 from datasvc.printable import escape_controls
 from datasvc.repository import Resolved
@@ -22,6 +21,7 @@ from datasvc.ui.web.page import Panel, Query
 from datasvc.ui.web.site import Site
 from datasvc.ui.web.table_view import Column, TableView, view_table
 from datasvc.ui.web.unreadable import collect_unreadable
+from datasvc.views.models import version_nodes
 
 VERSIONS_ON_A_PAGE: Final = 20
 # A chart reads the entries of this number of versions; more come from the index, which may have to be built first.

@@ -9,11 +9,11 @@ from pathlib import Path
 from datasvc.node.status import describe_disk
 from datasvc.printable import count_text
 from datasvc.runs import RunSummary
-from datasvc.runs.report.description import describe_divergence, describe_stall
 from datasvc.sizes import format_size
 from datasvc.ui.web.links import cluster_link, run_link
 from datasvc.ui.web.node_monitor import NodeState, used_bytes
 from datasvc.ui.web.page import Problem
+from datasvc.views.run_words import describe_divergence, describe_stall
 
 _FULL_OF_PINS = 0.9
 STARVED_SHARE = 0.05  # as in the loaders' diagnosis

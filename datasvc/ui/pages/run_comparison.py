@@ -12,18 +12,18 @@ from datasvc.drawing import ChartSeries, chart_table, line_chart
 from datasvc.drawing.colours import NUM_COLOURS
 from datasvc.drawing.numbers import thin_points
 from datasvc.errors import ConfigError
-from datasvc.models.registry.diff import tree_leaves
+from datasvc.models.versions.entry_fields import tree_leaves
 from datasvc.printable import escape_controls
 from datasvc.runs import RunHistory, list_runs
 from datasvc.runs.history import Series
-from datasvc.runs.report.charts import choose_drawn, named_curves, starts_at_zero, title_and_unit
-from datasvc.runs.report.description import as_mapping
 from datasvc.runs.step_table import Floats
 from datasvc.ui.pages.charts.layout import CHART_WIDTH
 from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import run_link, run_ref_link, runs_link, with_query
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.views.run_charts import choose_drawn, named_curves, starts_at_zero, title_and_unit
+from datasvc.views.run_words import as_mapping
 
 RUN_FIELD: Final = "run:"  # of the address, before the reference of each run: a form has a box for each
 _PATH: Final = "/runs/compare"

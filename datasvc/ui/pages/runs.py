@@ -8,17 +8,6 @@ from typing import Any, Final
 
 from datasvc.ledger.folders import find_ledgers
 from datasvc.runs import RunHistory, RunSummary, list_runs
-from datasvc.runs.report.charts import describe_left_out, line_charts, time_chart
-from datasvc.runs.report.description import (
-    STEP_PARTS,
-    RankComparison,
-    as_mapping,
-    as_number,
-    newest_event,
-    newest_fact,
-    rank_times,
-    warnings,
-)
 from datasvc.ui.pages.audit import find_ledger_of
 from datasvc.ui.pages.charts.layout import CHART_WIDTH
 from datasvc.ui.pages.epoch_audit import audit_current_epoch
@@ -28,6 +17,17 @@ from datasvc.ui.web.live import PageState
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 from datasvc.ui.web.table_view import Column, TableView, view_table
+from datasvc.views.run_charts import describe_left_out, line_charts, time_chart
+from datasvc.views.run_words import (
+    STEP_PARTS,
+    RankComparison,
+    as_mapping,
+    as_number,
+    newest_event,
+    newest_fact,
+    rank_times,
+    warnings,
+)
 
 _RUNS_PER_PAGE: Final = 100
 _MAX_SORTED: Final = 1000  # runs whose logs are read to sort them

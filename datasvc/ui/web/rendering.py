@@ -12,7 +12,7 @@ from functools import partial
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from datasvc.models.registry.diff import tree_leaves
+from datasvc.models.versions.entry_fields import tree_leaves
 from datasvc.planning.cost import format_money
 from datasvc.printable import count_text, escape_controls
 from datasvc.sizes import format_size

@@ -1,14 +1,15 @@
-"""Model versions as rows, as HTML for a notebook, and as a plot of a metric."""
+"""Model versions as HTML for a notebook, as nodes of a graph, and as a plot of a metric."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.drawing import (
     ChartSeries,
     Markup,
+    VersionNode,
     facts_table,
     folded,
     html_table,
@@ -17,37 +18,16 @@ from datasvc.drawing import (
     version_table,
 )
 from datasvc.errors import ConfigError
-from datasvc.models.registry.diff import tree_leaves
 from datasvc.models.registry.graph import draw_history
-from datasvc.models.registry.version_nodes import version_nodes
+from datasvc.models.registry.registry import ModelVersion
+from datasvc.models.versions.entry_fields import tree_leaves
 from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from datasvc.models.registry.registry import ModelVersion
-
 _MAX_GRAPH: Final = 50  # versions that a notebook shows
 _MAX_VALUES: Final = 500
-
-
-def version_rows(versions: Iterable[ModelVersion]) -> list[dict[str, Any]]:
-    """Return a row for each version, see `ModelVersions.to_arrow`."""
-    return [
-        {
-            "version": str(version),
-            "created": version.entry["created"],
-            "step": version.entry["step"],
-            "message": version.entry["message"],
-            "tags": list(version.tags),
-            "removed": version.removed,
-            "parents": list(version.parents),
-            "data": sorted({str(use["dataset"]) for use in version.entry["data"]}),
-        }
-        | dict(tree_leaves(version.entry["metrics"] or {}, "metrics"))
-        | dict(tree_leaves(version.entry["config"] or {}, "config"))
-        for version in versions
-    ]
 
 
 def version_html(version: ModelVersion) -> Markup:
@@ -83,8 +63,8 @@ def versions_html(versions: Sequence[ModelVersion]) -> Markup:
 
 
 def plot_metric(versions: Iterable[ModelVersion], metric: str, *, ax: Axes | None = None) -> Axes:
-    """Plot a metric over steps, see `ModelVersions.plot`."""
-    from datasvc.notebook.plots import plot_lines
+    """Plot a metric over steps; see `ModelVersions.plot`."""
+    from datasvc.views.plots import plot_lines
 
     points: dict[str, list[tuple[int, float | None]]] = {}
     known: dict[str, None] = {}
@@ -116,3 +96,46 @@ def _tree(values: Any) -> Markup:
         [(name, value_text(value)) for name, value in tree_leaves(values, "")] if isinstance(values, Mapping) else []
     )
     return html_table(["name", "value"], rows, max_rows=_MAX_VALUES) if rows else Markup()
+
+
+def version_nodes(versions: Iterable[ModelVersion], *, href: Callable[[str], str] | None = None) -> list[VersionNode]:
+    """Return a node for each version, in their order; that of `read_history` is the one of a graph.
+
+    Args:
+        versions: the versions.
+        href: returns the address of the page of a version, by its name such as "cnn@3".
+    """
+    return [
+        VersionNode(
+            str(version),
+            version.parents,
+            version.tags,
+            _note(version.entry),
+            href(str(version)) if href else None,
+            version.removed,
+            title=_title(version),
+        )
+        for version in versions
+    ]
+
+
+def metrics_text(metrics: Mapping[str, Any]) -> str:
+    """Return metrics as one line of text."""
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in metrics.items()
+    )
+
+
+def _title(version: ModelVersion) -> str:
+    parents = f", from {' and '.join(version.parents)}" if version.parents else ""
+    return f"{version}, created {version.entry['created']}{parents}"
+
+
+def _note(entry: Mapping[str, Any]) -> str:
+    parts = [
+        f"step {entry['step']:,}",
+        metrics_text(entry["metrics"]),
+        "NOT FINITE" if entry.get("num_nonfinite") else "",
+        str(entry["message"]),
+    ]
+    return " · ".join(part for part in parts if part)

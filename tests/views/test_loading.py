@@ -1,6 +1,7 @@
-"""A batch of images as a notebook shows it."""
+"""Batches and audits as a notebook shows them."""
 
 import base64
+import dataclasses
 import io
 
 import numpy as np
@@ -8,9 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
-from datasvc.loaders import DecodeConfig, ImageBatch, ImageLoader, PixelFormat
-from datasvc.loaders.images.batch_html import to_array, to_levels
+from datasvc.ledger.audit import audit
+from datasvc.ledger.file import read_ledger
+from datasvc.loaders import DecodeConfig, ImageBatch, ImageLoader, PixelFormat, TokenBatch
+from datasvc.shards import open_dataset
+from datasvc.views.loading import to_array, to_levels
 from tests.drawing.hostile import HOSTILE, local_name, parsed, text_of, with_class
+from tests.loaders.echo import EchoLoader, write_numbers
 
 OUTPUTS = ["uint8", "float32", "float16", "bfloat16"]
 
@@ -69,3 +74,32 @@ def test_a_batch_that_no_loader_made_is_shown_too():
 def test_a_hostile_reason_stays_text(text):
     images = np.zeros((1, 4, 4, 3), np.uint8)
     parsed(ImageBatch(images, None, np.array([False]), 0, np.arange(1), bad={0: text})._repr_html_())
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_a_batch_of_tokens_shows_the_first_ones(convert):
+    tokens = np.arange(40).reshape(2, 20)
+    batch = TokenBatch(
+        convert(tokens),
+        convert(np.array([20, 0])),
+        convert(np.array([True, False])),
+        epoch=3,
+        positions=np.array([7, 9]),
+    )
+    shown = text_of(parsed(batch._repr_html_()))
+    assert "7 20 0 1 2 3" in shown
+    assert "15 …" in shown
+    assert shown.endswith("padding")
+
+
+def test_an_audit_shows_the_verdict_of_each_epoch_and_its_problems(repository, tmp_path):
+    write_numbers(repository, [25, 15])
+    with EchoLoader(
+        open_dataset(repository, "numbers")["train"], batch_size=6, rank=0, world_size=1, ledger=tmp_path / "ledger"
+    ) as loader:
+        assert len(list(loader)) == 6
+    result = audit([list(read_ledger(tmp_path / "ledger"))])
+    shown = text_of(parsed(result._repr_html_()))
+    assert "proven: no sample was lost or served twice; 36 of 40 served once, 4 dropped by the tail 36 0 4" in shown
+    damaged = dataclasses.replace(result, damage=HOSTILE)
+    assert "result not proven" in text_of(parsed(damaged._repr_html_()))

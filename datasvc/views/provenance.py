@@ -1,15 +1,17 @@
-"""Converts a lineage to nodes and edges of `datasvc.drawing.flow_graph`, from sources to runs and models."""
+"""The lineage of a version as a graph, from sources to runs and models, and the uses of samples, for a notebook."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Final
 
 from datasvc.drawing import (
     FlowEdge,
     FlowNode,
     Markup,
+    facts_table,
     flow_graph,
     flow_table,
     folded,
@@ -18,9 +20,11 @@ from datasvc.drawing import (
 )
 from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin
 from datasvc.models.provenance.lineage_chains import collapse_chains
+from datasvc.models.provenance.sample_uses import ConsumerReport
 from datasvc.printable import count_text
 
 _SOURCE, _SHARDS, _DATA, _RUN, _MODEL = range(5)  # lowest layers
+_MAX_ROWS: Final = 100
 _MAX_DIGITS: Final = 12  # of a digest, as shown
 
 
@@ -126,3 +130,27 @@ def lineage_html(lineage: Lineage) -> Markup:
     title = f"lineage of {lineage.version}"
     table = folded("as a table", flow_table(nodes, edges, caption=title))
     return standalone(flow_graph(nodes, edges, title=title), gaps, table)
+
+
+def uses_html(report: ConsumerReport) -> Markup:
+    """Return the versions with the numbers of samples that they consumed, the first uses, and what is not known."""
+    facts = {"samples": f"{len(report.keys):,}", "in no data that was read": f"{len(report.missing):,}"}
+    versions = html_table(
+        ["version", "samples", "of its own training", "complete"],
+        [(version.name, version.num_samples, version.num_own, version.is_complete) for version in report.versions],
+        max_rows=_MAX_ROWS,
+    )
+    uses = [
+        (use.key, use.data, use.version, str(use.epoch), use.position, use.step, use.is_certain)
+        for use in islice(report.all_uses(), _MAX_ROWS)
+    ]
+    columns = ["key", "data", "version", "epoch", "position", "step", "certain"]
+    gaps = [(name, gap) for name, found in report.gaps.items() for gap in found]
+    return standalone(
+        facts_table(facts),
+        versions,
+        folded(f"the first {len(uses)} uses", html_table(columns, uses) if uses else Markup()),
+        folded(
+            "not known", html_table(["version", "gap"], gaps, max_rows=_MAX_ROWS) if gaps else Markup(), is_open=True
+        ),
+    )

@@ -1,21 +1,18 @@
-"""The versions of a data set as a list that a notebook shows as a graph."""
+"""The versions of a data set as a list that a notebook shows as a graph, and what each was made from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pyarrow as pa
 
-from datasvc.notebook.tables import rows_to_arrow, to_frame
 from datasvc.repository import Entry, Repository
-from datasvc.shards.notebook.version_nodes import entry_parents
-
-if TYPE_CHECKING:
-    import pandas as pd
+from datasvc.repository.logs.parents import recorded_parents
+from datasvc.shown import ShownTable, rows_to_arrow
 
 
-class DatasetLog(list[Entry]):
+class DatasetLog(ShownTable, list[Entry]):
     """Entries of the versions of a data set, oldest first.
 
     Args:
@@ -27,7 +24,7 @@ class DatasetLog(list[Entry]):
     def __init__(self, name: str, entries: Iterable[Entry] = (), repository: Repository | None = None) -> None:
         super().__init__(entries)
         self.name = name
-        self._repository = repository
+        self.repository = repository
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process has clients of its own.
@@ -51,12 +48,19 @@ class DatasetLog(list[Entry]):
             ]
         )
 
-    def to_pandas(self) -> pd.DataFrame:
-        """Return the rows of `to_arrow` as a pandas frame. Raise ConfigError if pandas is not installed."""
-        return to_frame(self.to_arrow())
 
-    def _repr_html_(self) -> str:
-        from datasvc.shards.notebook.version_html import log_html
+def entry_parents(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the versions that a version was made from, as its entry records them; () for an ingest."""
+    change = content.get("change")
+    parents: list[Any] = recorded_parents(content)
+    if isinstance(change, Mapping) and change.get("kind") == "merge":
+        parents += change.get("versions", ())
+    elif isinstance(change, Mapping) and change.get("kind") == "revert" and change.get("to"):
+        parents.append(change["to"])
+    return tuple(dict.fromkeys(map(str, parents)))
 
-        state = None if self._repository is None else self._repository.state("datasets", self.name)
-        return log_html(self.name, self, state)
+
+def change_of(content: Mapping[str, Any]) -> str:
+    """Return how a version was made: "ingest", "append", "delete", "merge" or another change."""
+    change = content.get("change")
+    return str(change.get("kind")) if isinstance(change, Mapping) else "ingest"

@@ -12,8 +12,8 @@ from datasvc.drawing import ChartMark, ChartSeries, chart_table, line_chart, sta
 from datasvc.drawing.numbers import thin_points
 from datasvc.printable import escape_controls
 from datasvc.runs.history import RunHistory, Series
-from datasvc.runs.report.description import STEP_PARTS
 from datasvc.runs.resources import RESOURCES
+from datasvc.views.run_words import STEP_PARTS
 
 _MAX_POINTS: Final = 600
 _MAX_CHARTS: Final = 12

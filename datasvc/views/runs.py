@@ -1,16 +1,29 @@
-"""The report of a run: one HTML file to send, which loads nothing from elsewhere and has no script."""
+"""A run in a notebook: its state and first curves, a plot of one curve; and its report as one HTML document."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from datasvc.drawing import Markup, element, facts_table, folded, html_table, markup, style_sheet
+from datasvc.drawing import (
+    ChartSeries,
+    Markup,
+    element,
+    facts_table,
+    folded,
+    html_table,
+    markup,
+    small_multiples,
+    standalone,
+    style_sheet,
+)
+from datasvc.errors import ConfigError
 from datasvc.printable import text_value
 from datasvc.runs.facts import RunEvent
-from datasvc.runs.history import RunHistory
-from datasvc.runs.report.charts import describe_left_out, line_charts, time_chart
-from datasvc.runs.report.description import (
+from datasvc.runs.history import RunHistory, Series
+from datasvc.views.run_charts import describe_left_out, line_charts, time_chart
+from datasvc.views.run_words import (
     as_mapping,
     describe,
     facts,
@@ -20,6 +33,10 @@ from datasvc.runs.report.description import (
     warnings,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_CURVES_SHOWN: Final = 6
 _MAX_EVENTS: Final = 200
 _STYLE: Final = """
 body { font: 14px/1.5 system-ui, sans-serif; max-width: 860px; margin: 24px auto; padding: 0 16px; }
@@ -29,6 +46,38 @@ th, td { text-align: left; vertical-align: top; padding: 2px 16px 2px 0; overflo
 td { font-variant-numeric: tabular-nums; } svg { max-width: 100%; height: auto; }
 summary { cursor: pointer; font-weight: 600; }
 """
+
+
+def history_html(history: RunHistory) -> Markup:
+    """Return the state of a run and its first curves as HTML."""
+    run = history.summary
+    facts = {
+        "run": run.ref,
+        "state": f"{run.state}: {run.message}" if run.message else run.state,
+        "step": run.step,
+        "attempts": run.num_attempts,
+        "versions": ", ".join(history.versions[-5:]) or "none",
+        "problems": "; ".join(history.problems) or None,
+    }
+    curves = [_line(name, series) for name, series in history.series.items()][:_CURVES_SHOWN]
+    drawn = [small_multiples(curves, title=f"curves of {run.ref}", num_columns=3)] if curves else []
+    return standalone(facts_table(facts), *drawn)
+
+
+def plot_curve(history: RunHistory, name: str, *, ax: Axes | None) -> Axes:
+    """Plot a curve or a metric of the evaluations, see `RunHistory.plot`."""
+    from datasvc.views.plots import plot_lines
+
+    series = history.series.get(name) or history.evaluation.get(name)
+    if series is None:
+        known = ", ".join([*history.series, *history.evaluation]) or "none"
+        raise ConfigError(f"{history.summary.ref} has no curve {name!r}; its curves are: {known}")
+    return plot_lines([_line(name, series)], title=history.summary.ref, unit=name, x_label="step", ax=ax)
+
+
+def _line(name: str, series: Series) -> ChartSeries:
+    values = [value if math.isfinite(value) else None for value in series.values.tolist()]
+    return ChartSeries(name, series.steps.tolist(), values)
 
 
 def make_report(history: RunHistory) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin
-from datasvc.models.provenance.lineage_flow import lineage_flow
+from datasvc.views.provenance import lineage_flow
 from tests.drawing.hostile import parsed, text_of, with_class
 
 

@@ -1,1 +1,0 @@
-"""How samples, splits, versions and logs of data sets look in a notebook, and their columns as Arrow tables."""
