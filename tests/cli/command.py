@@ -7,13 +7,14 @@ import io
 import os
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from datasvc.cli.main import main
+from tests.support import warm_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +31,8 @@ def run(*words, **variables):
         )  # usage messages name the main module's package
         patch.chdir(ROOT)
         output, errors = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
-        with redirect_stdout(output), redirect_stderr(errors):
+        workers = warm_python.workers() if words[:1] in (["ingest"], ["export"]) else nullcontext()
+        with redirect_stdout(output), redirect_stderr(errors), workers:
             status = _status()
     texts = [stream.buffer.getvalue().decode().replace("\r\n", "\n") for stream in (output, errors)]
     return subprocess.CompletedProcess(words, status, *texts)
