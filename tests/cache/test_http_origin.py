@@ -21,6 +21,7 @@ from tests.cache.processes import disk_bytes
 from tests.cluster.store import FileStore
 from tests.progress import RecordedProgress
 from tests.repository.faulty_server import FaultyServer
+from tests.support.threads import in_thread
 
 CONTENT = os.urandom(1 << 16) * (5 * PART_BYTES >> 16) + b"tail"
 INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
@@ -53,21 +54,6 @@ class Arriving:
 
     def __call__(self, _offset, _view):
         self.begun.set()
-
-
-def in_thread(work):
-    """Start a thread; returns it and the list where its error arrives."""
-    errors = []
-
-    def run():
-        try:
-            work()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, errors
 
 
 def test_an_object_comes_in_few_requests_each_byte_once(cache):

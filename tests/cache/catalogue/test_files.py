@@ -12,7 +12,7 @@ import pytest
 from datasvc.cache.catalogue.files import Files
 from datasvc.repository.objects.objects import digest_of
 from tests.cache.processes import ROOT, kill
-from tests.support.waiting import waits_in
+from tests.support.threads import waits_in
 
 ONE = digest_of(b"one")
 

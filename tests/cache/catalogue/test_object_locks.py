@@ -15,7 +15,7 @@ from datasvc.cache.catalogue.transaction_lock import TransactionLock
 from datasvc.errors import CacheFullError, ConfigError, UnavailableError
 from datasvc.repository.objects.objects import digest_of
 from tests.cache.processes import are_there, hold_in_a_process, in_a_fork, kill, object_path, start_python
-from tests.support.waiting import waits_in
+from tests.support.threads import waits_in
 
 ONE, OTHER = digest_of(b"one"), digest_of(b"other")
 

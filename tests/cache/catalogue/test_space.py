@@ -1,16 +1,16 @@
 """Room: what goes for whom, and who waits until what is on its way has come."""
 
-import threading
-
 import pytest
 
 from datasvc.cache import Cache, Quota
 from datasvc.cache.catalogue.catalogue import NoSpaceYet
+from datasvc.cache.catalogue.files import Files
 from datasvc.errors import CacheFullError
 from datasvc.order import NEVER, NextUse
 from datasvc.repository import Digest
 from tests.cache.processes import are_there, hold_in_a_process, kill, start_python
 from tests.support.gate import Gate
+from tests.support.threads import in_thread, waits_in
 
 BLOCK = 4096
 
@@ -28,43 +28,15 @@ def gate_of(repository, info, monkeypatch):
     return gate
 
 
-def in_thread(work):
-    """Start a thread; returns it and the list where its answer or error arrives."""
-    answers = []
-
-    def run():
-        try:
-            answers.append(work())
-        except BaseException as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, answers
-
-
-def when_waiting(cache, monkeypatch):
-    """Return an event that is set once somebody waits for an object on its way."""
-    files, waiting = cache._opened.files, threading.Event()
-    real = files.wait_for_incoming
-
-    def wait(digest):
-        waiting.set()
-        real(digest)
-
-    monkeypatch.setattr(files, "wait_for_incoming", wait)
-    return waiting
-
-
 def test_who_finds_no_room_waits_for_a_prefetch_on_its_way_and_takes_its_place(cache, origin, monkeypatch):
     repository, infos = origin
     for info in infos[:4]:
         cache.acquire(info, repository)
-    gate, waiting = gate_of(repository, infos[4], monkeypatch), when_waiting(cache, monkeypatch)
+    gate = gate_of(repository, infos[4], monkeypatch)
     fetching, came = in_thread(lambda: cache.prefetch(infos[4], repository, NextUse(0, 10)))
     assert gate.begun.wait(20)
     acquiring, got = in_thread(lambda: cache.acquire(infos[5], repository).outcome)
-    assert waiting.wait(20), got
+    assert waits_in(acquiring, Files.wait_for_incoming), got
     gate.open()
     fetching.join(), acquiring.join()
     assert (came, got) == (["origin"], ["origin"])
@@ -76,11 +48,11 @@ def test_who_waits_for_room_is_refused_when_what_came_is_held(cache, origin, mon
     repository, infos = origin
     for info in infos[:4]:
         cache.acquire(info, repository)
-    gate, waiting = gate_of(repository, infos[4], monkeypatch), when_waiting(cache, monkeypatch)
+    gate = gate_of(repository, infos[4], monkeypatch)
     fetching, _ = in_thread(lambda: cache.acquire(infos[4], repository))
     assert gate.begun.wait(20)
     many = [in_thread(lambda info=info: cache.acquire(info, repository)) for info in infos[5:9]]
-    assert waiting.wait(20)
+    assert waits_in(many[0][0], Files.wait_for_incoming)
     gate.open()
     fetching.join()
     for thread, got in many:
@@ -137,15 +109,14 @@ Cache(sys.argv[1]).prefetch(ObjectInfo(sys.argv[3], 4096), repository, NextUse(0
 """
 
 
-def test_room_that_another_process_has_on_its_way_is_waited_for_also_when_it_dies(cache, origin, monkeypatch):
+def test_room_that_another_process_has_on_its_way_is_waited_for_also_when_it_dies(cache, origin):
     repository, infos = origin
     for info in infos[:4]:
         cache.acquire(info, repository)
     process = start_python(SLOW_PREFETCH, cache.folder, repository.url, infos[4].digest)
     assert process.stdout.readline() == "fetching\n"
-    waiting = when_waiting(cache, monkeypatch)
     acquiring, got = in_thread(lambda: cache.acquire(infos[5], repository).outcome)
-    assert waiting.wait(20), got
+    assert waits_in(acquiring, Files.wait_for_incoming), got
     kill(process)
     acquiring.join()
     assert got == ["origin"]

@@ -16,6 +16,7 @@ from tests.cache.sources import object_source_laws
 from tests.cache.sources.object_source_laws import ObjectSourceLaws
 from tests.cluster.store import FileStore
 from tests.support.gate import Gate
+from tests.support.threads import in_thread
 
 CONTENT = bytes(range(251)) * (10 * PART_BYTES // 251)
 INFO = ObjectInfo(digest_of(CONTENT), len(CONTENT))
@@ -185,21 +186,14 @@ def test_a_request_that_ends_late_finds_the_sink_closed(requests):
 
 
 def test_closing_the_pool_ends_who_waits(requests):
-    gate, raised = Gate(), []
-
-    def run(pool):
-        try:
-            source(MemoryOrigin(before=gate.wait), pool).stream(INFO, 0, len(CONTENT), Written())
-        except UnavailableError as error:
-            raised.append(str(error))
-
-    pool = RequestPool(1)
-    thread = threading.Thread(target=run, args=(pool,))
-    thread.start()
+    gate, pool = Gate(), RequestPool(1)
+    waiting = source(MemoryOrigin(before=gate.wait), pool)
+    thread, raised = in_thread(lambda: waiting.stream(INFO, 0, len(CONTENT), Written()))
     gate.begun.wait()
     pool.close()
     gate.open()
     thread.join()
-    assert "closed" in raised[0]
+    assert isinstance(raised[0], UnavailableError)
+    assert "closed" in str(raised[0])
     with pytest.raises(UnavailableError, match="closed"):
         source(MemoryOrigin(), pool).stream(INFO, 0, len(CONTENT), Written())

@@ -25,7 +25,7 @@ from datasvc.models.tensors.tensor_table import read_table
 from datasvc.repository.objects.objects import Objects
 from datasvc.testing import FakeClock
 from tests.support.gate import Gate
-from tests.support.waiting import waits_in
+from tests.support.threads import waits_in
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from datasvc.errors import ConfigError
 from datasvc.models.saving.preemption import Preemption
 from tests.support import warm_python
+from tests.support.threads import in_thread
 
 ROOT = Path(__file__).parents[3]
 
@@ -94,18 +94,10 @@ def test_a_forked_child_ends_by_a_signal_as_it_would_have_otherwise(number, stat
 
 
 def test_another_thread_than_the_main_one_is_told_that_it_cannot():
-    errors = []
-
-    def open_one():
-        try:
-            Preemption(1.0)
-        except ConfigError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=open_one)
-    thread.start()
+    thread, raised = in_thread(lambda: Preemption(1.0))
     thread.join()
-    assert "main thread only" in errors[0]
+    assert isinstance(raised[0], ConfigError)
+    assert "main thread only" in str(raised[0])
 
 
 OVERDUE = """

@@ -13,7 +13,7 @@ from datasvc.errors import BusyError, ConflictError, DatasvcError, UnavailableEr
 from datasvc.models.saving.queue import SaveQueue
 from datasvc.models.saving.save_task import SaveHandle
 from datasvc.repository import Resolved
-from tests.support.waiting import waits_in
+from tests.support.threads import waits_in
 
 ROOT = Path(__file__).parents[3]
 

@@ -19,7 +19,7 @@ from datasvc.models import CheckpointManager, restore, save
 from datasvc.repository import Repository, Storage
 from datasvc.repository.store import exclusive_create
 from datasvc.repository.store.exclusive_create import creates_exclusively, inherits_exclusive_create
-from tests.support.waiting import waits_in
+from tests.support.threads import waits_in
 
 
 class LookThenWrite(MemoryFileSystem):

@@ -23,6 +23,7 @@ from datasvc.repository.store.retries import ATTEMPTS
 from tests.examples import examples
 from tests.repository.faulty_server import FaultyServer
 from tests.support.dripping_server import DrippingServer
+from tests.support.threads import in_thread
 
 CONTENT = os.urandom(1 << 16) * 40 + b"tail"
 SIZE = len(CONTENT)
@@ -253,30 +254,25 @@ def test_over_https_a_server_that_is_trusted_is_read_and_no_other(certificate, t
 def test_an_interrupt_ends_what_is_under_way(fault, monkeypatch):
     monkeypatch.setattr("datasvc.repository.store.retries.FIRST_PAUSE_S", 600)
     patient = HttpRanges(fsspec.filesystem("http", skip_instance_cache=True), PATIENT)
-    interrupt, begun, errors = CancellationToken(), threading.Event(), []
-    length = SIZE
+    interrupt, begun = CancellationToken(), threading.Event()
 
     def take(_view):
         begun.set()
         if fault is None:
             interrupt.wait(60)
 
-    def run():
-        try:
-            patient.read(f"{server.url}/file", 0, length, take, location="it", interrupt=interrupt)
-        except UnavailableError as error:
-            errors.append(error)
+    def read_file():
+        patient.read(f"{server.url}/file", 0, SIZE, take, location="it", interrupt=interrupt)
 
     with FaultyServer(CONTENT, fault) as server:
-        thread = threading.Thread(target=run)
-        thread.start()
+        thread, raised = in_thread(read_file)
         if fault in (None, "stall"):
             assert begun.wait(60)
         interrupt.set()
         thread.join(60)
-        assert len(errors) == 1
+        assert [type(error) for error in raised] == [UnavailableError]
         with pytest.raises(UnavailableError, match="the read was cancelled"):
-            patient.read(f"{server.url}/file", 0, SIZE, take, location="it", interrupt=interrupt)
+            read_file()
 
 
 def test_an_interrupt_ends_a_stream_over_https(certificate, tls, monkeypatch):

@@ -30,8 +30,8 @@ def storage_behind(server, url, monkeypatch):
 def test_an_upload_may_take_longer_than_a_server_may_be_silent(size_bytes, url, monkeypatch):
     plain, content = Storage(url), secrets.token_bytes(size_bytes)
     assert plain.size("file") is None
-    monkeypatch.setattr(object_store_files, "_REQUEST_SILENCE_S", 0.3)
-    with RegionalServer(os.environ["AWS_ENDPOINT_URL"], upload_s=0.6) as server:
+    monkeypatch.setattr(object_store_files, "_REQUEST_SILENCE_S", 1.0)
+    with RegionalServer(os.environ["AWS_ENDPOINT_URL"], upload_s=1.5) as server:
         storage_behind(server, url, monkeypatch).put_bytes("file", content)
     assert plain.read("file") == content
 

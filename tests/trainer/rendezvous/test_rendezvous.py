@@ -30,6 +30,7 @@ from datasvc.trainer.rendezvous.messages import (
 from datasvc.trainer.rendezvous.rendezvous import Rendezvous, report_uncaught_errors
 from datasvc.trainer.rendezvous.round_store import RoundStore
 from tests.support.gate import Gate
+from tests.support.threads import in_thread
 
 WORKER = "localhost:0:3"
 SEAT = RankAssignment(2, RankPlacement(1, 2, 0, 1, 1, 2), needs_sync=True, notice=4)
@@ -229,19 +230,11 @@ def test_a_program_without_a_training_function_has_finished_when_it_ends_in_orde
 
 def test_who_waits_for_a_key_is_let_go_when_a_member_dies(store):
     member = RoundStore(store.clone(), prefix="trainer/2", broken_key=broken_key(2), timeout_s=60.0)
-    errors = []
-
-    def wait():
-        try:
-            member.get("address")
-        except RuntimeError as error:
-            errors.append(str(error))
-
-    thread = threading.Thread(target=wait)
-    thread.start()
+    thread, raised = in_thread(lambda: member.get("address"))
     store.set(broken_key(2), "rank 1 is gone")
     thread.join(20)
-    assert errors == ["rank 1 is gone"]
+    assert isinstance(raised[0], RuntimeError)
+    assert str(raised[0]) == "rank 1 is gone"
 
 
 def test_the_store_of_a_round_has_keys_of_its_own_and_times_out(store):

@@ -1,7 +1,23 @@
-"""Whether a thread has come to where it waits: what a test needs before it lets the thread go on."""
+"""Threads of tests: what they return or raise, and where they wait."""
 
 import inspect
 import sys
+import threading
+
+
+def in_thread(work):
+    """Start a thread; returns it and the list to which it adds what `work` returns or raises."""
+    outcome = []
+
+    def run():
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, outcome
 
 
 def waits_in(thread, function):
