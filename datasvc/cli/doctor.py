@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from datasvc.cli.nodes.options import CaOption, TlsNameOption, TokenOption
+from datasvc.cli.nodes.options import CaOption, TlsNameOption, TokenOption, open_node
 from datasvc.cli.terminal.output import JsonOption, print_json, print_line
 
 _LEVELS: Final = ("problem", "warning", "ok")
@@ -38,11 +37,8 @@ def doctor(
     Problems come first, then warnings; what to do follows each. The exit status is 1 if there is a problem.
     """
     from datasvc.doctor import examine
-    from datasvc.node.client import NodeClient
-    from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
 
-    token = load_token(token_file, os.environ.get(TOKEN_VARIABLE))
-    nodes = {url: NodeClient(url, token=token, ca_file=ca, tls_name=tls_name) for url in node or ()}
+    nodes = {url: open_node(url, token_file, ca, tls_name) for url in node or ()}
     if sys.stderr.isatty():
         print_line("checking; a store or node that does not respond takes a while", err=True)
     findings = list(examine(repository=repo, nodes=nodes, cache=cache))

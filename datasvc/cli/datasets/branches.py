@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.datasets.ingest import format_counts, overlap_facts, print_conflicts
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.datasets.listing import NameArgument
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text, text_value
@@ -23,9 +23,7 @@ _MAX_CONFLICTS = 10
 
 
 def branch(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of a data set.", autocompletion=complete_reference)
-    ],
+    name: NameArgument,
     repo: RepoOption,
     branch: Annotated[  # noqa: A002, RUF100 - the name of the argument
         str | None, typer.Argument(metavar="BRANCH", help="Branch to create; without it, list the branches.")

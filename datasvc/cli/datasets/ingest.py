@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.datasets.key_file import read_lines
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (
     JsonOption,
@@ -49,9 +49,7 @@ _MAX_OVERLAPS_IN_JSON = 1000
 )
 def ingest(
     source: Annotated[str, typer.Argument(help="Folder, file or pattern, local or any fsspec URL.")],
-    name: Annotated[
-        str, typer.Argument(help="Name of the data set, or NAME@BRANCH.", autocompletion=complete_reference)
-    ],
+    name: Annotated[str, reference("Name of the data set, or NAME@BRANCH.", None)],
     repo: RepoOption,
     label_column: Annotated[
         str | None, typer.Option(help="Column with the labels: whole numbers, booleans, or names of classes.")

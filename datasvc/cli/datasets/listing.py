@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.cli.terminal.output_file import LastOption, SvgOption, write_version_graph
 from datasvc.cli.terminal.unreadable import unreadable_facts
@@ -15,9 +15,7 @@ from datasvc.sizes import format_size
 if TYPE_CHECKING:
     from datasvc.repository import Repository
 
-NameArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="Name of a data set.", autocompletion=complete_reference)
-]
+NameArgument = Annotated[str, reference("Name of a data set.", "NAME")]
 
 
 def ls(repo: RepoOption, as_json: JsonOption = False) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from datasvc.cli.datasets.ingest import overlap_facts
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.datasets.remove import RefsArgument
 from datasvc.cli.terminal.output import (
     DoneOption,
     DryRunOption,
@@ -175,12 +175,7 @@ def gc(
 
 
 def mark_lost(
-    refs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.", autocompletion=complete_reference
-        ),
-    ],
+    refs: RefsArgument,
     repo: RepoOption,
     force: ForceOption = False,
     yes: DoneOption = False,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datasvc.cli.datasets.listing import NameArgument
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.output import (
     DoneOption,
     DryRunOption,
@@ -23,12 +23,7 @@ from datasvc.errors import CorruptDataError, DatasvcError
 if TYPE_CHECKING:
     from datasvc.repository import Kind, Repository, Resolved
 
-RefsArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="REF...", help="NAME@VERSION or NAME@TAG, one or more.", autocompletion=complete_reference
-    ),
-]
+RefsArgument = Annotated[list[str], reference("NAME@VERSION or NAME@TAG, one or more.", "REF...")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Remove tagged versions too, together with their tags.")]
 RemovalMessageOption = Annotated[str, typer.Option("--message", "-m", help="Description stored with the removal.")]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import NotFoundError
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
     from datasvc.repository import Repository
 
 RefsArgument = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="REF...",
-        help="NAME, NAME@VERSION or NAME@TAG, of a data set NAME@BRANCH; one or more.",
-        autocompletion=complete_reference,
-    ),
+    list[str], reference("NAME, NAME@VERSION or NAME@TAG, of a data set NAME@BRANCH; one or more.", "REF...")
 ]
 ToOption = Annotated[str, typer.Option("--to", metavar="URL", help="Target repository: a folder or any fsspec URL.")]
 FromOption = Annotated[str, typer.Option("--from", metavar="URL", help="Source repository.")]

@@ -10,7 +10,7 @@ import typer
 from datasvc.cli.datasets.branches import merge_one
 from datasvc.cli.datasets.ingest import format_counts, overlap_facts, print_conflicts
 from datasvc.cli.datasets.key_file import read_keys, read_lines
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (
     DoneOption,
@@ -128,12 +128,8 @@ def classes(
 
 
 def diff(
-    a: Annotated[
-        str, typer.Argument(metavar="A", help="NAME, NAME@VERSION or NAME@TAG.", autocompletion=complete_reference)
-    ],
-    b: Annotated[
-        str, typer.Argument(metavar="B", help="Version to compare with A.", autocompletion=complete_reference)
-    ],
+    a: Annotated[str, reference("NAME, NAME@VERSION or NAME@TAG.", "A")],
+    b: Annotated[str, reference("Version to compare with A.", "B")],
     repo: RepoOption,
     keys: Annotated[
         bool, typer.Option("--keys", help=f"List all keys, instead of the first {_MAX_KEYS} of each kind.")
@@ -170,22 +166,8 @@ def diff(
     base=typer.Option(metavar="REF", help="With one REF: version that both sides come from."),
 )
 def merge(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME",
-            help="Data set to commit to, created if missing; or NAME@BRANCH.",
-            autocompletion=complete_reference,
-        ),
-    ],
-    refs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="REF...",
-            help="One version of another line of NAME; or two or more versions.",
-            autocompletion=complete_reference,
-        ),
-    ],
+    name: Annotated[str, reference("Data set to commit to, created if missing; or NAME@BRANCH.", "NAME")],
+    refs: Annotated[list[str], reference("One version of another line of NAME; or two or more versions.", "REF...")],
     repo: RepoOption,
     ours: Annotated[
         str | None, typer.Option("--ours", metavar="FILE", help="Keys of conflicts to take from NAME, one per line.")
@@ -281,12 +263,7 @@ def _parse_prefixes(texts: Sequence[str]) -> dict[str, str]:
 
 @options_from("shards.history.revert.revert")
 def revert(
-    ref: Annotated[
-        str,
-        typer.Argument(
-            metavar="REF", help="The old version: NAME@VERSION or NAME@TAG.", autocompletion=complete_reference
-        ),
-    ],
+    ref: Annotated[str, reference("The old version: NAME@VERSION or NAME@TAG.")],
     repo: RepoOption,
     *,
     as_json: JsonOption = False,

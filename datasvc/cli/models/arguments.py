@@ -7,19 +7,10 @@ from typing import Annotated
 
 import typer
 
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.completion import reference
 
-RefArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="REF",
-        help="NAME, NAME@VERSION, NAME@TAG, NAME@TAG~1 or NAME@best:METRIC.",
-        autocompletion=complete_reference,
-    ),
-]
-NameArgument = Annotated[
-    str, typer.Argument(metavar="NAME", help="Name of a model.", autocompletion=complete_reference)
-]
+RefArgument = Annotated[str, reference("NAME, NAME@VERSION, NAME@TAG, NAME@TAG~1 or NAME@best:METRIC.")]
+NameArgument = Annotated[str, reference("Name of a model.", "NAME")]
 TrustedOption = Annotated[
     list[Path] | None,
     typer.Option(

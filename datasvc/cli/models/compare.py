@@ -7,21 +7,14 @@ from typing import Annotated
 
 import typer
 
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.cli.terminal.query_result import CsvOption, check_one_format, print_csv
 from datasvc.printable import text_value
 
 
 def compare(
-    refs: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="REF...",
-            help="NAME, NAME@VERSION, NAME@TAG or NAME@best:METRIC; two or more.",
-            autocompletion=complete_reference,
-        ),
-    ],
+    refs: Annotated[list[str], reference("NAME, NAME@VERSION, NAME@TAG or NAME@best:METRIC; two or more.", "REF...")],
     repo: RepoOption,
     equal: Annotated[bool, typer.Option("--all", help="Also print the values that are the same everywhere.")] = False,
     as_csv: CsvOption = False,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_line
 from datasvc.printable import count_text
 from datasvc.progress import byte_progress
@@ -20,12 +20,8 @@ _MAX_TENSORS = 20
 
 
 def diff(
-    a: Annotated[
-        str, typer.Argument(metavar="A", help="NAME, NAME@VERSION or NAME@TAG.", autocompletion=complete_reference)
-    ],
-    b: Annotated[
-        str, typer.Argument(metavar="B", help="Version to compare with A.", autocompletion=complete_reference)
-    ],
+    a: Annotated[str, reference("NAME, NAME@VERSION or NAME@TAG.", "A")],
+    b: Annotated[str, reference("Version to compare with A.", "B")],
     repo: RepoOption,
     norms: Annotated[
         bool, typer.Option(help="Read the tensors that differ, and print the norm of each difference.")

@@ -22,6 +22,7 @@ from datasvc.printable import count_text
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
+    from datasvc.models.interop.exporting import ModelExport
     from datasvc.models.interop.importing import ImportReport
     from datasvc.repository import Repository
 
@@ -148,7 +149,7 @@ def export_model(
     from datasvc.models.interop import export_model as run_export
     from datasvc.models.tensors.name_filter import parse_name_map
     from datasvc.repository import Repository
-    from datasvc.sizes import format_size, parse_size
+    from datasvc.sizes import parse_size
 
     repository, name_map = Repository.open(repo), parse_name_map(rename or ())
     if export_format == "onnx":
@@ -169,6 +170,12 @@ def export_model(
             trusted_keys=trusted or None,
             progress=progress,
         )
+    _print_exported(folder, result, as_json=as_json)
+
+
+def _print_exported(folder: Path, result: ModelExport, *, as_json: bool) -> None:
+    from datasvc.sizes import format_size
+
     files = [str(file) for file in result.files]
     if as_json:
         print_json(

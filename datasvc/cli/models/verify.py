@@ -9,7 +9,7 @@ import typer
 
 from datasvc.cli.datasets.maintain import RepairFromOption, describe_repair
 from datasvc.cli.models.arguments import TrustedOption
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.printable import count_text
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 def verify(
     repo: RepoOption,
     refs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[REF]...",
-            help="Versions to verify; with --all, names of models.",
-            autocompletion=complete_reference,
-        ),
+        list[str] | None, reference("Versions to verify; with --all, names of models.", "[REF]...")
     ] = None,
     every: Annotated[
         bool, typer.Option("--all", help="Verify every version of the given models, or of all models.")

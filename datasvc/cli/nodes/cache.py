@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -18,8 +17,9 @@ from datasvc.cli.nodes.options import (
     TenantOption,
     TlsNameOption,
     TokenOption,
+    open_node,
 )
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.output import (
     JsonOption,
     RefArgument,
@@ -49,12 +49,7 @@ app = typer.Typer(no_args_is_help=True, help="The cache of this node.")
 def stage(
     context: typer.Context,
     refs_or_urls: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="REF|URL...",
-            help="NAME, NAME@VERSION or NAME@TAG; or URLs of any files.",
-            autocompletion=complete_reference,
-        ),
+        list[str], reference("NAME, NAME@VERSION or NAME@TAG; or URLs of any files.", "REF|URL...")
     ],
     cache: Annotated[
         Path | None,
@@ -113,8 +108,7 @@ def stage(
         _refuse_options(context, ("token_file", *_TLS_OPTIONS), _WITHOUT_PEERS)
     title = ", ".join(refs_or_urls)
     splits = [each for ref in refs_or_urls for each in _open_splits(repo, ref, split)[1]]
-    opened_peers = _open_peers(peers, token_file, ca, tls_name)
-    with _open(cache, budget=budget, tenant=tenant, peers=opened_peers) as opened:
+    with _open(cache, budget=budget, tenant=tenant, peers=_open_peers(peers, token_file, ca, tls_name)) as opened:
         report = _stage_splits(opened, splits, title)
     _print_staged(title, report, as_json=as_json)
 
@@ -134,11 +128,7 @@ def _stage_on_node(
 
     For errors, see `NodeClient.stage`.
     """
-    from datasvc.node.client import NodeClient
-    from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
-
-    token = load_token(token_file, os.environ.get(TOKEN_VARIABLE))
-    client = NodeClient(node, token=token, ca_file=ca, tls_name=tls_name)
+    client = open_node(node, token_file, ca, tls_name)
     jobs = []
     for ref in refs:
         with byte_progress(f"staging {ref} on {node}") as progress:
@@ -235,8 +225,7 @@ def pin(
     version, splits = _open_splits(repo, ref, split)
     # Name the pin by the version, because a tag may move and `datasvc cache unpin` must still find the pin.
     name = version if split is None else f"{version}/{split}"
-    opened_peers = _open_peers(peers, token_file, ca, tls_name)
-    with _open(cache, budget=budget, tenant=tenant, peers=opened_peers) as opened:
+    with _open(cache, budget=budget, tenant=tenant, peers=_open_peers(peers, token_file, ca, tls_name)) as opened:
         report = _stage_splits(opened, splits, name, pinned=True)
     _print_staged(name, report, as_json=as_json, verb="pinned")
 

@@ -5,10 +5,14 @@ An option without a name here is named after the parameter of the command: `toke
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from datasvc.node.client import NodeClient
 
 CacheOption = Annotated[
     Path, typer.Option("--cache", envvar="DATASVC_CACHE", help="The cache's folder, on a local disk.")
@@ -41,3 +45,12 @@ TlsNameOption = Annotated[
         envvar="DATASVC_TLS_NAME", help="Host name in the certificates of all nodes; default: each node's own."
     ),
 ]
+
+
+def open_node(url: str, token_file: Path | None, ca: Path | None, tls_name: str | None) -> NodeClient:
+    """Return a client of a node's server, with the token of the file, or of DATASVC_TOKEN."""
+    from datasvc.node.client import NodeClient
+    from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
+
+    token = load_token(token_file, os.environ.get(TOKEN_VARIABLE))
+    return NodeClient(url, token=token, ca_file=ca, tls_name=tls_name)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from datasvc.cli.nodes.cache import open_existing_cache
-from datasvc.cli.nodes.options import BudgetOption, CacheOption, CaOption, TlsNameOption, TokenOption
+from datasvc.cli.nodes.options import BudgetOption, CacheOption, CaOption, TlsNameOption, TokenOption, open_node
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, print_json, print_json_line, print_line
 from datasvc.errors import ConfigError
@@ -91,8 +91,7 @@ def serve(
 
     if not run_server(settings, partial(_print_address, cache, as_json=as_json)):
         # A normal exit would wait for threads that still wait for other nodes. Exit at once: the files of a cache
-        # stay valid at whatever point a process ends.
-        sys.stdout.flush()
+        # stay valid at whatever point a process ends. What was printed is flushed already.
         os._exit(0)
 
 
@@ -139,11 +138,7 @@ def _status_reader(
 ) -> Callable[[], dict[str, Any]]:
     """Return a function that reads the status of a node, or of a local cache if no node is given."""
     if node is not None:
-        from datasvc.node.client import NodeClient
-        from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
-
-        token = load_token(token_file, os.environ.get(TOKEN_VARIABLE))
-        return NodeClient(node, token=token, ca_file=ca, tls_name=tls_name).status
+        return open_node(node, token_file, ca, tls_name).status
     if cache is None:
         raise ConfigError("nothing to show; give --node URL for a node's server, or --cache FOLDER for a local cache")
     from datasvc.node.status import describe_cache

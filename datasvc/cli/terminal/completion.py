@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 VARIABLE: Final = "_DATASVC_COMPLETE"  # of Typer, set by the scripts for shells
 _MAX_NAMES: Final = 1000
+
+
+def reference(text: str, metavar: str | None = "REF") -> Any:
+    """Return an argument that names data sets, models or their versions, which shells complete."""
+    return typer.Argument(metavar=metavar, help=text, autocompletion=complete_reference)
 
 
 def complete_reference(context: typer.Context, incomplete: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TextIO
 
 import typer
 
-from datasvc.cli.terminal.completion import complete_reference
+from datasvc.cli.terminal.completion import reference
 from datasvc.errors import ConfigError
 from datasvc.printable import text_value
 
@@ -22,14 +22,7 @@ if TYPE_CHECKING:
 RepoOption = Annotated[
     str, typer.Option("--repo", envvar="DATASVC_REPO", help="Repository: a folder or any fsspec URL.")
 ]
-RefArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="REF",
-        help="NAME, NAME@VERSION or NAME@TAG; a data set: also NAME@BRANCH.",
-        autocompletion=complete_reference,
-    ),
-]
+RefArgument = Annotated[str, reference("NAME, NAME@VERSION or NAME@TAG; a data set: also NAME@BRANCH.")]
 SplitOption = Annotated[str | None, typer.Option(help="Only this split; default: all splits.")]
 WhereOption = Annotated[
     str | None,
