@@ -52,7 +52,7 @@ def plan_check(options: Options) -> Iterator[Report]:
     """Estimated by measured step time of the layouts that `datasvc plan layouts` ranks first, on four ranks.
 
     A small GPT with many parameters for its tokens, so that layouts differ in what they send; gloo over the loopback.
-    Every repeat measures compute times and the loopback, estimates the step of each layout from them, and runs the
+    Every round measures compute times and the loopback, estimates the step of each layout from them, and runs the
     steps of all layouts in turn, so that other load of the machine is in both. The ranking is that of the medians.
 
     With `--beside data=2`, each layout is also compared with that one: measured time / its measured time. With

@@ -11,6 +11,7 @@ A benchmark is a function that `@bench` declares with its options; it returns it
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import platform
@@ -129,7 +130,7 @@ class Bench:
         """Parse `words`, and show the reports. The option `folder` becomes an empty folder, removed at the end."""
         parser = argparse.ArgumentParser(
             prog=f"python -m tools.bench {name}",
-            description=self.run.__doc__,
+            description=inspect.getdoc(self.run),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         common = {

@@ -47,8 +47,8 @@ def buckets(options: Options) -> Report:
 
     The nodes are network namespaces, joined by a link of limited bandwidth (tbf). A step has gradients of ResNet-18's
     sizes (46 MB), and a backward pass that sleeps for each convolution: the processor is free, as if a GPU computed.
-    In every repeat, in alternating order: a block of steps with each size of the grid, and one with the size that
-    "auto" has chosen, by the time of the slower rank. Ratios are within each repeat: "grid / auto" above 1 means that
+    In every round, in alternating order: a block of steps with each size of the grid, and one with the size that
+    "auto" has chosen, by the time of the slower rank. Ratios are within each round: "grid / auto" above 1 means that
     the chosen size is faster. The best of the grid is the one with the lowest median.
     """
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -136,9 +136,9 @@ def hierarchical(options: Options) -> Report:
     """Hierarchical beside flat all-reduces, and what the profile's model predicts for them: two nodes of two ranks.
 
     The nodes are network namespaces, joined by a link of limited bandwidth (tbf); the ranks of a node use its
-    loopback. In every repeat, in alternating order: blocks of flat and of hierarchical all-reduces of each size,
+    loopback. In every round, in alternating order: blocks of flat and of hierarchical all-reduces of each size,
     through the engine, by the time of the slowest rank. The predictions get the bandwidth of the link, and from the
-    same repeat the bandwidth between the ranks of a node and the cost of a message: all-reduces inside both nodes at
+    same round the bandwidth between the ranks of a node and the cost of a message: all-reduces inside both nodes at
     once.
     """
     report = Report(f"{NUM_NODES} nodes of {RANKS_PER_NODE} ranks, gloo, one thread a rank")

@@ -64,11 +64,9 @@ def trainer(options: Options) -> Report:
       with other work, where the clock measures the others too, but not what a rank waits for.
     - `alone`, one rank: ours against the plain optimizer.
     - `negotiation`, two ranks: time of a cycle, from the requests of the ranks to the list of what may run; of the
-      bare
-      collective in it; and of a barrier, which is submission, a cycle, and the wake-ups of both threads.
+      bare collective in it; and of a barrier, which is submission, a cycle, and the wake-ups of both threads.
     - `wire`, two ranks in a network namespace of their own, if one can be had: bytes through its loopback per step,
-      both
-      directions, with all headers and what negotiation sends.
+      both directions, with all headers and what negotiation sends.
     """
     report = Report("one thread a rank, gloo over the loopback")
     for part in options.parts or PARTS:

@@ -68,7 +68,7 @@ def pages(options: Options) -> Report:
 
     The large version is one shard of 25,000 small images, listed 4,000 times by its shard table, so the pages read a
     file that is in memory. The thumbnails are of 100 photos (500x375) on the local disk; "again" has them from the
-    cache. Each repeat starts a new server with an empty cache; six requests run at a time, as in a browser. The model
+    cache. Each round starts a new server with an empty cache; six requests run at a time, as in a browser. The model
     has two versions of one tensor, whose change another process measures. Memory is the peak resident set of the
     server.
     """
@@ -126,7 +126,7 @@ def time_pages(url: str) -> dict[str, float]:
 def ui_pages(options: Options) -> Report:
     """How long the first pages of `datasvc ui` take over very many versions, and the memory of its server.
 
-    Every repeat starts a new server, so that each page is the first of its kind. The versions are those of
+    Every round starts a new server, so that each page is the first of its kind. The versions are those of
     `models_find`: some 30 settings and 6 metrics each. The time is that of the complete response to one request on
     the loopback.
     """
