@@ -306,7 +306,6 @@ def test_programs_import_the_folders_by_their_package(folder):
 PICTURES = {"datasvc.views", "datasvc.drawing"}
 # Imports each other inside functions: a process set submits, a submission has a process set.
 CIRCLES = {"datasvc.trainer.job.process_sets", "datasvc.trainer.job.runtime", "datasvc.trainer.job.submit"}
-CIRCLES |= {"datasvc.ui.web.page", "datasvc.ui.web.seen_faults", "datasvc.ui.web.site"}  # in annotations
 
 
 def test_only_views_pages_and_commands_import_pictures():

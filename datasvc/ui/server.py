@@ -42,10 +42,9 @@ from datasvc.ui.registry.routes import add_registry
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.access import ACCESS, LOGIN_PATH, STATIC_PATH, Access
 from datasvc.ui.web.live import LivePage
-from datasvc.ui.web.page import Load
 from datasvc.ui.web.rendering import make_environment
 from datasvc.ui.web.routes import PageRoutes
-from datasvc.ui.web.site import Site
+from datasvc.ui.web.site import Load, Site
 from datasvc.ui.web.unreadable import catch_unreadable
 
 # Function of each page by path. Its JSON twin has the same path below `/api`.

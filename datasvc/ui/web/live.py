@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 from aiohttp import web
 
 from datasvc.errors import DatasvcError, NotFoundError
-from datasvc.ui.web.page import Load, Parts
+from datasvc.ui.web.page import Parts
 
 if TYPE_CHECKING:
-    from datasvc.ui.web.site import Site
+    from datasvc.ui.web.site import Load, Site
 
 PARTS_HEADER: Final = "Datasvc-Parts"
 """Header of a request for parts: what the page has, as `ID=DIGEST` separated by spaces; without a digest: wanted."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from datasvc.errors import ConfigError
-
-if TYPE_CHECKING:
-    from datasvc.ui.web.site import Site
 
 # Python refuses to convert thousands of digits.
 _WHOLE_NUMBER: Final = re.compile(r"-?[0-9]{1,18}")
@@ -122,6 +119,3 @@ class Query(dict[str, str]):
 
 Parts = Mapping[str, str]
 """The variable parts of a page's path, such as `{"ref": "pets@1"}`."""
-
-Load = Callable[["Site", Parts, Query], Page | RawResponse]
-"""Returns a page, or another content. It is called in a thread, and several calls may run at the same time."""

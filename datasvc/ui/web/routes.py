@@ -23,9 +23,9 @@ from datasvc.sql_sandbox import QueryLimits, limited
 from datasvc.ui.caches.kept_pages import KeptPages
 from datasvc.ui.web.access import API, PARTS, REGISTRY, is_for_programs
 from datasvc.ui.web.live import PARTS_HEADER, LivePage, RenderedParts, changed_parts, stream_states
-from datasvc.ui.web.page import Load, Page, Parts, Problem, Query, RawResponse
+from datasvc.ui.web.page import Page, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.rendering import render, render_problems
-from datasvc.ui.web.site import Site
+from datasvc.ui.web.site import Load, Site
 from datasvc.ui.web.unreadable import collect_unreadable
 
 _YEAR_S: Final = 365 * 86400

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from datasvc.ui.caches.split_cache import SplitCache
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
 from datasvc.ui.web.node_monitor import NodeMonitor
+from datasvc.ui.web.page import Page, Parts, Query, RawResponse
 from datasvc.ui.web.seen_faults import SeenFaults
 
 
@@ -98,3 +99,7 @@ class Site:
             *(f"{name}={value!r}" for name, value in options.items() if value is not None),
         ]
         return f"datasvc.open({self.url!r}).{call}({', '.join(texts)})"
+
+
+Load = Callable[[Site, Parts, Query], Page | RawResponse]
+"""Returns a page, or another content. It is called in a thread, and several calls may run at the same time."""
