@@ -27,22 +27,26 @@ def dataset_difference_html(difference: Difference) -> Markup:
     return standalone(counts, markup(_describe_split(name, changes) for name, changes in splits.items()))
 
 
+def schema_changes(changes: Mapping[str, Any], max_classes: int | None = None) -> dict[str, str]:
+    """Return which columns and classes of a split differ, as text by kind, from `SplitDifference.to_json`."""
+    texts = {
+        **{
+            kind: [f"{name}: {column_type}" for name, column_type in changes[kind].items()]
+            for kind in ("columns_added", "columns_removed")
+        },
+        "columns_retyped": [f"{name}: {old} to {new}" for name, (old, new) in changes["columns_retyped"].items()],
+        **{kind: changes[kind][:max_classes] for kind in ("classes_added", "classes_removed")},
+    }
+    return {kind.replace("_", " "): ", ".join(each) for kind, each in texts.items() if each}
+
+
 def _describe_split(name: str, changes: Mapping[str, Any]) -> Markup:
     keys = [
         (kind, ", ".join(changes["keys"][kind]) + (", …" if changes[kind] > len(changes["keys"][kind]) else ""))
         for kind in _KINDS
         if changes[kind]
     ]
-    schema = [
-        *(("column added", f"{column}: {kind}") for column, kind in changes["columns_added"].items()),
-        *(("column removed", f"{column}: {kind}") for column, kind in changes["columns_removed"].items()),
-        *(
-            ("column changed", f"{column}: {old} to {new}")
-            for column, (old, new) in changes["columns_retyped"].items()
-        ),
-        *(("class added", each) for each in changes["classes_added"]),
-        *(("class removed", each) for each in changes["classes_removed"]),
-    ]
+    schema = schema_changes(changes).items()
     drift = sorted(changes["class_counts"].items(), key=lambda item: -abs(item[1][1] - item[1][0]))
     parts = []
     if keys or schema:

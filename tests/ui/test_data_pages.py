@@ -352,8 +352,8 @@ def test_a_comparison_shows_samples_drift_and_columns(changed):
     html = changed.get("/diff/pets@1/pets@2")[2]
     text = " ".join(texts(html).split())
     assert "From pets@1 to pets@2: 1 sample added, 2 samples deleted" in text
-    assert "column added score: double" in text
-    assert "class added &lt;i&gt;dog" in text
+    assert "columns added score: double" in text
+    assert "classes added &lt;i&gt;dog" in text
     assert "Drift of classes" in text
     assert "e&lt;b&gt;" in html
     assert "<b>" not in html

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -288,29 +288,19 @@ def revert(
 
 def _lines(split: SplitDifference, max_keys: int | None) -> dict[str, object]:
     """Return the differences as lines to print: counts with at most `max_keys` keys, then columns and classes."""
+    from datasvc.views.diffs import schema_changes
+
     facts = split.to_json(max_keys)
-    keys = facts.pop("keys")
-    counts, distance = facts.pop("class_counts"), facts.pop("class_distance")
+    keys, counts, distance = facts["keys"], facts["class_counts"], facts["class_distance"]
     lines: dict[str, object] = {}
     for kind in ("added", "deleted", "changed"):
         lines[kind] = f"{facts[kind]} ({_list_keys(keys[kind], facts[kind])})" if facts[kind] else 0
-    lines["unchanged"] = facts["unchanged"]
-    schema_changes = {name: value for name, value in facts.items() if name not in lines and value}
-    lines |= {name.replace("_", " "): _change_text(value) for name, value in schema_changes.items()}
+    lines |= {"unchanged": facts["unchanged"], **schema_changes(facts)}
     if distance:
         largest = sorted(counts.items(), key=lambda item: -abs(item[1][1] - item[1][0]))[:_MAX_KEYS]
         texts = [f"{name} {first} to {second}" for name, (first, second) in largest]
         lines["drift of classes"] = f"{distance:.4g} ({_list_keys(texts, len(counts))})"
     return lines
-
-
-def _change_text(value: Mapping[str, Any] | Sequence[str]) -> str:
-    """Return a change of columns or classes as text: `cat, dog`, `size: int32 to int64`."""
-    if not isinstance(value, Mapping):
-        return ", ".join(value)
-    return ", ".join(
-        f"{name}: {' to '.join(types) if isinstance(types, list) else types}" for name, types in value.items()
-    )
 
 
 def _list_keys(keys: Sequence[str], count: int) -> str:

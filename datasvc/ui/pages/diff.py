@@ -15,6 +15,7 @@ from datasvc.shards.versions.diff import SplitDifference, count_unshared, diff_v
 from datasvc.ui.web.links import dataset_link, diff_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.views.diffs import schema_changes
 
 # A comparison reads the sample indexes of all shards that only one version has: at most so many samples on a page.
 _MAX_UNSHARED = 1_000_000
@@ -81,13 +82,8 @@ def _describe_split(
     added = _samples(after, ((shard, row) for _, shard, row in changes.added.places()), shown)
     deleted = _samples(before, ((shard, row) for _, shard, row in changes.deleted.places()), shown)
     changed_to = _samples(after, ((shard, row) for _, shard, row in changes.changed.places()), shown)
-    is_equal = not any(
-        (
-            *(len(samples) for samples in (changes.added, changes.deleted, changes.changed)),
-            *(changes.columns_added, changes.columns_removed, changes.columns_retyped),
-            *(changes.classes_added, changes.classes_removed, changes.class_counts),
-        )
-    )
+    schema = schema_changes(changes.to_json(0), _SHOWN_CLASSES)
+    counts = map(len, (changes.added, changes.deleted, changes.changed))
     drift = sorted(changes.class_counts.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
     return {
         "name": name,
@@ -97,7 +93,8 @@ def _describe_split(
         "deleted": deleted,
         "changed": list(zip(_samples(before, changed_from, shown), changed_to, strict=True)),
         "drift": drift[:_SHOWN_CLASSES],
-        "is_equal": is_equal,
+        "schema": schema,
+        "is_equal": not any((*counts, schema, changes.class_counts)),
         "class_links": _class_links(old, new, name, str(old.resolved), str(new.resolved)),
         "is_new": before is None,
         "is_removed": after is None,
