@@ -1,5 +1,6 @@
 """Real images, repositories and an S3 server for all tests."""
 
+import gc
 import os
 import secrets
 import shutil
@@ -38,6 +39,12 @@ ROOT = Path(__file__).parents[1]
 def pytest_configure(config):
     config.pluginmanager.register(selection)
     config.pluginmanager.register(required)
+
+
+def pytest_collection_finish():
+    # The collector need not look, in each test, at the hundreds of modules that stay.
+    gc.collect()
+    gc.freeze()
 
 
 # A shell starts `make test &` with SIGINT ignored, and the tests of Ctrl-C and their processes would inherit that.
