@@ -146,6 +146,14 @@ def test_push_and_pull_move_versions_once(run, repository, tmp_path):
     assert done["objects"] > 0
 
 
+def test_without_a_source_a_push_creates_no_target(run, tmp_path):
+    source = Repository.create(str(tmp_path / "source"))
+    (tmp_path / "source").rename(tmp_path / "moved")
+    with pytest.raises(NotFoundError, match="source"):
+        run(source, "push", "net", "--to", str(tmp_path / "target"), "--create")
+    assert not (tmp_path / "target").exists()
+
+
 def test_a_data_set_that_the_target_has_another_of_moves_under_another_name(run, repository, tmp_path):
     other = Repository.create(str(tmp_path / "other"))
     for where, seed in ((repository, "x"), (other, "y")):

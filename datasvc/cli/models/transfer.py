@@ -59,8 +59,9 @@ def push(
     """
     from datasvc.repository import Repository
 
-    target = open_target(to, create=create, dry_run=dry_run)
-    transfer = _prepare(Repository.open(repo), target, refs, rename_data, trusted, options)
+    # In this order: without a source, no target is created.
+    source, target = Repository.open(repo), open_target(to, create=create, dry_run=dry_run)
+    transfer = _prepare(source, target, refs, rename_data, trusted, options)
     transfer_and_print("pushing", refs, transfer, dry_run=dry_run, as_json=as_json)
 
 
