@@ -134,7 +134,8 @@ def main() -> None:
             if sys.argv[1:] == ["--version"]:
                 print_line(f"datasvc {__version__}")  # without the modules of all commands
                 return
-            make_app(sys.argv[1] if len(sys.argv) > 1 else None, names_only=True)(prog_name="datasvc")
+            # A command may come later: `datasvc -- ls`.
+            make_app(sys.argv[1] if len(sys.argv) > 1 else None, names_only=len(sys.argv) < 3)(prog_name="datasvc")
     except (DatasvcError, OSError) as error:
         message = str(error)
         if isinstance(error, OSError) and error.strerror and error.filename:

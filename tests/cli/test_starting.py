@@ -26,6 +26,12 @@ def test_the_module_is_the_program(tmp_path):
     assert done.stderr == run("ls", "--repo", tmp_path / "missing").stderr
 
 
+def test_a_command_after_two_dashes_has_its_options(tmp_path):
+    said = run("--", "samples", "pets", "--max-shards", "3", "--repo", tmp_path / "missing").stderr
+    assert said == run("samples", "pets", "--max-shards", "3", "--repo", tmp_path / "missing").stderr
+    assert "missing" in said
+
+
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
