@@ -34,6 +34,7 @@ _TYPES: Final = {
 _SHARED: Final = {"message": MessageOption, "dry_run": DryRunOption, "where": WhereOption}
 _NEXT = re.compile(r"^[^\s)]", re.MULTILINE)  # the first line of the next function or class
 _ENTRY = re.compile(r"^    (\w+): (.*(?:\n      .*)*)", re.MULTILINE)
+_NONE = re.compile(r"; default: [^.;]*")
 _VALUES = re.compile(r'^(\w+)(?:: Final)? = (Literal\[[^\]]*\]|\d+|"[^"]*")(?:  #.*)?$', re.MULTILINE)
 _IMPORT = re.compile(r"^from datasvc\.([\w.]+) import (\([^)]*\)|.*)", re.MULTILINE)
 
@@ -110,6 +111,9 @@ def read_parameters(owner: str) -> dict[str, inspect.Parameter]:
             default = inspect.Parameter.empty if value is None else names.evaluate(value)
         except (KeyError, NameError):
             continue  # a value of Python, or one that the docstring of another function describes
+        if default not in (None, inspect.Parameter.empty):
+            # What None means to Python, which this option cannot have.
+            kind = Annotated[kind.__origin__, _NONE.sub("", kind.__metadata__[0])]
         parameters[parameter] = inspect.Parameter(
             parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
         )
