@@ -8,7 +8,7 @@ import tomllib
 import pytest
 
 import datasvc
-from tests.cli.command import ROOT, run
+from tests.cli.command import ROOT, run, run_apart
 
 
 def test_the_version_is_that_of_the_package_and_stands_in_one_place():
@@ -27,9 +27,9 @@ def test_the_module_is_the_program(tmp_path):
 
 
 def test_a_command_after_two_dashes_has_its_options(tmp_path):
-    said = run("--", "samples", "pets", "--max-shards", "3", "--repo", tmp_path / "missing").stderr
-    assert said == run("samples", "pets", "--max-shards", "3", "--repo", tmp_path / "missing").stderr
-    assert "missing" in said
+    # In a process where no command has options yet: they stay.
+    said = run_apart("--", "samples", "pets", "--max-shards", "3", "--repo", tmp_path / "missing").stderr
+    assert "no repository at" in said
 
 
 @pytest.mark.parametrize(
