@@ -18,9 +18,9 @@ from datasvc.loaders.images.image_decoder import ImageDecoder
 from datasvc.loaders.profiling.step_times import Stage, TimeSpan
 from datasvc.loaders.profiling.trace import trace_events
 from datasvc.shards import ingest, open_dataset
+from datasvc.testing import FakeClock
 from tests.drawing.hostile import parsed, text_of, with_class
 from tests.loaders.decode.recorded_stream import RecordedStream
-from tests.loaders.profiling.test_step_profiler import Clock
 
 CONSUMER_MS = 10
 
@@ -45,7 +45,8 @@ class Delays:
 
 @pytest.fixture
 def clock():
-    return Clock()
+    """A clock of milliseconds."""
+    return FakeClock()
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def make(digits, clock):
             "decode": DecodeConfig(backend="cpu", num_threads=2),
         } | options
         loader = ImageLoader(digits[split], **options)
-        loader.profiler.clock = clock
+        loader.profiler.clock = lambda: round(clock() * 1e6)
         loaders.append(loader)
         return loader
 
@@ -140,7 +141,7 @@ def test_samples_that_are_read_before_their_shard_is_here_are_the_origin_s(
             decode=DecodeConfig(backend="cpu", num_threads=1),
         ) as loader,
     ):
-        loader.profiler.clock = clock
+        loader.profiler.clock = lambda: round(clock() * 1e6)
         (followed,) = loader._cached_stores
         delays.add(followed, "open_early")
         train(loader, clock, 1)
