@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from datasvc.extras import explain_missing
 
 if TYPE_CHECKING:
-    from datasvc.trainer.env.engine_settings import EngineSettings
+    from datasvc.trainer.env.environment import EngineSettings
     from datasvc.trainer.errors import HorovodInternalError
     from datasvc.trainer.function import run
     from datasvc.trainer.gradients.compression import Compression
@@ -178,7 +178,7 @@ __all__ = [
 _MODULES = (
     "errors",
     "function",
-    "env.engine_settings",
+    "env.environment",
     "job.runtime",
     "job.process_sets",
     "gradients.compression",

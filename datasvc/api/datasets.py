@@ -21,9 +21,8 @@ from datasvc.shards.history.repair import repair_dataset
 from datasvc.shards.history.revert import revert
 from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.ingestion.ingest import ingest
-from datasvc.shards.query.contact_sheet import write_contact_sheet
+from datasvc.shards.query.contact_sheet import Preview, preview_samples, write_contact_sheet
 from datasvc.shards.query.histogram import histogram
-from datasvc.shards.query.preview import Preview, preview_samples
 from datasvc.shards.query.query import query
 from datasvc.shards.query.sample_details import read_sample
 from datasvc.shards.query.sample_page import read_page

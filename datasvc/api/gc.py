@@ -27,7 +27,7 @@ from datasvc.errors import (
     UnreadableVersionWarning,
 )
 from datasvc.models.provenance.sample_query import split_tables
-from datasvc.models.registry.removal import kept_of_removed
+from datasvc.models.registry.retention import kept_of_removed
 from datasvc.models.tensors.dedup_index import POINTERS, pointed_digest
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.artefacts import artefact_log, parse_artefact
@@ -36,7 +36,7 @@ from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Repository, Resolved, Storage
 from datasvc.repository.logs.journal import JOURNALS
 from datasvc.repository.removal import swept_versions
-from datasvc.repository.unreadable import describe_damage
+from datasvc.repository.resolved import describe_damage
 from datasvc.runs.run_folders import RUNS, choose_old_runs, delete_run, newest_changes
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.threads import map_in_threads

@@ -51,7 +51,7 @@ def ui(
     """
     hide_pandas()
     from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
-    from datasvc.shards.ingestion.lean_memory import keep_lean
+    from datasvc.shards.ingestion.executors import keep_lean
     from datasvc.ui.settings import UiSettings
 
     with explain_missing("the page"):

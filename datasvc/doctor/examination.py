@@ -10,9 +10,8 @@ from datasvc.doctor.decoding import examine_decoding
 from datasvc.doctor.finding import Finding
 from datasvc.doctor.folders import examine_cache
 from datasvc.doctor.machine import examine_open_files, examine_ports, examine_shared_memory
-from datasvc.doctor.nodes import examine_node
 from datasvc.doctor.packages import examine_packages
-from datasvc.doctor.stores import examine_repository
+from datasvc.doctor.stores import examine_node, examine_repository
 from datasvc.models.versions.environment import describe_environment
 from datasvc.node.client import NodeClient
 from datasvc.node.settings import DEFAULT_PORT

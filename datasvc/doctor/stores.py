@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from datasvc.doctor.clocks import examine_clock
 from datasvc.doctor.finding import Finding
 from datasvc.doctor.folders import examine_repository_locks, examine_space
+from datasvc.doctor.machine import examine_clock
 from datasvc.errors import DatasvcError, NotFoundError
+from datasvc.node.client import NodeClient
 from datasvc.repository import Repository
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import Storage
@@ -54,3 +55,18 @@ def _examine_writing(storage: Storage, shown: str) -> Iterator[Finding]:
             yield examine_repository_locks(local, Path(storage.url))
         finally:
             storage.remove_temporary(path)
+
+
+def examine_node(url: str, client: NodeClient) -> Iterator[Finding]:
+    """Yield findings on the node at `url`, whose client is `client`."""
+    check = f"node {url}"
+    try:
+        before_s = time.time()
+        theirs_s = client.clock_s()
+        after_s = time.time()
+        client.status()
+    except DatasvcError as error:
+        yield Finding(check, "problem", str(error), "see `datasvc serve --help`, and the log of that node")
+        return
+    yield Finding(check, "ok", "responds")
+    yield examine_clock(f"{check} clock", before_s, theirs_s, after_s)

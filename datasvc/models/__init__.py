@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datasvc.models.versions.code_revision import CodeRevision, describe_code
     from datasvc.models.versions.data_use import ConsumptionTracker, DataUse, ReadLoader, ReadSpan
     from datasvc.models.versions.environment import describe_environment
-    from datasvc.models.versions.execution import Execution
+    from datasvc.models.versions.metadata import Execution
     from datasvc.models.versions.signing_keys import load_private_key, make_key
 
 __all__ = [
@@ -91,7 +91,7 @@ _MODULES = {
     "ReadLoader": "versions.data_use",
     "ReadSpan": "versions.data_use",
     "describe_environment": "versions.environment",
-    "Execution": "versions.execution",
+    "Execution": "versions.metadata",
     "load_private_key": "versions.signing_keys",
     "make_key": "versions.signing_keys",
 }

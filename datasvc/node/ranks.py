@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from datasvc.cache.catalogue.private import PRIVATE_FOLDER
+from datasvc.cache.catalogue.object_locks import PRIVATE_FOLDER
 from datasvc.cache.catalogue.recovery import boot_id
 from datasvc.cache.peers.membership import FixedMembership, bracketed
 from datasvc.cache.peers.peer_source import PeerSettings

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -22,8 +23,8 @@ from urllib.parse import urlsplit
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from datasvc.cache import Cache
-from datasvc.cache.catalogue.private import open_lock_file
+from datasvc.cache import Cache, CacheStatus
+from datasvc.cache.catalogue.object_locks import open_lock_file
 from datasvc.cache.catalogue.tables import UnusableCatalogueError
 from datasvc.cache.peers.membership import parse_membership
 from datasvc.cache.peers.peer_source import PeerSettings
@@ -35,7 +36,6 @@ from datasvc.node.http.metrics import CONTENT_TYPE, render_metrics
 from datasvc.node.http.object_routes import ObjectRoutes
 from datasvc.node.http.stage_routes import StageRoutes
 from datasvc.node.settings import NodeSettings
-from datasvc.node.status import describe_cache, describe_disk
 from datasvc.node.transfers.fetching import Fetches
 from datasvc.node.transfers.origins import Origins
 from datasvc.node.transfers.sending import Sender
@@ -226,3 +226,14 @@ def _lock_for_serving(folder: Path) -> Iterator[None]:
     finally:
         # The file stays: if it were removed, two servers could lock two files of the same name.
         os.close(descriptor)
+
+
+def describe_cache(status: CacheStatus) -> dict[str, Any]:
+    """Return a cache's status as JSON values."""
+    return {**asdict(status), "jobs": [job._asdict() for job in status.jobs]}
+
+
+def describe_disk(folder: Path) -> dict[str, int]:
+    """Return the size of the disk of a folder, and its free bytes."""
+    usage = shutil.disk_usage(folder)
+    return {"total_bytes": usage.total, "free_bytes": usage.free}

@@ -19,22 +19,19 @@ from datasvc.errors import (
     UnreadableVersionWarning,
 )
 from datasvc.repository.logs.branches import BRANCHES, Branch, BranchLogs
-from datasvc.repository.logs.heads import Heads, PositionReader
+from datasvc.repository.logs.heads import Heads, PositionReader, parents_of
 from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log, list_logs
-from datasvc.repository.logs.metric_mode import MetricMode, choose_metric_mode
-from datasvc.repository.logs.metric_ranking import finite_metrics, rank_by_metric
-from datasvc.repository.logs.parents import parents_of
+from datasvc.repository.logs.metric_mode import MetricMode, choose_metric_mode, finite_metrics, rank_by_metric
 from datasvc.repository.logs.references import LATEST, Reference, check_name, check_tag, is_name, parse_reference
 from datasvc.repository.logs.removals import Removals
 from datasvc.repository.logs.tags import Tags, version_of
 from datasvc.repository.logs.version_numbers import describe_numbers
 from datasvc.repository.marker import MARKER, MARKER_BYTES, check_create_only, check_marker
 from datasvc.repository.objects.objects import Objects
-from datasvc.repository.resolved import KIND_NAMES, Kind, NameState, Resolved
+from datasvc.repository.resolved import KIND_NAMES, Kind, NameState, Resolved, describe_damage, warn_unreadable
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import ReadOnlyStorage, Storage
-from datasvc.repository.unreadable import describe_damage, warn_unreadable
 
 
 class Repository:

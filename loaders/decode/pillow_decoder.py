@@ -5,7 +5,7 @@ Windows and pixel conversions are those of the other decoders, so Pillow may rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from datasvc.errors import BadSampleError
+from datasvc.loaders.decode.backend import Framework
 from datasvc.loaders.decode.pixels import Pixels
 from datasvc.shards.images.exif import read_orientation, swaps_sides, turn_upright
 from datasvc.shards.images.header import open_image, to_rgb
@@ -86,3 +87,34 @@ def _check_window(image_size: tuple[int, int], window: tuple[int, int, int, int]
         raise BadSampleError(
             f"is {width}x{height} pixels, too small for its window {left}..{right} x {top}..{bottom}"
         )
+
+
+# Both filters are anti-aliased, and their results differ by at most one level of 255. Torch is six times as fast.
+# Pillow is for callers without torch.
+
+
+def make_resizer(framework: Framework, size: int) -> Callable[[Pixels], Pixels]:
+    """Return a function, for use in one thread, that scales `uint8[height, width, 3]` to `uint8[size, size, 3]`.
+
+    Each result is valid until the next call. "torch" selects torch's kernel, "numpy" Pillow's, without torch.
+    """
+    if framework == "torch":
+        return _make_torch_resizer(size)
+    return lambda window: np.asarray(Image.fromarray(window).resize((size, size), Image.Resampling.BILINEAR))
+
+
+def _make_torch_resizer(size: int) -> Callable[[Pixels], Pixels]:
+    """Return a resizer with torch's kernel for bytes, which reads channels-last pixels and starts no threads."""
+    import torch
+
+    # The operator behind `interpolate(mode="bilinear", antialias=True)`; this variant writes to existing memory.
+    scale = torch.ops.aten._upsample_bilinear2d_aa.out  # noqa: SLF001 - the operator's name
+    scaled = torch.empty(1, size, size, 3, dtype=torch.uint8, device="cpu")
+    out, pixels = scaled.permute(0, 3, 1, 2), scaled[0].numpy()
+
+    def resize(window: Pixels) -> Pixels:
+        source = torch.from_numpy(window).permute(2, 0, 1).unsqueeze(0)
+        scale(source, [size, size], False, None, None, out=out)  # no align_corners, no scale factors
+        return pixels
+
+    return resize

@@ -15,9 +15,8 @@ from PIL import Image
 from datasvc.errors import BadSampleError
 from datasvc.loaders.decode.backend import Backend, Framework
 from datasvc.loaders.decode.crop import CropDecoder
-from datasvc.loaders.decode.pillow_decoder import decode_window, scale_box
+from datasvc.loaders.decode.pillow_decoder import decode_window, make_resizer, scale_box
 from datasvc.loaders.decode.pixels import PixelFormat, Pixels, PixelWriter, copy_pixels
-from datasvc.loaders.decode.resize import make_resizer
 
 if TYPE_CHECKING:
     from datasvc.shards.format.mapped_file import Bytes

@@ -21,8 +21,7 @@ from typing import Any, Final, Self
 from datasvc.loaders.core.batches import Cursor
 from datasvc.loaders.decode_sharing.links import OpenLink, target_of
 from datasvc.loaders.decode_sharing.membership import Membership
-from datasvc.loaders.decode_sharing.memory import KEY_BYTES, MappedBatches, SharedBuffer, size_of
-from datasvc.loaders.decode_sharing.packing import pack
+from datasvc.loaders.decode_sharing.memory import KEY_BYTES, MappedBatches, SharedBuffer, pack, size_of
 from datasvc.loaders.ranks.data_ranks import DataRanks
 
 # Buffers to keep for the next batches of this job, because allocating memory takes longer than filling it.

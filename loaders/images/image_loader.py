@@ -30,8 +30,7 @@ from datasvc.loaders.decode.gpu.device_stream import current_gpu
 from datasvc.loaders.decode.pixels import Output, PixelFormat
 from datasvc.loaders.decode_sharing import DecodeGroup, Sharing
 from datasvc.loaders.images.image_batch import BatchDisplay, ImageBatch
-from datasvc.loaders.images.image_decoder import ImageDecoder
-from datasvc.loaders.images.image_plan import ImagePlan
+from datasvc.loaders.images.image_decoder import ImageDecoder, ImagePlan
 from datasvc.loaders.profiling.bottleneck import Resources
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.order import OrderConfig, Shuffle, Tail

@@ -9,20 +9,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch.utils.data
+from PIL import Image
 
 from datasvc.cache import Cache
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.loaders.core.mixture import check_samples
-from datasvc.loaders.torch.images import Decode, black_image, decode_image
 from datasvc.loaders.torch.randomness import SeededTransform
 from datasvc.loaders.torch.reading import CacheAddress, SampleReader, check_columns, reopen
 from datasvc.loaders.torch.served import ServedIndex
 from datasvc.shards import Split
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, WIDTH
+from datasvc.shards.images.exif import read_orientation, turn_upright
+from datasvc.shards.images.header import open_image, to_rgb
 
 MASK = "mask"
 _logger = logging.getLogger(__name__)
+
+
+Decode = Literal["pil", "numpy"] | None
 
 
 class Dataset(torch.utils.data.Dataset[Any]):
@@ -175,3 +181,25 @@ class Dataset(torch.utils.data.Dataset[Any]):
                 f"{self.split!r} has a column {MASK!r} of its own, but on_bad='mask' or tail='pad' adds one; leave "
                 "it out of columns=, or use neither option"
             )
+
+
+# `Dataset` uses it for its argument `decode`. `ImageLoader` has other decoders, which decode only windows.
+
+
+def decode_image(content: bytes, decode: Decode) -> Any:
+    """Return an encoded image as `PIL.Image`, or as `uint8[height, width, 3]` for "numpy".
+
+    Raises:
+        BadSampleError: the image does not decode.
+    """
+    with open_image(content) as opened:
+        kind = opened.format or ""
+        upright = to_rgb(turn_upright(opened, read_orientation(content, kind)), kind)
+        # Pillow decodes when pixels are needed. Decode now, because `open_image` converts errors inside this block.
+        upright.load()
+    return upright if decode == "pil" else np.array(upright)
+
+
+def black_image(width: int, height: int, decode: Decode) -> Any:
+    """Return a black image in place of one that does not decode. The size is in the sample's columns."""
+    return Image.new("RGB", (width, height)) if decode == "pil" else np.zeros((height, width, 3), np.uint8)

@@ -13,9 +13,8 @@ import torch.utils.data
 
 from datasvc.errors import ConfigError
 from datasvc.loaders.torch.dataset import Dataset
-from datasvc.loaders.torch.drawn_batches import DrawnBatches
 from datasvc.loaders.torch.rank_order import RankOrder
-from datasvc.loaders.torch.sampler import OrderBatchSampler, check_epoch
+from datasvc.loaders.torch.sampler import DrawnBatches, OrderBatchSampler, check_epoch
 from datasvc.printable import count_text
 
 

@@ -18,7 +18,7 @@ from datasvc.api.gc import GRACE_S, Garbage, discard_referenced, gc, list_old, r
 from datasvc.cli.datasets.maintain import gc as command
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.models import describe_model, restore, save
-from datasvc.models.registry.removal import remove
+from datasvc.models.registry.retention import remove
 from datasvc.repository import Repository
 from datasvc.repository.branching import create_branch, remove_branch
 from datasvc.repository.logs.log import encode_entry

@@ -11,8 +11,7 @@ import pytest
 from datasvc.cache import Cache
 from datasvc.cache.fetch.transfer import transfer
 from datasvc.cache.sources.origin_source import OriginSource, RequestPool
-from datasvc.cache.sources.range_requests import GATHERED_PARTS
-from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
+from datasvc.cache.sources.range_requests import GATHERED_PARTS, PART_BYTES, ReceivedParts
 from datasvc.cache.sources.remote_file import RemoteFile
 from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects, Storage
@@ -196,7 +195,7 @@ import sys, threading
 import fsspec
 from datasvc.cache.sources.origin_source import RequestPool
 from datasvc.repository.store.ranges import HttpRanges
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 
 pool, interrupt = RequestPool(), CancellationToken()
 

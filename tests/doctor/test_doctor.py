@@ -7,8 +7,7 @@ import time
 import pytest
 from s3fs import S3FileSystem
 
-from datasvc.doctor.nodes import examine_node
-from datasvc.doctor.stores import examine_repository
+from datasvc.doctor.stores import examine_node, examine_repository
 from datasvc.errors import ConfigError
 from datasvc.node.client import NodeClient
 from datasvc.repository import Repository

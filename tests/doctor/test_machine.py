@@ -10,9 +10,14 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.object_locks import ObjectLocks
-from datasvc.doctor.clocks import clock_difference_s, examine_clock
 from datasvc.doctor.folders import examine_cache, examine_repository_locks, examine_space
-from datasvc.doctor.machine import examine_open_files, examine_ports, examine_shared_memory
+from datasvc.doctor.machine import (
+    clock_difference_s,
+    examine_clock,
+    examine_open_files,
+    examine_ports,
+    examine_shared_memory,
+)
 from datasvc.repository import Repository
 from tests.doctor.findings import by_check
 from tests.support.ports import reserved_ports

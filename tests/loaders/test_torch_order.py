@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from datasvc.errors import ConfigError, StateMismatchError
 from datasvc.loaders.ranks.data_ranks import DataRanks
 from datasvc.loaders.torch import Dataset, IterableDataset, OrderBatchSampler
-from datasvc.loaders.torch.drawn_batches import DrawnBatches
 from datasvc.loaders.torch.rank_order import RankOrder
+from datasvc.loaders.torch.sampler import DrawnBatches
 from datasvc.loaders.torch.states import DrawState
 from datasvc.order import AccessOrder, OrderConfig, count_steps
 from tests.examples import examples

@@ -1,6 +1,6 @@
 """Where a tensor's bytes lie, for tests that damage them."""
 
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.restoring.restore import read_version
 from datasvc.repository import Objects
 
 

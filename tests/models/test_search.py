@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from datasvc import sql_sandbox
 from datasvc.errors import ConfigError, CorruptDataError, UnavailableError
-from datasvc.models.registry.removal import remove
+from datasvc.models.registry.retention import remove
 from datasvc.models.search import find_versions, query_versions
 from datasvc.models.search import index as search_index
 from datasvc.models.search.index import INDEX_PATH, Head, VersionIndex, decode_index, encode_index, read_index

@@ -15,8 +15,7 @@ from datasvc.models import describe_model, find_consumers, list_models, model_lo
 from datasvc.models.registry.diff import diff
 from datasvc.models.registry.graph import read_history
 from datasvc.models.registry.registry import describe_versions
-from datasvc.models.registry.removal import remove, retain
-from datasvc.models.registry.retention import RetentionPolicy
+from datasvc.models.registry.retention import RetentionPolicy, remove, retain
 from datasvc.models.registry.verify import every_version, lost_versions, verify
 from datasvc.models.saving.manager import CheckpointManager
 from datasvc.models.search import find_versions, query_versions

@@ -7,7 +7,7 @@ from datasvc.trainer.engine.engine import Engine
 from datasvc.trainer.engine.execution.handles import Handle, Submission
 from datasvc.trainer.engine.execution.transport import CompletedWork, Transport
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp, Request
-from datasvc.trainer.env.engine_settings import EngineSettings
+from datasvc.trainer.env.environment import EngineSettings
 
 
 class MirroredTransport(Transport):

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageCms, PngImagePlugin
 
 from datasvc.errors import BadSampleError, ConfigError, NotFoundError
-from datasvc.loaders.torch.images import decode_image
+from datasvc.loaders.torch.dataset import decode_image
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.images.header import EXTENSIONS, Reencoding, read_header, reencode
 from datasvc.shards.images.thumbnail import thumbnail

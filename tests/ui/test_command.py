@@ -63,7 +63,7 @@ def test_a_port_that_is_in_use_is_an_error_that_names_it(ui, filled):
 
 @pytest.mark.parametrize("url", ["{folder}/typo", "s4://bucket/repo"])
 def test_a_repository_that_is_not_there_is_an_error_at_the_start(tmp_path, monkeypatch, url):
-    monkeypatch.setattr("datasvc.shards.ingestion.lean_memory.keep_lean", lambda: None)
+    monkeypatch.setattr("datasvc.shards.ingestion.executors.keep_lean", lambda: None)
     monkeypatch.setattr("datasvc.ui.server.run_ui", None)  # the server must not start
     with pytest.raises((NotFoundError, ConfigError), match=r"no repository at|cannot use"):
         ui_command(url.format(folder=tmp_path), port=0, open_browser=False)
@@ -105,7 +105,7 @@ def test_the_browser_is_opened_at_the_address_in_a_terminal_unless_it_is_not_wan
 ):
     calls, done = [], threading.Event()
     monkeypatch.setattr("webbrowser.open", lambda address: (calls.append(address), done.set()))
-    monkeypatch.setattr("datasvc.shards.ingestion.lean_memory.keep_lean", lambda: None)
+    monkeypatch.setattr("datasvc.shards.ingestion.executors.keep_lean", lambda: None)
     monkeypatch.setattr("sys.stdout", Output(is_terminal=is_terminal))
 
     def serve(_settings, ready):

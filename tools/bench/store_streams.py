@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from datasvc.repository import Storage
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 from tools.bench.runner import Options, Report, bench, column, run_rounds
 
 OBSTORE, S3FS = "obstore", "s3fs"

@@ -15,10 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import datasvc.trainer as hvd
 from datasvc.trainer.engine.execution.transport import GroupTransport
-from datasvc.trainer.engine.negotiation.messages import CycleMessage, decode_message, encode_message
 from datasvc.trainer.engine.negotiation.negotiation import Negotiation
-from datasvc.trainer.engine.negotiation.request_cache import RequestCache
-from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
+from datasvc.trainer.engine.negotiation.requests import (
+    CollectiveKind,
+    CycleMessage,
+    Request,
+    RequestCache,
+    decode_message,
+    encode_message,
+)
 from datasvc.trainer.recipes.models import build_model
 from tools.bench.ranks import Step, say, time_block
 from tools.bench.runner import Options, Report, bench, run_ranks, turns

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 import datasvc.trainer as hvd
 from datasvc.trainer.engine.execution.transport import GroupTransport
-from datasvc.trainer.env.engine_settings import EngineSettings
-from datasvc.trainer.env.environment import RankPlacement, read_placement
+from datasvc.trainer.env.environment import EngineSettings, RankPlacement, read_placement
 from datasvc.trainer.job import runtime
 from gpu_stages.stage import synchronize
 

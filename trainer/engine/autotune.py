@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final, NamedTuple
 
-from datasvc.trainer.engine.negotiation.messages import Tuning
+from datasvc.trainer.engine.negotiation.requests import Tuning
 
 # The grid.
 FUSION_MIB: Final = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from datasvc.trainer.engine.autotune import Autotuner
 from datasvc.trainer.engine.execution.wire import num_lanes, wire_dtype
-from datasvc.trainer.engine.negotiation.messages import Tuning
-from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
-from datasvc.trainer.env.engine_settings import EngineSettings
+from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request, Tuning
+from datasvc.trainer.env.environment import EngineSettings
 
 logger = logging.getLogger(__name__)
 

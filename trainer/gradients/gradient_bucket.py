@@ -57,7 +57,7 @@ class Bucket(ABC):
 
     Args:
         name: name of the operation; the same on every rank, and unique among the operations in progress.
-        parameters: parameters by position, see `buckets`; the same on every rank, in the same order.
+        parameters: parameters by position, see `bucket_choice`; the same on every rank, in the same order.
         reduction: reduction, the same on every rank.
     """
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from datasvc.trainer.gradients.bucket_choice import BUCKET_BYTES, plan_groups
 from datasvc.trainer.gradients.bucket_tuner import BucketTuner
-from datasvc.trainer.gradients.buckets import BUCKET_BYTES, plan_groups
 from datasvc.trainer.gradients.compression import BF16Compressor, Compression, Compressor, FP16Compressor
 from datasvc.trainer.gradients.compression_with_memory import CompressionWithMemory, Memory
 from datasvc.trainer.gradients.gradient_bucket import Bucket, DenseBucket, GradientReduction

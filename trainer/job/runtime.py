@@ -22,8 +22,8 @@ from datasvc.trainer.engine.engine import Engine
 from datasvc.trainer.engine.execution.timeline import Timeline, TraceFile
 from datasvc.trainer.engine.execution.transport import GroupTransport, Transport
 from datasvc.trainer.engine.negotiation.agreement import name_ranks
-from datasvc.trainer.env.engine_settings import EngineSettings
 from datasvc.trainer.env.environment import (
+    EngineSettings,
     RankPlacement,
     choose_gloo_interface,
     configure_logging,

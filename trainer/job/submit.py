@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from datasvc.trainer.engine.execution.handles import Handle, Result, Submission
+from datasvc.trainer.engine.execution.movements import record_submission
 from datasvc.trainer.engine.execution.reductions import split_rows
-from datasvc.trainer.engine.execution.streams import record_submission
 from datasvc.trainer.engine.execution.wire import REDUCIBLE_DTYPES
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp, Request
 from datasvc.trainer.job import runtime

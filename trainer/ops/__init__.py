@@ -36,9 +36,9 @@ from datasvc.trainer.ops.reduce_scatter import (
     grouped_reducescatter_async,
     reducescatter,
     reducescatter_async,
+    sparse_allreduce_async,
 )
 from datasvc.trainer.ops.reductions import Adasum, Average, Max, Min, Product, Sum
-from datasvc.trainer.ops.sparse import sparse_allreduce_async
 from datasvc.trainer.ops.waiting import barrier, join, poll, synchronize
 
 __all__ = [

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from datasvc.trainer.engine.negotiation.requests import ReduceOp
-from datasvc.trainer.gradients.bucket_choice import AllReduceCost
+from datasvc.trainer.gradients.bucket_choice import BUCKET_BYTES, AllReduceCost
 from datasvc.trainer.gradients.bucket_tuner import BucketTuner
-from datasvc.trainer.gradients.buckets import BUCKET_BYTES
 from datasvc.trainer.gradients.compression import Compression, Compressor
 from datasvc.trainer.gradients.compression_with_memory import RESIDUAL, CompressionWithMemory, Memory, copy_memory
 from datasvc.trainer.gradients.gradient_bucket import GradientReduction

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from datasvc.trainer.gradients.buckets import cut_evenly
+from datasvc.trainer.gradients.bucket_choice import cut_evenly
 from datasvc.trainer.job.process_sets import ProcessSet
 from datasvc.trainer.optim.broadcast_state import broadcast_object
 

@@ -25,9 +25,8 @@ from datasvc.loaders import ImageLoader
 from datasvc.loaders.core.mixture import splits_of
 from datasvc.models import Checkpoint, CheckpointManager, Execution, LocalVersion, SaveTo
 from datasvc.models.restoring.fit import TensorSpec, plan_load
-from datasvc.models.restoring.restore import IntoState
-from datasvc.models.restoring.stored_version import StoredVersion
-from datasvc.models.versions.execution import Parallelism
+from datasvc.models.restoring.restore import IntoState, StoredVersion
+from datasvc.models.versions.metadata import Parallelism
 from datasvc.models.versions.tracker_runs import TRACKERS, config_of_run, runs_in_config
 from datasvc.planning.layout import AXES, Layout
 from datasvc.progress import NO_PROGRESS, byte_progress

@@ -11,8 +11,7 @@ from datasvc.planning.layout import Layout, check_batch, check_layout, parse_lay
 from datasvc.trainer.recipes.layouts.divided_model import read_sizes
 from datasvc.trainer.recipes.layouts.shard import find_units
 from datasvc.trainer.recipes.models import build_model
-from datasvc.trainer.recipes.settings.batch_plan import plan_batches
-from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
 from datasvc.trainer.recipes.tasks.batch_statistics import batch_norms
 from datasvc.trainer.recipes.tasks.choose_task import choose_task
 from datasvc.trainer.recipes.tasks.language import LanguageModelling

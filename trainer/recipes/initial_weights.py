@@ -11,13 +11,13 @@ from datasvc.api import DataRepository
 from datasvc.errors import ConfigError
 from datasvc.models.restoring.fit import LoadReport, TensorSpec, plan_load
 from datasvc.models.restoring.load_into_module import spec_of
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.restoring.restore import read_version
 from datasvc.models.tensors.dtypes import cast
 from datasvc.models.tensors.name_filter import select_names
 from datasvc.trainer.recipes.checkpoints import restore
-from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.model_check import check_sizes, describe_misfit, describe_whole_model
+from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.run import Run
 
 

@@ -19,7 +19,7 @@ from datasvc.errors import ConfigError
 from datasvc.loaders import Loader, serve_loader_metrics
 from datasvc.loaders.core.batch import check_gpu
 from datasvc.models import Checkpoint, ConsumptionTracker, LocalVersion
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.restoring.restore import read_version
 from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.environment import describe_environment
 from datasvc.node.peers import open_peers
@@ -33,7 +33,6 @@ from datasvc.trainer.recipes.choose_layout import check_model_options, read_layo
 from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
 from datasvc.trainer.recipes.ema import WeightAverage
-from datasvc.trainer.recipes.first_rank import call_on_first_rank
 from datasvc.trainer.recipes.initial_weights import initialise
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout, read_sizes, sizes_of
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
@@ -47,11 +46,11 @@ from datasvc.trainer.recipes.model_check import has_finite_state
 from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule, scale_rate
+from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.reporting.metric_logs import open_logs
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents, Recorder
 from datasvc.trainer.recipes.run import Run
-from datasvc.trainer.recipes.settings.batch_plan import BatchPlan, plan_batches
-from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig, plan_batches
 from datasvc.trainer.recipes.tasks.choose_task import choose_task
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
 from datasvc.trainer.recipes.training_data import open_data, resolve_data

@@ -35,7 +35,7 @@ from datasvc.trainer.recipes.tasks.batch_statistics import (
     recompute_statistics,
     replace_statistics_by_averages,
 )
-from datasvc.trainer.recipes.tasks.evaluate import evaluate
+from datasvc.trainer.recipes.tasks.task import evaluate
 from datasvc.trainer.recipes.update import update
 
 

@@ -15,9 +15,8 @@ from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.layouts.divided_model import DividedModel
 from datasvc.trainer.recipes.optimizers.precision import autocast
-from datasvc.trainer.recipes.reporting.step_parts import Mark, mark_nothing
-from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
-from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.reporting.recorder import Mark, mark_nothing
+from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig
 from datasvc.trainer.recipes.tasks.task import Examples, Task, take_outputs
 
 

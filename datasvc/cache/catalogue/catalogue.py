@@ -30,8 +30,7 @@ import lmdb
 from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.files import DISK_FULL, Files, ScannedFile
 from datasvc.cache.catalogue.lease import RunningJob, is_held, lease_of
-from datasvc.cache.catalogue.object_locks import ObjectLocks
-from datasvc.cache.catalogue.private import PRIVATE_FILE
+from datasvc.cache.catalogue.object_locks import PRIVATE_FILE, ObjectLocks
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, ObjectRecord, footprint
 from datasvc.cache.catalogue.space import NO_JOB, SPARE_NEEDED, SPARE_NOTHING, SpaceAllocator

@@ -3,7 +3,7 @@
 CACHE/cache.json            budget and quotas, see `configuration`
 CACHE/objects/3f/3fa9...    resident objects, named by digest
 CACHE/incoming/3fa9...      an object that is being fetched, locked by the fetching thread
-CACHE/incoming/*.parts      list of its received parts, see `received_parts`
+CACHE/incoming/*.parts      list of its received parts, see `range_requests`
 CACHE/quarantine/3fa9...    objects whose bytes have changed, kept until their space is needed
 CACHE/pins/                 pins, see `pins`
 CACHE/holds/                locks of objects in use, see `object_locks`
@@ -11,7 +11,7 @@ CACHE/leases/               one locked file per process, see `lease`
 CACHE/catalogue/            LMDB database, see `catalogue` and `recovery`
 CACHE/links/                staged files under their original names, see `staged_files`
 
-Only the cache's user can open the files that processes lock, see `private`.
+Only the cache's user can open the files that processes lock, see `object_locks`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 from datasvc.cache.catalogue.configuration import check_folder
 from datasvc.cache.catalogue.lease import is_locked, unlock_and_close
-from datasvc.cache.catalogue.private import PRIVATE_FOLDER, make_private
+from datasvc.cache.catalogue.object_locks import PRIVATE_FOLDER, make_private
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository import Digest

@@ -13,15 +13,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import struct
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from datasvc.cache.catalogue.private import make_private, open_lock_file
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.repository import Digest
 
@@ -37,6 +37,11 @@ _TOO_MANY_FILES: Final = (errno.EMFILE, errno.ENFILE)
 # Errors of file systems without locks, and (EINVAL) of kernels without F_OFD_SETLK.
 _NOT_SUPPORTED: Final = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _MORE_FILES: Final = "; raise the limit of open files (ulimit -n)"
+
+
+PRIVATE_FOLDER: Final = 0o700
+PRIVATE_FILE: Final = 0o600
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
 class ObjectLocks:
@@ -208,3 +213,26 @@ def locked_byte(path: Path, offset: int) -> Iterator[None]:
         # Unlocked explicitly: closing does not release the lock while a forked child has a copy of the descriptor.
         fcntl.fcntl(descriptor, SETLK, byte_range(fcntl.F_UNLCK, offset))
         os.close(descriptor)
+
+
+# A user who may open a file for reading may also lock it for any time, and so stop every process of a cache.
+# Therefore three kinds of paths are closed to other users: new cache folders, lock files, and folders of files that
+# are locked. The owner may open the cache's folder by `chmod`. Then others can read resident objects, but not open
+# the other two.
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder, unless it exists, and close it to other users. Raises OSError."""
+    folder.mkdir(PRIVATE_FOLDER, exist_ok=True)
+    if folder.stat().st_mode & _OTHERS:  # an earlier version has created it
+        with suppress(PermissionError):  # some file systems have one mode for all files
+            folder.chmod(PRIVATE_FOLDER)
+
+
+def open_lock_file(path: Path) -> int:
+    """Open a lock file, which is created if missing, and close it to other users. Raises OSError."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, PRIVATE_FILE)
+    if os.fstat(descriptor).st_mode & _OTHERS:
+        with suppress(PermissionError):  # see `make_private`
+            os.fchmod(descriptor, PRIVATE_FILE)
+    return descriptor

@@ -17,8 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final
 
-from datasvc.cache.catalogue.object_locks import SETLK, SETLKW, byte_range
-from datasvc.cache.catalogue.private import open_lock_file
+from datasvc.cache.catalogue.object_locks import SETLK, SETLKW, byte_range, open_lock_file
 from datasvc.errors import UnavailableError
 
 # mdb.c of https://github.com/LMDB/lmdb: a process that reads with LMDB's locks has an exclusive lock on the byte at

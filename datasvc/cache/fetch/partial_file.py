@@ -20,7 +20,7 @@ from functools import partial
 from blake3 import blake3
 
 from datasvc.cache.sources.origin_source import Kind, ObjectSource
-from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
+from datasvc.cache.sources.range_requests import PART_BYTES, ReceivedParts
 from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo
 

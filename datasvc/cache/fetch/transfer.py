@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from datasvc.cache.fetch.partial_file import PartialFile
 from datasvc.cache.sources.origin_source import Kind, ObjectSource
-from datasvc.cache.sources.received_parts import ReceivedParts
+from datasvc.cache.sources.range_requests import ReceivedParts
 from datasvc.errors import CorruptDataError, DatasvcError
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, ObjectInfo

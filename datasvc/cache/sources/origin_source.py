@@ -17,7 +17,7 @@ from typing import Literal, Protocol, TypeVar
 from datasvc.cache.sources.range_requests import GATHERED_PARTS, STREAMED_PARTS, RangeRequests, RequestGate, Sink
 from datasvc.errors import CorruptDataError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 from datasvc.repository.store.range_streams import Take
 from datasvc.threads import run_before_threads_end
 
@@ -43,7 +43,7 @@ class ObjectSource(Protocol):
     def stream(self, info: ObjectInfo, offset: int, length: int, sink: Sink) -> None:
         """Pass `length` bytes from `offset` to `sink`, each byte once.
 
-        The sink may be called from several threads. Parts (`received_parts.PART_BYTES` bytes each) may arrive in any
+        The sink may be called from several threads. Parts (`range_requests.PART_BYTES` bytes each) may arrive in any
         order, and the bytes inside one part arrive in order. The sink is not called after the end of this method.
 
         Raises:

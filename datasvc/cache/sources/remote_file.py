@@ -20,9 +20,9 @@ from datasvc.durable import is_plain_name
 from datasvc.errors import ConfigError, NotFoundError, SourceChangedError
 from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.store import obstore_loop
-from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.object_store_files import ObjectStoreFiles
 from datasvc.repository.store.object_stores import ObjectBucket, choose_bucket, read_settings
+from datasvc.repository.store.obstore_loop import CancellationToken
 from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.redaction import redact_url

@@ -25,7 +25,7 @@ def ls(repo: RepoOption, as_json: JsonOption = False) -> None:
     """
     from datasvc.repository import Repository
     from datasvc.repository.store.redaction import redact_url
-    from datasvc.shards.lines.newest_entries import summarize_datasets
+    from datasvc.shards.lines.commit import summarize_datasets
 
     repository = Repository.open(repo)
     rows = summarize_datasets(repository)

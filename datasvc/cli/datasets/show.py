@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from datasvc.cli.terminal.image_protocol import ImageProtocol
-    from datasvc.shards.query.preview import Preview
+    from datasvc.shards.query.contact_sheet import Preview
 
 _MAX_CLASSES = 20
 _MAX_BAR_CHARACTERS = 40
@@ -119,8 +119,7 @@ def head(
     from datasvc.cli.terminal.image_protocol import choose_protocol
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
-    from datasvc.shards.query.contact_sheet import write_contact_sheet
-    from datasvc.shards.query.preview import preview_samples
+    from datasvc.shards.query.contact_sheet import preview_samples, write_contact_sheet
     from datasvc.shards.versions.dataset import choose_split
 
     dataset = open_dataset(Repository.open(repo), ref)

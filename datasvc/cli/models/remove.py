@@ -70,8 +70,8 @@ def retain(
 
     The newest version, the best ones and tagged ones are always kept.
     """
-    from datasvc.models.registry.removal import retain as run_retain
     from datasvc.models.registry.retention import RetentionPolicy
+    from datasvc.models.registry.retention import retain as run_retain
     from datasvc.repository import Repository
 
     apply = yes or apply

@@ -141,7 +141,7 @@ def _status_reader(
         return open_node(node, token_file, ca, tls_name).status
     if cache is None:
         raise ConfigError("nothing to show; give --node URL for a node's server, or --cache FOLDER for a local cache")
-    from datasvc.node.status import describe_cache
+    from datasvc.node.service import describe_cache
 
     local_cache = open_existing_cache(cache)
     return lambda: {"cache": describe_cache(local_cache.status())}

@@ -17,12 +17,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from datasvc.errors import ConfigError
 from datasvc.models.dcp.metadata import Sharding, decode_sharding, describe_unsharded
-from datasvc.models.dcp.paths import find
-from datasvc.models.dcp.values import decode_opaque, wrap_value
+from datasvc.models.dcp.values import decode_opaque, find, wrap_value
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.fill_state import UsedRecords
 from datasvc.models.restoring.report import RestoreReport
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.restoring.restore import read_version
 from datasvc.models.tensors.chunks import Box, is_inside
 from datasvc.models.tensors.read import load_tensors, plan_reads, read_chunks
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten

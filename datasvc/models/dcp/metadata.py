@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.dcp.paths import Path, check_paths, check_reach, path_of
+from datasvc.models.dcp.values import Path, check_paths, check_reach, path_of
 from datasvc.models.tensors.chunks import Box, is_tiling
 from datasvc.models.tensors.state_tree import flatten, unflatten
 from datasvc.models.tensors.tensor_table import TensorRecord

@@ -44,7 +44,7 @@ class DcpReader(CheckpointIdMixin, StorageReader):
             node, as a whole, from the repository or `fallback`.
         peers: other nodes to fetch from; only if `cache` is a folder.
         fallback: other repositories, or their URLs, that may have copies of objects, in the order to try.
-        trusted_keys: files of public keys, see `datasvc.models.restoring.stored_version.read_version`.
+        trusted_keys: files of public keys, see `datasvc.models.restoring.restore.read_version`.
         planner_bytes: whether values in a planner's own format are given to the planner that loads. Use it only for
             versions from people you trust: that planner may unpickle the bytes.
 

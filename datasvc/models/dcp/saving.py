@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from datasvc.errors import ConfigError
 from datasvc.models.dcp.metadata import planned_paths
-from datasvc.models.dcp.paths import path_of
-from datasvc.models.dcp.values import encode_value, nest
+from datasvc.models.dcp.values import encode_value, nest, path_of
 from datasvc.models.tensors.chunks import Shape, plan_part_chunks, slices
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, join_chunks

@@ -25,8 +25,7 @@ from datasvc.models.tensors.write import CODECS, Codec
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.commit import base_records, commit
 from datasvc.models.versions.data_use import DataUse
-from datasvc.models.versions.execution import Execution
-from datasvc.models.versions.metadata import VersionMetadata
+from datasvc.models.versions.metadata import Execution, VersionMetadata
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name
 

@@ -23,7 +23,7 @@ from datasvc.models.interop.exporting import (
     write_weights,
 )
 from datasvc.models.interop.whole_folder import create_folder
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.restoring.restore import read_version
 from datasvc.models.saving.rank_channel import RankChannel, describe_error, open_channels, raise_on_all_ranks
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository
@@ -61,7 +61,7 @@ def export_distributed(
         max_shard_bytes: maximum size of the tensors in one file; a larger tensor gets its own file.
         group: torch.distributed group of the ranks; None: the default group, or this process alone if there is none.
         timeout_s: seconds that a rank waits for the others, which may have more to write.
-        trusted_keys: see `stored_version.read_version`.
+        trusted_keys: see `restore.read_version`.
         progress: counts the bytes of each chunk that this rank read.
 
     Returns:

@@ -23,7 +23,7 @@ from datasvc.models.interop.torch_files import CHECKPOINT_FILE, write_torch_file
 from datasvc.models.interop.whole_folder import check_target, create_folder
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.restoring.load_into_module import spec_of
-from datasvc.models.restoring.stored_version import StoredVersion, read_version
+from datasvc.models.restoring.restore import StoredVersion, read_version
 from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.dtypes import cast
 from datasvc.models.tensors.name_filter import is_below, map_names, select_names
@@ -128,7 +128,7 @@ def export_model(
         dtype: dtype to convert floating-point tensors to, such as "bfloat16"; None keeps their dtypes.
         max_shard_bytes: maximum size of the tensors in one file of "huggingface"; a larger tensor gets its own file.
         source: source of the chunks, by default the repository.
-        trusted_keys: see `stored_version.read_version`.
+        trusted_keys: see `restore.read_version`.
         progress: counts the bytes of each chunk that was read.
 
     Raises:

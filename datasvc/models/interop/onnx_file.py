@@ -67,7 +67,7 @@ def export_onnx(
         rename: new names of tensors, see `name_filter.map_names`.
         dynamic_batch: whether the first dimension of every input may have any size. If so, this dimension must be 2
             or more in the examples.
-        trusted_keys: see `stored_version.read_version`.
+        trusted_keys: see `restore.read_version`.
 
     Raises:
         ConfigError: onnx is not installed, the folder is not writable, the version does not fit the module, or torch

@@ -26,7 +26,7 @@ from datasvc.durable import create_file, fsync_folder, make_folder, write_file
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models.local.folder_lock import FolderLock
 from datasvc.models.local.local_saves import LocalVersion
-from datasvc.models.local.node_branch import LOCAL_FORMAT, NodeBranch
+from datasvc.models.local.restore_choice import LOCAL_FORMAT, NodeBranch
 from datasvc.models.tensors.tensor_table import TensorRecord, read_table
 from datasvc.models.versions.entry_refs import objects_of_entry
 from datasvc.repository import Digest, Repository, Storage

@@ -74,7 +74,7 @@ class LocalVersion(Resolved):
     """A version on the nodes; its `version` is 0, which no version of a repository has.
 
     Attributes:
-        generation: number of the branch that it belongs to, see `node_branch`.
+        generation: number of the branch that it belongs to, see `restore_choice`.
         step: number of optimizer steps of the weights.
         session: random text, another one for each save.
     """

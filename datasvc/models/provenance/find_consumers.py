@@ -6,7 +6,7 @@ also consumed the samples of the versions that it continues. Samples that a run 
 belong to no version. A masked sample, which could not be decoded, counts as consumed: only a ledger records masking.
 
 A search has four stages: plan the segments of all versions (`segments`); find the keys in the shards (`key_lookup`);
-compute the positions of the samples in each epoch (`key_positions`); compare these positions with the segments.
+compute the positions of the samples in each epoch (`key_lookup`); compare these positions with the segments.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import numpy as np
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers
 from datasvc.models.provenance.consumed_ranges import EpochPart, ReadOrder, find_in, parts_of
-from datasvc.models.provenance.key_lookup import KeyPlaces, find_places
-from datasvc.models.provenance.key_positions import KeyPositions
+from datasvc.models.provenance.key_lookup import KeyPlaces, KeyPositions, find_places
 from datasvc.models.provenance.sample_query import SampleQuery, query_deleted, query_keys, read_tables
 from datasvc.models.provenance.sample_uses import Bits, ConsumerReport, UseBatch, VersionUses
 from datasvc.models.provenance.segments import Consumed, plan_segments

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.repository import Digest, Objects, Repository
-from datasvc.repository.logs.parents import parents_of
+from datasvc.repository.logs.heads import parents_of
 from datasvc.repository.logs.references import parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.shard_table import ShardTable

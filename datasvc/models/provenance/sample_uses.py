@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from datasvc.keyed_random import Integers
 from datasvc.models.provenance.consumed_ranges import EpochPart
-from datasvc.models.provenance.key_positions import Served
+from datasvc.models.provenance.key_lookup import Served
 from datasvc.models.provenance.segments import Consumed
 from datasvc.shown import ShownTable, rows_to_arrow
 

@@ -20,8 +20,7 @@ from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.repository import Digest, Entry, Repository, Resolved
 from datasvc.repository.logs.references import is_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.repository.resolved import NameState
-from datasvc.repository.unreadable import warn_unreadable
+from datasvc.repository.resolved import NameState, warn_unreadable
 from datasvc.shown import Shown, ShownTable, plot, rows_to_arrow
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.fit import LoadReport, TensorSpec, plan_load
-from datasvc.models.restoring.restore import Checkpoint
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.restoring.restore import Checkpoint, read_version
 from datasvc.models.tensors.dtypes import cast as cast_tensor
 from datasvc.models.tensors.dtypes import dtype_name
 from datasvc.models.tensors.name_filter import is_below, map_names

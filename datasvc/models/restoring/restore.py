@@ -18,14 +18,64 @@ from datasvc.errors import ConfigError
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.fill_state import fill_state
 from datasvc.models.restoring.report import RestoreReport
-from datasvc.models.restoring.stored_version import StoredVersion, read_version
 from datasvc.models.tensors.container_types import tied_tensors
 from datasvc.models.tensors.name_filter import map_names, select_names
 from datasvc.models.tensors.partial_read import PLANES
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
-from datasvc.models.tensors.tensor_table import TensorRecord
+from datasvc.models.tensors.tensor_table import MAX_TABLE_BYTES, TensorRecord, decode_table
+from datasvc.models.versions.entry_refs import objects_of_entry
+from datasvc.models.versions.signing import check_signed
+from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import Repository, Resolved
+from datasvc.repository import Digest, Repository, Resolved
+
+# Every restore begins with `read_version`, so that trusted keys are always enforced.
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """A version without the bytes of its tensors.
+
+    Attributes:
+        version: name and number of the version.
+        entry: content of its log entry.
+        records: records of its tensors, sorted by name.
+        state: digest of its state object.
+    """
+
+    version: Resolved
+    entry: Mapping[str, Any]
+    records: tuple[TensorRecord, ...]
+    state: Digest
+
+
+def read_version(
+    repository: Repository,
+    ref: str | Resolved,
+    *,
+    read: Callable[[Digest, int], bytes] | None = None,
+    trusted_keys: Sequence[str | Path] | None = None,
+) -> StoredVersion:
+    """Return the version that `ref` resolves to, without the bytes of its tensors.
+
+    `read` returns a verified object of at most the given size in bytes; default: `Objects.read` of the repository.
+    For the other arguments see `restore.restore`.
+
+    Raises:
+        ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`, `signing_keys.trusted_keys`.
+        CorruptDataError: the entry or the table is damaged, or none of the keys has signed the version.
+    """
+    keys = load_trusted_keys(trusted_keys)
+    version = repository.resolve("models", ref)
+    entry = repository.entry(version)
+    # Check the signature first: an object that an untrusted entry names must not be read.
+    if keys:
+        check_signed(repository, version, entry, keys)
+    refs = objects_of_entry(entry.content, version)
+    content = (read or repository.objects.read)(refs.tensors, MAX_TABLE_BYTES)
+    records = decode_table(content, f"the tensor table {refs.tensors} of {version}")
+    return StoredVersion(version, entry.content, records, refs.state)
+
 
 IntoState = Mapping[str, Any] | Callable[[StoredVersion], Mapping[str, Any] | None]
 """Type of the argument `into` of `restore`."""
@@ -91,7 +141,7 @@ def restore(
             the optimizer's state of a parameter for which none was made, as without a gradient (see
             `RestoreReport.kept`). A dict below the root also gets stored values without tensors that it lacks.
             Nothing else is read. `only` and `exclude` select parts of this tree; the others stay as they are. Not
-            with `rename`. A function gets the version without its tensors (`stored_version.StoredVersion`),
+            with `rename`. A function gets the version without its tensors (`StoredVersion`),
             and returns such a tree, or None to restore all.
         strict: with `into`, whether a missing tensor, or one of another dtype or shape, is an error; if False, it
             stays as it is and is in `RestoreReport.kept`.

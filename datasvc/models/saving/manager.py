@@ -45,8 +45,7 @@ from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.commit import exact_version
 from datasvc.models.versions.data_use import DataUse
 from datasvc.models.versions.entry_fields import read_step
-from datasvc.models.versions.execution import Execution
-from datasvc.models.versions.metadata import VersionMetadata, check_step
+from datasvc.models.versions.metadata import Execution, VersionMetadata, check_step
 from datasvc.models.versions.recorded_data import RecordedData
 from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
 from datasvc.progress import NO_PROGRESS, Progress

@@ -17,9 +17,15 @@ from datasvc.models.transfer.carry_branches import (
     carried_names,
     plan_branches,
 )
-from datasvc.models.transfer.copy_in_order import TransferReport, copy_in_order, name_at_target, open_both
+from datasvc.models.transfer.copy_in_order import (
+    TransferReport,
+    copy_in_order,
+    name_at_target,
+    open_both,
+    read_parents,
+    sort_topologically,
+)
 from datasvc.models.transfer.entries import TargetLogs
-from datasvc.models.transfer.topological_order import read_parents, sort_topologically
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Kind, Repository
 from datasvc.repository.logs.references import refuse_text

@@ -7,16 +7,18 @@ again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any, Final
 
 from datasvc.errors import ConfigError, ConflictError
-from datasvc.models.transfer.attached import find_missing_artefacts
+from datasvc.models.registry.registry import ModelVersion, parse_version
 from datasvc.models.transfer.copying import AT_ONCE, copy_missing
 from datasvc.models.transfer.entries import TargetLogs
 from datasvc.models.transfer.intent_journal import declare_intent
 from datasvc.models.transfer.reachable import reachable_objects
-from datasvc.models.versions.artefacts import record_artefact
+from datasvc.models.versions.artefacts import Artefact, read_artefacts, record_artefact
 from datasvc.progress import Progress
 from datasvc.repository import Kind, ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.logs.references import check_name
@@ -24,6 +26,8 @@ from datasvc.repository.objects.presence import check_present
 from datasvc.repository.resolved import KIND_NAMES
 from datasvc.repository.store.redaction import redact_url
 from datasvc.threads import map_in_threads
+
+_BY_NAME: Final = attrgetter("name", "version")
 
 
 @dataclass(frozen=True)
@@ -222,3 +226,97 @@ def _set_tags(
         copy = copies[version]
         logs.target.tag(copy.kind, str(copy), tag, expect=number or 0)
     return tuple(f"{copies[version].name}@{tag}" for version, tag in tags)
+
+
+def sort_topologically(parents: Mapping[Resolved, Sequence[Resolved]]) -> list[Resolved]:
+    """Return the versions with parents before children; ties are broken by name and number.
+
+    `parents` has the parents of each version. A parent is ignored if it is not a key, or if it closes a cycle.
+    """
+    ordered: dict[Resolved, None] = {}  # an ordered set
+    for version in sorted(parents, key=_BY_NAME):
+        # Use an explicit stack, because a history may be longer than Python's recursion limit.
+        stack, seen = [version], {version}
+        while stack:
+            unvisited = [
+                parent
+                for parent in parents[stack[-1]]
+                if parent in parents and parent not in seen and parent not in ordered
+            ]
+            if unvisited:
+                stack.append(unvisited[0])
+                seen.add(unvisited[0])
+            else:
+                ordered[stack.pop()] = None
+    return list(ordered)
+
+
+def read_parents(
+    repository: Repository,
+    versions: Iterable[Resolved],
+    content: Callable[[Resolved], Mapping[str, Any]],
+    *,
+    with_ancestors: bool,
+) -> dict[Resolved, list[Resolved]]:
+    """Return the parents of each version, and of its ancestors if `with_ancestors`. For errors, see `Log.read`.
+
+    `content` returns the content of a version's entry. Parents that do not exist or were removed are left out.
+    """
+    living: dict[tuple[Kind, str], frozenset[int]] = {}  # of each data set and model: the versions not removed
+    parents: dict[Resolved, list[Resolved]] = {}
+    pending = list(versions)
+    while pending:
+        parents |= {version: _parents(repository, version, content(version), living) for version in pending}
+        older = {parent for version in pending for parent in parents[version]} if with_ancestors else set()
+        pending = sorted(older - parents.keys(), key=_BY_NAME)
+    return parents
+
+
+def _parents(
+    repository: Repository,
+    version: Resolved,
+    entry: Mapping[str, Any],
+    living: dict[tuple[Kind, str], frozenset[int]],
+) -> list[Resolved]:
+    """Return the parents of a version that are not removed; `living` caches the listing of each name."""
+    parents = []
+    references = ModelVersion(version.name, version.version, (), entry).parents  # its tags are not needed: ()
+    # `parse_version` returns None for a reference without a version number.
+    for name, number in filter(None, map(parse_version, references)):
+        # List a name once, not once for each of its versions.
+        key = version.kind, name
+        if key not in living:
+            living[key] = frozenset(repository.living(*key))
+        if number in living[key]:
+            parents.append(Resolved(version.kind, name, number))
+    return parents
+
+
+def find_missing_artefacts(
+    source: Repository, target: Repository, copies: Mapping[Resolved, Resolved | None]
+) -> dict[Resolved, list[Artefact]]:
+    """Return the artefacts of versions of the source that the target lacks; versions without any are left out.
+
+    `copies` has the version at the target for each version of the source, None if there is none yet.
+
+    Raises:
+        ConflictError: the target has another artefact of the same name.
+        CorruptDataError, UnavailableError: the log of the artefacts cannot be read in one of the repositories.
+    """
+    models = [version for version in copies if version.kind == "models"]
+    at_source = {name: read_artefacts(source, name) for name in {version.name for version in models}}
+    target_names = {copy.name for version in models if (copy := copies[version]) is not None}
+    at_target = {name: read_artefacts(target, name) for name in target_names}
+    missing: dict[Resolved, list[Artefact]] = {}
+    for version in models:
+        copy = copies[version]
+        present = {} if copy is None else at_target[copy.name].get(copy.version, {})
+        for artefact in at_source[version.name].get(version.version, {}).values():
+            other = present.get(artefact.name)
+            if other is None:
+                missing.setdefault(version, []).append(artefact)
+            elif other.files != artefact.files:
+                raise ConflictError(
+                    f"{copy} at the target has another artefact {artefact.name!r} than {version}: detach one of them"
+                )
+    return missing

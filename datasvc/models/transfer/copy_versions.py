@@ -14,9 +14,15 @@ from pathlib import Path
 from typing import Final
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.models.transfer.copy_in_order import TransferReport, copy_in_order, name_at_target, open_both
+from datasvc.models.transfer.copy_in_order import (
+    TransferReport,
+    copy_in_order,
+    name_at_target,
+    open_both,
+    read_parents,
+    sort_topologically,
+)
 from datasvc.models.transfer.entries import TargetLogs
-from datasvc.models.transfer.topological_order import read_parents, sort_topologically
 from datasvc.models.versions.signing import check_signed
 from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
 from datasvc.progress import NO_PROGRESS, Progress
@@ -60,7 +66,7 @@ def transfer(
         with_data: whether to copy also the data-set versions that the models consumed, with all shards. A data set
             that was renamed since is copied with its present name.
         data_names: names of data sets at the target, by name at the source; by default the same.
-        trusted_keys: public keys, see `stored_version.read_version`. Each model version must be signed at the source
+        trusted_keys: public keys, see `restore.read_version`. Each model version must be signed at the source
             by one of them, otherwise nothing is copied. The entry at the target differs, so it is not signed.
             Artefacts are not copied then.
         with_tags: whether to copy also the tags of the copied model versions. A tag that the target has is not moved.

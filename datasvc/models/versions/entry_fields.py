@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from datasvc.errors import CorruptDataError
 from datasvc.repository import Entry
-from datasvc.repository.unreadable import keep_valid
+from datasvc.repository.resolved import keep_valid
 
 _MAX_COUNT: Final = (1 << 63) - 1  # of an int64, as in the version index
 # `VersionMetadata` accepts 100 levels below a field; a loader state and other fields are far flatter.

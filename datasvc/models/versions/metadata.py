@@ -8,14 +8,15 @@ import enum
 import functools
 import math
 import operator
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 from uuid import UUID
 
 import numpy as np
@@ -24,11 +25,22 @@ from datasvc.errors import ConfigError
 from datasvc.models.tensors.state_tree import flatten
 from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.models.versions.data_use import DataUse
-from datasvc.models.versions.execution import Execution
 
 _MAX_STEP: Final = (1 << 63) - 1  # largest int64
 _SHOWN: Final = 5  # names in a warning
 _MAX_DEPTH: Final = 100  # levels of nesting; a cycle of values ends here instead of in a RecursionError
+
+
+Parallelism = Literal["none", "data", "model", "hybrid"]
+Consistency = Literal["synchronous", "bounded", "asynchronous"]
+Topology = Literal["centralised", "decentralised"]
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "parallelism": get_args(Parallelism),
+    "consistency": get_args(Consistency),
+    "topology": get_args(Topology),
+}
+# The names of axes are columns of the search, as in `execution.layout.tensor = 2`.
+_AXIS: Final = re.compile(r"[a-z][a-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -199,3 +211,47 @@ def state_forms(values: Mapping[Any, Any], path: str, left_out: dict[str, str]) 
         except ConfigError:
             stored |= _stored_items([(key, f"{path}.{key}", value)], left_out, 0)
     return stored
+
+
+# The axes are those of Langer et al., "Distributed Training of Deep Learning Models: A Taxonomic Perspective" (IEEE
+# TPDS 2020): what is divided, when updates reach the ranks, who computes them, and how they are exchanged.
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the ranks of a run computed its steps.
+
+    Attributes:
+        layout: number of parts into which each axis divides the ranks, by axis, such as {"data": 2, "tensor": 4}.
+        parallelism: what is divided: "data", "model" (layers, stages or activations), "hybrid" (both) or "none".
+        consistency: "synchronous" if every step uses the updates of all ranks; "bounded" if they may be late by a
+            limited number of steps; else "asynchronous".
+        topology: "decentralised" if the ranks compute the updates themselves, as with all-reduce; "centralised" if
+            a parameter server does.
+        communication: how updates are exchanged, such as "all-reduce"; "" if there is one rank.
+
+    Raises:
+        ConfigError: a value is not one of those that are listed above.
+    """
+
+    layout: Mapping[str, int] = field(default_factory=dict)
+    parallelism: Parallelism = "data"
+    consistency: Consistency = "synchronous"
+    topology: Topology = "decentralised"
+    communication: str = "all-reduce"
+
+    def __post_init__(self) -> None:
+        for axis, size in self.layout.items():
+            if not (isinstance(axis, str) and _AXIS.fullmatch(axis) and type(size) is int and size >= 1):
+                raise ConfigError(
+                    f"layout has {axis!r}: {size!r}; expected an axis in lower case, and a size of 1 or more"
+                )
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
+        if not isinstance(self.communication, str):
+            raise ConfigError(f"communication is {self.communication!r}; expected a text such as 'all-reduce'")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the field `execution` of an entry."""
+        return {**vars(self), "layout": dict(self.layout)}

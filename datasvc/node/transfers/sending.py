@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
-from datasvc.node.transfers.token_bucket import TokenBucket
+from datasvc.node.transfers.origins import TokenBucket
 from datasvc.node.transfers.waiting import wait_for_progress
 
 # Measured on loopback: writes of 4 MiB are 1.6 times as fast as sendfile.

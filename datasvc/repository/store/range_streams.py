@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import UnavailableError
 from datasvc.repository.store import obstore_loop, retries
-from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.obstore_errors import UnsupportedResponseError, convert_errors
+from datasvc.repository.store.obstore_loop import CancellationToken
 
 if TYPE_CHECKING:
     from obstore import BytesStream, GetResult

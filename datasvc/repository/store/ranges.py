@@ -16,9 +16,9 @@ from urllib.parse import unquote
 
 from datasvc.errors import UnavailableError
 from datasvc.repository.store import obstore_loop
-from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.object_stores import make_client_options
 from datasvc.repository.store.obstore_errors import UnsupportedResponseError
+from datasvc.repository.store.obstore_loop import CancellationToken
 from datasvc.repository.store.range_streams import RangeStreams, Take, Timeouts
 from datasvc.repository.store.retries import ATTEMPTS, with_retries
 

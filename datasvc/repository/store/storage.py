@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from datasvc import durable
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, UnavailableError
 from datasvc.repository.store import exclusive_create, file_age, obstore_loop
-from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.local_files import LocalFiles
 from datasvc.repository.store.object_store_files import ObjectStoreFiles
 from datasvc.repository.store.object_stores import SCHEMES, choose_bucket
+from datasvc.repository.store.obstore_loop import CancellationToken
 from datasvc.repository.store.range_streams import Take
 from datasvc.repository.store.ranges import RangeReader
 from datasvc.repository.store.redaction import redact_url

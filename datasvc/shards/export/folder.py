@@ -26,9 +26,8 @@ from datasvc.shards.export.columns import (
     refused_column,
     refused_null,
 )
-from datasvc.shards.export.destination import Destination
+from datasvc.shards.export.destination import Destination, image_extension, safe_part, safe_path, split_extension
 from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
-from datasvc.shards.export.names import image_extension, safe_part, safe_path, split_extension
 from datasvc.shards.export.records import unit_path
 from datasvc.shards.export.samples import ExportUnit, samples_of
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL

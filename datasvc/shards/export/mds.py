@@ -25,9 +25,8 @@ from datasvc.shards.export.columns import (
     refused_column,
     refused_null,
 )
-from datasvc.shards.export.destination import Destination
+from datasvc.shards.export.destination import Destination, safe_part
 from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
-from datasvc.shards.export.names import safe_part
 from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.format.digests import blob_views
 from datasvc.shards.format.schema import IMAGE, KEY, is_blob

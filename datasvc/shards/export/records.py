@@ -16,9 +16,8 @@ from typing import Any, Final
 from datasvc import durable
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.export.destination import Destination
+from datasvc.shards.export.destination import Destination, safe_part
 from datasvc.shards.export.export_format import WrittenFiles
-from datasvc.shards.export.names import safe_part
 
 SUMMARY_FILE: Final = "datasvc-export.json"
 _FOLDER: Final = ".datasvc-export"

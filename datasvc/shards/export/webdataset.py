@@ -15,9 +15,15 @@ from typing import Any, BinaryIO, ClassVar, Final
 import pyarrow as pa
 
 from datasvc.shards.export.columns import encode_json, given_columns, is_json, is_label, is_text, refused_column
-from datasvc.shards.export.destination import Destination
+from datasvc.shards.export.destination import (
+    Destination,
+    image_extension,
+    percent_encoded,
+    safe_part,
+    safe_path,
+    split_extension,
+)
 from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
-from datasvc.shards.export.names import image_extension, percent_encoded, safe_part, safe_path, split_extension
 from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.format.schema import IMAGE, KEY, is_blob
 from datasvc.shards.versions.dataset import Split

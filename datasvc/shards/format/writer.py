@@ -15,10 +15,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.shards.format.blob_column import BlobColumn
 from datasvc.shards.format.ipc_writer import ByteSink, IpcWriter
 from datasvc.shards.format.layout import ShardLayout
-from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, is_blob, is_gathered
+from datasvc.shards.format.schema import HEIGHT, IMAGE, LABEL, WIDTH, BlobColumn, is_blob, is_gathered
 
 # Small enough that one batch is read quickly by byte range; large enough that the overhead per batch is negligible.
 BATCH_BYTES = 4 << 20

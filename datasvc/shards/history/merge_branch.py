@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.printable import count_text
 from datasvc.repository import Repository, Resolved
-from datasvc.repository.logs.parents import MERGED
+from datasvc.repository.logs.heads import MERGED
 from datasvc.repository.logs.references import LineName, parse_line, refuse_text
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.history.three_way import MergeConflict, MergePlan, Side, apply_plan, plan_three_way

@@ -37,7 +37,7 @@ from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.logs.tags import version_of
 from datasvc.repository.logs.version_numbers import decode_numbers
 from datasvc.repository.removal import remove_untagged
-from datasvc.repository.unreadable import describe_damage
+from datasvc.repository.resolved import describe_damage
 from datasvc.shards.lines.commit import renamed_to
 from datasvc.shards.versions.version_entry import derived_entry
 

@@ -21,9 +21,8 @@ from PIL import Image, ImageOps, UnidentifiedImageError, features
 
 from datasvc.errors import BadSampleError, ConfigError, DatasvcError
 from datasvc.extras import how_to_install
-from datasvc.shards.images.exif import parse_orientation, read_orientation, swaps_sides
+from datasvc.shards.images.exif import parse_orientation, read_orientation, readable_png, swaps_sides
 from datasvc.shards.images.jpeg_damage import check_scans, decode_jpeg
-from datasvc.shards.images.png_chunks import readable_png
 
 # Without pi-heif, files of phones are left out and counted, as other files that are no readable pictures.
 _HEIF_EXTENSIONS: Final = (".heic", ".heif") if importlib.util.find_spec("pi_heif") else ()

@@ -26,8 +26,8 @@ from datasvc.shards.format.schema import KEY, is_gathered
 from datasvc.shards.ingestion.build import EarlierShards, IngestWork, ShardFinisher, UnitResult
 from datasvc.shards.ingestion.plan import PARTS_AT_ONCE, IngestUnit, is_held_out, permute_in_shard
 from datasvc.shards.ingestion.validate import CheckedBatch, check_batch
+from datasvc.shards.sources.common.options import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource
-from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 
 # Number of turns, over all open parts, that fill one shard.
 _TURNS_PER_SHARD: Final = 256

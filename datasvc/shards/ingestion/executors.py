@@ -5,16 +5,19 @@ All of them call `build_unit`, so the committed version does not depend on the e
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from operator import sub
 from typing import Any, Final, Literal
+
+import pyarrow as pa
 
 from datasvc.child_process import end_with_parent
 from datasvc.errors import ConfigError, UnavailableError
@@ -24,7 +27,6 @@ from datasvc.repository import Repository
 from datasvc.shards.ingestion.build import EarlierShards, IngestWork, UnitResult
 from datasvc.shards.ingestion.build_listed import build_listed
 from datasvc.shards.ingestion.build_streamed import build_streamed
-from datasvc.shards.ingestion.lean_memory import keep_lean
 from datasvc.shards.ingestion.plan import IngestUnit
 
 EngineName = Literal["local", "ray"]
@@ -33,6 +35,13 @@ _QUEUED_PER_WORKER: Final = 2  # the unit in progress and the next one, so that 
 _PROGRESS_INTERVAL_S: Final = 0.25
 # Libraries whose threads or network clients do not work in a forked process.
 _NOT_FORKABLE: Final = ("torch", "grpc", "ray", "s3fs", "obstore", "aiohttp", "gcsfs", "adlfs", "duckdb")
+
+
+_MMAP_THRESHOLD_OPTION: Final = -3  # number of the option of `mallopt`, from glibc's malloc.h
+_THRESHOLD_BYTES: Final = 256 << 10
+_lock = threading.Lock()
+_num_inside = 0
+_previous_pool: pa.MemoryPool | None = None
 
 
 def build_unit(
@@ -233,3 +242,41 @@ def _build_on_ray(work: IngestWork, unit: IngestUnit, earlier: EarlierShards) ->
     worker_progress = _WorkerProgress([0, 0, 0], 0)
     result = build_unit(work, unit, Repository.open(work.repository_url), earlier, worker_progress)
     return result, worker_progress.counts
+
+
+# An ingest processes much data in batches of different sizes. Allocators would cache the memory of a batch, but it
+# does not fit the next batch. The process that calls `ingest` uses `lean_arrow`, whose setting ends with the call.
+# Worker processes (not those of Ray) use `keep_lean`, whose settings last until they exit; so does the server of
+# `datasvc ui`, each page of which reads other data.
+
+
+@contextmanager
+def lean_arrow() -> Iterator[None]:
+    """Make Arrow use the system's allocator inside the block, because Arrow's own pools keep freed memory.
+
+    Processes that are forked inside the block inherit the setting. Several threads may be inside at once.
+    """
+    global _num_inside, _previous_pool  # noqa: PLW0603 - Arrow has one default pool per process
+    with _lock:
+        if not _num_inside:
+            _previous_pool = pa.default_memory_pool()
+            pa.set_memory_pool(pa.system_memory_pool())
+        _num_inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_inside -= 1
+            if not _num_inside:
+                pa.set_memory_pool(_previous_pool)
+
+
+def keep_lean() -> None:
+    """Make a process that builds shards, or serves pages, return freed memory to the operating system at once."""
+    # With the system's pool, glibc maps each allocation above a threshold separately, and unmaps it when it is freed.
+    # By default, glibc raises the threshold after the first free. It then caches freed memory in blocks that do not
+    # fit later batches, and the process needs a quarter more memory. So the threshold is fixed here.
+    pa.set_memory_pool(pa.system_memory_pool())
+    set_option: Any = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:  # only glibc has this option; other C libraries do not need it
+        set_option(_MMAP_THRESHOLD_OPTION, _THRESHOLD_BYTES)

@@ -31,14 +31,13 @@ from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.ingestion.build import BuiltShard, IngestWork, UnitResult
 from datasvc.shards.ingestion.duplicates import DuplicateSample, SplitDuplicates, drop_duplicates
-from datasvc.shards.ingestion.executors import EngineName, run_units
+from datasvc.shards.ingestion.executors import EngineName, lean_arrow, run_units
 from datasvc.shards.ingestion.ingest_commit import (
     LEFT_OUT,
     IngestCommit,
     changed_options,
     choose_build_options,
 )
-from datasvc.shards.ingestion.lean_memory import lean_arrow
 from datasvc.shards.ingestion.options import IngestOptions, IngestSettings, show_ingest_options
 from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit, plan_units, relabel_unit
 from datasvc.shards.ingestion.quarantine import check_bad, check_duplicates, store_quarantine

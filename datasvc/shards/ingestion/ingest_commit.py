@@ -25,9 +25,8 @@ from datasvc.shards.images.header import Reencoding
 from datasvc.shards.ingestion.options import IngestSettings
 from datasvc.shards.ingestion.plan import BuildOptions
 from datasvc.shards.lines.commit import commit_on_line
-from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.options import DEFAULT_SPLIT, HELD_OUT_SPLIT, SourceOptions
 from datasvc.shards.sources.common.source import ListedSource, Source, StreamedSource
-from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.versions.combine import append_splits, keep_splits
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.diff import find_partners

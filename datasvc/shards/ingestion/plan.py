@@ -22,8 +22,8 @@ from blake3 import blake3
 from datasvc.errors import ConfigError
 from datasvc.keyed_random import Integers, KeyedPermutation, derive_keys
 from datasvc.shards.images.header import Reencoding
+from datasvc.shards.sources.common.options import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.sources.common.source import ImageFile, ListedSource, Source, SourcePart, StreamedSource
-from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
 
 SHARD_BYTES: Final = 64 << 20
 PARTS_AT_ONCE: Final = 8

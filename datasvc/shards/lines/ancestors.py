@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Iterator
 
 from datasvc.repository import Repository, Resolved
-from datasvc.repository.logs.parents import parents_of
+from datasvc.repository.logs.heads import parents_of
 
 _OURS, _THEIRS, _STALE = 1, 2, 4
 

@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 
 from datasvc.repository import Entry, Repository
-from datasvc.repository.logs.parents import recorded_parents
+from datasvc.repository.logs.heads import recorded_parents
 from datasvc.shown import ShownTable, rows_to_arrow
 
 

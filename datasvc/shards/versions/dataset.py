@@ -19,13 +19,12 @@ from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Digest, Entry, ObjectInfo, Repository, Resolved, Storage, parse_reference
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.repository.unreadable import keep_valid
+from datasvc.repository.resolved import keep_valid
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.ancestors import ancestors_of
-from datasvc.shards.lines.commit import renamed_to
+from datasvc.shards.lines.commit import check_splits, newest_entries, renamed_to
 from datasvc.shards.lines.dataset_log import DatasetLog
-from datasvc.shards.lines.newest_entries import check_splits, newest_entries
 from datasvc.shards.versions.deletions import Deletions, load_deletions
 from datasvc.shards.versions.samples import Sample, choose_columns, image_columns, read_columns
 from datasvc.shown import Shown, to_frame

@@ -23,7 +23,7 @@ from datasvc.printable import count_text
 from datasvc.repository import Objects
 from datasvc.shards.format.schema import is_blob
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, HELD_OUT_SPLIT
+from datasvc.shards.sources.common.options import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.versions.deletions import Flags, delete_samples, load_deletions
 from datasvc.shards.versions.keys import SampleRows, SplitKeys, take_keys
 from datasvc.shards.versions.matching import ShardValues, Side, match_values

@@ -18,9 +18,9 @@ from datasvc.shards.query.sample_reader import SampleSummary
 from datasvc.shards.query.shared_bytes import shared_bytes
 from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples
 from datasvc.ui.pages.charts.histogram_charts import count_columns, draw_histogram
-from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import dataset_link, diff_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
+from datasvc.ui.web.seen_faults import Failures
 from datasvc.ui.web.site import Site
 from datasvc.ui.web.table_view import Column, view_table
 from datasvc.ui.web.unreadable import collect_unreadable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datasvc.shards.lines.newest_entries import summarize_datasets
+from datasvc.shards.lines.commit import summarize_datasets
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
 from datasvc.ui.web.site import Site
 from datasvc.ui.web.table_view import Column, TableView, view_table

@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.models.registry.registry import ModelVersion, describe_model, show_facts
-from datasvc.models.registry.removal import retain
-from datasvc.models.registry.retention import RetentionPolicy
+from datasvc.models.registry.retention import RetentionPolicy, retain
 from datasvc.models.registry.stored_size import measure_stored_size
 from datasvc.models.versions.signing import list_signers
 from datasvc.repository import Resolved

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from datasvc.node.status import describe_disk
+from datasvc.node.service import describe_disk
 from datasvc.printable import count_text
 from datasvc.runs import RunSummary
 from datasvc.sizes import format_size

@@ -17,10 +17,10 @@ from datasvc.printable import escape_controls
 from datasvc.runs import RunHistory, list_runs
 from datasvc.runs.history import Series
 from datasvc.runs.step_table import Floats
-from datasvc.ui.pages.charts.layout import CHART_WIDTH
-from datasvc.ui.web.failures import Failures
+from datasvc.ui.pages.charts.histogram_charts import CHART_WIDTH
 from datasvc.ui.web.links import run_link, run_ref_link, runs_link, with_query
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
+from datasvc.ui.web.seen_faults import Failures
 from datasvc.ui.web.site import Site
 from datasvc.views.run_charts import choose_drawn, named_curves, starts_at_zero, title_and_unit
 from datasvc.views.run_words import as_mapping

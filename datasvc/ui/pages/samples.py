@@ -19,9 +19,9 @@ from datasvc.sql_sandbox import warm
 from datasvc.ui.pages.charts.histogram_charts import Selection
 from datasvc.ui.pages.charts.sample_columns import describe_counted, list_sample_columns, sample_cell
 from datasvc.ui.thumbnails import make_thumbnail
-from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import dataset_link, sample_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
+from datasvc.ui.web.seen_faults import Failures
 from datasvc.ui.web.site import Site
 
 # The search for the models that were trained on a sample reads all their versions; of more, only on request.

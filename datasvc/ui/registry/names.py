@@ -10,9 +10,8 @@ from datasvc.models.search.index import map_models
 from datasvc.repository import Kind, Repository, Resolved
 from datasvc.repository.logs.lines import branch_of
 from datasvc.repository.logs.references import check_name, is_name
-from datasvc.repository.resolved import KIND_NAMES, NameState
-from datasvc.repository.unreadable import keep_valid
-from datasvc.shards.lines.newest_entries import check_splits
+from datasvc.repository.resolved import KIND_NAMES, NameState, keep_valid
+from datasvc.shards.lines.commit import check_splits
 from datasvc.ui.registry.records import (
     DatasetRow,
     DatasetVersionsPage,

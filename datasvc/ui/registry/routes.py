@@ -14,7 +14,6 @@ from datasvc.repository import Kind
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.resolved import KIND_NAMES
 from datasvc.ui.registry import records
-from datasvc.ui.registry.json_schema import json_of
 from datasvc.ui.registry.names import (
     list_dataset_versions,
     list_model_versions,
@@ -24,7 +23,7 @@ from datasvc.ui.registry.names import (
     read_tag,
     read_tag_history,
 )
-from datasvc.ui.registry.openapi import openapi_document
+from datasvc.ui.registry.openapi import json_of, openapi_document
 from datasvc.ui.registry.route import PAGING, RegistryRoute, RouteParameter
 from datasvc.ui.registry.training_runs import list_run_facts, read_run_facts
 from datasvc.ui.registry.versions import (

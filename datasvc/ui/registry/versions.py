@@ -18,7 +18,7 @@ from datasvc.repository import Kind, ObjectInfo, Repository, Resolved
 from datasvc.repository.logs.references import check_name
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.resolved import KIND_NAMES
-from datasvc.shards.lines.newest_entries import check_splits
+from datasvc.shards.lines.commit import check_splits
 from datasvc.ui.registry.records import (
     ArtefactFacts,
     ArtefactList,

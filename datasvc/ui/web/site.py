@@ -13,10 +13,9 @@ from datasvc.api import DataRepository
 from datasvc.repository import Repository
 from datasvc.repository.store.redaction import redact_url
 from datasvc.ui.caches.measured_changes import MeasuredChanges
-from datasvc.ui.caches.recent_results import RecentResults
 from datasvc.ui.caches.recent_runs import RecentRuns
 from datasvc.ui.caches.run_cache import RunCache
-from datasvc.ui.caches.split_cache import SplitCache
+from datasvc.ui.caches.split_cache import RecentResults, SplitCache
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
 from datasvc.ui.web.node_monitor import NodeMonitor

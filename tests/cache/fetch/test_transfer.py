@@ -16,7 +16,7 @@ from datasvc.cache.fetch.transfer import transfer
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.sources.origin_source import OriginSource, RequestPool
-from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
+from datasvc.cache.sources.range_requests import PART_BYTES, ReceivedParts
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.progress import NO_PROGRESS
 from datasvc.repository import ObjectInfo, Repository
@@ -248,7 +248,7 @@ def test_bytes_that_were_lost_behind_their_note_are_blamed_on_nobody(incoming, c
 STALLING = """
 import os, sys, threading
 from pathlib import Path
-from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
+from datasvc.cache.sources.range_requests import PART_BYTES, ReceivedParts
 from datasvc.cache.sources.origin_source import OriginSource, RequestPool
 from datasvc.cache.fetch.transfer import transfer
 from datasvc.progress import Progress

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from datasvc.cache import Cache
-from datasvc.cache.prefetch.partial_shards import PartialShardReader
-from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
+from datasvc.cache.prefetch.prefetching_store import PartialShardReader, PrefetchingShardStore
 from datasvc.errors import UnavailableError
 from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.order import OrderConfig

@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 
 from datasvc.cache.sources.origin_source import OriginSource, RequestPool
-from datasvc.cache.sources.received_parts import PART_BYTES
+from datasvc.cache.sources.range_requests import PART_BYTES
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects, Storage
 from datasvc.repository.objects.objects import digest_of
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 from datasvc.testing import FaultyStore
 from tests.cache.sources import object_source_laws
 from tests.cache.sources.object_source_laws import ObjectSourceLaws

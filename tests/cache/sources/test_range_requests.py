@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.cache.sources.range_requests import GATHERED_PARTS, STREAMED_PARTS, RangeRequests
-from datasvc.cache.sources.received_parts import PART_BYTES
+from datasvc.cache.sources.range_requests import GATHERED_PARTS, PART_BYTES, STREAMED_PARTS, RangeRequests
 
 
 def parts_of(spans, share):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.cache.sources.received_parts import PART_BYTES, ReceivedParts
+from datasvc.cache.sources.range_requests import PART_BYTES, ReceivedParts
 
 SIZE = 9 * PART_BYTES + 1
 

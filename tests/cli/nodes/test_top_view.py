@@ -16,7 +16,7 @@ from rich.console import Console
 from datasvc.cache import Cache
 from datasvc.cli.nodes.top_view import _RATE_COUNTERS, byte_rates, draw, draw_traffic, sparkline, status_text, watch
 from datasvc.drawing.colours import colour_values
-from datasvc.node.status import describe_cache
+from datasvc.node.service import describe_cache
 from datasvc.repository import Repository
 from tests.cli.command import ROOT, run
 

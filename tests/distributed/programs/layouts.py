@@ -13,13 +13,11 @@ import datasvc.trainer as hvd
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.layouts.parts import to_local
-from datasvc.trainer.recipes.settings.batch_plan import plan_batches
-from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
 from datasvc.trainer.recipes.start import build_learner, choose_place, compile_model
 from datasvc.trainer.recipes.tasks.classification import Classification
-from datasvc.trainer.recipes.tasks.evaluate import evaluate
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
-from datasvc.trainer.recipes.tasks.task import Examples
+from datasvc.trainer.recipes.tasks.task import Examples, evaluate
 from datasvc.trainer.recipes.update import update
 
 VOCABULARY, BLOCK, BATCH, NUM_CLASSES = 29, 8, 8, 4

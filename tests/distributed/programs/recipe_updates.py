@@ -12,8 +12,7 @@ from datasvc.planning.layout import Layout
 from datasvc.trainer.engine.execution.adasum import combine
 from datasvc.trainer.recipes.make_optimizer import build_distributed_optimizer, build_optimizer
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
-from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
-from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig
 from datasvc.trainer.recipes.tasks.task import Examples
 from datasvc.trainer.recipes.update import Learner, update
 

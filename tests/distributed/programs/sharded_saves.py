@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import datasvc
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models.interop import exporting
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.restoring.restore import read_version
 from datasvc.models.saving.staging_buffer import HostBuffer
 from datasvc.repository.objects.batch import ObjectBatch
 

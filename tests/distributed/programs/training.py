@@ -13,7 +13,7 @@ from checking import raises, run_checks
 from torch import nn
 
 import datasvc.trainer as hvd
-from datasvc.trainer.gradients.buckets import plan_buckets
+from datasvc.trainer.gradients.bucket_choice import plan_buckets
 
 hvd.init()
 RANK, SIZE = hvd.rank(), hvd.size()

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from datasvc.loaders.decode_sharing.memory import KEY_BYTES, MappedBatches, SharedBuffer, size_of
-from datasvc.loaders.decode_sharing.packing import pack, unpack
+from datasvc.loaders.decode_sharing.memory import KEY_BYTES, MappedBatches, SharedBuffer, pack, size_of, unpack
 
 KEY = b"k" * KEY_BYTES
 

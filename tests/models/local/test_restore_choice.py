@@ -4,8 +4,7 @@ import pytest
 
 from datasvc.errors import UnavailableError
 from datasvc.models import LocalVersion
-from datasvc.models.local.node_branch import NodeBranch
-from datasvc.models.local.restore_choice import NodeCandidate, RepositoryHead, choose_restore
+from datasvc.models.local.restore_choice import NodeBranch, NodeCandidate, RepositoryHead, choose_restore
 
 BRANCH = NodeBranch(3, "own", head=4)
 NOTHING = RepositoryHead()

@@ -6,7 +6,7 @@ import torch
 from datasvc.errors import NotFoundError
 from datasvc.models import CodeRevision, DataUse, save
 from datasvc.models.registry.diff import compare_values, diff
-from datasvc.models.registry.removal import remove
+from datasvc.models.registry.retention import remove
 from datasvc.models.tensors.tensor_table import join_chunks
 from datasvc.models.tensors.write import TensorBlock, store_chunks
 from datasvc.models.versions.commit import StoredState, VersionMetadata, commit

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from datasvc.models.registry.graph import draw_history, draw_newest, order_history, read_history
 from datasvc.models.registry.registry import ModelVersion, model_ancestry
-from datasvc.models.registry.removal import remove
+from datasvc.models.registry.retention import remove
 from datasvc.repository.logs.log import Log
 from tests.models.entries import commit_entry
 

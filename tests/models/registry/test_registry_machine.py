@@ -12,8 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from datasvc.api.gc import GRACE_S, gc
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.models import CodeRevision, model_log, restore, save
-from datasvc.models.registry.removal import remove, retain
-from datasvc.models.registry.retention import RetentionPolicy
+from datasvc.models.registry.retention import RetentionPolicy, remove, retain
 from datasvc.models.search import find_versions
 from datasvc.models.transfer import transfer
 from datasvc.repository import Repository

@@ -20,8 +20,7 @@ from datasvc.models import (
     save,
 )
 from datasvc.models.registry.diff import diff
-from datasvc.models.registry.removal import remove, retain
-from datasvc.models.registry.retention import RetentionPolicy
+from datasvc.models.registry.retention import RetentionPolicy, remove, retain
 from datasvc.models.registry.verify import every_version, verify
 from datasvc.models.restoring.restore import restore
 from datasvc.models.search import find_versions

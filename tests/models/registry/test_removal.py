@@ -10,8 +10,7 @@ import datasvc
 from datasvc.api.gc import GRACE_S, gc
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.models import CodeRevision, describe_model, list_models, model_log, restore, save
-from datasvc.models.registry.removal import remove, retain
-from datasvc.models.registry.retention import RetentionPolicy
+from datasvc.models.registry.retention import RetentionPolicy, remove, retain
 from datasvc.repository import Repository
 from datasvc.repository.logs.removals import Removals
 from tests.models.entries import commit_entry

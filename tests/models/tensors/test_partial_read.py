@@ -10,7 +10,7 @@ from sklearn.datasets import load_digits
 
 from datasvc.errors import ConfigError
 from datasvc.models import restore, save
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.restoring.restore import read_version
 from datasvc.models.tensors import codec, partial_read
 from datasvc.models.tensors.partial_read import PLANES, PartialReader
 from datasvc.models.tensors.state_tree import flatten

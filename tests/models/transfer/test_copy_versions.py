@@ -14,11 +14,11 @@ import datasvc
 from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models import CodeRevision, DataUse, restore, save
-from datasvc.models.registry.removal import remove
+from datasvc.models.registry.retention import remove
 from datasvc.models.transfer import copying, intent_journal, transfer
+from datasvc.models.transfer.copy_in_order import sort_topologically
 from datasvc.models.transfer.entries import TargetLogs
 from datasvc.models.transfer.intent_journal import declare_intent
-from datasvc.models.transfer.topological_order import sort_topologically
 from datasvc.models.versions.signing import check_signed, sign
 from datasvc.models.versions.signing_keys import load_private_key, make_key
 from datasvc.repository import ObjectInfo, Objects, Repository, Resolved

@@ -7,10 +7,9 @@ import threading
 import pytest
 
 from datasvc.errors import NotFoundError, UnavailableError
-from datasvc.node.transfers.origins import Origins, RateLimitedStorage
-from datasvc.node.transfers.token_bucket import TokenBucket
+from datasvc.node.transfers.origins import Origins, RateLimitedStorage, TokenBucket
 from datasvc.repository import Repository
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.node.transfers.token_bucket import TokenBucket
+from datasvc.node.transfers.origins import TokenBucket
 from datasvc.testing import FakeClock
 
 asks = st.lists(st.tuples(st.floats(0, 10), st.integers(0, 5000)), min_size=1, max_size=30)

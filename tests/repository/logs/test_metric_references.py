@@ -1,7 +1,7 @@
 import pytest
 
 from datasvc.errors import ConfigError, NotFoundError, UnreadableVersionWarning
-from datasvc.models.registry.removal import remove
+from datasvc.models.registry.retention import remove
 from datasvc.testing import small_dataset
 from tests.models.entries import commit_entry
 

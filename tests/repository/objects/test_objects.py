@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import Objects, Storage
 from datasvc.repository.objects.objects import digest_of, parse_digest
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 from tests.cluster.store import FileStore
 from tests.progress import RecordedProgress
 

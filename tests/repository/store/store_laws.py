@@ -12,8 +12,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from datasvc.errors import ConflictError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects, Storage
 from datasvc.repository.objects.objects import digest_of
-from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.file_age import REWRITE_S
+from datasvc.repository.store.obstore_loop import CancellationToken
 
 HOUR = 3600
 ODD_NAMES = ("%41", "a b", "a+b", "ключ", "x" * 200, "é#1?", "~", "[1]", "{a,b}")

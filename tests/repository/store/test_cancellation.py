@@ -2,7 +2,7 @@
 
 import threading
 
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 
 
 def test_who_is_under_way_is_cut_and_who_has_ended_is_not():

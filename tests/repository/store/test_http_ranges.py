@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
-from datasvc.repository.store.cancellation import CancellationToken
 from datasvc.repository.store.obstore_errors import UnsupportedResponseError
+from datasvc.repository.store.obstore_loop import CancellationToken
 from datasvc.repository.store.range_streams import CHUNK_BYTES, Timeouts
 from datasvc.repository.store.ranges import HttpRanges, RangeReader
 from datasvc.repository.store.retries import ATTEMPTS

@@ -8,7 +8,7 @@ import pytest
 from datasvc.errors import ConfigError
 from datasvc.repository import Storage
 from datasvc.repository.store import object_store_files
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 from tests.repository.regional_server import OTHER_REGION, RegionalServer
 
 CONTENT = b"some content"

@@ -15,7 +15,7 @@ import pytest
 
 from datasvc.repository import Storage
 from datasvc.repository.store import obstore_loop
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 from tests.repository.faulty_server import FaultyServer
 
 
@@ -59,7 +59,7 @@ def test_a_token_cancels_a_request_and_all_later_ones():
 FORKING = """
 import os, sys
 from datasvc.repository import Storage
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 
 storage, large = Storage(sys.argv[1]), bytearray()
 storage.put_bytes("a", b"content")
@@ -170,7 +170,7 @@ def test_ctrl_c_before_the_wait_for_a_request_ends_it_too(monkeypatch):
 ENDING = """
 import sys, threading
 from datasvc.repository import Storage
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 
 def read():
     while True:
@@ -227,7 +227,7 @@ def test_the_exit_waits_until_obstore_has_ended_what_was_cancelled():
 SHORT = """
 import sys
 from datasvc.repository import Storage
-from datasvc.repository.store.cancellation import CancellationToken
+from datasvc.repository.store.obstore_loop import CancellationToken
 
 Storage(sys.argv[1]).stream_range("file", 0, 1000, len, CancellationToken())
 """

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from datasvc.shards.export.names import image_extension, safe_part, safe_path, split_extension
+from datasvc.shards.export.destination import image_extension, safe_part, safe_path, split_extension
 from tests.samples import jpeg
 
 TEXT = st.text(alphabet=st.characters(codec="utf-8"))

@@ -12,7 +12,7 @@ FREED = """
 import re
 import numpy as np
 import pyarrow as pa
-from datasvc.shards.ingestion.lean_memory import keep_lean
+from datasvc.shards.ingestion.executors import keep_lean
 keep_lean()
 
 def resident_mib():

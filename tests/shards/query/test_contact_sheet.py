@@ -15,8 +15,7 @@ from datasvc.errors import BadSampleError, ConfigError, NotFoundError
 from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import image_field, image_schema, shard_schema
 from datasvc.shards.images.thumbnail import thumbnail
-from datasvc.shards.query.contact_sheet import write_contact_sheet
-from datasvc.shards.query.preview import preview_samples
+from datasvc.shards.query.contact_sheet import preview_samples, write_contact_sheet
 from datasvc.shards.versions.delete import delete
 from tests.samples import jpeg
 from tests.shards.written_versions import write_version

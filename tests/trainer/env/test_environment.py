@@ -3,8 +3,8 @@ import re
 
 import pytest
 
-from datasvc.trainer.env.engine_settings import EngineSettings
 from datasvc.trainer.env.environment import (
+    EngineSettings,
     RankPlacement,
     choose_gloo_interface,
     configure_logging,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.trainer.env.slurm import expand_node_list, expand_task_counts, is_task, read_nodes
+from datasvc.trainer.env.foreign_launchers import expand_node_list, expand_task_counts, is_task, read_nodes
 
 PREFIXES = st.from_regex(r"[a-z][a-z0-9.\-]{0,6}[a-z]", fullmatch=True)
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.trainer.gradients.buckets import cut_evenly, plan_buckets, plan_groups
+from datasvc.trainer.gradients.bucket_choice import cut_evenly, plan_buckets, plan_groups
 
 parameters = st.lists(st.tuples(st.integers(0, 60), st.sampled_from(["float", "half"])), max_size=30)
 

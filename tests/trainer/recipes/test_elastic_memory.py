@@ -26,7 +26,7 @@ from datasvc.trainer.recipes.elastic_memory import (
     reporting_lost_ranks,
     take_snapshot,
 )
-from datasvc.trainer.recipes.first_rank import call_on_first_rank
+from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents
 from datasvc.trainer.recipes.settings.config import TrainConfig

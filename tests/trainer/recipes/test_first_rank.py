@@ -2,7 +2,7 @@ import pytest
 
 import datasvc.trainer as hvd
 from datasvc.errors import CorruptDataError, DatasvcError
-from datasvc.trainer.recipes.first_rank import call_on_first_rank
+from datasvc.trainer.recipes.rejoin import call_on_first_rank
 
 
 @pytest.fixture

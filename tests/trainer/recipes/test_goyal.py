@@ -12,8 +12,7 @@ import datasvc.trainer as hvd
 from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes.make_optimizer import build_optimizer, set_rate
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
-from datasvc.trainer.recipes.settings.batch_plan import BatchPlan
-from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig
 from datasvc.trainer.recipes.start import build_schedule
 from datasvc.trainer.recipes.tasks.classification import Classification
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Examples

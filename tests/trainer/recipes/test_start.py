@@ -10,9 +10,8 @@ import datasvc.trainer as hvd
 from datasvc.planning.layout import Layout
 from datasvc.trainer.recipes import start
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions
-from datasvc.trainer.recipes.settings.batch_plan import plan_batches
-from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.settings.groups.cache import CacheSettings
+from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
+from datasvc.trainer.recipes.settings.groups.job import CacheSettings
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
 from datasvc.trainer.recipes.tasks.task import DataPlacement
 

@@ -21,8 +21,8 @@ import datasvc
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError, NotFoundError, StateMismatchError, UnavailableError
 from datasvc.models import describe_model, model_log
-from datasvc.models.registry.removal import remove
-from datasvc.models.restoring.stored_version import read_version
+from datasvc.models.registry.retention import remove
+from datasvc.models.restoring.restore import read_version
 from datasvc.repository import Repository
 from datasvc.repository.objects.objects import Objects
 from datasvc.runs import list_runs, read_run

@@ -24,10 +24,8 @@ from datasvc.planning.layout import Layout
 from datasvc.repository import Repository
 from datasvc.shards import ingest
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.settings.groups.data import TokenSettings
-from datasvc.trainer.recipes.settings.groups.decoding import DecodeSettings
-from datasvc.trainer.recipes.settings.groups.images import ImageSettings
-from datasvc.trainer.recipes.settings.groups.order import OrderSettings
+from datasvc.trainer.recipes.settings.groups.data import OrderSettings, TokenSettings
+from datasvc.trainer.recipes.settings.groups.images import DecodeSettings, ImageSettings
 from datasvc.trainer.recipes.start import choose_place
 from datasvc.trainer.recipes.tasks import classification, language
 from datasvc.trainer.recipes.tasks.classification import Classification

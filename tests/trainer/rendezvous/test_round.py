@@ -6,8 +6,7 @@ import socket
 import pytest
 from torch.distributed import TCPStore
 
-from datasvc.trainer.env.engine_settings import EngineSettings
-from datasvc.trainer.env.environment import RankPlacement
+from datasvc.trainer.env.environment import EngineSettings, RankPlacement
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.messages import (
     MESSAGE_QUEUE,

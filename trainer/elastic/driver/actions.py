@@ -6,10 +6,20 @@ the members of the round. The field `worker` is the name of a worker, and `numbe
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from datasvc.trainer.env.environment import RankPlacement
-from datasvc.trainer.rendezvous.messages import Notice, RankAssignment
+from datasvc.trainer.launch.ranks.job import LaunchJob
+from datasvc.trainer.launch.ranks.placement import HostedRank, plan_rank_start
+from datasvc.trainer.launch.ranks.rank_process import RankStart
+from datasvc.trainer.launch.ranks.remote_shell import is_local
+from datasvc.trainer.launch.ranks.store import list_addresses
+from datasvc.trainer.rendezvous.messages import WORKER_VARIABLE, Notice, RankAssignment
+
+# An outer launcher, such as torchrun, sets these for its own nodes; they do not describe the nodes of this job.
+_NOT_INHERITED = frozenset({"GROUP_RANK", "GROUP_WORLD_SIZE"})
 
 
 @dataclass(frozen=True)
@@ -88,3 +98,48 @@ class Finish:
 
 
 Action = Start | TerminateWorker | DenyRank | AssignRank | Break | Announce | PrintMessage | Finish
+
+
+def plan_worker_start(
+    start: Start,
+    job: LaunchJob,
+    environ: Mapping[str, str],
+    listener: socket.socket,
+    *,
+    num_neighbours: int,
+    other_hosts: Sequence[str] | None,
+) -> RankStart:
+    """Return the description by which `RankGroup.start` starts the process of a worker.
+
+    Args:
+        start: name, host and expected placement of the worker.
+        job: job with the command and the settings of remote hosts.
+        environ: environment of the launcher.
+        listener: listening socket of the `TCPStore` that the launcher serves to the ranks.
+        num_neighbours: number of ranks that share the processors of the host, this one included.
+        other_hosts: known hosts other than this machine; None if the job uses this machine only.
+
+    Raises:
+        ValueError: a network interface does not exist.
+    """
+    inherited = {name: value for name, value in {**environ, **job.variables}.items() if name not in _NOT_INHERITED}
+    own_addresses: Sequence[str] = ()  # of this machine
+    if not is_local(start.host, environ):
+        # The worker connects to the store at one of these addresses.
+        own_addresses = list_addresses([start.host], job.remote.network_interfaces)
+    elif other_hosts is not None:
+        # A worker on this machine uses the interface towards the other hosts. One host is enough to find it.
+        own_addresses = list_addresses(other_hosts[:1], job.remote.network_interfaces)
+    # A worker's name is `host:slot:seniority`, see `Worker`. Remove the host first: it may contain colons (IPv6).
+    slot, _, seniority = start.worker.removeprefix(f"{start.host}:").partition(":")
+    return plan_rank_start(
+        job,
+        HostedRank(start.host, start.placement),
+        inherited | {WORKER_VARIABLE: start.worker, "HOROVOD_ELASTIC": "1"},
+        worker_id=start.worker,
+        label=f"{start.host}:{slot}",
+        folder_name=f"worker.{start.host}.{slot}.{seniority}",
+        num_neighbours=num_neighbours,
+        port=listener.getsockname()[1],
+        addresses=own_addresses,
+    )

@@ -28,17 +28,17 @@ from datasvc.trainer.elastic.driver.actions import (
     PrintMessage,
     Start,
     TerminateWorker,
+    plan_worker_start,
 )
 from datasvc.trainer.elastic.driver.discovery import Discovery
 from datasvc.trainer.elastic.driver.limits import plan_limits, read_discovery_interval_s
 from datasvc.trainer.elastic.driver.membership import JobMembership
-from datasvc.trainer.elastic.driver.worker_start import plan_worker_start
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
 from datasvc.trainer.launch.ranks.rank_output import print_message
 from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankProcess, StartError
 from datasvc.trainer.launch.ranks.remote_shell import is_local
-from datasvc.trainer.launch.ranks.signals import handling_signals
+from datasvc.trainer.launch.ranks.static_job import handling_signals
 from datasvc.trainer.launch.ranks.store import LOOPBACK, open_listener, serve_store
 from datasvc.trainer.rendezvous import messages
 

@@ -7,18 +7,25 @@ this condition: the user's tensor itself if possible, else a copy.
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from datasvc.trainer.engine.execution.buffers import FusionBuffers
 from datasvc.trainer.engine.execution.handles import Finish, Submission
-from datasvc.trainer.engine.execution.streams import EngineStreams
 from datasvc.trainer.engine.execution.transport import Transport
 from datasvc.trainer.engine.execution.wire import as_bytes, copy_into
 from datasvc.trainer.engine.negotiation.negotiation import Ready
 from datasvc.trainer.engine.negotiation.requests import Request
+
+# Two, so that one buffer is packed while another one is reduced.
+_MAX_PER_KIND = 2
+
+# Buffers of one kind have the same dtype and device.
+_BufferKind = tuple[torch.dtype, torch.device]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,3 +125,116 @@ def _materialized(tensor: Tensor) -> Tensor:
 def _splits(request: Request) -> tuple[int, ...]:
     assert request.splits is not None
     return request.splits
+
+
+# Invariant: the engine works on a stream of its own. This stream first waits for the event of the submission, and the
+# stream that uses the result waits for the engine's stream. The host waits only if tensors are sent through its
+# memory.
+
+
+def record_submission(device: torch.device) -> torch.cuda.Event | None:
+    """Return the CUDA event after which tensors that are submitted now are valid; None on a device without CUDA."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # untyped in torch
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+class EngineStreams:
+    """The CUDA streams of the engine, one per device, each created on first use."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    @contextlib.contextmanager
+    def on_engine_stream(
+        self, device: torch.device, ready_events: Iterable[torch.cuda.Event | None], tensors: Iterable[Tensor]
+    ) -> Iterator[None]:
+        """Run the block on the engine's stream of a device.
+
+        Args:
+            device: device of the tensors; without CUDA, the block just runs.
+            ready_events: events for which the stream waits before the block; None is skipped.
+            tensors: tensors whose memory is not reused before the CUDA work of the block has ended.
+        """
+        if device.type != "cuda":
+            yield
+            return
+        stream = self._streams.get(device)
+        if stream is None:  # `setdefault` would create a stream on each call
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
+        for event in ready_events:
+            if event is not None:
+                stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            yield
+        # torch's allocator must not reuse this memory for the user's stream before the engine's stream has used it.
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+    def record_end(self, device: torch.device) -> tuple[torch.cuda.Event, torch.device] | None:
+        """Return the event after which the engine's work so far on this device is done, and the device.
+
+        None if the engine has no stream on this device, so that no caller has to wait.
+        """
+        stream = self._streams.get(device)
+        return (stream.record_event(), device) if stream is not None else None
+
+
+# The pool has at most two buffers per dtype and device. It replaces a buffer only when a longer one is needed.
+
+
+class FusionBuffers:
+    """A pool of buffers. A buffer belongs to the caller of `take` until `give_back`, which any thread may call."""
+
+    def __init__(self) -> None:
+        self._free: dict[_BufferKind, list[Tensor]] = {}
+        self._num_made: dict[_BufferKind, int] = {}  # number of buffers, free or in use
+        self._changed = threading.Condition()
+        self._failure: str | None = None
+
+    def take(self, dtype: torch.dtype, device: torch.device, num_elements: int) -> Tensor:
+        """Return an uninitialized contiguous `dtype[num_elements]` on the device.
+
+        If both buffers of this dtype and device are in use, wait until one of them is given back.
+
+        Raises:
+            RuntimeError: `fail` was called before or during the wait. After a failure, a buffer in use may never be
+                given back.
+        """
+        kind = (dtype, device)
+        with self._changed:
+            while not self._free.get(kind) and self._num_made.get(kind, 0) == _MAX_PER_KIND:
+                if self._failure is not None:
+                    raise RuntimeError(self._failure)
+                self._changed.wait()
+            if self._free.get(kind):
+                buffer = self._free[kind].pop()
+            else:
+                self._num_made[kind] = self._num_made.get(kind, 0) + 1
+                buffer = torch.empty(0, dtype=dtype, device=device)
+        if buffer.numel() < num_elements:
+            # Replace the buffer by a longer one. This soon stops, because each training step needs the same sizes.
+            buffer = torch.empty(num_elements, dtype=dtype, device=device)
+        return buffer[:num_elements]
+
+    def give_back(self, taken: Tensor) -> None:
+        """Return a buffer from `take` to the pool."""
+        buffer = taken if taken._base is None else taken._base  # noqa: SLF001 - torch has no public way to the base
+        with self._changed:
+            self._free.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+            self._changed.notify_all()
+
+    def clear(self) -> None:
+        """Forget all buffers, and release the memory of the free ones. The engine calls this at its end."""
+        with self._changed:
+            self._free.clear()
+            self._num_made.clear()
+
+    def fail(self, failure: str) -> None:
+        """Make each `take` that waits, or would have to wait later, raise RuntimeError with the message `failure`."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()

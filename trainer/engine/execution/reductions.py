@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from datasvc.trainer.engine.execution.adasum import combine_over_tree
-from datasvc.trainer.engine.execution.buffers import FusionBuffers
 from datasvc.trainer.engine.execution.completion import Completions
 from datasvc.trainer.engine.execution.fusion import Buffer, FusionSlot, plan_fusion
 from datasvc.trainer.engine.execution.handles import Finish, Submission
+from datasvc.trainer.engine.execution.movements import EngineStreams, FusionBuffers
 from datasvc.trainer.engine.execution.profiler_ranges import profiled
-from datasvc.trainer.engine.execution.streams import EngineStreams
 from datasvc.trainer.engine.execution.timeline import Timeline
 from datasvc.trainer.engine.execution.transport import CollectiveWork, CompletedWork, Transport
 from datasvc.trainer.engine.execution.wire import (

@@ -27,7 +27,7 @@ from datasvc.trainer.engine.execution.hierarchical import (
     group_by_node,
 )
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, ReduceOp
-from datasvc.trainer.env.engine_settings import EngineSettings
+from datasvc.trainer.env.environment import EngineSettings
 
 logger = logging.getLogger(__name__)
 

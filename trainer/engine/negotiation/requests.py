@@ -7,7 +7,9 @@ ranks for one operation must have most properties in common; `agreement` checks 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+import json
+from collections import OrderedDict
+from dataclasses import astuple, dataclass
 from enum import Enum
 from typing import Any, Final, NamedTuple
 
@@ -110,3 +112,102 @@ def request_from_fields(values: list[Any]) -> Request:
 def _with_tuples(value: Any) -> Any:
     # JSON has no tuples. A request with lists would not be equal to the request of another rank.
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
+
+
+# Invariant: every rank calls `remember` with the same requests in the same order, so a number stands for the same
+# request on every rank. A cycle resolves all its numbers before it remembers requests, so no number in a message is
+# reused before it is resolved. Training steps repeat their requests, so most negotiations need a few bytes only.
+
+
+class RequestCache:
+    """A cache of the `capacity` most recently agreed requests, one for each process set and name.
+
+    With a capacity of 0 it stores nothing, so every request is sent in full.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._numbers: OrderedDict[Key, int] = OrderedDict()  # least recently agreed key first
+        self._requests: list[Request] = []
+
+    def find(self, request: Request) -> int | None:
+        """Return the number of this request; None if no request or a different one is stored under its key."""
+        number = self._numbers.get(request.key)
+        return number if number is not None and self._requests[number] == request else None
+
+    def resolve(self, number: int) -> Request:
+        """Return the request with a number."""
+        return self._requests[number]
+
+    def remember(self, request: Request) -> None:
+        """Store a request. In a full cache, a new key gets the number of the least recently agreed key."""
+        key = request.key
+        if self._capacity == 0:
+            return
+        if key in self._numbers:
+            # A changed request, such as one with another shape, replaces the request with the same key.
+            self._requests[self._numbers[key]] = request
+        elif len(self._requests) < self._capacity:
+            self._numbers[key] = len(self._requests)
+            self._requests.append(request)
+        else:
+            # Reuse the number of that key, so that numbers stay below the capacity.
+            _, number = self._numbers.popitem(last=False)
+            self._numbers[key] = number
+            self._requests[number] = request
+        self._numbers.move_to_end(key)
+
+
+# The encoding is JSON, not pickle. It is compact enough, because a cached request is sent as its number in the
+# request cache, and an empty message has no bytes. The message is a list: is_leaving and entries, followed by failure
+# and tuning if at least one of them is set.
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Values of engine settings. All ranks adopt them at the end of the cycle in which rank 0 sends them."""
+
+    fusion_bytes: int
+    cycle_time_s: float
+    is_hierarchical: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CycleMessage:
+    """The message of one rank in one cycle.
+
+    Attributes:
+        entries: new submissions in order, each as a request or as its number in the cache.
+        is_leaving: whether the rank leaves the job after this cycle, as after `shutdown`.
+        failure: reason why the job cannot continue; empty if it can.
+        tuning: values that all ranks adopt; None for no change. Only those of rank 0 are used.
+    """
+
+    entries: tuple[Request | int, ...] = ()
+    is_leaving: bool = False
+    failure: str = ""
+    tuning: Tuning | None = None
+
+
+def encode_message(message: CycleMessage) -> bytes:
+    """Return the bytes of a message; no bytes for an empty message."""
+    # Most messages of an idle job are empty. They are sent without bytes, so that no rank has to parse JSON.
+    if message == CycleMessage():
+        return b""
+    entries = [entry if isinstance(entry, int) else request_fields(entry) for entry in message.entries]
+    fields = [int(message.is_leaving), entries]
+    if message.failure or message.tuning:
+        tuning = message.tuning
+        fields += [message.failure, astuple(tuning) if tuning else None]
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def decode_message(data: bytes) -> CycleMessage:
+    """Return the message for bytes from `encode_message`."""
+    if not data:
+        return CycleMessage()
+    # `encode_message` leaves out the last two fields if both are empty.
+    is_leaving, entries, *optional = json.loads(data)
+    failure, tuning = optional or ("", None)
+    decoded = tuple(entry if isinstance(entry, int) else request_from_fields(entry) for entry in entries)
+    return CycleMessage(decoded, bool(is_leaving), failure, None if tuning is None else Tuning(*tuning))

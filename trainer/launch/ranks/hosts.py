@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from itertools import starmap
 from pathlib import Path
 
-from datasvc.trainer.env.slurm import read_nodes
+from datasvc.trainer.env.foreign_launchers import read_nodes
 from datasvc.trainer.launch.ranks.job import Host
 
 # A name that begins with "-" would be an option of ssh.

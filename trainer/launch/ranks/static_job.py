@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import shlex
 import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from datasvc.trainer.launch.ranks.job import Host, JobFailure, LaunchJob, describe_end, exit_status_of
@@ -19,13 +20,13 @@ from datasvc.trainer.launch.ranks.rank_group import RankGroup
 from datasvc.trainer.launch.ranks.rank_output import print_message
 from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankStart
 from datasvc.trainer.launch.ranks.remote_shell import is_local
-from datasvc.trainer.launch.ranks.signals import handling_signals
 from datasvc.trainer.launch.ranks.store import list_addresses, open_listener, serve_store
 from datasvc.trainer.rendezvous.arrivals import DEFAULT_LIMIT_S, Arrivals, arrival_key
 from datasvc.trainer.rendezvous.messages import PREFIX_VARIABLE, WORKER_VARIABLE
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
+
 
 _POLL_PERIOD_S = 1.0
 # The launcher may run in a rank of an elastic job. The ranks of this job do not belong to that one.
@@ -186,3 +187,20 @@ class _RankMonitor:
         if not self._job.hosts:
             return f"rank {', '.join(map(str, ranks))}"
         return ", ".join(f"rank {rank} on {self._ranks[rank].host}" for rank in ranks)
+
+
+@contextlib.contextmanager
+def handling_signals(handle: Callable[[int], None]) -> Iterator[None]:
+    """Call `handle` with the number of each SIGINT and SIGTERM inside the block, instead of ending this process.
+
+    The earlier handlers are restored after the block. In another thread than the main thread, this has no effect:
+    only the main thread can set signal handlers.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    previous = {number: signal.signal(number, lambda number, _: handle(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

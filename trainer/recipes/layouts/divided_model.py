@@ -31,7 +31,7 @@ from datasvc.trainer.recipes.layouts.tensor import FusedHeadsParallel, divide_la
 # Axes of the device mesh. `shard` and `context` are one axis of it: the ranks of both have parts of the gradient sum,
 # so the parameters are sharded over both.
 _MESH_AXES: Final = ("pipeline", "data", "shard", "tensor")
-_BUCKET_BYTES: Final = 25 << 20  # as in `gradients.buckets`
+_BUCKET_BYTES: Final = 25 << 20  # as in `gradients.bucket_choice`
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Reference models of the training program, one family per module, and the registry that builds a model by name."""
 
-from datasvc.trainer.recipes.models.auxiliary import LogitsWithAuxiliary, combine_losses, main_logits
+from datasvc.trainer.recipes.models.convolutional import small_cnn
+from datasvc.trainer.recipes.models.inception import LogitsWithAuxiliary, combine_losses, main_logits
 from datasvc.trainer.recipes.models.registry import MODELS, build_model
-from datasvc.trainer.recipes.models.small_models import small_cnn
 
 __all__ = ["MODELS", "LogitsWithAuxiliary", "build_model", "combine_losses", "main_logits", "small_cnn"]

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.models.auxiliary import LogitsWithAuxiliary
 from datasvc.trainer.recipes.models.convolutional import initialise, require_image_size
+from datasvc.trainer.recipes.models.inception import LogitsWithAuxiliary
 
 _MIN_SIZE: Final = 15  # with 14 pixels, the output of the third pooling would be empty
 _AUXILIARY_WEIGHT: Final = 0.3  # section 5

@@ -7,6 +7,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,6 @@ from datasvc.trainer.engine.negotiation.stall import StalledOperation
 from datasvc.trainer.job.runtime import current_job
 from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.rank_times import RankTimes, describe_ranks
-from datasvc.trainer.recipes.reporting.step_parts import Mark, StepParts, mark_nothing
 from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
 
 RUN_LOG: Final = "datasvc"
@@ -31,6 +31,13 @@ STALL_S: Final = 1.0
 # The ranks exchange their times after so many steps, which takes about a millisecond.
 STEPS_PER_COMPARISON: Final = 500
 _MAX_EARLY_EVENTS: Final = 100
+
+
+# Waiting for a GPU after each part of a step lengthens this step, so only one in so many is measured.
+GPU_STEPS_PER_SAMPLE: Final = 100
+
+Mark = Callable[[str], None]
+"""A function that is called with the name of a part of a step, once the part's work is submitted to the device."""
 
 
 class LoggedEvents:
@@ -151,3 +158,55 @@ class Recorder:
             self.log.close()
         else:
             self.log.close(*outcome_of(error))
+
+
+class StepParts:
+    """Sums the times of the parts of steps, on one rank.
+
+    Args:
+        device: device that computes the steps. On a GPU one step in `GPU_STEPS_PER_SAMPLE` is measured, in which each
+            part ends when the GPU has completed it; elsewhere every step is.
+        now: monotonic clock in seconds.
+    """
+
+    def __init__(self, device: torch.device, now: Callable[[], float] = time.perf_counter) -> None:
+        self._device = device
+        self._is_gpu = device.type == "cuda"
+        self._now = now
+        self._last = 0.0
+        self._sums_s: dict[str, float] = {}
+        self._num_steps = 0
+
+    def begin(self, step: int) -> Mark:
+        """Start the step after `step` others; return the function that `update` calls at the end of each part."""
+        if self._is_gpu:
+            if step % GPU_STEPS_PER_SAMPLE:
+                return mark_nothing
+            torch.cuda.synchronize(self._device)
+        self._num_steps += 1
+        self._last = self._now()
+        return self._mark
+
+    def take(self) -> dict[str, float]:
+        """Return the mean seconds of each part over the steps since the last call, {} if none was measured."""
+        num_steps = self._num_steps
+        means = {_fact_name(part): total / num_steps for part, total in self._sums_s.items()}
+        self._sums_s = {}
+        self._num_steps = 0
+        return means
+
+    def _mark(self, part: str) -> None:
+        if self._is_gpu:
+            torch.cuda.synchronize(self._device)
+        now = self._now()
+        self._sums_s[part] = self._sums_s.get(part, 0.0) + now - self._last
+        self._last = now
+
+
+@cache  # every step has the same few parts
+def _fact_name(part: str) -> str:
+    return f"{part.replace('-', '_')}_s"
+
+
+def mark_nothing(_part: str) -> None:
+    """Measure nothing."""

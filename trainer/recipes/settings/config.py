@@ -12,22 +12,26 @@ from typing import Any
 from datasvc.errors import ConfigError
 from datasvc.planning.layout import parse_sizes
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule
-from datasvc.trainer.recipes.settings.groups.cache import CacheSettings
-from datasvc.trainer.recipes.settings.groups.checkpoints import CheckpointSettings, StartSettings
-from datasvc.trainer.recipes.settings.groups.data import DataSettings, TokenSettings
-from datasvc.trainer.recipes.settings.groups.decoding import DecodeSettings
-from datasvc.trainer.recipes.settings.groups.evaluation import EvaluationSettings
-from datasvc.trainer.recipes.settings.groups.gradients import GradientSettings
-from datasvc.trainer.recipes.settings.groups.images import ImageSettings
-from datasvc.trainer.recipes.settings.groups.length import LengthSettings
-from datasvc.trainer.recipes.settings.groups.model import IMAGE_MODEL, TEXT_MODEL, ModelSettings
-from datasvc.trainer.recipes.settings.groups.optimizer import OptimizerSettings
-from datasvc.trainer.recipes.settings.groups.order import OrderSettings
-from datasvc.trainer.recipes.settings.groups.precision import PrecisionSettings
-from datasvc.trainer.recipes.settings.groups.ranks import RankSettings
-from datasvc.trainer.recipes.settings.groups.rate import RateSettings
-from datasvc.trainer.recipes.settings.groups.reports import ReportSettings
+from datasvc.trainer.recipes.settings.groups.data import DataSettings, OrderSettings, TokenSettings
+from datasvc.trainer.recipes.settings.groups.images import DecodeSettings, EvaluationSettings, ImageSettings
+from datasvc.trainer.recipes.settings.groups.job import (
+    CacheSettings,
+    CheckpointSettings,
+    RankSettings,
+    ReportSettings,
+    StartSettings,
+)
 from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, SettingGroup, check_group, field_types
+from datasvc.trainer.recipes.settings.groups.training import (
+    IMAGE_MODEL,
+    TEXT_MODEL,
+    GradientSettings,
+    LengthSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PrecisionSettings,
+    RateSettings,
+)
 from datasvc.trainer.recipes.settings.layout_settings import LayoutSettings
 
 
@@ -125,3 +129,40 @@ def setting_fields() -> list[dataclasses.Field[Any]]:
 def setting_types() -> dict[str, FieldType]:
     """Return the types of all settings by name."""
     return {name: field_type for group in setting_groups() for name, field_type in field_types(group).items()}
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Batch sizes of a step.
+
+    Attributes:
+        global_batch: samples of all data ranks.
+        batch_size: samples of one data rank.
+        num_passes: backward passes of one rank; the rank sums their gradients before the all-reduce.
+        micro_batch: samples of one pass; the last pass may have fewer.
+    """
+
+    global_batch: int
+    batch_size: int
+    num_passes: int
+    micro_batch: int
+
+
+def plan_batches(config: TrainConfig, world_size: int) -> BatchPlan:
+    """Return the batch sizes of every step for `world_size` data ranks: ranks that read different batches.
+
+    Raises:
+        ConfigError: the number of data ranks does not divide the global batch.
+    """
+    batch_size = config.batch_size
+    if config.global_batch is not None:
+        batch_size, remainder = divmod(config.global_batch, world_size)
+        if remainder or not batch_size:
+            raise ConfigError(
+                f"a global batch of {config.global_batch} samples cannot be divided evenly among {world_size} data "
+                "ranks; use a multiple, or set --batch-size, the samples of one data rank"
+            )
+    micro_batch = min(config.micro_batch or batch_size, batch_size)
+    # Rounded up, because the last pass takes the remaining samples.
+    num_passes = -(-batch_size // micro_batch)
+    return BatchPlan(batch_size * world_size, batch_size, num_passes, micro_batch)

@@ -28,9 +28,9 @@ from datasvc.shards import Split, open_dataset
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import MAX_CLASSES
 from datasvc.trainer.recipes.models import build_model, combine_losses
-from datasvc.trainer.recipes.models.user_function import import_function
+from datasvc.trainer.recipes.models.registry import import_function
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.settings.groups.model import IMAGE_MODEL
+from datasvc.trainer.recipes.settings.groups.training import IMAGE_MODEL
 from datasvc.trainer.recipes.tasks.task import NO_TARGET, DataPlacement, Examples
 
 _TOP = 5

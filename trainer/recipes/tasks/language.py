@@ -18,7 +18,7 @@ from datasvc.loaders.tokens.token_loader import common_block
 from datasvc.shards import Split
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.settings.groups.model import TEXT_MODEL
+from datasvc.trainer.recipes.settings.groups.training import TEXT_MODEL
 from datasvc.trainer.recipes.tasks.classification import order_arguments
 from datasvc.trainer.recipes.tasks.task import NO_TARGET, DataPlacement, Examples
 

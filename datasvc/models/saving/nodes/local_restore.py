@@ -15,9 +15,14 @@ from typing import Any, Final, NamedTuple
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.models.local.local_folder import NeededObjects
 from datasvc.models.local.local_saves import LocalVersion
-from datasvc.models.local.node_branch import NodeBranch
 from datasvc.models.local.node_copies import missing_objects, plan_fetches
-from datasvc.models.local.restore_choice import NodeCandidate, RepositoryHead, RestoreChoice, choose_restore
+from datasvc.models.local.restore_choice import (
+    NodeBranch,
+    NodeCandidate,
+    RepositoryHead,
+    RestoreChoice,
+    choose_restore,
+)
 from datasvc.models.restoring.cached_source import count_bytes
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.restore import Checkpoint, restore_from

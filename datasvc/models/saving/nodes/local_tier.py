@@ -14,9 +14,8 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.models.local.local_saves import LocalSaves, LocalVersion
-from datasvc.models.local.node_branch import NodeBranch
 from datasvc.models.local.node_copies import plan_copies
-from datasvc.models.local.restore_choice import RepositoryHead
+from datasvc.models.local.restore_choice import NodeBranch, RepositoryHead
 from datasvc.models.saving.distributed_save import agree_on_tensors, gather_parts, join_parts, store_part
 from datasvc.models.saving.flat_state import FlatState
 from datasvc.models.saving.nodes.node_group import NodeGroup

@@ -31,9 +31,8 @@ from datasvc.shards.sources.arrays.npy import NpyArray, check_member, open_array
 from datasvc.shards.sources.common.columns import bisect_errors
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.listing import SourceFile, list_files
-from datasvc.shards.sources.common.options import SourceOptions, split_of_file
+from datasvc.shards.sources.common.options import SPLIT_NAMES, SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, FileSource, SourcePart
-from datasvc.shards.sources.common.splits import SPLIT_NAMES
 from datasvc.shards.sources.common.streams import read_up_to
 from datasvc.shards.sources.common.tensors import tensor_array, tensor_field
 

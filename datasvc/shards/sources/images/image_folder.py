@@ -23,9 +23,8 @@ from datasvc.shards.format.schema import IMAGE, KEY, LABEL, image_field
 from datasvc.shards.images.header import EXTENSIONS
 from datasvc.shards.sources.common.file_checks import unread_pictures
 from datasvc.shards.sources.common.listing import SourceFile, find_below
-from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.options import DEFAULT_SPLIT, SPLIT_NAMES, SourceOptions
 from datasvc.shards.sources.common.source import ImageFile, ListedSource, printable
-from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, SPLIT_NAMES
 
 
 @dataclass(frozen=True)

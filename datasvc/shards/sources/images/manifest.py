@@ -19,9 +19,8 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.sources.common.listing import find_below
-from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.options import DEFAULT_SPLIT, SPLIT_NAMES, SourceOptions
 from datasvc.shards.sources.common.source import ImageFile, ListedSource
-from datasvc.shards.sources.common.splits import DEFAULT_SPLIT, SPLIT_NAMES
 from datasvc.shards.sources.images.manifest_table import ManifestTable
 
 _UNLISTED: Final = "not in the manifest"

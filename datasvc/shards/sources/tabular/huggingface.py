@@ -21,9 +21,8 @@ from datasvc.printable import count_text
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.listing import SourceFile, list_files
-from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.options import SourceOptions, split_of
 from datasvc.shards.sources.common.source import BadSample, SourcePart
-from datasvc.shards.sources.common.splits import split_of
 from datasvc.shards.sources.common.tables import RawBatch, TableSource
 from datasvc.shards.sources.tabular.arrow_files import ArrowSource, read_arrow
 from datasvc.shards.sources.tabular.features import features_in

@@ -13,13 +13,17 @@ from datasvc.printable import count_text
 from datasvc.shards.query.histogram import Histogram
 from datasvc.shards.versions.dataset import DatasetVersion
 from datasvc.threads import map_in_threads
-from datasvc.ui.pages.charts.layout import CHART_WIDTH
-from datasvc.ui.web.failures import Failures
 from datasvc.ui.web.links import dataset_link, samples_link
+from datasvc.ui.web.seen_faults import Failures
 from datasvc.ui.web.site import Site
 
 _JOINED: Final = re.compile(r"\((.*)\n\) and (.*)", re.DOTALL)
 _AT_ONCE: Final = 2
+
+
+# As wide as the narrowest column that fits a page of 1280 pixels twice. In a window of 400 pixels the text of such a
+# chart has more than 10 pixels, and in the widest column it is as large as that of the page.
+CHART_WIDTH: Final = 440
 
 
 class Selection:

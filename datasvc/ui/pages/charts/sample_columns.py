@@ -19,7 +19,7 @@ from datasvc.shards.format.schema import KEY, LABEL, is_blob
 from datasvc.shards.query.histogram import MAX_SHARDS, Histogram, is_countable
 from datasvc.shards.versions.dataset import DatasetVersion, Split
 from datasvc.ui.pages.charts.histogram_charts import Selection, count_columns
-from datasvc.ui.web.failures import Failures
+from datasvc.ui.web.seen_faults import Failures
 from datasvc.ui.web.site import Site
 
 _MAX_COLUMNS: Final = 12

@@ -15,7 +15,7 @@ from datasvc.planning.prediction import StepPrediction
 from datasvc.planning.run_plan import PlanOptions, RunPlan, plan_run
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.sizes import format_size
-from datasvc.ui.pages.charts.layout import CHART_WIDTH
+from datasvc.ui.pages.charts.histogram_charts import CHART_WIDTH
 from datasvc.ui.pages.planning.planner_form import NUMBERS, SLIDERS, PlannerForm
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site

@@ -14,9 +14,8 @@ from typing import Any, Final
 from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.repository import Entry, Resolved
-from datasvc.repository.resolved import Kind
-from datasvc.repository.unreadable import keep_valid
-from datasvc.shards.lines.newest_entries import check_splits
+from datasvc.repository.resolved import Kind, keep_valid
+from datasvc.shards.lines.commit import check_splits
 from datasvc.shards.query.digest_prefix import MAX_SAMPLE_DIGITS, find_samples, find_shards
 from datasvc.shards.versions.dataset import DatasetVersion, Split
 from datasvc.threads import map_in_threads

@@ -2,8 +2,7 @@ import socket
 
 import pytest
 
-from datasvc.trainer.elastic.driver.actions import Start
-from datasvc.trainer.elastic.driver.worker_start import plan_worker_start
+from datasvc.trainer.elastic.driver.actions import Start, plan_worker_start
 from datasvc.trainer.env.environment import RankPlacement
 from datasvc.trainer.launch.ranks.job import LaunchJob, RemoteSettings
 from datasvc.trainer.launch.ranks.remote_guard import find_interface

@@ -10,7 +10,7 @@ from datasvc.trainer.engine.execution.handles import Handle, Submission
 from datasvc.trainer.engine.execution.profiler_ranges import profiled
 from datasvc.trainer.engine.execution.transport import Transport
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
-from datasvc.trainer.env.engine_settings import EngineSettings
+from datasvc.trainer.env.environment import EngineSettings
 from tests.trainer.test_engine import submission
 
 

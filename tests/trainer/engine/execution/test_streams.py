@@ -2,7 +2,7 @@ from unittest import mock
 
 import torch
 
-from datasvc.trainer.engine.execution.streams import EngineStreams
+from datasvc.trainer.engine.execution.movements import EngineStreams
 
 
 def test_a_device_has_one_stream_however_often_it_is_used(monkeypatch):

@@ -6,10 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.trainer.engine.negotiation.messages import CycleMessage, decode_message, encode_message
 from datasvc.trainer.engine.negotiation.negotiation import Negotiation, Ready, Refused
-from datasvc.trainer.engine.negotiation.request_cache import RequestCache
-from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKind, Key, ReduceOp, Request
+from datasvc.trainer.engine.negotiation.requests import (
+    GLOBAL_SET,
+    CollectiveKind,
+    CycleMessage,
+    Key,
+    ReduceOp,
+    Request,
+    RequestCache,
+    decode_message,
+    encode_message,
+)
 
 
 def allreduce(name="x", **changes):

@@ -3,9 +3,16 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.trainer.engine.negotiation.messages import CycleMessage, Tuning, decode_message, encode_message
-from datasvc.trainer.engine.negotiation.request_cache import RequestCache
-from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp, Request
+from datasvc.trainer.engine.negotiation.requests import (
+    CollectiveKind,
+    CycleMessage,
+    ReduceOp,
+    Request,
+    RequestCache,
+    Tuning,
+    decode_message,
+    encode_message,
+)
 
 shapes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
 factors = st.floats(allow_nan=False)

@@ -3,7 +3,7 @@ import pytest
 from datasvc.errors import ConfigError
 from datasvc.trainer.recipes.make_optimizer import build_compression
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.settings.groups.gradients import parse_compression
+from datasvc.trainer.recipes.settings.groups.training import parse_compression
 
 REQUIRED = {"data": "d@1", "repo": "r", "name": "m"}
 

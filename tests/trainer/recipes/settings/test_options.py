@@ -13,11 +13,9 @@ from datasvc.loaders.decode.backend import Decode, OnBad
 from datasvc.models.saving.queue import OVERLAPS
 from datasvc.models.tensors.write import CODECS
 from datasvc.trainer.__main__ import main
-from datasvc.trainer.recipes.settings.batch_plan import BatchPlan, plan_batches
-from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.settings.groups.checkpoints import CheckpointSettings
-from datasvc.trainer.recipes.settings.groups.decoding import DecodeSettings
-from datasvc.trainer.recipes.settings.groups.images import ImageSettings
+from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig, plan_batches
+from datasvc.trainer.recipes.settings.groups.images import DecodeSettings, ImageSettings
+from datasvc.trainer.recipes.settings.groups.job import CheckpointSettings
 from datasvc.trainer.recipes.settings.groups.setting_group import field_types
 from datasvc.trainer.recipes.settings.options import parse_options
 from datasvc.trainer.recipes.settings.presets import PRESETS

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import datasvc.trainer as hvd
 from datasvc.planning.step import Message
-from datasvc.trainer.gradients.buckets import BUCKET_BYTES, plan_buckets
+from datasvc.trainer.gradients.bucket_choice import BUCKET_BYTES, plan_buckets
 from datasvc.trainer.job import runtime
 from datasvc.trainer.recipes.profiling.measure.layer_times import LayerTimer, LayerTimes, choose_clock, synchronize
 from datasvc.trainer.recipes.profiling.measure.layers import time_pass

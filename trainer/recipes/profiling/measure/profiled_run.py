@@ -13,9 +13,8 @@ import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.loader import Loader
 from datasvc.trainer.recipes.choose_layout import choose_layout
-from datasvc.trainer.recipes.first_rank import call_on_first_rank
-from datasvc.trainer.recipes.settings.batch_plan import plan_batches
-from datasvc.trainer.recipes.settings.config import TrainConfig
+from datasvc.trainer.recipes.rejoin import call_on_first_rank
+from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
 from datasvc.trainer.recipes.start import build_learner, choose_place, open_cache
 from datasvc.trainer.recipes.tasks.choose_task import choose_task
 from datasvc.trainer.recipes.training_data import open_data, resolve_data

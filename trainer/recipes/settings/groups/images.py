@@ -1,11 +1,13 @@
-"""The group of settings of how images are prepared."""
+"""The groups of settings of images: how they are prepared, decoded and evaluated."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from datasvc.errors import ConfigError
+from datasvc.repository.logs.metric_mode import choose_metric_mode
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup
 
 if TYPE_CHECKING:
@@ -88,3 +90,95 @@ class ImageSettings(SettingGroup):
             evaluation=self.evaluation,
             transform=transform,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeSettings(SettingGroup):
+    """How the loader decodes batches, and what it records.
+
+    Attributes:
+        prefetch: batches that the loader prepares ahead; 0: none.
+        decode: what decodes images; "auto" is the fastest one that works; see `DecodeConfig`.
+        decode_threads: decoding threads of a rank; None: the processors of the node divided by its ranks.
+        on_bad: what happens to images that do not decode: "raise" ends the run, "mask" leaves them out of loss and
+            metrics.
+        decode_group: name of a group of jobs of this node that decode each training batch once for all of them; None:
+            no group.
+        decode_lag: batches that a job of the group may be behind another one and still get its batches.
+        ledger: folder that records which samples each rank served, for `datasvc audit`; the same for all ranks and
+            restarts. None: no record.
+    """
+
+    title: ClassVar[str] = "decoding and loading"
+
+    prefetch: Annotated[int, Metavar("BATCHES"), Range(0)] = 2
+    # A test compares the choices with those of `DecodeConfig`, whose module takes long to import.
+    decode: Literal["auto", "cpu", "gpu", "gpu-window", "gpu-whole", "pillow"] = "auto"
+    decode_threads: Annotated[int | None, Metavar("THREADS"), Range(1)] = None
+    on_bad: Literal["raise", "mask"] = "raise"
+    decode_group: Annotated[str | None, Metavar("NAME")] = None
+    decode_lag: Annotated[int, Metavar("BATCHES"), Range(1)] = 6
+    ledger: Annotated[str | None, Metavar("FOLDER")] = None
+
+    def check(self) -> None:
+        """Check that the lag is that of a group, and that the group keeps the batches that its jobs prefetch."""
+        if self.decode_group is None and self.decode_lag != DecodeSettings.decode_lag:
+            raise ConfigError(
+                f"decode_lag is {self.decode_lag}, and there is no decode group; give --decode-group, or leave it at "
+                f"{DecodeSettings.decode_lag}"
+            )
+        if self.decode_group is not None and self.prefetch > self.decode_lag:
+            raise ConfigError(
+                f"prefetch is {self.prefetch}, and decode_lag is {self.decode_lag}: jobs of a decode group "
+                "that prefetch more batches than it keeps would fall behind; raise --decode-lag, or lower --prefetch"
+            )
+
+    def without_records(self) -> Self:
+        """Return the settings for a loader that writes no ledger, and decodes for itself what it reads."""
+        return dataclasses.replace(self, ledger=None, decode_group=None, decode_lag=DecodeSettings.decode_lag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings(SettingGroup):
+    """When and how a run evaluates, and whether evaluations end it.
+
+    Attributes:
+        evaluate_every: epochs between evaluations; each evaluation is followed by a checkpoint. None: evaluate at the
+            end of the run only.
+        statistics: statistics of batch normalisation: "average": moving averages of the training, averaged over the
+            ranks; "recompute": means over batches of training data, with the weights that are evaluated.
+        statistics_batches: steps of training data over which the means of "recompute" are computed.
+        patience: number of consecutive evaluations without a new best `stop_metric` after which the run ends; None:
+            never.
+        stop_metric: metric of the evaluation that `patience` compares.
+        stop_mode: "max" if a higher `stop_metric` is better, "min" if a lower one is; None: chosen by its name.
+    """
+
+    title: ClassVar[str] = "evaluation and early stopping"
+
+    evaluate_every: Annotated[int | None, Metavar("EPOCHS"), Range(1)] = None
+    statistics: Literal["average", "recompute"] = "average"
+    statistics_batches: Annotated[int, Metavar("STEPS"), Range(1)] = 10
+    patience: Annotated[int | None, Metavar("EVALUATIONS"), Range(1)] = None
+    stop_metric: Annotated[str, Metavar("METRIC")] = "val_loss"
+    stop_mode: Literal["max", "min"] | None = None
+
+    @property
+    def recomputes_statistics(self) -> bool:
+        """Whether the statistics of batch normalisation are recomputed before each evaluation."""
+        return self.statistics == "recompute"
+
+    def check(self) -> None:
+        """Check that settings have an effect, and that it is known which of two values of the metric is better."""
+        if not self.recomputes_statistics and self.statistics_batches != EvaluationSettings.statistics_batches:
+            raise ConfigError(
+                f"statistics_batches is {self.statistics_batches}, and statistics is {self.statistics!r}, which uses "
+                "no batches; give --statistics recompute, or leave it at "
+                f"{EvaluationSettings.statistics_batches}"
+            )
+        if self.patience is None:
+            return
+        if self.evaluate_every is None:
+            raise ConfigError("patience counts evaluations: set their period with --evaluate-every")
+        # Called only for its error, which otherwise the first evaluation would raise.
+        choose_metric_mode(self.stop_metric, self.stop_mode, option="--stop-mode")

@@ -1,13 +1,15 @@
-"""The groups of settings of the checkpoints that a run saves, and of the one that it starts from."""
+"""The groups of settings of the job: checkpoints that it saves and starts from, caches, ranks and reports."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from datasvc.errors import ConfigError
 from datasvc.models.saving.save_policy import parse_duration, parse_policy
 from datasvc.repository.logs.references import check_name, parse_reference
+from datasvc.trainer.recipes.reporting.metric_logs import check_logs
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup, naming
 
 
@@ -99,3 +101,99 @@ class StartSettings(SettingGroup):
                 )
         elif self.init_exclude:
             raise ConfigError("init_exclude names tensors of the version of --init-from; give that too")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings(SettingGroup):
+    """Where a run reads data and checkpoints from.
+
+    Attributes:
+        cache: folder of the node's cache; None or empty: the repository is read directly.
+        cache_budget: budget of the node's cache, such as "50GB"; None: its present budget.
+        peers: nodes to read from before the repository, written as for `datasvc stage --peers`; "ranks": the nodes of
+            this job, each with a server that the job starts; None: no peers.
+        tenant: tenant of the cache whose quota this run is charged to; see `datasvc cache quota`.
+    """
+
+    title: ClassVar[str] = "cache of the node"
+
+    cache: Annotated[str | None, Metavar("FOLDER")] = None
+    cache_budget: Annotated[str | None, Metavar("SIZE")] = None
+    peers: Annotated[str | None, Metavar("{ranks,NODES}")] = None
+    tenant: Annotated[str, Metavar("NAME")] = "default"
+
+    def check(self) -> None:
+        """Check that the settings of a cache come with its folder, and the forms of tenant and budget."""
+        check_name(self.tenant, "tenant")
+        if self.tenant != "default" and not self.cache:
+            raise ConfigError(
+                "tenant is a tenant of a node cache: set its folder with --cache, or give --tenant default"
+            )
+        if self.peers is not None and not self.cache:
+            raise ConfigError("peers need a node cache: set its folder with --cache, or give --peers ''")
+        if self.cache_budget is not None:
+            if not self.cache:
+                raise ConfigError(
+                    "cache_budget is the budget of a node cache: set its folder with --cache, or give "
+                    "--cache-budget ''"
+                )
+            # Imported here, because most runs have no budget, and need the cache only after this check.
+            from datasvc.cache import parse_budget
+
+            with naming("cache_budget", self.cache_budget):
+                parse_budget(self.cache_budget, Path("/"))  # any folder: only the form of the budget is checked
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings(SettingGroup):
+    """How the ranks of a job train together.
+
+    Attributes:
+        elastic: whether the run goes on when ranks fail, leave or join, for jobs that are started with `datasvc-run
+            --min-num-proc`; see docs/how-to/elastic.md.
+        commit_every: for an elastic run: steps between copies of the state to host memory. After a failure the
+            remaining ranks repeat the steps since the newest copy.
+    """
+
+    title: ClassVar[str] = "ranks"
+
+    elastic: bool = False
+    commit_every: Annotated[int, Metavar("STEPS"), Range(1)] = 10
+
+    def check(self) -> None:
+        """Check that copies are made."""
+        if not self.elastic and self.commit_every != RankSettings.commit_every:
+            raise ConfigError(
+                f"commit_every is {self.commit_every}, and only an elastic run copies its state; give --elastic, or "
+                f"leave it at {RankSettings.commit_every}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSettings(SettingGroup):
+    """What a run reports, and where.
+
+    Attributes:
+        run_log: write a log of the run to the repository, which `datasvc runs` and `datasvc ui` show.
+        log_to: experiment trackers: "tensorboard:FOLDER", "wandb:PROJECT", "mlflow:EXPERIMENT".
+        report_every: steps between reports; each report waits for the device.
+        metrics_port: port on which the first rank of a node serves the metrics of its loaders for Prometheus; the
+            next ranks of the node use the next ports. None: no metrics.
+        profile: file for a trace of the loader's steps, written at the end of each epoch together with a printed
+            report; with several ranks each has its own file, such as `trace.0.json`. None: no trace.
+    """
+
+    title: ClassVar[str] = "reports"
+
+    run_log: bool = True
+    log_to: Annotated[tuple[str, ...], Metavar("TRACKER:TARGET")] = ()
+    report_every: Annotated[int, Metavar("STEPS"), Range(1)] = 1
+    metrics_port: Annotated[int | None, Metavar("PORT"), Range(1)] = None
+    profile: Annotated[str | None, Metavar("FILE")] = None
+
+    def check(self) -> None:
+        """Check the trackers, and that the folder of the trace exists."""
+        check_logs(self.log_to)
+        # Check the folder now: the trace is written at the end of an epoch, which may be hours away.
+        if self.profile is not None and not Path(self.profile).absolute().parent.is_dir():
+            raise ConfigError(f"profile is {self.profile!r}, and its folder does not exist; create the folder first")

@@ -1,0 +1,299 @@
+"""The groups of settings of the training: length, model, optimizer, learning rate, gradients and precision."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from datasvc.errors import ConfigError
+from datasvc.sizes import parse_size
+from datasvc.trainer.recipes.optimizers.parameter_groups import Decayed
+from datasvc.trainer.recipes.optimizers.precision import Precision
+from datasvc.trainer.recipes.optimizers.schedules import RateScaling, Shape
+from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup, naming
+
+IMAGE_MODEL: Final = "small-cnn"
+"""The default model of image data."""
+
+TEXT_MODEL: Final = "gpt"
+"""The default model of token data."""
+
+
+_PLAIN: Final = ("none", "fp16", "bf16")  # the compressions without a number, which keep nothing between steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings(SettingGroup):
+    """How gradients change the weights; for the learning rate see `RateSettings`.
+
+    Attributes:
+        optimizer: "sgd", "lars", "lamb", "adamw" or "rmsprop-sgd".
+        momentum: momentum of SGD, LARS and RMSprop-SGD.
+        nesterov: whether SGD and LARS use Nesterov momentum.
+        betas: decay rates of the two moments of AdamW and LAMB.
+        weight_decay: factor of the weight decay; decoupled in LAMB and AdamW, L2 in the other optimizers.
+        decayed: "weights" exempts biases and normalisations from weight decay, and from the layer-wise rates of
+            LARS and LAMB; "all" exempts none.
+        trust_coefficient: trust coefficient of LARS.
+        rmsprop_rate: rate of the RMSprop phase of RMSprop-SGD.
+        clip_norm: maximum norm of the whole gradient; None: not clipped.
+    """
+
+    title: ClassVar[str] = "optimizer"
+
+    optimizer: Literal["sgd", "lars", "lamb", "adamw", "rmsprop-sgd"] = "sgd"
+    momentum: Annotated[float, Metavar("FACTOR"), Range(0)] = 0.9
+    nesterov: bool = False
+    betas: Annotated[tuple[float, float], Metavar("BETA1 BETA2"), Range(0, 1)] = (0.9, 0.999)
+    weight_decay: Annotated[float, Metavar("FACTOR"), Range(0)] = 1e-4
+    decayed: Decayed = "weights"
+    trust_coefficient: Annotated[float, Metavar("FACTOR"), Range(0)] = 0.001
+    rmsprop_rate: Annotated[float, Metavar("RATE"), Range(0)] = 3e-4
+    clip_norm: Annotated[float | None, Metavar("NORM"), Range(0)] = None
+
+    def check(self) -> None:
+        """Check that the optimizer has Nesterov momentum, if that is asked for."""
+        if self.nesterov and not (self.momentum and self.optimizer in ("sgd", "lars")):
+            raise ConfigError(
+                "nesterov works with the optimizers 'sgd' and 'lars' only, and needs a momentum above 0"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateSettings(SettingGroup):
+    """The learning rate of each step.
+
+    Attributes:
+        learning_rate: peak rate, for the reference batch if `rate_scaling` scales it, else for the global batch.
+        rate_scaling: how the rate grows with the global batch: "linear", "sqrt" or "none".
+        reference_batch: global batch for which `learning_rate` is given, if it is scaled.
+        schedule: decay of the rate after the warm-up: "cosine", "step", "polynomial" or "constant".
+        milestones: for the schedule "step": each "epoch:factor"; from that epoch on the rate is peak * factor.
+        power: exponent of the schedule "polynomial".
+        warmup_epochs: epochs of linear warm-up, fractions allowed.
+        warmup_start: rate at the start of the warm-up; it is not scaled.
+    """
+
+    title: ClassVar[str] = "learning rate"
+
+    learning_rate: Annotated[float, Metavar("RATE"), Range(0)] = 0.1
+    rate_scaling: RateScaling = "none"
+    reference_batch: Annotated[int, Metavar("SAMPLES"), Range(1)] = 256
+    schedule: Shape = "cosine"
+    milestones: Annotated[tuple[str, ...], Metavar("EPOCH:FACTOR")] = ()
+    power: Annotated[float, Metavar("EXPONENT"), Range(0)] = 2.0
+    warmup_epochs: Annotated[float, Metavar("EPOCHS"), Range(0)] = 1.0
+    warmup_start: Annotated[float, Metavar("RATE"), Range(0)] = 0.0
+
+    def check(self) -> None:
+        """Check the form of the milestones."""
+        self.parse_milestones()
+
+    def parse_milestones(self) -> tuple[tuple[float, float], ...]:
+        """Return `(epoch, factor)` of each milestone. Raises ConfigError: a milestone has another form."""
+        pairs = [milestone.partition(":") for milestone in self.milestones]
+        message = (
+            f"milestones are {self.milestones}; expected each as 'epoch:factor', such as '30:0.1', with two numbers "
+            "of 0 or more"
+        )
+        try:
+            milestones = tuple((float(epoch), float(factor)) for epoch, _, factor in pairs)
+        except ValueError as error:
+            raise ConfigError(message) from error
+        if not all(0 <= number < math.inf for milestone in milestones for number in milestone):
+            raise ConfigError(message)
+        return milestones
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(SettingGroup):
+    """What a run trains.
+
+    Attributes:
+        model: small-cnn, resnet18, resnet34, resnet50, resnet101, resnet152, alexnet, googlenet, inception-v3, vgg16,
+            gpt, gpt2 or gpt2-medium; or "MODULE:FUNCTION", your own. None: small-cnn for images, gpt for tokens.
+        model_option: options of the model, each "name=value" with a JSON value: "dropout=0.1".
+        sync_batch_norm: whether batch normalisation uses the samples of all ranks in a backward pass, so that the
+            training is the same at any number of ranks.
+        label_smoothing: share of each target that is spread over all classes.
+        ema_decay: decay of the moving average of the weights, which is evaluated too; None: no average.
+    """
+
+    title: ClassVar[str] = "model and loss"
+
+    model: Annotated[str | None, Metavar("NAME")] = None
+    model_option: Annotated[tuple[str, ...], Metavar("NAME=VALUE")] = ()
+    sync_batch_norm: bool = False
+    label_smoothing: Annotated[float, Metavar("SHARE"), Range(0, 1)] = 0.0
+    ema_decay: Annotated[float | None, Metavar("FACTOR"), Range(0, 1)] = None
+
+    def check(self) -> None:
+        """Check the form of the model's options."""
+        self.parse_model_options()
+
+    def parse_model_options(self) -> dict[str, Any]:
+        """Return the options of the model by name.
+
+        Raises:
+            ConfigError: an option has another form, or its value is not JSON.
+        """
+        options = {}
+        for option in self.model_option:
+            name, _, value = option.partition("=")
+            try:
+                options[name] = json.loads(value)
+            except ValueError as error:
+                raise ConfigError(f"model_option is {option!r}; expected 'name=value' with a JSON value") from error
+        return options
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthSettings(SettingGroup):
+    """How many samples a step and a run have.
+
+    Attributes:
+        epochs: passes over the training split; the schedule ends with the last one.
+        max_steps: maximum number of optimizer steps: the run may end before `epochs` are over. The schedule does not
+            change. None: no maximum.
+        stop_on_nan: end the run with an error, and save nothing more, when its loss or weights are NaN or infinite.
+        batch_size: samples of one rank per step.
+        global_batch: samples of all ranks per step, instead of `batch_size`; the training is then the same at any
+            number of ranks that divides it.
+        micro_batch: samples of one backward pass; gradients are accumulated over the passes of a step.
+            None: one pass.
+    """
+
+    title: ClassVar[str] = "batches and length of the run"
+
+    epochs: Annotated[int, Metavar("EPOCHS"), Range(1)] = 10
+    max_steps: Annotated[int | None, Metavar("STEPS"), Range(1)] = None
+    stop_on_nan: bool = False
+    batch_size: Annotated[int, Metavar("SAMPLES"), Range(1)] = 32
+    global_batch: Annotated[int | None, Metavar("SAMPLES"), Range(1)] = None
+    micro_batch: Annotated[int | None, Metavar("SAMPLES"), Range(1)] = None
+
+
+@dataclass(frozen=True)
+class CompressionChoice:
+    """A compression of gradients.
+
+    Attributes:
+        name: name in `datasvc.trainer.Compression`.
+        arguments: its arguments, by name; empty for those without a number.
+    """
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether ranks keep the unsent part of gradients for later steps."""
+        return self.name not in _PLAIN
+
+
+def parse_compression(text: str) -> CompressionChoice:
+    """Return the compression that a text describes.
+
+    Args:
+        text: "none", "fp16", "bf16"; "topk:SHARE" with 0 < SHARE <= 1; "powersgd:RANK" or "powersgd:RANK:STEPS", with
+            STEPS steps without compression at the start.
+
+    Raises:
+        ConfigError: the text has another form, or a number is out of range.
+    """
+    name, *numbers = text.split(":")
+    try:
+        match name, numbers:
+            case (("none" | "fp16" | "bf16"), []):
+                return CompressionChoice(name)
+            case "topk", [ratio] if 0 < float(ratio) <= 1:
+                return CompressionChoice(name, {"ratio": float(ratio)})
+            case "powersgd", [rank, *steps] if len(steps) < 2 and int(rank) >= 1 and all(int(n) >= 0 for n in steps):
+                # Without compression in the first thousand steps, as by default in the library, short runs would
+                # never compress.
+                return CompressionChoice(name, {"rank": int(rank), "start_iteration": int(steps[0]) if steps else 0})
+    except ValueError:
+        pass  # a number that is none gets the same message
+    raise ConfigError(
+        f"compression is {text!r}; expected none, fp16, bf16, topk:SHARE with 0 < SHARE <= 1, such as topk:0.01, or "
+        "powersgd:RANK, such as powersgd:2, or powersgd:RANK:STEPS, with STEPS steps without compression first"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientSettings(SettingGroup):
+    """How the ranks combine their gradients.
+
+    Attributes:
+        compression: what the ranks send of a gradient: "none": all of it; "fp16", "bf16": 16 bits of each number;
+            "topk:0.01": this share of its numbers, the largest; "powersgd:2": two matrices of this rank;
+            "powersgd:2:1000": the same after 1000 steps without compression. topk and powersgd send the rest later.
+        op: "average": the step is made with the mean gradient of all ranks; "adasum": each rank makes a step with
+            the mean gradient of its own samples, and the ranks combine these steps; needs a power of two ranks,
+            without `elastic`.
+        bucket: maximum size of the buckets in which gradients are sent, such as "4MiB"; "auto": chosen
+            from measurements in the first steps; None: 25MiB.
+    """
+
+    title: ClassVar[str] = "gradients of the ranks"
+
+    compression: Annotated[str, Metavar("{none,fp16,bf16,topk:SHARE,powersgd:RANK[:STEPS]}")] = "none"
+    op: Literal["average", "adasum"] = "average"
+    bucket: Annotated[str | None, Metavar("{auto,SIZE}")] = None
+
+    def check(self) -> None:
+        """Check the forms of compression and bucket, and that they go together and with what the ranks combine."""
+        choice = self.parse_compression()
+        if self.combines_steps and choice.has_memory:
+            raise ConfigError(
+                f"compression is {self.compression!r} and op is 'adasum', which combines steps of the ranks and not "
+                "gradients, so no part can be sent later; give --compression none, fp16 or bf16, or --op average"
+            )
+        bucket = self.parse_bucket()
+        if self.combines_steps and bucket is not None:
+            raise ConfigError("op is 'adasum', which sends no buckets; leave out --bucket, or give --op average")
+        if bucket == "auto" and choice.has_memory:
+            raise ConfigError(
+                f"compression is {self.compression!r}, whose bytes are not proportional to the size of a bucket, and "
+                "bucket is 'auto'; give --bucket a size, or --compression none, fp16 or bf16"
+            )
+
+    @property
+    def combines_steps(self) -> bool:
+        """Whether each rank makes a step with its own gradient, and the ranks combine the steps."""
+        return self.op == "adasum"
+
+    def parse_compression(self) -> CompressionChoice:
+        """Return the compression. Raises ConfigError: it has another form."""
+        return parse_compression(self.compression)
+
+    def parse_bucket(self) -> int | Literal["auto"] | None:
+        """Return the maximum size of buckets in bytes, "auto", or None for the optimizer's default."""
+        if self.bucket is None or self.bucket == "auto":
+            return self.bucket  # type: ignore[return-value]  # "auto" as a literal
+        with naming("bucket", self.bucket):
+            return parse_size(self.bucket)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSettings(SettingGroup):
+    """On which device a run computes, in which precision and memory format.
+
+    Attributes:
+        device: "cpu", or "cuda" for the GPU of this rank.
+        precision: "fp32"; "bf16" or "fp16": mixed precision, fp16 with a loss scale.
+        channels_last: whether images and activations are in channels-last memory format.
+        cudnn_benchmark: whether cuDNN measures which of its convolutions is fastest; faster, but results may differ
+            in the last bits from run to run.
+        compile: backend of torch.compile, such as "inductor"; None: not compiled.
+    """
+
+    title: ClassVar[str] = "device and precision"
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Precision = "fp32"
+    channels_last: bool = False
+    cudnn_benchmark: bool = False
+    compile: Annotated[str | None, Metavar("BACKEND")] = None
