@@ -9,7 +9,7 @@ from typing import Annotated, Final
 
 import typer
 
-from datasvc.cli.nodes.options import CaOption, TlsNameOption, TokenOption, open_node
+from datasvc.cli.nodes.options import CaOption, TlsNameOption, TokenOption, open_nodes
 from datasvc.cli.terminal.output import JsonOption, print_json, print_line
 
 _LEVELS: Final = ("problem", "warning", "ok")
@@ -38,7 +38,7 @@ def doctor(
     """
     from datasvc.doctor import examine
 
-    nodes = {url: open_node(url, token_file, ca, tls_name) for url in node or ()}
+    nodes = open_nodes(node or (), token_file, ca, tls_name)
     if sys.stderr.isatty():
         print_line("checking; a store or node that does not respond takes a while", err=True)
     findings = list(examine(repository=repo, nodes=nodes, cache=cache))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 
 import pytest
@@ -36,6 +37,14 @@ def test_a_problem_ends_the_command_with_1_and_says_what_to_do():
     problem = done.stdout.partition("problem  node http://127.0.0.1:9: ")[2].splitlines()
     assert "does not respond" in problem[0]
     assert problem[1].startswith("         -> ")
+
+
+def test_the_token_of_several_nodes_may_come_from_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "token", 0o600)
+    writer = threading.Thread(target=lambda: (tmp_path / "token").write_text(TOKEN), daemon=True)
+    writer.start()
+    nodes = ["--node", "http://127.0.0.1:9", "--node", "http://127.0.0.2:9"]
+    assert run("doctor", *nodes, "--token-file", tmp_path / "token").stdout.count("does not respond") == 2
 
 
 def test_a_repository_is_read_written_and_locked(tmp_path):

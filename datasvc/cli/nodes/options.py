@@ -6,6 +6,7 @@ An option without a name here is named after the parameter of the command: `toke
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,8 +50,15 @@ TlsNameOption = Annotated[
 
 def open_node(url: str, token_file: Path | None, ca: Path | None, tls_name: str | None) -> NodeClient:
     """Return a client of a node's server, with the token of the file, or of DATASVC_TOKEN."""
+    return open_nodes([url], token_file, ca, tls_name)[url]
+
+
+def open_nodes(
+    urls: Iterable[str], token_file: Path | None, ca: Path | None, tls_name: str | None
+) -> dict[str, NodeClient]:
+    """Return a client for each URL. The file of the token is read once: it may be a pipe."""
     from datasvc.node.client import NodeClient
     from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
 
     token = load_token(token_file, os.environ.get(TOKEN_VARIABLE))
-    return NodeClient(url, token=token, ca_file=ca, tls_name=tls_name)
+    return {url: NodeClient(url, token=token, ca_file=ca, tls_name=tls_name) for url in urls}
