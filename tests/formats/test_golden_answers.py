@@ -23,6 +23,7 @@ import datasvc
 from datasvc.cli.main import make_app
 from datasvc.doctor.finding import Finding
 from datasvc.models import ConsumptionTracker
+from datasvc.models.versions.code_revision import CodeRevision
 from datasvc.node import server as node_server
 from datasvc.runs import RunLog
 from datasvc.runs.resources import ResourceMeter
@@ -74,9 +75,13 @@ def answers(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for module in (node_server, ui_server):
             patch.setattr(module, "serve", lambda settings, ready: ready("http://127.0.0.1:1") or True)
-        patch.setattr("datasvc.shards.ingestion.lean_memory.keep_lean", lambda: None)
+        patch.setattr("datasvc.shards.ingestion.executors.keep_lean", lambda: None)
         patch.setattr("datasvc.doctor.examine", lambda **_: [Finding("disk", "problem", "is full", "clean it up")])
         patch.setattr(ResourceMeter, "read", lambda self: {})
+        # Not that of this checkout: local changes would be one more object.
+        patch.setattr(
+            "datasvc.models.versions.code_revision._capture", lambda _: (CodeRevision("0" * 40, False), b"")
+        )
         repo = fill(folder)
         answers = {f"cli/{name}": answer_of_command(folder, words) for name, words in COMMANDS.items()}
         # A busy machine needs longer than the limit of a page's query.
