@@ -86,9 +86,16 @@ RUN_HEAD = {
     "versions": ["digits-cnn@1"],
     "lost": 0,
 }
-RUN_STEPS = StepTable.from_rows(
-    ("loss", "rate"), [(1, 1.25, (1.0, 0.5)), (2, 1.5, (3.0, 0.5)), (3, 1.75, (4.0, 0.5))]
-).thin(2)
+RUN_STEPS = StepTable(  # a bin of two steps, and one of one
+    ("loss", "rate"),
+    first=np.array([1, 3]),
+    last=np.array([2, 3]),
+    counts=np.array([2, 1]),
+    times=np.array([1.5, 1.75]),
+    mean=np.array([[2.0, 0.5], [4.0, 0.5]]),
+    low=np.array([[1.0, 0.5], [4.0, 0.5]]),
+    high=np.array([[3.0, 0.5], [4.0, 0.5]]),
+)
 RUN_EVENTS = (RunEvent(1.625, "checkpoint", {"step": 2, "version": "digits-cnn@1"}),)
 RUN_PART = Part(PartRange(1, 1, 8), RUN_HEAD, Content((RUN_STEPS,), RUN_EVENTS, 3))
 RAW = ChainLink(Digest("01" * 32), 24, 0, 24, "raw")
