@@ -10,7 +10,8 @@ from typing import Any
 from datasvc.api import DataRepository
 from datasvc.errors import ConfigError
 from datasvc.extras import explain_missing
-from datasvc.integrations.run_checkpoints import LOADER, TRAINER_STATE, RunCheckpoints, write_folder
+from datasvc.integrations.run_checkpoints import LOADER, RunCheckpoints
+from datasvc.integrations.trainer_folder import TRAINER_STATE, write_folder
 from datasvc.loaders import DataRanks
 from datasvc.loaders.torch import Dataset, OrderBatchSampler
 
