@@ -51,7 +51,12 @@ def options_from(*owners: str, in_order: str | None = None, **changes: Any) -> C
     """
 
     def add(command: F) -> F:
-        command.derive = lambda: _derive(command, owners, in_order, changes)  # type: ignore[attr-defined]
+        derived: Any = command
+        derived.derive = lambda: _derive(command, owners, in_order, changes)
+        # Without `**options`, which older releases of typer refuse: a list of commands needs no options.
+        every = inspect.signature(command)
+        own = [each for each in every.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        derived.__signature__ = every.replace(parameters=own)
         return command
 
     return add
@@ -67,9 +72,11 @@ def derive_options(app: typer.Typer) -> None:
 
 
 def _derive(command: Any, owners: tuple[str, ...], in_order: str | None, changes: dict[str, Any]) -> None:
+    if getattr(command, "is_derived", False):
+        return
+    del command.__signature__
     own = dict(inspect.signature(command, eval_str=True).parameters)
-    if own.pop("options", None) is None:
-        return  # they are derived already
+    del own["options"]
     derived = {name: each for owner in reversed(owners) for name, each in read_parameters(owner).items()}
     parameters = {name: each for name, each in derived.items() if changes.get(name, name) is not None}
     for name, each in parameters.items():
@@ -85,6 +92,7 @@ def _derive(command: Any, owners: tuple[str, ...], in_order: str | None, changes
     names = in_order.split() if in_order else [name for name in own | parameters if name not in last] + last
     shown = [(parameters | own)[name].replace(kind=inspect.Parameter.KEYWORD_ONLY) for name in names]
     command.__signature__ = inspect.Signature(shown)  # typer reads it
+    command.is_derived = True
 
 
 def read_parameters(owner: str) -> dict[str, inspect.Parameter]:
