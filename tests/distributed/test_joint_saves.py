@@ -67,7 +67,7 @@ def test_what_one_rank_cannot_save_all_ranks_hear_and_then_go_on(seen):
     assert "no model 'm'" in no_text
     kinds = [(kind, text.partition(": ")[0]) for kind, text in others]
     assert kinds == [("ConfigError", "rank 1")] * 2 + [("DatasvcError", "rank 1")]
-    assert "config.lock is a lock" in others[0][1]
+    assert "metric 'top1' is 'high'" in others[0][1]
     assert "step is None" in others[1][1]
     assert "OSError: no room for this rank" in others[2][1]
     assert version == "m@2"

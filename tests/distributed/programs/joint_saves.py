@@ -92,8 +92,8 @@ def refused(repo, rank):
         errors.append(caught(lambda: model.save({"w": torch.ones(3 + (rank == 2))}, step=2)))
         errors.append(caught(lambda: model.save({"w": torch.ones(3)}, step=3 + rank)))
         errors.append(caught(lambda: model.restore("m@5")))
-        odd = {"lock": threading.Lock()} if rank == 1 else {}
-        errors.append(caught(lambda: model.save({"w": torch.ones(3)}, step=6, config=odd)))
+        odd = {"top1": "high"} if rank == 1 else {}
+        errors.append(caught(lambda: model.save({"w": torch.ones(3)}, step=6, metrics=odd)))
         errors.append(caught(lambda: model.save({"w": torch.ones(3)}, step=None if rank == 1 else 7)))
         model.save({"w": torch.ones(3)}, step=9, wait=True)
         if rank == 1:
