@@ -84,8 +84,6 @@ def answers(tmp_path_factory):
         )
         repo = fill(folder)
         answers = {f"cli/{name}": answer_of_command(folder, words) for name, words in COMMANDS.items()}
-        # A busy machine needs longer than the limit of a page's query.
-        patch.setattr("datasvc.ui.web.routes._QUERY_TIME_S", 300)
         # The page reads each node once, when it is asked first, so there is no history that grows with time.
         patch.setattr(NodeMonitor, "run", lambda self: asyncio.sleep(3600))
         node = RunningNode(folder=folder / "cache", repositories=(repo.repository.url,))
