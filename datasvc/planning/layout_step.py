@@ -39,7 +39,7 @@ from datasvc.planning.memory import RankParts, StateBytes, divide_parts, element
 from datasvc.planning.model_costs import ModelCosts
 
 _BACKWARD_FLOPS: Final = 2  # a backward pass computes gradients of activations and of weights
-_BUCKET_BYTES: Final = 25 << 20  # gradients of one all-reduce, as in `gradients.buckets`, whose module imports torch
+_BUCKET_BYTES: Final = 25 << 20  # gradients of one all-reduce, as in `bucket_choice`, whose module imports torch
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ def reserve(folder: str, number: int) -> None:
 
 
 def send_files(paths: list[str], buffer_bytes: int) -> None:
-    """Print a port, and send the files to whoever connects to it, by pread and sendall."""
+    """Print a port, and send the files to each client, by pread and sendall."""
     import os
     import socket
 

@@ -80,7 +80,8 @@ def loader(options: Options) -> Report:
     - `own_in_memory`: the loader's decode alone, fed the same images with the same windows in the same order, from
       arrays held in memory, all planned beforehand. It is what would be left if storage, order and planning cost
       nothing;
-    - `dali_in_memory`: DALI's own graph on the CPU, fed likewise: it decodes the same windows, scales and normalises;
+    - `dali_in_memory`: DALI's own graph on the CPU, also fed from memory: it decodes the same windows, scales and
+      normalises;
     - `views`: the loader's stream of zero-copy views without decode, at the same batch size and at 1,024;
     - peers that are installed, each on the photos as it wants them, in a process of its own; and most of them without
       decode, as "NAME, raw";

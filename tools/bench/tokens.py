@@ -85,7 +85,7 @@ def tokens(options: Options) -> Report:
       documents;
     - `memcpy`: the same number of blocks, held in memory as int64 and in order, each batch copied by `np.copyto` into
       one buffer;
-    - `astype`: likewise, but held as uint16, and made int64 by the copy.
+    - `astype`: the same, but held as uint16, and made int64 by the copy.
 
     Ratios are of times: how many times as long as the copy the loader takes. Each round serves a whole epoch; the
     first batches are left out.

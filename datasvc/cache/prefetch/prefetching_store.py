@@ -149,8 +149,8 @@ class PrefetchingShardStore:
         weakref.finalize(self, self._stager.close)
 
 
-# `PrefetchingShardStore` uses this module. A shard takes a second or more to arrive, and a sample takes some
-# milliseconds. But each byte that is read early arrives again with its shard, so only a small share is read early.
+# A shard takes a second or more to arrive, and a sample takes some milliseconds. But each byte that is read early
+# arrives again with its shard, so only a small share is read early.
 
 
 class PartialShardReader:

@@ -1,4 +1,4 @@
-"""An origin in a process of its own, which ends with whoever started it."""
+"""An origin in a process of its own, which ends with its parent."""
 
 from __future__ import annotations
 

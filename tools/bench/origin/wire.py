@@ -71,7 +71,7 @@ class Head:
 
 
 class Wire:
-    """A connected socket with a buffer of what came and was not yet asked for. Closed by whoever made the socket."""
+    """A connected socket with a buffer of what came and was not yet asked for. Its creator closes the socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
