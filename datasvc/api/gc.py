@@ -141,7 +141,7 @@ def gc(
             the store is read-only (not in a dry run).
         CorruptDataError, NotFoundError: entries or tables cannot be read, so their references are unknown; nothing
             was deleted. The message names all such versions. A version whose entry is damaged and has no copy can be
-            marked as lost, see `lost_versions.mark_lost`; gc runs again once that was `grace_s` ago.
+            marked as lost, see `removal.mark_lost`; gc runs again once that was `grace_s` ago.
         UnavailableError: the store does not respond; a part of the garbage may be deleted.
     """
     if grace_s < 0 or (grace_s < MIN_GRACE_S and not no_writers):

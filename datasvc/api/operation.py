@@ -7,7 +7,7 @@ from types import MethodType
 from typing import ClassVar, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from datasvc.repository import Entry, Kind, Repository, Resolved
-from datasvc.repository.lost_versions import LostVersions, mark_lost
+from datasvc.repository.removal import LostVersions, mark_lost
 from datasvc.repository.store.redaction import redact_url
 
 P = ParamSpec("P")
@@ -78,7 +78,7 @@ class Collection:
         self.repository.untag(self.kind, name, tag, expect=expect)
 
     def mark_lost(self, refs: Sequence[str], *, force: bool = False, message: str = "") -> LostVersions:
-        """Mark unreadable versions as lost; for arguments and errors, see `lost_versions.mark_lost`."""
+        """Mark unreadable versions as lost; for arguments and errors, see `removal.mark_lost`."""
         return mark_lost(self.repository, self.kind, refs, force=force, message=message)
 
     def tag_history(self, name: str, tag: str) -> list[Entry]:

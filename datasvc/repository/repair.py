@@ -13,9 +13,9 @@ from typing import BinaryIO, Final, cast
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository.objects.damage import find_damage
 from datasvc.repository.objects.intact import QUARANTINE, keep_aside
 from datasvc.repository.objects.objects import Digest, Objects
+from datasvc.repository.objects.presence import find_damage
 from datasvc.repository.repository import Repository
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.threads import run_in_threads

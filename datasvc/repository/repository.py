@@ -21,12 +21,21 @@ from datasvc.errors import (
 from datasvc.repository.logs.branches import BRANCHES, Branch, BranchLogs
 from datasvc.repository.logs.heads import Heads, PositionReader, parents_of
 from datasvc.repository.logs.journal import Journal
-from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log, list_logs
-from datasvc.repository.logs.metric_mode import MetricMode, choose_metric_mode, finite_metrics, rank_by_metric
-from datasvc.repository.logs.references import LATEST, Reference, check_name, check_tag, is_name, parse_reference
+from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Entry, Log, describe_numbers, list_logs
+from datasvc.repository.logs.references import (
+    LATEST,
+    MetricMode,
+    Reference,
+    check_name,
+    check_tag,
+    choose_metric_mode,
+    finite_metrics,
+    is_name,
+    parse_reference,
+    rank_by_metric,
+)
 from datasvc.repository.logs.removals import Removals
 from datasvc.repository.logs.tags import Tags, version_of
-from datasvc.repository.logs.version_numbers import describe_numbers
 from datasvc.repository.marker import MARKER, MARKER_BYTES, check_create_only, check_marker
 from datasvc.repository.objects.objects import Objects
 from datasvc.repository.resolved import KIND_NAMES, Kind, NameState, Resolved, describe_damage, warn_unreadable
@@ -383,7 +392,7 @@ class Repository:
         """Return the entries of versions `numbers`, in this order; default: all versions, oldest first.
 
         An entry that cannot be read is left out with an `UnreadableVersionWarning`, so that it does not hide the
-        other versions. There is no warning for a version that was marked as lost, see `lost_versions.mark_lost`.
+        other versions. There is no warning for a version that was marked as lost, see `removal.mark_lost`.
 
         Raises:
             UnavailableError: the store does not respond.

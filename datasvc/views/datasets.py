@@ -23,7 +23,7 @@ from datasvc.drawing import (
 )
 from datasvc.errors import BadSampleError
 from datasvc.repository import Entry, Repository
-from datasvc.repository.logs.lines import branch_of
+from datasvc.repository.logs.branches import branch_of
 from datasvc.shards.format.schema import KEY, LABEL, is_blob
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.lines.dataset_log import DatasetLog, change_of, entry_parents

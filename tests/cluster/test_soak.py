@@ -17,7 +17,7 @@ import pytest
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.quotas import Quota
 from datasvc.repository import Repository
-from datasvc.repository.store.range_streams import Timeouts
+from datasvc.repository.store.ranges import Timeouts
 from tests.cluster.chaos import Chaos
 from tests.cluster.content import make_dataset
 from tests.cluster.disk import BudgetWatcher, SmallDisk, files_of

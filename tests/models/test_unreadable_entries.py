@@ -22,7 +22,7 @@ from datasvc.models.search import find_versions, query_versions
 from datasvc.models.transfer import transfer
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.log import encode_entry
-from datasvc.repository.lost_versions import mark_lost
+from datasvc.repository.removal import mark_lost
 from tests.models.every_kind import flip
 
 DAY = 24 * 3600

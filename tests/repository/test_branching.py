@@ -7,8 +7,7 @@ import pytest
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError, UnreadableVersionWarning
 from datasvc.repository import Repository, branching
 from datasvc.repository.branching import branch_history, create_branch, read_branches, remove_branch
-from datasvc.repository.lost_versions import mark_lost
-from datasvc.repository.removal import remove_versions, swept_versions
+from datasvc.repository.removal import mark_lost, remove_versions, swept_versions
 from datasvc.shards.history.revert import revert
 from datasvc.shards.versions.delete import delete
 from datasvc.testing import FaultyStore

@@ -1,8 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.trainer.engine.autotune import CYCLE_TIME_MS, FUSION_MIB, Autotuner
 from datasvc.trainer.engine.negotiation.requests import Tuning
+from datasvc.trainer.engine.tuning import CYCLE_TIME_MS, FUSION_MIB, Autotuner
 
 GRID = [Tuning(fusion * 2**20, cycle / 1e3) for fusion in FUSION_MIB for cycle in CYCLE_TIME_MS]
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import datasvc.trainer as hvd
-from datasvc.trainer.engine.execution.hierarchical import HierarchicalWork, NodeGroups
-from datasvc.trainer.engine.execution.transport import GroupTransport
+from datasvc.trainer.engine.execution.transport import GroupTransport, HierarchicalWork, NodeGroups
 from datasvc.trainer.gradients.bucket_tuner import BucketTuner
 from datasvc.trainer.job import runtime
 from datasvc.trainer.job.process_sets import global_process_set

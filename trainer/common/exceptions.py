@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datasvc.trainer.errors import HorovodInternalError
-from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
+from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt
 
 __all__ = ["HorovodInternalError", "HorovodVersionMismatchError", "HostsUpdatedInterrupt"]
 

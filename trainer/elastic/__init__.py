@@ -10,13 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from datasvc.trainer.elastic.elastic_loader import ElasticLoader
-    from datasvc.trainer.elastic.handlers import StateHandler, get_handler_registry, set_handler_registry
+    from datasvc.trainer.elastic.handlers import StateHandler, TorchState, get_handler_registry, set_handler_registry
     from datasvc.trainer.elastic.run_loop import run
-    from datasvc.trainer.elastic.sampler import ElasticSampler
+    from datasvc.trainer.elastic.sampler import ElasticLoader, ElasticSampler
     from datasvc.trainer.elastic.state import ObjectState, State
-    from datasvc.trainer.elastic.torch_state import TorchState
-    from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt, HostUpdateResult
+    from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt, HostUpdateResult
 
 __all__ = [
     "ElasticLoader",
@@ -34,14 +32,14 @@ __all__ = [
 
 # The module of each public name, relative to `datasvc.trainer`.
 _MODULE_OF = {
-    "ElasticLoader": "elastic.elastic_loader",
+    "ElasticLoader": "elastic.sampler",
     "ElasticSampler": "elastic.sampler",
-    "HostUpdateResult": "rendezvous.host_update",
-    "HostsUpdatedInterrupt": "rendezvous.host_update",
+    "HostUpdateResult": "rendezvous.messages",
+    "HostsUpdatedInterrupt": "rendezvous.messages",
     "ObjectState": "elastic.state",
     "State": "elastic.state",
     "StateHandler": "elastic.handlers",
-    "TorchState": "elastic.torch_state",
+    "TorchState": "elastic.handlers",
     "get_handler_registry": "elastic.handlers",
     "run": "elastic.run_loop",
     "set_handler_registry": "elastic.handlers",

@@ -15,7 +15,7 @@ from datasvc.trainer.elastic.state import State
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.job import runtime
 from datasvc.trainer.optim.wrapper_numbers import raise_counts
-from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
+from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt
 from datasvc.trainer.rendezvous.rendezvous import Rendezvous, open_rendezvous
 
 logger = logging.getLogger(__name__)

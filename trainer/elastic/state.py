@@ -1,7 +1,7 @@
 """The shared state of the ranks of an elastic job, such as model, optimizer and epoch.
 
 `run` restores or synchronizes it before each call of the training function. `State` is the interface, `ObjectState`
-is a state of plain attributes, and `torch_state` has the state for models and optimizers. A round is a period in
+is a state of plain attributes, and `handlers` has the state for models and optimizers. A round is a period in
 which the ranks of the job and their numbers do not change.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from datasvc.trainer.job import runtime
 from datasvc.trainer.optim.broadcast_state import broadcast_object
-from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt, HostUpdateResult
+from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt, HostUpdateResult
 
 BroadcastObject = Callable[..., Any]
 
@@ -181,7 +181,7 @@ class ObjectState(State):
 # Names of Horovod's module `state`, and their modules here. These are imported on use: some of them import this one.
 _MODULE_OF = {
     "ElasticSampler": "sampler",
-    "TorchState": "torch_state",
+    "TorchState": "handlers",
     "StateHandler": "handlers",
     "ModelStateHandler": "handlers",
     "OptimizerStateHandler": "handlers",

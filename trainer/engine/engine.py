@@ -15,15 +15,20 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from datasvc.trainer.engine.execution.completion import Completions
 from datasvc.trainer.engine.execution.execution import Executor
-from datasvc.trainer.engine.execution.handles import Result, Submission
+from datasvc.trainer.engine.execution.handles import Completions, Result, Submission
 from datasvc.trainer.engine.execution.movements import EngineStreams, FusionBuffers
-from datasvc.trainer.engine.execution.profiler_ranges import profiled
-from datasvc.trainer.engine.execution.timeline import Timeline
+from datasvc.trainer.engine.execution.timeline import Timeline, profiled
 from datasvc.trainer.engine.execution.transport import Transport
-from datasvc.trainer.engine.negotiation.agreement import name_ranks
-from datasvc.trainer.engine.negotiation.negotiation import JOIN, Negotiation, Outcome, Refused
+from datasvc.trainer.engine.negotiation.negotiation import (
+    JOIN,
+    Negotiation,
+    Outcome,
+    Refused,
+    StalledOperation,
+    StallWatch,
+    name_ranks,
+)
 from datasvc.trainer.engine.negotiation.requests import (
     CollectiveKind,
     CycleMessage,
@@ -32,7 +37,6 @@ from datasvc.trainer.engine.negotiation.requests import (
     decode_message,
     encode_message,
 )
-from datasvc.trainer.engine.negotiation.stall import StalledOperation, StallWatch
 from datasvc.trainer.engine.tuning import Tuner
 from datasvc.trainer.env.environment import EngineSettings
 from datasvc.trainer.errors import HorovodInternalError

@@ -21,9 +21,8 @@ from datasvc.trainer.function.call_server import CallServer
 from datasvc.trainer.function.pickling import pickle_call, unpickle_error, unpickle_result
 from datasvc.trainer.function.worker import KEY, PORT
 from datasvc.trainer.launch.command_line import run_job
-from datasvc.trainer.launch.ranks.hosts import parse_hosts, read_host_file
+from datasvc.trainer.launch.ranks.hosts import is_local, parse_hosts, read_host_file
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob, RemoteSettings
-from datasvc.trainer.launch.ranks.remote_shell import is_local
 
 T = TypeVar("T")
 

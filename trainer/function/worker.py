@@ -8,8 +8,7 @@ import sys
 
 from datasvc.trainer.function.call_server import fetch_call, send_answer
 from datasvc.trainer.function.pickling import call_pickled, pickle_error, pickle_result
-from datasvc.trainer.rendezvous.host_update import LeaveJob
-from datasvc.trainer.rendezvous.messages import WORKER_VARIABLE
+from datasvc.trainer.rendezvous.messages import WORKER_VARIABLE, LeaveJob
 
 # The environment variables with the port of the call server and with the key of the job.
 PORT, KEY = "TRAINER_POST_PORT", "TRAINER_POST_KEY"

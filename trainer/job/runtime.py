@@ -21,20 +21,20 @@ from torch.distributed.rendezvous import rendezvous
 from datasvc.trainer.engine.engine import Engine
 from datasvc.trainer.engine.execution.timeline import Timeline, TraceFile
 from datasvc.trainer.engine.execution.transport import GroupTransport, Transport
-from datasvc.trainer.engine.negotiation.agreement import name_ranks
+from datasvc.trainer.engine.negotiation.negotiation import name_ranks
 from datasvc.trainer.env.environment import (
     EngineSettings,
     RankPlacement,
     choose_gloo_interface,
     configure_logging,
+    find_gpu_uuid,
     placement_variables,
     read_engine_settings,
     read_placement,
 )
 from datasvc.trainer.env.foreign_launchers import translate
-from datasvc.trainer.env.gpus import find_gpu_uuid
 from datasvc.trainer.errors import HorovodInternalError
-from datasvc.trainer.rendezvous.arrivals import arrival_key
+from datasvc.trainer.rendezvous.messages import arrival_key
 from datasvc.trainer.rendezvous.rendezvous import current_rendezvous, open_rendezvous
 from datasvc.trainer.rendezvous.round import join_round
 

@@ -9,24 +9,28 @@ of the launcher.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from datasvc.extras import explain_missing
 from datasvc.printable import escape_unencodable
-from datasvc.trainer.launch.config_file import read_config_file
+from datasvc.trainer.launch.config_file import OneLineParser, read_config_file
 from datasvc.trainer.launch.engine_flags import CONTROLLERS, add_engine_flags, list_ignored, read_engine_flags
-from datasvc.trainer.launch.one_line_parser import OneLineParser
-from datasvc.trainer.launch.ranks.hosts import parse_hosts, read_allocation, read_host_file
+from datasvc.trainer.launch.ranks.hosts import is_local, parse_hosts, read_allocation, read_host_file
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob, RemoteSettings
 from datasvc.trainer.launch.ranks.rank_output import print_message
 from datasvc.trainer.launch.ranks.rank_process import StartError
-from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.static_job import run_static_job
+
+_TORCH_BUILDS = "https://pytorch.org/get-started/locally"
+# Libraries for tensor operations that only Horovod can use.
+_FOREIGN_OPERATIONS = ("MPI", "CCL", "DDL")
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "datasvc-run") -> int:
@@ -91,7 +95,7 @@ def parse_arguments(
     parser = _build_parser(prog)
     options = parser.parse_args(arguments)
     if options.check_build:
-        from datasvc.trainer.launch.check_build import describe_build
+        from datasvc.trainer.launch.command_line import describe_build
 
         print(describe_build())  # noqa: T201 - output of the command
         parser.exit(0)
@@ -307,3 +311,85 @@ def _version() -> str:
         return version("datasvc")
     except PackageNotFoundError:
         return "unknown"
+
+
+@dataclass(frozen=True)
+class BuildFeature:
+    """A feature that an installation may have.
+
+    Attributes:
+        name: name in the table.
+        is_available: whether this installation has the feature.
+        advice: text for a feature that is not available: what it is for, or how to install it.
+    """
+
+    name: str
+    is_available: bool
+    advice: str = ""
+
+
+def describe_build() -> str:
+    """Return a table of the available frameworks, launchers and tensor operations. Imports torch if it is installed.
+
+    Below the table, each feature that is not available has a line with its advice.
+    """
+    frameworks, has_distributed, operations = _list_torch_features()
+    features_by_title = {
+        "Frameworks": frameworks,
+        # srun and mpirun need nothing in this installation: `init` reads the variables that they set.
+        "Launchers": [
+            BuildFeature("this one", True),
+            BuildFeature("torchrun", has_distributed, "comes with PyTorch"),
+            BuildFeature("srun", True),
+            BuildFeature("mpirun", True),
+        ],
+        "Tensor operations": [
+            *operations,
+            *(
+                BuildFeature(name, False, "exists in Horovod only; Gloo and NCCL replace it")
+                for name in _FOREIGN_OPERATIONS
+            ),
+        ],
+    }
+    # The table has the rows of Horovod's table. These features, which only some jobs need, are listed if missing.
+    others = [
+        BuildFeature(
+            "ssh", shutil.which("ssh") is not None, "starts ranks on other hosts; install an OpenSSH client"
+        ),
+        BuildFeature(
+            "PyYAML", importlib.util.find_spec("yaml") is not None, "reads --config-file in YAML; pip install pyyaml"
+        ),
+    ]
+    sections = [
+        [f"{title}:", *(f"    [{'X' if feature.is_available else ' '}] {feature.name}" for feature in features)]
+        for title, features in features_by_title.items()
+    ]
+    features = [*(feature for group in features_by_title.values() for feature in group), *others]
+    missing = [f"    {feature.name}: {feature.advice}" for feature in features if not feature.is_available]
+    return "\n\n".join("\n".join(lines) for lines in [*sections, ["Not available:", *missing]])
+
+
+def _list_torch_features() -> tuple[list[BuildFeature], bool, list[BuildFeature]]:
+    """Return the frameworks, whether torch.distributed is available, and the operations that torch has."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        advice = f"cannot be imported ({error}); pip install torch, see {_TORCH_BUILDS}"
+        names = ("Gloo", "NCCL", "CUDA")
+        return (
+            [BuildFeature("PyTorch", False, advice)],
+            False,
+            [BuildFeature(name, False, "needs PyTorch") for name in names],
+        )
+    has_distributed = dist.is_available()
+    cuda_advice = "torch finds no GPU; check nvidia-smi and the driver"
+    if torch.version.cuda is None and torch.version.hip is None:
+        cuda_advice = f"this build of torch is for CPUs; for GPUs install another one, see {_TORCH_BUILDS}"
+    build_advice = f"this build of torch lacks it; install another one, see {_TORCH_BUILDS}"
+    operations = [
+        BuildFeature("Gloo", has_distributed and dist.is_gloo_available(), build_advice),
+        BuildFeature("NCCL", has_distributed and dist.is_nccl_available(), f"for GPUs; {build_advice}"),
+        BuildFeature("CUDA", torch.cuda.is_available(), cuda_advice),
+    ]
+    return [BuildFeature("PyTorch " + torch.__version__, True)], has_distributed, operations

@@ -6,11 +6,12 @@ The file is YAML, JSON or TOML and has sections of settings. For example, `warni
 
 from __future__ import annotations
 
+import argparse
 import json
 import tomllib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 # A regular flag is "--", the prefix of the section (`_PREFIXES`), and the name of the setting. These are the others.
 _IRREGULAR_FLAGS = {
@@ -162,3 +163,12 @@ def _argument(flag: str, value: object, path: Path, switches: Collection[str]) -
 
 def _dashed(name: object) -> str:
     return str(name).replace("_", "-")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose errors are one line and a hint at `--help`, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake on standard error and exit with status 2."""
+        # The message quotes arguments, which may contain newlines.
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())} (see {self.prog} --help)\n")

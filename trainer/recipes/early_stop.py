@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from datasvc.errors import ConfigError
-from datasvc.repository.logs.metric_mode import choose_metric_mode
+from datasvc.repository.logs.references import choose_metric_mode
 
 
 class EarlyStop:

@@ -24,7 +24,7 @@ from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import load_optimizer, report_commits
 from datasvc.trainer.recipes.optimizers.precision import load_loss_scale
 from datasvc.trainer.recipes.run import Run
-from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
+from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt
 
 
 @dataclass(frozen=True)

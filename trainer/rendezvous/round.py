@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _world
 
 from datasvc.trainer.engine.execution.transport import GroupTransport, Transport
-from datasvc.trainer.env.environment import EngineSettings, RankPlacement
-from datasvc.trainer.env.gpus import find_gpu_uuid
+from datasvc.trainer.env.environment import EngineSettings, RankPlacement, find_gpu_uuid
 from datasvc.trainer.errors import HorovodInternalError
 from datasvc.trainer.rendezvous.rendezvous import Rendezvous
 

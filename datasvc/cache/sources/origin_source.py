@@ -18,7 +18,7 @@ from datasvc.cache.sources.range_requests import GATHERED_PARTS, STREAMED_PARTS,
 from datasvc.errors import CorruptDataError, UnavailableError
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.store.obstore_loop import CancellationToken
-from datasvc.repository.store.range_streams import Take
+from datasvc.repository.store.ranges import Take
 from datasvc.threads import run_before_threads_end
 
 Kind = Literal["origin", "peer"]

@@ -23,8 +23,7 @@ from datasvc.repository.store import obstore_loop
 from datasvc.repository.store.object_store_files import ObjectStoreFiles
 from datasvc.repository.store.object_stores import ObjectBucket, choose_bucket, read_settings
 from datasvc.repository.store.obstore_loop import CancellationToken
-from datasvc.repository.store.range_streams import Take
-from datasvc.repository.store.ranges import RangeReader
+from datasvc.repository.store.ranges import RangeReader, Take
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import with_retries
 from datasvc.repository.store.storage import resolve_url

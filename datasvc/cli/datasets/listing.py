@@ -59,7 +59,7 @@ def log(
     NAME@BRANCH lists the versions of a branch and those that it comes from.
     """
     from datasvc.repository import Repository
-    from datasvc.repository.logs.lines import branch_of
+    from datasvc.repository.logs.branches import branch_of
     from datasvc.shards.versions.dataset import readable_versions
     from datasvc.shards.versions.describe import describe_log
 

@@ -198,7 +198,7 @@ def give_up(
 ) -> None:
     """Mark versions as lost (`gc` deletes nothing before that) and print them; for data sets and for models."""
     from datasvc.repository import Repository
-    from datasvc.repository.lost_versions import mark_lost as run_mark_lost
+    from datasvc.repository.removal import mark_lost as run_mark_lost
 
     result = run_mark_lost(Repository.open(repo), kind, refs, force=force, dry_run=dry_run, message=message)
     versions = [str(version) for version in result.versions]

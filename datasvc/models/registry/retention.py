@@ -14,7 +14,7 @@ from datasvc.errors import ConfigError, ConflictError
 from datasvc.models.registry.registry import ModelVersion, model_log
 from datasvc.printable import count_text
 from datasvc.repository import Repository
-from datasvc.repository.logs.metric_mode import MetricMode, choose_metric_mode, finite_metrics, rank_by_metric
+from datasvc.repository.logs.references import MetricMode, choose_metric_mode, finite_metrics, rank_by_metric
 from datasvc.repository.removal import RemovalReport, remove_untagged, remove_versions, tags_on
 
 # Lineage and the search for consumers read these fields of removed versions.
@@ -29,7 +29,7 @@ class RetentionPolicy:
         last: number of newest versions to keep.
         best: number of best versions by `metric` to keep; None: 1 if there is a `metric`.
         metric: metric that defines "best"; None: for every metric, its highest and its lowest value count as best.
-        mode: whether a high or a low `metric` is better; None: derived from its name, see `metric_mode`.
+        mode: whether a high or a low `metric` is better; None: derived from its name, see `references`.
         every_versions: keep the versions whose number is a multiple of this.
         every_steps: keep the first version at or after each multiple of this number of steps.
 

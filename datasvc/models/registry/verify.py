@@ -21,7 +21,7 @@ from datasvc.models.versions.signing_keys import trusted_keys as load_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.logs.references import refuse_text
-from datasvc.repository.objects.damage import find_damage
+from datasvc.repository.objects.presence import find_damage
 from datasvc.threads import run_in_threads
 
 # Each read holds one part of an object in memory, or eight parts if the repository is remote.

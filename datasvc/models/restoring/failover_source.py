@@ -14,8 +14,8 @@ from typing import TypeVar
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.models.restoring.report import BadCopies
 from datasvc.repository import Digest, Objects
-from datasvc.repository.objects.damage import count_reads, stored_size
 from datasvc.repository.objects.objects import digest_of
+from datasvc.repository.objects.presence import count_reads, stored_size
 
 _Answer = TypeVar("_Answer")
 

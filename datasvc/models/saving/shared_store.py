@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.models.saving.rank_channel import LostRankError, RankChannel, describe_error, raise_on_all_ranks
 from datasvc.repository import Storage
-from datasvc.repository.logs.version_numbers import describe_numbers
+from datasvc.repository.logs.log import describe_numbers
 from datasvc.repository.store.redaction import redact_url
 from datasvc.threads import map_in_threads
 

@@ -17,7 +17,7 @@ from datasvc.models.search.rows import TREES, Field
 from datasvc.models.search.table import WILDCARDS, build_table
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
-from datasvc.repository.logs.metric_mode import choose_metric_mode
+from datasvc.repository.logs.references import choose_metric_mode
 from datasvc.sql_sandbox import connected, fetch, lock, only_query
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from datasvc.errors import ConflictError
 from datasvc.models.transfer.entries import TargetLogs
 from datasvc.repository import Repository, Resolved, parse_reference
 from datasvc.repository.branching import create_branch
-from datasvc.repository.logs.lines import BRANCH
+from datasvc.repository.logs.branches import BRANCH
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.lines.ancestors import ancestors_of
 

@@ -20,9 +20,8 @@ from datasvc.models.versions.entry_fields import check_fields
 from datasvc.models.versions.entry_reader import EntryReader
 from datasvc.printable import count_text
 from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_reference
-from datasvc.repository.continuation import fields_on_line
-from datasvc.repository.logs.branches import Branch
-from datasvc.repository.logs.lines import BRANCH, LINES, MAIN, branch_line, branch_of
+from datasvc.repository.branching import fields_on_line
+from datasvc.repository.logs.branches import BRANCH, LINES, MAIN, Branch, branch_line, branch_of
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.lines.ancestors import ancestors_of
 from datasvc.shards.versions.dataset import find_renamed

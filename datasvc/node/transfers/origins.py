@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from datasvc.errors import NotFoundError, UnavailableError
 from datasvc.repository import Repository, Storage
 from datasvc.repository.store.obstore_loop import CancellationToken
-from datasvc.repository.store.range_streams import Take
+from datasvc.repository.store.ranges import Take
 from datasvc.repository.store.redaction import redact_url
 
 

@@ -8,8 +8,7 @@ from functools import cached_property
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
-from datasvc.repository.logs.branches import BRANCHES, Branch, BranchLogs
-from datasvc.repository.logs.lines import MAIN, LinePosition, find_head
+from datasvc.repository.logs.branches import BRANCHES, MAIN, Branch, BranchLogs, LinePosition, find_head
 from datasvc.repository.logs.log import Entry, Log
 from datasvc.repository.logs.references import parse_reference
 

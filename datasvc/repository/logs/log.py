@@ -13,23 +13,26 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
-from datasvc.repository.logs.version_numbers import describe_numbers
 from datasvc.repository.objects.objects import digest_of
 from datasvc.repository.store.storage import Storage
 from datasvc.threads import map_in_threads
 
 ENTRY_FORMAT = 1
 BRANCH_FORMAT = 2
-"""Format of an entry on a branch, see `lines`: releases without branches would take it for one of the main line."""
+"""Format of an entry on a branch: releases without branches would take it for one of the main line."""
 MAX_ENTRY_BYTES = 16 << 20
 """Maximum size of an entry; large data belongs in objects. Parsed, an entry takes some twenty times its size."""
 
 _ENTRY_NAME = re.compile(r"(\d{8,})\.json")  # the same form as in `Log.path_of`
 _APPEND_ATTEMPTS = 32
 _READS_AT_ONCE = 16  # parallel reads of entries from a remote store
+
+
+_SPAN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_SHOWN_SPANS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -249,3 +252,56 @@ class Log:
 def _now() -> str:
     # Entries are ordered by number, never by this time, so a wrong clock does not change their order.
     return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+# A *span* is a run of consecutive numbers, given by its first and its last number.
+
+
+def encode_numbers(numbers: Iterable[int]) -> str:
+    """Return numbers as text, with each span shortened, such as `1-3,7`."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans_of(numbers))
+
+
+def decode_numbers(text: object, *, among: Iterable[int]) -> frozenset[int]:
+    """Return those numbers of `among` that are in `text`, a result of `encode_numbers`.
+
+    The result is bounded by `among`, so that a damaged text such as `1-999999999` cannot use much memory.
+
+    Raises:
+        CorruptDataError: `text` is not in the form that `encode_numbers` returns.
+    """
+    spans = []
+    for part in str(text).split(",") if text else []:
+        match = _SPAN.fullmatch(part)
+        if not match:
+            raise CorruptDataError(f"{text!r} is not a list of versions; expected for example '1-3,7'")
+        spans.append((int(match[1]), int(match[2] or match[1])))
+    # Sort both numbers and spans, so that one pass is enough. The lowest span is the last one, for a fast `pop`.
+    spans.sort(reverse=True)
+    numbers = []
+    for number in sorted(among):
+        while spans and spans[-1][1] < number:
+            spans.pop()  # it ends before `number`
+        if spans and spans[-1][0] <= number:
+            numbers.append(number)
+    return frozenset(numbers)
+
+
+def describe_numbers(numbers: Iterable[int]) -> str:
+    """Return numbers for a message, such as `1 to 3, 7`; of many spans, only the first and the last ones."""
+    shown = [str(first) if first == last else f"{first} to {last}" for first, last in spans_of(numbers)]
+    if len(shown) > _SHOWN_SPANS:
+        half = _SHOWN_SPANS // 2
+        shown = [*shown[:half], "...", *shown[-half:]]
+    return ", ".join(shown) if shown else "none"
+
+
+def spans_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the spans of `numbers` as (first, last), ascending."""
+    spans: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if spans and spans[-1][1] == number - 1:
+            spans[-1] = (spans[-1][0], number)
+        else:
+            spans.append((number, number))
+    return spans

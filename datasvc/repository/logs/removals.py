@@ -12,8 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
 from datasvc.errors import CorruptDataError, UnreadableVersionWarning
-from datasvc.repository.logs.log import Entry, Log
-from datasvc.repository.logs.version_numbers import decode_numbers, encode_numbers
+from datasvc.repository.logs.log import Entry, Log, decode_numbers, encode_numbers
 from datasvc.repository.store.storage import Storage
 
 

@@ -28,7 +28,7 @@ from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository.objects.intact import is_damage, is_known_intact, mark_intact, report_damage
 from datasvc.repository.store.file_age import refresh_local
 from datasvc.repository.store.obstore_loop import CancellationToken
-from datasvc.repository.store.range_streams import Take
+from datasvc.repository.store.ranges import Take
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import Storage, too_large
 

@@ -18,8 +18,7 @@ from datasvc import durable
 from datasvc.errors import ConflictError, NotFoundError, UnavailableError, UnknownOutcomeError
 from datasvc.repository.store import exclusive_create, file_age
 from datasvc.repository.store.obstore_loop import CancellationToken
-from datasvc.repository.store.range_streams import Take
-from datasvc.repository.store.ranges import stream_blocks
+from datasvc.repository.store.ranges import Take, stream_blocks
 from datasvc.repository.store.retries import map_exceptions
 
 

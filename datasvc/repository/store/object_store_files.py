@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
 from datasvc.repository.store import exclusive_create, file_age, obstore_loop
 from datasvc.repository.store.object_stores import ObjectBucket, make_client_options, move_to_region, open_bucket
-from datasvc.repository.store.obstore_errors import (
+from datasvc.repository.store.obstore_loop import (
+    CancellationToken,
     RangeBeyondEndError,
     UnsupportedResponseError,
     WrongRegionError,
     convert_errors,
 )
-from datasvc.repository.store.obstore_loop import CancellationToken
-from datasvc.repository.store.range_streams import RangeStreams, Take, Timeouts
+from datasvc.repository.store.ranges import RangeStreams, Take, Timeouts
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
 

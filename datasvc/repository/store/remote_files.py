@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from datasvc.errors import NotFoundError
 from datasvc.repository.store import exclusive_create, file_age
 from datasvc.repository.store.obstore_loop import CancellationToken
-from datasvc.repository.store.range_streams import Take
-from datasvc.repository.store.ranges import RangeReader
+from datasvc.repository.store.ranges import RangeReader, Take
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions, with_retries
 

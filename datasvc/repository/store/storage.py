@@ -25,8 +25,7 @@ from datasvc.repository.store.local_files import LocalFiles
 from datasvc.repository.store.object_store_files import ObjectStoreFiles
 from datasvc.repository.store.object_stores import SCHEMES, choose_bucket
 from datasvc.repository.store.obstore_loop import CancellationToken
-from datasvc.repository.store.range_streams import Take
-from datasvc.repository.store.ranges import RangeReader
+from datasvc.repository.store.ranges import RangeReader, Take
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.remote_files import RemoteFiles
 from datasvc.repository.store.urls import local_root, open_without_listings, resolve_url, url_of_pickle, url_to_pickle

@@ -28,14 +28,11 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.repository import Entry, Repository, Resolved
-from datasvc.repository.branching import create_branch
-from datasvc.repository.continuation import fields_on_line
-from datasvc.repository.logs.branches import BRANCHES
-from datasvc.repository.logs.lines import MAIN
-from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Log, decode_log_entry, list_logs
+from datasvc.repository.branching import create_branch, fields_on_line
+from datasvc.repository.logs.branches import BRANCHES, MAIN
+from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Log, decode_log_entry, decode_numbers, list_logs
 from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.logs.tags import version_of
-from datasvc.repository.logs.version_numbers import decode_numbers
 from datasvc.repository.removal import remove_untagged
 from datasvc.repository.resolved import describe_damage
 from datasvc.shards.lines.commit import renamed_to

@@ -21,7 +21,7 @@ from datasvc.errors import ConfigError, SourceChangedError, UnavailableError
 from datasvc.processors import count_processors
 from datasvc.progress import Progress
 from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
-from datasvc.repository.continuation import find_branch
+from datasvc.repository.branching import find_branch
 from datasvc.repository.logs.journal import Journal
 from datasvc.repository.logs.references import LineName, parse_line
 from datasvc.repository.objects.objects import digest_of

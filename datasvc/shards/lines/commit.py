@@ -11,8 +11,8 @@ from typing import Any
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError
 from datasvc.repository import Entry, Repository, Resolved
-from datasvc.repository.continuation import continue_line
-from datasvc.repository.logs.lines import branch_of
+from datasvc.repository.branching import continue_line
+from datasvc.repository.logs.branches import branch_of
 from datasvc.repository.logs.references import LineName, is_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.resolved import warn_unreadable

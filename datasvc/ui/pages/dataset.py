@@ -11,7 +11,7 @@ from typing import Any
 from datasvc import drawing
 from datasvc.models.search.query import find_versions
 from datasvc.repository import Repository, Resolved
-from datasvc.repository.logs.lines import branch_of
+from datasvc.repository.logs.branches import branch_of
 from datasvc.shards.query.histogram import list_columns
 from datasvc.shards.query.sample_page import page_of
 from datasvc.shards.query.sample_reader import SampleSummary

@@ -13,7 +13,7 @@ from datasvc.models.registry.registry import ModelVersion, describe_versions
 from datasvc.models.search.query import query_versions
 from datasvc.printable import escape_controls
 from datasvc.repository import Resolved
-from datasvc.repository.logs.metric_mode import finite_metrics
+from datasvc.repository.logs.references import finite_metrics
 from datasvc.repository.resolved import NameState
 from datasvc.ui.pages.charts.histogram_charts import CHART_WIDTH
 from datasvc.ui.web.links import model_link

@@ -8,7 +8,7 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.registry.registry import describe_versions
 from datasvc.models.search.index import map_models
 from datasvc.repository import Kind, Repository, Resolved
-from datasvc.repository.logs.lines import branch_of
+from datasvc.repository.logs.branches import branch_of
 from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.resolved import KIND_NAMES, NameState, keep_valid
 from datasvc.shards.lines.commit import check_splits

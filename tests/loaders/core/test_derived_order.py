@@ -16,7 +16,7 @@ from datasvc.loaders.core.loader import Loader
 from datasvc.loaders.torch import IterableDataset, OrderBatchSampler, ResumableDataLoader
 from datasvc.loaders.torch.dataset import Dataset
 from datasvc.order import OrderConfig
-from datasvc.trainer.rendezvous.round_store import RoundStore
+from datasvc.trainer.rendezvous.rendezvous import RoundStore
 from tests.loaders.echo import _Echo
 from tests.loaders.numbered import write_split
 

@@ -10,7 +10,7 @@ from torch.distributed import HashStore, TCPStore
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.loaders.ranks.agree import agree, default_store
 from datasvc.trainer.errors import HorovodInternalError
-from datasvc.trainer.rendezvous.round_store import RoundStore
+from datasvc.trainer.rendezvous.rendezvous import RoundStore
 
 SHORT = timedelta(milliseconds=50)
 

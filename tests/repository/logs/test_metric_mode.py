@@ -1,7 +1,7 @@
 import pytest
 
 from datasvc.errors import ConfigError
-from datasvc.repository.logs.metric_mode import choose_metric_mode
+from datasvc.repository.logs.references import choose_metric_mode
 
 
 @pytest.mark.parametrize(

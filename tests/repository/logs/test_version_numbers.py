@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
-from datasvc.repository.logs.version_numbers import decode_numbers, describe_numbers, encode_numbers
+from datasvc.repository.logs.log import decode_numbers, describe_numbers, encode_numbers
 
 some_numbers = st.frozensets(st.integers(1, 60))
 

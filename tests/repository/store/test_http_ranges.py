@@ -15,10 +15,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, NotFoundError, UnavailableError
-from datasvc.repository.store.obstore_errors import UnsupportedResponseError
-from datasvc.repository.store.obstore_loop import CancellationToken
-from datasvc.repository.store.range_streams import CHUNK_BYTES, Timeouts
-from datasvc.repository.store.ranges import HttpRanges, RangeReader
+from datasvc.repository.store.obstore_loop import CancellationToken, UnsupportedResponseError
+from datasvc.repository.store.ranges import CHUNK_BYTES, HttpRanges, RangeReader, Timeouts
 from datasvc.repository.store.retries import ATTEMPTS
 from tests.examples import examples
 from tests.repository.faulty_server import FaultyServer
@@ -94,7 +92,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_no_failure(monkeypatch):
 
 @pytest.mark.parametrize("fault", PASSING)
 def test_what_was_missing_after_a_fault_is_asked_for_again(fault, monkeypatch):
-    monkeypatch.setattr("datasvc.repository.store.range_streams.CHUNK_BYTES", 10_000)
+    monkeypatch.setattr("datasvc.repository.store.ranges.CHUNK_BYTES", 10_000)
     with FaultyServer(CONTENT, faults=[fault] * (ATTEMPTS - 1)) as server:
         assert read(stream_of(fault), server) == CONTENT
         assert len(server.ranges) == ATTEMPTS
@@ -127,8 +125,8 @@ def test_a_fault_that_stays_is_said_after_a_few_tries(fault):
 
 
 def test_a_file_cut_off_again_and_again_comes_as_long_as_much_of_it_comes(monkeypatch):
-    monkeypatch.setattr("datasvc.repository.store.range_streams.CHUNK_BYTES", 1000)
-    monkeypatch.setattr("datasvc.repository.store.range_streams._PROGRESS_BYTES", 1000)
+    monkeypatch.setattr("datasvc.repository.store.ranges.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("datasvc.repository.store.ranges._PROGRESS_BYTES", 1000)
     with FaultyServer(CONTENT, faults=["hang up"] * 7) as server:
         assert read(stream_of(), server) == CONTENT
 

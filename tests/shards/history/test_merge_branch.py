@@ -4,7 +4,7 @@ import pytest
 
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.repository.branching import create_branch
-from datasvc.repository.lost_versions import mark_lost
+from datasvc.repository.removal import mark_lost
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.history.class_names import name_classes
 from datasvc.shards.history.merge_branch import merge_branch

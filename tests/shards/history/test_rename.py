@@ -11,8 +11,7 @@ from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoun
 from datasvc.repository import Repository
 from datasvc.repository.branching import branch_history, create_branch, remove_branch
 from datasvc.repository.logs.removals import Removals
-from datasvc.repository.lost_versions import mark_lost
-from datasvc.repository.removal import remove_versions
+from datasvc.repository.removal import mark_lost, remove_versions
 from datasvc.repository.store.storage import Storage
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.history.merge_branch import merge_branch

@@ -11,7 +11,7 @@ from datasvc.api import DataRepository
 from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError, UnreadableVersionWarning
 from datasvc.repository.logs.log import encode_entry
-from datasvc.repository.lost_versions import mark_lost
+from datasvc.repository.removal import mark_lost
 from datasvc.shards import open_dataset
 from datasvc.shards.ingestion.ingest import ingest
 from datasvc.shards.versions.delete import delete

@@ -27,7 +27,7 @@ from datasvc.trainer.elastic import (
 )
 from datasvc.trainer.env.environment import RankPlacement
 from datasvc.trainer.rendezvous.messages import RankAssignment
-from datasvc.trainer.rendezvous.round_store import RoundStore
+from datasvc.trainer.rendezvous.rendezvous import RoundStore
 from tests.support.pages import find_page
 
 

@@ -31,7 +31,7 @@ from datasvc.trainer.recipes.reporting.events import choose_events
 from datasvc.trainer.recipes.reporting.recorder import RUN_LOG, LoggedEvents
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.start import start
-from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
+from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt
 from tests.samples import write_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -27,8 +27,7 @@ from datasvc.trainer.rendezvous.messages import (
     notice_queue,
     training_key,
 )
-from datasvc.trainer.rendezvous.rendezvous import Rendezvous, report_uncaught_errors
-from datasvc.trainer.rendezvous.round_store import RoundStore
+from datasvc.trainer.rendezvous.rendezvous import Rendezvous, RoundStore, report_uncaught_errors
 from tests.support.gate import Gate
 from tests.support.threads import in_thread
 

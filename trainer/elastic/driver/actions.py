@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from datasvc.trainer.env.environment import RankPlacement
+from datasvc.trainer.launch.ranks.hosts import is_local
 from datasvc.trainer.launch.ranks.job import LaunchJob
 from datasvc.trainer.launch.ranks.placement import HostedRank, plan_rank_start
 from datasvc.trainer.launch.ranks.rank_process import RankStart
-from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.store import list_addresses
 from datasvc.trainer.rendezvous.messages import WORKER_VARIABLE, Notice, RankAssignment
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import os
 import queue
 import secrets
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from datasvc.trainer.elastic.driver.actions import (
     Action,
@@ -30,14 +32,13 @@ from datasvc.trainer.elastic.driver.actions import (
     TerminateWorker,
     plan_worker_start,
 )
-from datasvc.trainer.elastic.driver.discovery import Discovery
 from datasvc.trainer.elastic.driver.limits import plan_limits, read_discovery_interval_s
 from datasvc.trainer.elastic.driver.membership import JobMembership
+from datasvc.trainer.launch.ranks.hosts import is_local, parse_host_file
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, JobFailure, LaunchJob
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
 from datasvc.trainer.launch.ranks.rank_output import print_message
 from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankProcess, StartError
-from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.static_job import handling_signals
 from datasvc.trainer.launch.ranks.store import LOOPBACK, open_listener, serve_store
 from datasvc.trainer.rendezvous import messages
@@ -45,11 +46,16 @@ from datasvc.trainer.rendezvous import messages
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+
 # Maximum wait for the message thread at the end of the job.
 _JOIN_TIMEOUT_S = 30.0
 
 # Handles an event: updates `membership`, and returns the actions that follow. Called by the driver's thread.
 Event = Callable[[], list[Action]]
+
+
+# A script that takes longer is assumed to hang, and is killed.
+_SCRIPT_TIMEOUT_S = 60.0
 
 
 def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, str]) -> JobFailure | None:
@@ -332,3 +338,101 @@ class _Driver:
             worker=worker,
             last_lines=() if worker is None else self._last_lines.get(worker, ()),
         )
+
+
+class DiscoveryError(Exception):
+    """The discovery script failed, or its output is not a list of hosts; the previous hosts stay valid."""
+
+
+def run_discovery(script: str, *, default_slots: int, timeout_s: float = _SCRIPT_TIMEOUT_S) -> tuple[Host, ...]:
+    """Run the script and return the hosts that it prints, as lines `host` or `host:slots`.
+
+    Args:
+        script: command line for a shell, usually a path.
+        default_slots: number of slots of a host whose line gives none; a slot is the place of one rank.
+        timeout_s: time after which the script and its children are killed.
+
+    Raises:
+        DiscoveryError: the script fails, takes too long, or does not print hosts.
+    """
+    process = subprocess.Popen(  # noqa: S602 - the user's own command line
+        script,
+        shell=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A separate process group, so that the script can be killed with its children.
+        process_group=0,
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise DiscoveryError(f"'{script}' took longer than {timeout_s:g} s") from None
+    finally:
+        # The kill is safe: without a return code the process is not reaped, so no other group can have its number.
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    if process.returncode:
+        last_line = errors.strip().splitlines()[-1:] or ["it printed no error"]
+        raise DiscoveryError(f"'{script}' exited with status {process.returncode}: {last_line[0]}")
+    try:
+        return parse_host_file(output, default_slots=default_slots)
+    except ValueError as error:
+        raise DiscoveryError(f"the output of '{script}' is not a list of hosts: {error}") from None
+
+
+class Discovery:
+    """Periodic host discovery in a background thread, as a context manager.
+
+    Args:
+        script, default_slots: see `run_discovery`.
+        interval_s: seconds between the end of one run of the script and the start of the next.
+        on_hosts: callback that gets the hosts, after the first run and after each change; called from the thread.
+        on_error: callback that gets the message of a failure, if the run before did not fail with the same message;
+            called from the thread. The script runs again after a failure.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        *,
+        default_slots: int,
+        interval_s: float,
+        on_hosts: Callable[[tuple[Host, ...]], None],
+        on_error: Callable[[str], None],
+    ) -> None:
+        self._script = script
+        self._default_slots = default_slots
+        self._interval_s = interval_s
+        self._on_hosts = on_hosts
+        self._on_error = on_error
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="host-discovery", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The thread is not joined: a script that hangs must not delay the end of the job.
+        self._stopped.set()
+
+    def _run(self) -> None:
+        previous_hosts: tuple[Host, ...] | None = None
+        last_error: str | None = None
+        while not self._stopped.is_set():
+            try:
+                hosts = run_discovery(self._script, default_slots=self._default_slots)
+            except DiscoveryError as error:
+                if str(error) != last_error:
+                    last_error = str(error)
+                    self._on_error(last_error)
+            else:
+                last_error = None
+                if hosts != previous_hosts:
+                    previous_hosts = hosts
+                    self._on_hosts(hosts)
+            self._stopped.wait(self._interval_s)

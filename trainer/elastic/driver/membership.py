@@ -27,12 +27,19 @@ from datasvc.trainer.elastic.driver.actions import (
     Start,
     TerminateWorker,
 )
-from datasvc.trainer.elastic.driver.deaths import Death, Deaths
 from datasvc.trainer.elastic.driver.limits import Limits
-from datasvc.trainer.elastic.driver.workers import NOTE_TIME_S, Deadline, Phase, Worker, Workers, plan_placements
+from datasvc.trainer.elastic.driver.workers import (
+    NOTE_TIME_S,
+    Deadline,
+    Death,
+    Deaths,
+    Phase,
+    Worker,
+    Workers,
+    plan_placements,
+)
 from datasvc.trainer.launch.ranks.job import Host
-from datasvc.trainer.rendezvous.host_update import HostUpdateResult
-from datasvc.trainer.rendezvous.messages import Notice, RankAssignment, RankRequest, ScriptError
+from datasvc.trainer.rendezvous.messages import HostUpdateResult, Notice, RankAssignment, RankRequest, ScriptError
 
 # Workers that have joined wait for those that are still starting for at most this time.
 _JOIN_TOGETHER_S = 60.0

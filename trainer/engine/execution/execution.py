@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from datasvc.trainer.engine.execution.completion import Completions
-from datasvc.trainer.engine.execution.handles import Finish, Handle, Submission
+from datasvc.trainer.engine.execution.handles import Completions, Finish, Handle, Submission
 from datasvc.trainer.engine.execution.movements import EngineStreams, FusionBuffers, Movements, record_submission
-from datasvc.trainer.engine.execution.profiler_ranges import profiled
 from datasvc.trainer.engine.execution.reductions import Reductions
-from datasvc.trainer.engine.execution.timeline import Timeline
+from datasvc.trainer.engine.execution.timeline import Timeline, profiled
 from datasvc.trainer.engine.execution.transport import Transport
 from datasvc.trainer.engine.execution.wire import named_dtype
 from datasvc.trainer.engine.negotiation.negotiation import Ready

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.autograd import profiler
+
 from datasvc.trainer.engine.negotiation.requests import Key
+from datasvc.trainer.env.environment import is_under_nvtx_tool
 
 logger = logging.getLogger(__name__)
+
+
+_NO_RANGE = nullcontext()
+_IS_UNDER_NVTX_TOOL = torch.version.cuda is not None and is_under_nvtx_tool(os.environ)
 
 
 class Timeline:
@@ -173,3 +183,18 @@ class TraceFile(Timeline):
             if self._queue.empty():
                 self._file.flush()
         self._file.write("\n]\n")
+
+
+# The engine enters a range for each phase of its work. Without a profiler, entering a range only checks two flags.
+
+
+def profiled(work: str) -> AbstractContextManager[object]:
+    """Return a context manager that records its block as the range `datasvc.engine.<work>` of this thread."""
+    if _IS_UNDER_NVTX_TOOL:
+        nvtx: AbstractContextManager[object] = torch.cuda.nvtx.range(f"datasvc.engine.{work}")
+        return nvtx
+    # Use torch's private flag, which is global. Its public checks are per thread, and the user starts the profiler in
+    # another thread than the engine's.
+    if not profiler._is_profiler_enabled:  # noqa: SLF001 - see above
+        return _NO_RANGE
+    return profiler.record_function(f"datasvc.engine.{work}")

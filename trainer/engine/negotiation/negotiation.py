@@ -7,11 +7,10 @@ process set has submitted its name or has joined, that is, has declared that it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from datasvc.trainer.engine.negotiation.agreement import find_disagreement, name_ranks
 from datasvc.trainer.engine.negotiation.requests import GLOBAL_SET, CollectiveKind, Key, Request
 
 JOIN: Final = Key(GLOBAL_SET, CollectiveKind.JOIN.value)
@@ -19,6 +18,44 @@ JOIN: Final = Key(GLOBAL_SET, CollectiveKind.JOIN.value)
 _WITH_JOINED: Final = (CollectiveKind.ALLREDUCE, CollectiveKind.BARRIER)
 # These kinds change the joined ranks or the process sets, so the short path of `advance` cannot handle them.
 _WITH_EFFECT: Final = (CollectiveKind.JOIN, CollectiveKind.ADD_PROCESS_SET, CollectiveKind.REMOVE_PROCESS_SET)
+
+
+_Property = Callable[[Request], object]
+
+# Properties that must be equal on all ranks, each with its title for error messages. `_EVERY_KIND` has those of every
+# operation, `_BY_KIND` those of one kind.
+_EVERY_KIND: tuple[tuple[str, _Property], ...] = (
+    ("operation", lambda request: request.kind.value),
+    ("data type", lambda request: _one_or_all(request.dtypes)),
+    ("device", lambda request: request.device_type),
+)
+_GROUPING: tuple[str, _Property] = ("grouping", lambda request: "grouped" if request.is_grouped else "single")
+_REDUCTION: tuple[tuple[str, _Property], ...] = (
+    ("shape", lambda request: _one_or_all(request.shapes)),
+    ("reduction", lambda request: request.reduce_op.value if request.reduce_op else None),
+    ("prescale factor", lambda request: request.prescale_factor),
+    ("postscale factor", lambda request: request.postscale_factor),
+    _GROUPING,
+    ("layout", lambda request: request.layout),
+)
+_ROWS: tuple[tuple[str, _Property], ...] = (
+    ("number of dimensions", lambda request: _one_or_all([len(shape) for shape in request.shapes])),
+    ("shape after the first dimension", lambda request: _one_or_all([shape[1:] for shape in request.shapes])),
+    _GROUPING,
+)
+_BY_KIND: Mapping[CollectiveKind, tuple[tuple[str, _Property], ...]] = {
+    CollectiveKind.ALLREDUCE: _REDUCTION,
+    CollectiveKind.REDUCESCATTER: _REDUCTION,
+    CollectiveKind.BROADCAST: (
+        ("root rank", lambda request: request.root_rank),
+        ("shape", lambda request: _one_or_all(request.shapes)),
+    ),
+    CollectiveKind.ALLGATHER: _ROWS,
+    CollectiveKind.ALLTOALL: _ROWS,
+    CollectiveKind.BARRIER: (),
+    CollectiveKind.ADD_PROCESS_SET: (("ranks", lambda request: request.ranks),),
+    CollectiveKind.REMOVE_PROCESS_SET: (("ranks", lambda request: request.ranks),),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +254,116 @@ class Negotiation:
             if key.process_set == number
         ]
         return [*refusals, Ready(ready.requests, ready.members, value=number)]
+
+
+# `negotiation` uses this module. The functions depend only on their arguments, so every rank gets the same result and
+# the same error message.
+
+
+def find_disagreement(requests: Mapping[int, Request]) -> str | None:
+    """Return the reason why requests cannot run as one operation; None if they can.
+
+    Factors are compared as numbers, so a factor of NaN always disagrees, even with itself.
+
+    Args:
+        requests: request of each rank, by global rank, in rank order; not empty.
+    """
+    first = next(iter(requests.values()))
+    if len(requests) > 1 and all(request is first for request in requests.values()):
+        # One object for several ranks comes from the request cache, so the ranks have agreed on it before.
+        return None
+    # `_EVERY_KIND` compares the kinds first, because the other properties depend on the kind.
+    for title, get_value in (*_EVERY_KIND, *_BY_KIND[first.kind]):
+        if any(get_value(request) != get_value(first) for request in requests.values()):
+            return _describe(requests, title, get_value)
+    if first.kind is CollectiveKind.ALLGATHER and () in first.shapes:
+        return f"{first.key.describe()}: a tensor without dimensions cannot be gathered; use tensor.reshape(1)"
+    return None
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return a list of ranks as text, such as "rank 3" or "ranks 0, 1"."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _describe(requests: Mapping[int, Request], title: str, get_value: _Property) -> str:
+    """Return the error message for a property on which ranks disagree, with the ranks of each value."""
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, request in requests.items():
+        ranks_by_value.setdefault(str(get_value(request)), []).append(rank)
+    values = "; ".join(f"{name_ranks(ranks)}: {value}" for value, ranks in ranks_by_value.items())
+    key = next(iter(requests.values())).key
+    return f"ranks disagree on the {title} of {key.describe()} ({values})"
+
+
+def _one_or_all(values: Sequence[object]) -> object:
+    """Return the value itself if there is only one, for a shorter error message; otherwise a tuple of the values."""
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+# Without this detection, a missing submission would look like a hang without a cause. The module reads no clock: the
+# engine passes the time.
+
+
+@dataclass(frozen=True)
+class StalledOperation:
+    """An operation that waits for ranks.
+
+    Attributes:
+        key: key of the operation.
+        ranks: ranks that have not submitted it.
+        waited_s: seconds since the first rank has submitted it.
+    """
+
+    key: Key
+    ranks: tuple[int, ...]
+    waited_s: float
+
+    def describe(self) -> str:
+        """Return this as text, for messages."""
+        return (
+            f"{self.key.describe()} has waited {self.waited_s:.0f} s for {name_ranks(self.ranks)}, which did not "
+            "submit it"
+        )
+
+
+class StallWatch:
+    """The waiting times of the pending operations (only some ranks submitted them), and their last warnings.
+
+    Args:
+        warning_s: seconds between two warnings about one operation; 0 for no warnings.
+        shutdown_s: seconds after which the job ends; 0 for never.
+    """
+
+    def __init__(self, warning_s: float, shutdown_s: float = 0.0) -> None:
+        self._warning_s = warning_s
+        self._shutdown_s = shutdown_s
+        self._last_warning: dict[Key, float] = {}  # before the first warning, the beginning of the wait
+        self._waiting_since: dict[Key, float] = {}
+
+    def restart(self, key: Key) -> None:
+        """Delete the waiting time of an operation, so that it starts at zero in the next check."""
+        self._waiting_since.pop(key, None)
+        self._last_warning.pop(key, None)
+
+    def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> tuple[list[StalledOperation], str]:
+        """Return the operations to warn of, and the reason why the job must end; an empty reason if it can continue.
+
+        Warnings about one operation are `warning_s` apart.
+
+        Args:
+            now_s: time of this call, on a monotonic clock.
+            missing: for each pending operation, the ranks that have not submitted it.
+        """
+        # Delete completed operations, so that a later operation of the same name starts at zero.
+        for key in self._waiting_since.keys() - missing.keys():
+            self.restart(key)
+        stalled, failure = [], ""
+        for key, ranks in missing.items():
+            waiting = StalledOperation(key, ranks, now_s - self._waiting_since.setdefault(key, now_s))
+            if self._warning_s and now_s - self._last_warning.setdefault(key, now_s) >= self._warning_s:
+                self._last_warning[key] = now_s
+                stalled.append(waiting)
+            if self._shutdown_s and waiting.waited_s >= self._shutdown_s and not failure:
+                failure = f"{waiting.describe()}; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS ends the job"
+        return stalled, failure

@@ -1,7 +1,7 @@
 """Requests: descriptions of operations without their tensors.
 
 When the program of a rank submits an operation, its engine sends a request to the other ranks. The requests of all
-ranks for one operation must have most properties in common; `agreement` checks this.
+ranks for one operation must have most properties in common; `negotiation` checks this.
 """
 
 from __future__ import annotations

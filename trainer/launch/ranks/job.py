@@ -45,7 +45,7 @@ class LaunchJob:
         hosts: hosts in rank order; empty for all ranks on this machine.
         variables: environment variables for every rank, in addition to the launcher's environment.
         passed_names: names of environment variables of the launcher that are copied to ranks on other hosts, in
-            addition to the usual ones (`remote_shell.choose_passed`).
+            addition to the usual ones (`hosts.choose_passed`).
         remote: how commands are started on other hosts.
         grace_s: seconds between SIGTERM and SIGKILL when ranks are terminated.
         start_timeout_s: time in which every rank must start; also the time, after the first call of `init`, in which

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from datasvc.trainer.env.environment import RankPlacement, placement_variables
+from datasvc.trainer.launch.ranks.hosts import choose_passed, is_local, plan_remote_command
 from datasvc.trainer.launch.ranks.job import Host, LaunchJob
 from datasvc.trainer.launch.ranks.rank_process import RankStart
-from datasvc.trainer.launch.ranks.remote_shell import choose_passed, is_local, plan_remote_command
 from datasvc.trainer.launch.ranks.store import AGENT_STORE, LOOPBACK, plan_interfaces
 
 

@@ -1,6 +1,6 @@
 """Starts the process of one rank on this machine, forwards its output, and signals it together with its children.
 
-`remote_process` has the class for other hosts. Invariant: signals are sent only to process groups that these two
+`rank_group` has the class for other hosts. Invariant: signals are sent only to process groups that these two
 modules have started. Once the leader of a group is reaped, another group may get the same number. So a leader is
 reaped only after the last signal to its group.
 """

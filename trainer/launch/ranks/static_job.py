@@ -11,24 +11,25 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from datasvc.trainer.launch.ranks.hosts import is_local
 from datasvc.trainer.launch.ranks.job import Host, JobFailure, LaunchJob, describe_end, exit_status_of
 from datasvc.trainer.launch.ranks.placement import HostedRank, place_ranks, plan_rank_start
 from datasvc.trainer.launch.ranks.rank_group import RankGroup
 from datasvc.trainer.launch.ranks.rank_output import print_message
 from datasvc.trainer.launch.ranks.rank_process import RankEnd, RankStart
-from datasvc.trainer.launch.ranks.remote_shell import is_local
 from datasvc.trainer.launch.ranks.store import list_addresses, open_listener, serve_store
-from datasvc.trainer.rendezvous.arrivals import DEFAULT_LIMIT_S, Arrivals, arrival_key
-from datasvc.trainer.rendezvous.messages import PREFIX_VARIABLE, WORKER_VARIABLE
+from datasvc.trainer.rendezvous.messages import PREFIX_VARIABLE, WORKER_VARIABLE, arrival_key
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 
 
 _POLL_PERIOD_S = 1.0
+_DEFAULT_LIMIT_S = 60.0  # without a start timeout
 # The launcher may run in a rank of an elastic job. The ranks of this job do not belong to that one.
 _NOT_INHERITED = frozenset({WORKER_VARIABLE, PREFIX_VARIABLE, "HOROVOD_ELASTIC"})
 # A rank that fails only because another rank was lost prints this error.
@@ -102,7 +103,7 @@ class _RankMonitor:
         self._called_init: set[int] = set()
         self._arrivals = Arrivals(
             job.num_ranks,
-            limit_s=DEFAULT_LIMIT_S if job.start_timeout_s is None else job.start_timeout_s,
+            limit_s=_DEFAULT_LIMIT_S if job.start_timeout_s is None else job.start_timeout_s,
             now_s=time.monotonic(),
         )
 
@@ -168,7 +169,7 @@ class _RankMonitor:
             return None
         if self._job.start_timeout_s is None:
             names = self._names_of(late.ranks)
-            print_message(f"still waiting: {names} did not {late.missing_step} within {DEFAULT_LIMIT_S:g} s")
+            print_message(f"still waiting: {names} did not {late.missing_step} within {_DEFAULT_LIMIT_S:g} s")
             return None
         reason = f"did not {late.missing_step} within {self._job.start_timeout_s:g} s"
         if len(late.ranks) > 1:
@@ -204,3 +205,60 @@ def handling_signals(handle: Callable[[int], None]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class LateRanks:
+    """Ranks that have not made a step in time. `missing_step` follows "did not", such as "start"."""
+
+    ranks: tuple[int, ...]
+    missing_step: str
+
+
+class Arrivals:
+    """The arrivals of the ranks: first the starts of their processes, then their calls of `init`.
+
+    A program may never call `init`, so the limit for this call begins when the first rank has called it.
+
+    Args:
+        num_ranks: number of ranks of the job.
+        limit_s: maximum time for a step: from the start of the job, or from the first call of `init`.
+        now_s: time of the start; all calls use the same clock.
+
+    Attributes:
+        is_over: whether all ranks have arrived, so that the caller need not poll any more.
+    """
+
+    def __init__(self, num_ranks: int, *, limit_s: float, now_s: float) -> None:
+        self._ranks = range(num_ranks)
+        self._limit_s = limit_s
+        self._start_s = now_s
+        self._first_init_s: float | None = None
+        self._reported_steps: set[str] = set()  # values of `LateRanks.missing_step`
+        self.is_over = False
+
+    def find_late(self, *, now_s: float, started: Collection[int], called: Collection[int]) -> LateRanks | None:
+        """Return the ranks that are late, or None. Each missing step is reported only once.
+
+        Args:
+            now_s: current time.
+            started: ranks whose program runs or has ended.
+            called: ranks that have called `init` or have ended; empty until a rank has called it.
+        """
+        missing = tuple(rank for rank in self._ranks if rank not in started)
+        if missing:
+            return self._report_once(LateRanks(missing, "start"), now_s - self._start_s)
+        # All processes have started, so only calls of init() can be missing.
+        missing = tuple(rank for rank in self._ranks if rank not in called)
+        self.is_over = not missing
+        if called and missing:
+            self._first_init_s = now_s if self._first_init_s is None else self._first_init_s
+            return self._report_once(LateRanks(missing, "call hvd.init()"), now_s - self._first_init_s)
+        return None
+
+    def _report_once(self, late: LateRanks, waited_s: float) -> LateRanks | None:
+        """Return `late`; None before the limit, or if this step was reported before."""
+        if late.missing_step in self._reported_steps or waited_s < self._limit_s:
+            return None
+        self._reported_steps.add(late.missing_step)
+        return late

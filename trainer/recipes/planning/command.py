@@ -27,7 +27,7 @@ from datasvc.planning.memory import state_bytes
 from datasvc.planning.ranking import rank_layouts
 from datasvc.planning.step import StepCosts
 from datasvc.sizes import parse_size
-from datasvc.trainer.launch.one_line_parser import OneLineParser
+from datasvc.trainer.launch.config_file import OneLineParser
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.options import parse_options
 

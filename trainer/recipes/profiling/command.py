@@ -11,7 +11,7 @@ from pathlib import Path
 from datasvc.errors import ConfigError
 from datasvc.planning.cluster import add_cluster_options, parse_clusters
 from datasvc.trainer.fast_imports import fast_imports
-from datasvc.trainer.launch.one_line_parser import OneLineParser
+from datasvc.trainer.launch.config_file import OneLineParser
 from datasvc.trainer.recipes.reporting.trace_path import trace_path
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.options import parse_options

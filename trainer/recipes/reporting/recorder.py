@@ -17,11 +17,11 @@ from datasvc.runs import RunLog
 from datasvc.runs.collector import BUSY, STALLED
 from datasvc.runs.run_log import outcome_of
 from datasvc.trainer.engine.engine import Engine
-from datasvc.trainer.engine.negotiation.stall import StalledOperation
+from datasvc.trainer.engine.negotiation.negotiation import StalledOperation
 from datasvc.trainer.job.runtime import current_job
 from datasvc.trainer.recipes.reporting.events import EventSink
 from datasvc.trainer.recipes.reporting.rank_times import RankTimes, describe_ranks
-from datasvc.trainer.rendezvous.host_update import HostsUpdatedInterrupt
+from datasvc.trainer.rendezvous.messages import HostsUpdatedInterrupt
 
 RUN_LOG: Final = "datasvc"
 """Key of the identifier of the run in the ids of the trackers' runs."""

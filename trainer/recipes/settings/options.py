@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from datasvc.trainer.launch.one_line_parser import OneLineParser
+from datasvc.trainer.launch.config_file import OneLineParser
 from datasvc.trainer.recipes.settings.config import TrainConfig, setting_fields, setting_groups, setting_types
 from datasvc.trainer.recipes.settings.groups.setting_group import FieldType, SettingGroup, field_types
 from datasvc.trainer.recipes.settings.presets import PRESETS, find_preset

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from datasvc.trainer.elastic.driver.discovery import Discovery, DiscoveryError, run_discovery
+from datasvc.trainer.elastic.driver.driver import Discovery, DiscoveryError, run_discovery
 from datasvc.trainer.elastic.driver.limits import plan_limits, read_discovery_interval_s
 from datasvc.trainer.launch.ranks.job import ElasticOptions, Host, LaunchJob
 

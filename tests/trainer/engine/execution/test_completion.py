@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from datasvc.trainer.engine.execution.completion import Completions
+from datasvc.trainer.engine.execution.handles import Completions
 from datasvc.trainer.engine.execution.movements import FusionBuffers
 from datasvc.trainer.engine.execution.transport import CompletedWork
 from tests.support.gate import Gate

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.trainer.engine.execution.fusion import plan_fusion
+from datasvc.trainer.engine.execution.wire import plan_fusion
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, ReduceOp, Request
 
 ELEMENT_BYTES = {"float32": 4, "int8": 1}

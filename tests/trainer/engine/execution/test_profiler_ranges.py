@@ -5,9 +5,9 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from datasvc.trainer.engine.engine import Engine
-from datasvc.trainer.engine.execution import profiler_ranges
+from datasvc.trainer.engine.execution import timeline
 from datasvc.trainer.engine.execution.handles import Handle, Submission
-from datasvc.trainer.engine.execution.profiler_ranges import profiled
+from datasvc.trainer.engine.execution.timeline import profiled
 from datasvc.trainer.engine.execution.transport import Transport
 from datasvc.trainer.engine.negotiation.requests import CollectiveKind, Request
 from datasvc.trainer.env.environment import EngineSettings
@@ -35,4 +35,4 @@ def test_a_trace_of_all_threads_shows_what_the_engine_does_with_a_tensor():
 
 
 def test_without_a_profiler_no_range_is_made():
-    assert profiled("pack") is profiler_ranges._NO_RANGE
+    assert profiled("pack") is timeline._NO_RANGE

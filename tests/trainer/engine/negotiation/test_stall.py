@@ -1,5 +1,5 @@
+from datasvc.trainer.engine.negotiation.negotiation import StallWatch
 from datasvc.trainer.engine.negotiation.requests import Key
-from datasvc.trainer.engine.negotiation.stall import StallWatch
 
 GRAD = Key(0, "grad")
 

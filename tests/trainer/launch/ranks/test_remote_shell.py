@@ -9,9 +9,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from datasvc.trainer.launch.ranks.hosts import choose_passed, is_local, plan_remote_command
 from datasvc.trainer.launch.ranks.job import RemoteSettings
-from datasvc.trainer.launch.ranks.remote_process import BOOTSTRAP
-from datasvc.trainer.launch.ranks.remote_shell import choose_passed, is_local, plan_remote_command
+from datasvc.trainer.launch.ranks.rank_group import BOOTSTRAP
 
 
 def test_this_machine_is_known_by_its_names():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from datasvc.errors import ConfigError
-from datasvc.repository.logs.metric_mode import choose_metric_mode
+from datasvc.repository.logs.references import choose_metric_mode
 from datasvc.trainer.recipes.settings.groups.setting_group import Metavar, Range, SettingGroup
 
 if TYPE_CHECKING:

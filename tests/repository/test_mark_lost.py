@@ -5,7 +5,7 @@ import pytest
 from datasvc.errors import ConflictError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import Repository
 from datasvc.repository.logs.removals import Removals
-from datasvc.repository.lost_versions import mark_lost
+from datasvc.repository.removal import mark_lost
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Which rank is missing? The clock is given."""
 
-from datasvc.trainer.rendezvous.arrivals import Arrivals, LateRanks
+from datasvc.trainer.launch.ranks.static_job import Arrivals, LateRanks
 
 
 def look(arrivals, now_s, come=(), called=()):

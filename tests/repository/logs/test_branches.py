@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
-from datasvc.repository.logs.lines import MAIN, LinePosition, branch_of, find_head, find_lines, line_fields
+from datasvc.repository.logs.branches import MAIN, LinePosition, branch_of, find_head, find_lines, line_fields
 from datasvc.repository.logs.log import Entry
 from tests.examples import examples
 
