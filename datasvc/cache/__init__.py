@@ -3,14 +3,11 @@
 All processes of the node open the folder themselves, as a `Cache`; no daemon is needed.
 """
 
-from datasvc.cache.cache import Cache
-from datasvc.cache.cached_shards import CachedShards
+from datasvc.cache.cache import Cache, StageReport
 from datasvc.cache.catalogue.configuration import parse_budget
 from datasvc.cache.catalogue.quotas import Quota
-from datasvc.cache.job import Acquired, CacheJob
-from datasvc.cache.scrub import ScrubReport
-from datasvc.cache.staging import StageReport
-from datasvc.cache.status import CacheStatus, TenantUsage
+from datasvc.cache.job import Acquired, CachedShards, CacheJob
+from datasvc.cache.status import CacheStatus, ScrubReport, TenantUsage
 
 __all__ = [
     "Acquired",

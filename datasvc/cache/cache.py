@@ -7,28 +7,38 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from datasvc.cache.cached_shards import CachedShards
-from datasvc.cache.catalogue.configuration import may_become_cache, parse_budget
-from datasvc.cache.catalogue.pins import Pin, changing_pin, find_pin, read_pins, remove_pin, write_pin
+from datasvc.cache.catalogue.configuration import (
+    Pin,
+    changing_pin,
+    find_pin,
+    may_become_cache,
+    parse_budget,
+    read_pins,
+    remove_pin,
+    write_pin,
+)
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT, Quota
 from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.catalogue.tables import CatalogueTables
-from datasvc.cache.job import CacheJob
+from datasvc.cache.job import CachedShards, CacheJob, Outcome
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.process_handle import CacheFolder
-from datasvc.cache.scrub import Finding, ScrubReport, check_object, scrub_folder
-from datasvc.cache.staging import StageReport, stage_objects
-from datasvc.cache.status import CacheStatus, read_status
-from datasvc.errors import ConfigError
+from datasvc.cache.status import CacheStatus, Finding, ScrubReport, check_object, read_status, scrub_folder
+from datasvc.errors import CacheFullError, ConfigError
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import Digest, Repository
+from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.repository.logs.references import check_name
 from datasvc.shards.versions.dataset import Split
+from datasvc.threads import run_in_threads
+
+_MIN_THREADS = 8
+_MAX_THREADS = 64
+_BYTES_AT_ONCE = 512 << 20  # about the total size of the objects that are fetched at once
 
 
 class Cache(CacheJob):
@@ -225,3 +235,90 @@ def use_cache(cache: Cache | str | Path, *, peers: Peers | None = None) -> Itera
         return
     with Cache(cache, peers=peers) as opened:
         yield opened
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """Result of staging: objects and bytes that were resident already (hits), or came from the origin or other nodes.
+
+    `num_left` is the number of objects that were not staged because staging was stopped.
+    """
+
+    num_hits: int
+    num_from_origin: int
+    num_from_peers: int
+    num_left: int
+    hit_bytes: int
+    origin_bytes: int
+    peer_bytes: int
+
+    @property
+    def num_fetched(self) -> int:
+        """Number of objects from origin and other nodes."""
+        return self.num_from_origin + self.num_from_peers
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes from origin and other nodes."""
+        return self.origin_bytes + self.peer_bytes
+
+
+def stage_objects(
+    job: CacheJob,
+    requests: Iterable[tuple[ObjectInfo, Repository]],
+    *,
+    progress: Progress,
+    num_threads: int | None,
+    stop: threading.Event,
+) -> StageReport:
+    """Make objects resident; see `Cache.stage`. Each is held until all have arrived, so that no fetch evicts it."""
+    objects = {info.digest: (info, repository) for info, repository in requests}
+    needed_bytes = sum(footprint(info.size_bytes) for info, _ in objects.values())
+    # Checked before the first fetch: a set above this limit can never fit, and would evict other data for nothing.
+    # A smaller set may fail later, because pinned objects and objects in use are not subtracted here.
+    available_bytes = job.budget_bytes
+    if needed_bytes > available_bytes:
+        raise CacheFullError(
+            f"staging needs {needed_bytes} bytes, and {available_bytes} of the budget of {job.folder} "
+            "are available; raise the budget with --budget, or do not stage: a loader with shuffle='windowed' "
+            "streams through a smaller cache"
+        )
+    progress.begin(sum(info.size_bytes for info, _ in objects.values()))
+    held: list[Digest] = []
+    arrived: list[tuple[Outcome, int]] = []
+
+    def stage_one(info: ObjectInfo, repository: Repository) -> None:
+        if stop.is_set():
+            return
+        _, outcome = job.hold(info, repository, progress)
+        held.append(info.digest)
+        arrived.append((outcome, info.size_bytes))
+
+    try:
+        # After an error, `run_in_threads` waits for the fetches in progress, and starts no others.
+        run_in_threads(stage_one, list(objects.values()), num_threads or _choose_threads(len(objects), needed_bytes))
+    finally:
+        for digest in held:
+            job.release(digest)
+    return _summary(arrived, len(objects))
+
+
+def _choose_threads(num_objects: int, needed_bytes: int) -> int:
+    """Return how many objects to fetch at once: more if they are small, because a small object has few requests."""
+    mean_bytes = max(1, needed_bytes // max(1, num_objects))
+    return min(max(_MIN_THREADS, _BYTES_AT_ONCE // mean_bytes), _MAX_THREADS)
+
+
+def _summary(arrived: list[tuple[Outcome, int]], num_objects: int) -> StageReport:
+    sizes: dict[Outcome, list[int]] = {"resident": [], "origin": [], "peer": []}
+    for outcome, size_bytes in arrived:
+        sizes[outcome].append(size_bytes)
+    return StageReport(
+        num_hits=len(sizes["resident"]),
+        num_from_origin=len(sizes["origin"]),
+        num_from_peers=len(sizes["peer"]),
+        num_left=num_objects - len(arrived),
+        hit_bytes=sum(sizes["resident"]),
+        origin_bytes=sum(sizes["origin"]),
+        peer_bytes=sum(sizes["peer"]),
+    )

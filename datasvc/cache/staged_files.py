@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datasvc.cache.cache import Cache, use_cache
-from datasvc.cache.catalogue.file_links import FileLink
+from datasvc.cache.catalogue.files import FileLink
 from datasvc.cache.job import Outcome
 from datasvc.cache.sources.remote_file import RemoteFile
 from datasvc.progress import NO_PROGRESS, Progress

@@ -10,11 +10,10 @@ from typing import Annotated, Any, Final
 import typer
 
 from datasvc import __version__
+from datasvc.cli.runs import PARSED_BY_PROGRAM
 from datasvc.cli.terminal.completion import VARIABLE, run_completion
 from datasvc.cli.terminal.derived_options import derive_options
-from datasvc.cli.terminal.output import print_line
-from datasvc.cli.terminal.unreadable import report_unreadable
-from datasvc.cli.train import PARSED_BY_PROGRAM
+from datasvc.cli.terminal.output import print_line, report_unreadable
 from datasvc.errors import DatasvcError
 from datasvc.extras import explain_missing
 from datasvc.printable import escape_unencodable
@@ -33,13 +32,13 @@ _SECTIONS: Final[dict[str, dict[str, tuple[str, str | None]]]] = {
         "merge": ("datasets.versions", "merge"),
         "revert": ("datasets.versions", "revert"),
         "rename": ("datasets.remove", "rename"),
-        "export": ("datasets.export", "export"),
+        "export": ("datasets.transfer", "export"),
         "push": ("datasets.transfer", "push"),
         "pull": ("datasets.transfer", "pull"),
     },
     "Models and training": {
         "plan": ("plan", None),
-        "train": ("train", "train"),
+        "train": ("runs", "train"),
         "models": ("models", None),
         "runs": ("runs", None),
         "audit": ("datasets.audit", "audit"),

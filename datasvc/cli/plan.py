@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from datasvc.cli.runs import PARSED_BY_PROGRAM
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_facts, print_json
-from datasvc.cli.train import PARSED_BY_PROGRAM
 from datasvc.printable import count_text
 from datasvc.sizes import format_size, parse_size
 

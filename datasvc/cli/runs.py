@@ -1,9 +1,9 @@
-"""`datasvc runs` and `datasvc report`: the logs of training runs."""
+"""`datasvc train | runs | report`: run the training program, and read the logs of its runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -12,6 +12,10 @@ from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, pri
 RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="NAME/ID, or NAME for the newest run of this name.")]
 
 app = typer.Typer(no_args_is_help=True, help="Logs of training runs: curves, events, outcomes.")
+
+
+# The program parses all options itself, including `--help`.
+PARSED_BY_PROGRAM: Final = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
 @app.command()
@@ -78,7 +82,7 @@ def report(
 
     Example: datasvc report digits-cnn --html digits-cnn.html --repo ./repo
     """
-    from datasvc.cli.terminal.output_file import write_output_file
+    from datasvc.cli.terminal.output import write_output_file
     from datasvc.repository import Repository
     from datasvc.runs import read_run, resolve_run
 
@@ -86,3 +90,15 @@ def report(
     history = read_run(repository, *resolve_run(repository, run))
     write_output_file(html, history.to_html().encode())
     print_line(f"wrote {html}")
+
+
+def train(context: typer.Context) -> None:
+    """Train a model, like `python -m datasvc.trainer`; `datasvc train --help` lists the options.
+
+    Example: datasvc train --data digits@1 --repo ./repo --name digits-cnn
+
+    Several ranks: datasvc-run -np 2 datasvc train ...
+    """
+    from datasvc.trainer.__main__ import main
+
+    main(context.args, prog="datasvc train")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import typer
 
-from datasvc.cli.hidden_pandas import hide_pandas
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json_line, print_line
 from datasvc.extras import explain_missing
@@ -81,3 +83,16 @@ def ui(
 
     keep_lean()
     serve(settings, ready)
+
+
+class _NoPandas(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:  # noqa: ARG002
+        """Raise ModuleNotFoundError for pandas; other finders find the other modules."""
+        # Not `sys.modules["pandas"] = None`: Arrow is compiled, and would take None for the module.
+        if name == "pandas":
+            raise ModuleNotFoundError("pandas is hidden from this program", name=name)
+
+
+def hide_pandas() -> None:
+    """Let no later import of this process find pandas. Only for a program that never needs it, before its imports."""
+    sys.meta_path.insert(0, _NoPandas())

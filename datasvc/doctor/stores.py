@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from datasvc.doctor.finding import Finding
-from datasvc.doctor.folders import examine_repository_locks, examine_space
-from datasvc.doctor.machine import examine_clock
+from datasvc.doctor.machine import examine_clock, examine_repository_locks, examine_space
 from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.node.client import NodeClient
 from datasvc.repository import Repository

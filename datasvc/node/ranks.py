@@ -7,8 +7,10 @@ rank gets the same list of servers. The servers end with the ranks that started 
 from __future__ import annotations
 
 import os
+import pickle  # only between a job and its own child
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +21,8 @@ from datasvc.cache.catalogue.recovery import boot_id
 from datasvc.cache.peers.membership import FixedMembership, bracketed
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
+from datasvc.child_process import ChildProcess, end_with_input
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.node.embedded import EmbeddedNode
 from datasvc.node.http.auth import is_loopback
 from datasvc.node.settings import NodeSettings
 from datasvc.printable import count_text
@@ -212,3 +214,55 @@ def _check_reachable(nodes_by_rank: Sequence[_RankNode], urls: Sequence[str]) ->
             f"{', '.join(local)} cannot be reached from the other machines: set `address` on each rank, or set "
             "MASTER_ADDR to an address that all machines can reach"
         )
+
+
+# The child is a program of its own (`python -m datasvc.node.ranks`) and exits with the job: see `ChildProcess`.
+
+
+class EmbeddedNode:
+    """A running server of this machine's cache.
+
+    Args:
+        settings: settings of the node.
+
+    Attributes:
+        url: URL of the server, which accepts connections already.
+
+    Raises:
+        ConfigError: the server did not start; the reason is on standard error.
+        OSError: the process cannot be created.
+    """
+
+    def __init__(self, settings: NodeSettings) -> None:
+        self._program = ChildProcess(__name__, settings, answers=True)
+        self.url = self._program.read_line()
+        if not self.url:
+            self.close()
+            raise ConfigError(
+                f"the server of the cache {settings.folder} did not start; the reason is on standard error. If "
+                "`datasvc serve` is already running, pass the URLs of the nodes instead"
+            )
+
+    def close(self) -> None:
+        """Stop the server; a second call does nothing, nor does a call in a forked child."""
+        self._program.close()
+
+
+def main() -> None:
+    """Serve with the pickled settings on standard input."""
+    # Only the child serves: the ranks of a job, which import this module too, need no web server.
+    from datasvc.node.server import serve
+
+    settings: NodeSettings = pickle.load(sys.stdin.buffer)  # noqa: S301 - from our own parent process
+    end_with_input()  # exit when the job ends; this may be at any time, because the cache survives a kill
+    try:
+        has_ended = serve(settings, lambda url: print(url, flush=True))  # noqa: T201 - the parent reads this line
+    except DatasvcError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(error.exit_code)
+    if not has_ended:
+        os._exit(0)  # do not wait for the threads that still run
+
+
+if __name__ == "__main__":
+    main()

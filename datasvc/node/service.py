@@ -33,8 +33,7 @@ from datasvc.errors import ConfigError
 from datasvc.node.http.connection_limit import BoundedConnections
 from datasvc.node.http.error_responses import check_access, respond_to_errors, stop_after_failure
 from datasvc.node.http.metrics import CONTENT_TYPE, render_metrics
-from datasvc.node.http.object_routes import ObjectRoutes
-from datasvc.node.http.stage_routes import StageRoutes
+from datasvc.node.http.routes import ObjectRoutes, StageRoutes
 from datasvc.node.settings import NodeSettings
 from datasvc.node.transfers.fetching import Fetches
 from datasvc.node.transfers.origins import Origins

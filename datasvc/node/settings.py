@@ -1,16 +1,25 @@
-"""Settings of a node, from the options of `datasvc serve`, or from a job that runs its own nodes."""
+"""Settings of a node, from the options of `datasvc serve` or a job that runs its own nodes; and of its peers."""
 
 from __future__ import annotations
 
+import os
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
+from datasvc.cache.peers.membership import parse_membership
+from datasvc.cache.peers.peer_source import PeerSettings
+from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError
-from datasvc.node.http.auth import check_exposure
+from datasvc.node.http.auth import TOKEN_VARIABLE, check_exposure, load_token
 
 DEFAULT_PORT = 8765
+
+
+CA_VARIABLE: Final = "DATASVC_CA"
+TLS_NAME_VARIABLE: Final = "DATASVC_TLS_NAME"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +105,28 @@ class NodeSettings:
 
 def _no_password() -> bytes:
     raise ssl.SSLError("the key is encrypted; use an unencrypted key")
+
+
+def open_peers(
+    text: str, *, token_file: Path | None = None, ca_file: Path | None = None, tls_name: str | None = None
+) -> Peers:
+    """Return the peers that `text` lists, for `Cache(peers=...)`.
+
+    Args:
+        text: URLs of the nodes, "file:PATH" or "dns:NAME:PORT", see `parse_membership`.
+        token_file: file with the token of the nodes; None: the variable `DATASVC_TOKEN`.
+        ca_file: CA certificates that verify nodes with "https"; None: the variable `DATASVC_CA`, else the system's.
+        tls_name: name in the certificates of all nodes; None: the variable `DATASVC_TLS_NAME`, else each node's host.
+
+    Raises:
+        ConfigError: `text`, the token or the certificates are not valid.
+        UnavailableError: see `parse_membership`.
+    """
+    # An empty variable counts as not set.
+    ca_variable = os.environ.get(CA_VARIABLE)
+    settings = PeerSettings(
+        token=load_token(token_file, os.environ.get(TOKEN_VARIABLE)),
+        ca_file=ca_file or (Path(ca_variable) if ca_variable else None),
+        tls_name=tls_name or os.environ.get(TLS_NAME_VARIABLE) or None,
+    )
+    return Peers(parse_membership(text), settings)

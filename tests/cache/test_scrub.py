@@ -2,7 +2,7 @@
 
 import mmap
 
-from datasvc.cache import scrub
+from datasvc.cache import status
 from tests.cache.fetch.test_fetch import mark_unverified
 from tests.cache.processes import disk_bytes, hold_in_a_process, kill, object_path
 from tests.progress import RecordedProgress
@@ -110,14 +110,14 @@ def test_what_a_scan_found_is_verified_by_a_scrub(cache, origin, monkeypatch):
 
 def while_it_is_read(monkeypatch, work):
     """Do something between the reading of an object and the verdict."""
-    real = scrub.digest_of_file
+    real = status.digest_of_file
 
     def reading(file):
         found = real(file)
         work()
         return found
 
-    monkeypatch.setattr(scrub, "digest_of_file", reading)
+    monkeypatch.setattr(status, "digest_of_file", reading)
 
 
 def test_a_job_that_maps_a_bad_object_while_it_is_read_is_reported_and_its_room_counts(cache, origin, monkeypatch):

@@ -15,9 +15,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from rich.console import Console
 
-from datasvc.cli.terminal.image_protocol import choose_protocol, query_sixel
-from datasvc.cli.terminal.pixel_graphics import encode_kitty, encode_sixel
-from datasvc.cli.terminal.terminal_image import draw_blocks, print_image
+from datasvc.cli.terminal.terminal_image import (
+    choose_protocol,
+    draw_blocks,
+    encode_kitty,
+    encode_sixel,
+    print_image,
+    query_sixel,
+)
 from datasvc.errors import ConfigError
 from tests.support.odd_images import picture
 

@@ -10,13 +10,15 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue.object_locks import ObjectLocks
-from datasvc.doctor.folders import examine_cache, examine_repository_locks, examine_space
 from datasvc.doctor.machine import (
     clock_difference_s,
+    examine_cache,
     examine_clock,
     examine_open_files,
     examine_ports,
+    examine_repository_locks,
     examine_shared_memory,
+    examine_space,
 )
 from datasvc.repository import Repository
 from tests.doctor.findings import by_check

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from datasvc.doctor.decoding import examine_decoder, examine_decoding
-from datasvc.doctor.packages import examine_packages
+from datasvc.doctor.packages import examine_decoder, examine_decoding, examine_packages
 from datasvc.extras import CORE, EXTRAS, PURPOSES
 from tests.doctor.findings import by_check
 

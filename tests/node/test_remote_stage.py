@@ -10,7 +10,7 @@ import pytest
 from datasvc.cache import Cache
 from datasvc.errors import CacheFullError, ConfigError, DatasvcError, NotFoundError, UnavailableError
 from datasvc.node.client import NodeClient
-from datasvc.node.peers import open_peers
+from datasvc.node.settings import open_peers
 from datasvc.node.transfers.staging_jobs import StageJob
 from datasvc.progress import SourceCounter
 from datasvc.repository import Repository

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 
 from datasvc.cache import Cache
+from datasvc.cache.cache import stage_objects
 from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.fetch.fetch import Fetcher
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.cache.process_handle import join_folder, leave_folder
 from datasvc.cache.sources.origin_source import RequestPool
-from datasvc.cache.staging import stage_objects
 from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.order import OrderConfig
 from datasvc.progress import NO_PROGRESS

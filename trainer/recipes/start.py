@@ -22,8 +22,8 @@ from datasvc.models import Checkpoint, ConsumptionTracker, LocalVersion
 from datasvc.models.restoring.restore import read_version
 from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.environment import describe_environment
-from datasvc.node.peers import open_peers
 from datasvc.node.ranks import RankNodes
+from datasvc.node.settings import open_peers
 from datasvc.planning.layout import AXES, Layout, check_layout, plan_layout
 from datasvc.processors import count_processors
 from datasvc.runs import RunLog

@@ -30,12 +30,11 @@ import lmdb
 from datasvc.cache.catalogue.configuration import Configuration
 from datasvc.cache.catalogue.files import DISK_FULL, Files, ScannedFile
 from datasvc.cache.catalogue.lease import RunningJob, is_held, lease_of
-from datasvc.cache.catalogue.object_locks import PRIVATE_FILE, ObjectLocks
+from datasvc.cache.catalogue.object_locks import PRIVATE_FILE, ObjectLocks, TransactionLock
 from datasvc.cache.catalogue.quotas import DEFAULT_TENANT
 from datasvc.cache.catalogue.records import RESERVED, RESIDENT, UNVERIFIED, ObjectRecord, footprint
 from datasvc.cache.catalogue.space import NO_JOB, SPARE_NEEDED, SPARE_NOTHING, SpaceAllocator
 from datasvc.cache.catalogue.tables import CatalogueTables, Tables, describe_failure, parse_objects
-from datasvc.cache.catalogue.transaction_lock import TransactionLock
 from datasvc.errors import CacheFullError, UnavailableError
 from datasvc.order import NextUse
 from datasvc.repository import Digest, ObjectInfo

@@ -1,4 +1,4 @@
-"""Budget and quotas of a cache, in `CACHE/cache.json`: they survive a rebuild of the catalogue.
+"""Budget and quotas of a cache (`CACHE/cache.json`), and its pins (`CACHE/pins/`), which survive a rebuild.
 
 This module also checks that a folder can be a cache: that it is on a local disk with file locks, is owned by this
 user, and has a format that this version of datasvc reads.
@@ -11,14 +11,19 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 from datasvc import durable
+from datasvc.cache.catalogue.object_locks import locked_byte
 from datasvc.cache.catalogue.quotas import Quota, check_quotas
-from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
+from datasvc.repository import Digest
 from datasvc.repository.marker import MARKER
+from datasvc.repository.objects.objects import digest_of, parse_digest
 from datasvc.sizes import parse_size
 
 CACHE_FORMAT: Final = 2
@@ -205,3 +210,64 @@ def file_system_of(folder: Path, mounts: str) -> str:
             if kind == "fuse":
                 kind = f"fuse.{source.partition(':')[0].lower()}"
     return kind
+
+
+@dataclass(frozen=True)
+class Pin:
+    """A named set of objects that are not evicted.
+
+    Attributes:
+        name: name of the pin, such as "pets@3".
+        objects: size in bytes by digest.
+    """
+
+    name: str
+    objects: Mapping[Digest, int]
+
+    @property
+    def size_bytes(self) -> int:
+        """Total size of the objects."""
+        return sum(self.objects.values())
+
+
+def changing_pin(folder: Path, name: str) -> AbstractContextManager[None]:
+    """Lock a pin for changes inside the block, after waiting for other changes of this pin. Raises OSError."""
+    # 60 bits of the name's digest choose the byte to lock. Two names that share a byte only wait for each other.
+    return locked_byte(folder / "lock", int(digest_of(name.encode())[:15], 16))
+
+
+def write_pin(folder: Path, pin: Pin) -> None:
+    """Write a pin; it replaces a pin of the same name. Raises OSError."""
+    durable.write_file(_path(folder, pin.name), json.dumps({"name": pin.name, "objects": pin.objects}).encode())
+
+
+def read_pins(folder: Path) -> dict[str, Pin]:
+    """Return every pin by name. Raises CorruptDataError if a file is damaged."""
+    pins = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            content = json.loads(path.read_bytes())
+            name = str(content["name"])
+            objects = {parse_digest(digest): int(size) for digest, size in content["objects"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError, CorruptDataError) as error:
+            raise CorruptDataError(f"the pin {path} is damaged: {error!r}; remove the file and pin again") from error
+        pins[name] = Pin(name, objects)
+    return pins
+
+
+def remove_pin(folder: Path, name: str) -> None:
+    """Remove a pin if it exists."""
+    _path(folder, name).unlink(missing_ok=True)
+
+
+def find_pin(folder: Path, name: str) -> Pin:
+    """Return a pin. Raises NotFoundError if there is none with that name."""
+    pins = read_pins(folder)
+    if name not in pins:
+        pin_names = ", ".join(sorted(pins)) or "none"
+        raise NotFoundError(f"nothing is pinned as {name!r}; existing pins: {pin_names}")
+    return pins[name]
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{quote(name, safe='@')}.json"

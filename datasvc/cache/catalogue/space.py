@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from datasvc.cache.catalogue.eviction import EvictionCandidate, by_distance, choose_victims, distance_bytes
-from datasvc.cache.catalogue.file_links import FileLink
-from datasvc.cache.catalogue.files import Files
+from datasvc.cache.catalogue.files import FileLink, Files
 from datasvc.cache.catalogue.lease import is_held, lease_of
 from datasvc.cache.catalogue.object_locks import ObjectLocks
 from datasvc.cache.catalogue.quotas import Account

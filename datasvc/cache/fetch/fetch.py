@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 
 from datasvc.cache.catalogue.catalogue import Catalogue
-from datasvc.cache.catalogue.file_links import FileLink
-from datasvc.cache.catalogue.files import DISK_FULL, Files
+from datasvc.cache.catalogue.files import DISK_FULL, FileLink, Files
 from datasvc.cache.fetch.transfer import transfer
 from datasvc.cache.peers.peers import Peers
 from datasvc.cache.sources.origin_source import Kind, ObjectSource, OriginSource, RequestPool

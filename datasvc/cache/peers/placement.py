@@ -12,11 +12,16 @@ that a node has the same name, in the same spelling, in all lists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import xxhash
 
-from datasvc.repository import Digest
+from datasvc.errors import ConfigError
+from datasvc.repository import Digest, Repository
+from datasvc.shards.versions.dataset import open_dataset
+
+_MAX_SHARDS: Final = 10_000
 
 
 def rank_nodes(digest: Digest, nodes: Sequence[str]) -> list[str]:
@@ -31,3 +36,45 @@ def rank_nodes(digest: Digest, nodes: Sequence[str]) -> list[str]:
 def _weight(digest: Digest, node: str) -> int:
     # A URL has no zero byte, so two different pairs never give the same text.
     return xxhash.xxh3_64_intdigest(f"{node}\0{digest}".encode())
+
+
+def count_shard_owners(
+    repository: Repository, ref: str, nodes: Sequence[str], *, failed: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return as JSON values how many shards and bytes of a version each node owns, and how many it serves.
+
+    Of more than 10,000 shards, evenly spaced ones are counted, and the result says how many.
+
+    Args:
+        repository: repository of the data set.
+        ref: the version.
+        nodes: URLs of all nodes, in the spelling that they have of each other.
+        failed: nodes that do not respond: the next node in the ranking of a shard serves it.
+
+    Raises:
+        ConfigError: there is no node, or a failed node is none of `nodes`.
+        NotFoundError, CorruptDataError, UnavailableError: see `open_dataset`.
+    """
+    if not nodes or not set(failed) <= set(nodes):
+        raise ConfigError(f"expected one or more nodes, and those that failed among them; found {nodes}, {failed}")
+    dataset = open_dataset(repository, ref)
+    shards = {shard.digest: shard.size_bytes for split in dataset.values() for shard in split.table.shards()}
+    counted = dict(list(shards.items())[:: -(-len(shards) // _MAX_SHARDS) or 1])
+    owned = _count(counted, nodes)
+    served = _count(counted, [node for node in nodes if node not in set(failed)])
+    none = {"shards": 0, "bytes": 0}
+    return {
+        "dataset": str(dataset.resolved),
+        "num_shards": len(shards),
+        "num_counted": len(counted),
+        "nodes": {node: {"owns": owned[node], "serves": served.get(node, none)} for node in nodes},
+    }
+
+
+def _count(shards: Mapping[Digest, int], nodes: Sequence[str]) -> dict[str, dict[str, int]]:
+    counts = {node: {"shards": 0, "bytes": 0} for node in nodes}
+    for digest, size_bytes in shards.items() if nodes else ():
+        owner = counts[rank_nodes(digest, nodes)[0]]
+        owner["shards"] += 1
+        owner["bytes"] += size_bytes
+    return counts

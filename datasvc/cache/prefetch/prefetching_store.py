@@ -12,10 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from datasvc.cache.cache import Cache
-from datasvc.cache.cached_shards import CachedShards
-from datasvc.cache.job import Outcome
+from datasvc.cache.catalogue.next_use import UseTimeline
+from datasvc.cache.job import CachedShards, Outcome
 from datasvc.cache.prefetch.stager import Stager, StagerJob
-from datasvc.cache.prefetch.timeline import UseTimeline
 from datasvc.errors import CorruptDataError, DatasvcError
 from datasvc.order import NextUse, OrderConfig
 from datasvc.repository import Digest, ObjectInfo, Objects

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO
 
+from datasvc.cache.catalogue.next_use import NeededShard, UseTimeline
 from datasvc.cache.job import CacheJob, Outcome
-from datasvc.cache.prefetch.timeline import NeededShard, UseTimeline
 from datasvc.cache.prefetch.window_budget import choose_ahead_bytes
 from datasvc.child_process import ChildProcess
 from datasvc.errors import DatasvcError

@@ -7,11 +7,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.datasets.key_file import read_lines
 from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (
@@ -22,6 +22,7 @@ from datasvc.cli.terminal.output import (
     print_line,
     resumable,
 )
+from datasvc.errors import ConfigError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.progress import Progress, byte_progress
 from datasvc.sizes import format_size, parse_size
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from datasvc.shards.sources import Source
     from datasvc.shards.versions.label_conflicts import LabelConflict
     from datasvc.shards.versions.split_overlap import Overlap
+
 
 EXIT_LEFT_OUT = 6  # committed without the bad samples
 _EVENT_INTERVAL_S = 1.0
@@ -265,3 +267,32 @@ def format_ignored(ignored: Mapping[str, int]) -> str:
 def format_counts(counts: Mapping[str, int]) -> str:
     """Return the number of samples of each split as text: `7 train, 2 val`."""
     return ", ".join(f"{count} {split}" for split, count in counts.items())
+
+
+def read_keys(path: str) -> list[str]:
+    """Return the non-empty lines of a file; "-" is standard input. For errors, see `read_lines`."""
+    return [line for line in read_lines(path, "keys") if line]
+
+
+def read_lines(path: str, what: str) -> list[str]:
+    """Return the lines of a text file, without empty lines at its end.
+
+    Args:
+        path: file to read; "-" is standard input.
+        what: what the file contains, such as "keys", for error messages.
+
+    Raises:
+        NotFoundError: the file does not exist.
+        ConfigError: `path` is a folder, or the file is not UTF-8.
+    """
+    try:
+        raw = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        # Editors on Windows begin a file with a byte-order mark, which would become part of the first key.
+        text = raw.decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise NotFoundError(f"file {path} with the {what} does not exist; check the path") from error
+    except IsADirectoryError as error:
+        raise ConfigError(f"{path} is a folder; expected a file with {what}, one per line") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 ({error}); expected a text file with {what}, one per line") from error
+    return [line.removesuffix("\r") for line in text.rstrip("\r\n").split("\n")]

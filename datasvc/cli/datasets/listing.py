@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.terminal.completion import reference
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
-from datasvc.cli.terminal.output_file import LastOption, SvgOption, write_version_graph
-from datasvc.cli.terminal.unreadable import unreadable_facts
+from datasvc.cli.terminal.output import (
+    JsonOption,
+    LastOption,
+    RepoOption,
+    SvgOption,
+    print_json,
+    print_line,
+    print_table,
+    unreadable_facts,
+    write_version_graph,
+)
 from datasvc.sizes import format_size
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from datasvc.cli.terminal.output import (
     print_json,
     print_line,
     print_table,
+    short_text_value,
 )
-from datasvc.cli.terminal.values import short_text_value
 from datasvc.printable import count_text, text_value
 
 if TYPE_CHECKING:

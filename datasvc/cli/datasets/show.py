@@ -10,25 +10,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.terminal.output import (
+    CsvOption,
     JsonOption,
+    QueryArgument,
     RefArgument,
     RepoOption,
     SplitOption,
     WhereOption,
+    check_one_format,
     print_facts,
     print_json,
     print_line,
+    print_query_result,
     print_table,
+    short_text_value,
 )
-from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
-from datasvc.cli.terminal.values import short_text_value
 from datasvc.errors import BadSampleError, CorruptDataError
 from datasvc.printable import count_text, json_value, text_value
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from datasvc.cli.terminal.image_protocol import ImageProtocol
+    from datasvc.cli.terminal.terminal_image import ImageProtocol
     from datasvc.shards.query.contact_sheet import Preview
 
 _MAX_CLASSES = 20
@@ -116,7 +119,7 @@ def head(
     """
     from rich.console import Console
 
-    from datasvc.cli.terminal.image_protocol import choose_protocol
+    from datasvc.cli.terminal.terminal_image import choose_protocol
     from datasvc.repository import Repository
     from datasvc.shards import open_dataset
     from datasvc.shards.query.contact_sheet import preview_samples, write_contact_sheet

@@ -1,25 +1,37 @@
-"""`datasvc push | pull`: copy versions of data sets from one repository to another."""
+"""`datasvc push | pull | export`: copy versions of data sets to another repository, or write another format."""
 
 from __future__ import annotations
 
+import os
 import secrets
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 import typer
 
 from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.derived_options import options_from
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
+from datasvc.cli.terminal.output import (
+    JsonOption,
+    RefArgument,
+    RepoOption,
+    SplitOption,
+    print_json,
+    print_line,
+    print_table,
+    resumable,
+)
 from datasvc.errors import NotFoundError
 from datasvc.printable import count_text
 from datasvc.progress import NO_PROGRESS, Progress, byte_progress
+from datasvc.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from datasvc.models.transfer import TransferReport
     from datasvc.repository import Repository
+
 
 RefsArgument = Annotated[
     list[str], reference("NAME, NAME@VERSION or NAME@TAG, of a data set NAME@BRANCH; one or more.", "REF...")
@@ -30,6 +42,10 @@ CreateOption = Annotated[bool, typer.Option("--create", help="Create the target 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Write nothing; print which versions and how many bytes would be copied.")
 ]
+
+
+# These are the keys of `datasvc.shards.export.FORMATS`, repeated because its import is too slow for `--help`.
+DatasetFormat = Literal["webdataset", "parquet", "mds", "lmdb", "folder", "tfrecord"]
 
 
 @options_from("models.transfer.copy_datasets.transfer_datasets")
@@ -134,3 +150,58 @@ def transfer_and_print(
         print_line(f"{'would carry' if dry_run else 'carried'} the branch {', '.join(result.branches)}")
     verb = "would copy" if dry_run else "copied"
     print_line(f"{verb} {count_text(result.num_objects, 'object')}, {format_size(result.bytes)}")
+
+
+def export(
+    ref: RefArgument,
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="New or empty folder, local or any fsspec URL.")],
+    repo: RepoOption,
+    export_format: Annotated[DatasetFormat, typer.Option("--format", help="Format to write.")],
+    split: SplitOption = None,
+    workers: Annotated[int, typer.Option(min=1, help="Writer processes; default: one per CPU, at most 8.")] = min(
+        8, os.cpu_count() or 1
+    ),
+    as_json: JsonOption = False,
+) -> None:
+    """Export a data-set version in a format that other tools read; deleted samples are not written.
+
+    Example: datasvc export pets@3 ./pets-wds --format webdataset --repo ./repo
+
+    DEST is complete when it contains datasvc-export.json. After an interruption, the same command continues.
+    """
+    from datasvc.repository import Repository
+    from datasvc.shards import open_dataset
+    from datasvc.shards.export import export as run_export
+
+    repository = Repository.open(repo)
+    dataset = open_dataset(repository, ref)
+    with resumable(), byte_progress(f"exporting {dataset.resolved}") as progress:
+        result = run_export(
+            repository,
+            str(dataset.resolved),
+            destination,
+            export_format,
+            split=split,
+            workers=workers,
+            progress=progress,
+        )
+    splits = {
+        name: {"samples": written.num_samples, "files": written.num_files, "bytes": written.size_bytes}
+        for name, written in result.splits.items()
+    }
+    if as_json:
+        print_json(
+            {
+                "version": str(result.version),
+                "format": result.format,
+                "destination": result.destination,
+                "splits": splits,
+            }
+        )
+        return
+    counts = ", ".join(f"{facts['samples']} {name}" for name, facts in splits.items())
+    num_files, size_bytes = (sum(facts[key] for facts in splits.values()) for key in ("files", "bytes"))
+    print_line(
+        f"exported {result.version} as {result.format} to {result.destination}: {counts} samples, "
+        f"{count_text(num_files, 'file')}, {format_size(size_bytes)}"
+    )

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.datasets.branches import merge_one
-from datasvc.cli.datasets.ingest import format_counts, overlap_facts, print_conflicts
-from datasvc.cli.datasets.key_file import read_keys, read_lines
+from datasvc.cli.datasets.ingest import format_counts, overlap_facts, print_conflicts, read_keys, read_lines
 from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (

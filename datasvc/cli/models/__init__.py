@@ -8,7 +8,6 @@ from __future__ import annotations
 import typer
 
 from datasvc.cli.models import (
-    artefacts,
     compare,
     diff,
     find,
@@ -17,8 +16,6 @@ from datasvc.cli.models import (
     listing,
     remove,
     restore,
-    sign,
-    tags,
     trained_on,
     transfer,
     verify,
@@ -30,7 +27,7 @@ app.command()(listing.log)
 app.command()(listing.show)
 app.command()(diff.diff)
 app.command()(compare.compare)
-app.command()(tags.tag)
+app.command()(remove.tag)
 app.command()(find.find)
 app.command()(find.sql)
 app.command()(remove.rm)
@@ -39,11 +36,11 @@ app.command()(remove.gc)
 app.command()(remove.mark_lost)
 app.command()(restore.restore)
 app.command()(verify.verify)
-app.command()(artefacts.attach)
-app.command()(artefacts.detach)
-app.command()(artefacts.fetch)
-app.command()(sign.keygen)
-app.command()(sign.sign)
+app.command()(restore.attach)
+app.command()(restore.detach)
+app.command()(restore.fetch)
+app.command()(verify.keygen)
+app.command()(verify.sign)
 app.command()(trained_on.trained_on)
 app.command()(lineage.lineage)
 app.command("import")(interop.import_model)

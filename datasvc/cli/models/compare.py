@@ -8,8 +8,16 @@ from typing import Annotated
 import typer
 
 from datasvc.cli.terminal.completion import reference
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
-from datasvc.cli.terminal.query_result import CsvOption, check_one_format, print_csv
+from datasvc.cli.terminal.output import (
+    CsvOption,
+    JsonOption,
+    RepoOption,
+    check_one_format,
+    print_csv,
+    print_json,
+    print_line,
+    print_table,
+)
 from datasvc.printable import text_value
 
 

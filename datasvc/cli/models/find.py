@@ -8,8 +8,15 @@ import typer
 
 from datasvc.cli.models.listing import print_versions
 from datasvc.cli.terminal.derived_options import options_from
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_line
-from datasvc.cli.terminal.query_result import CsvOption, QueryArgument, check_one_format, print_query_result
+from datasvc.cli.terminal.output import (
+    CsvOption,
+    JsonOption,
+    QueryArgument,
+    RepoOption,
+    check_one_format,
+    print_line,
+    print_query_result,
+)
 from datasvc.progress import entry_progress
 
 

@@ -12,9 +12,18 @@ from rich.text import Text
 
 from datasvc.cli.datasets.show import removal_line
 from datasvc.cli.models.arguments import NameArgument, RefArgument
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_facts, print_json, print_line, print_table
-from datasvc.cli.terminal.output_file import LastOption, SvgOption, write_version_graph
-from datasvc.cli.terminal.unreadable import unreadable_facts
+from datasvc.cli.terminal.output import (
+    JsonOption,
+    LastOption,
+    RepoOption,
+    SvgOption,
+    print_facts,
+    print_json,
+    print_line,
+    print_table,
+    unreadable_facts,
+    write_version_graph,
+)
 from datasvc.errors import ConfigError
 from datasvc.printable import text_value
 

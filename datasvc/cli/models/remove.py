@@ -1,4 +1,4 @@
-"""`datasvc models rm | retain | gc`: remove model versions, and free the bytes of removed ones."""
+"""`datasvc models rm | retain | gc | mark-lost | tag`: remove model versions, free their bytes, move tags."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import typer
 
 from datasvc.cli.datasets import maintain
 from datasvc.cli.datasets.remove import ForceOption, RefsArgument, RemovalMessageOption, run_rm
-from datasvc.cli.models.arguments import NameArgument
+from datasvc.cli.datasets.tags import (
+    AtOption,
+    ExpectOption,
+    HistoryOption,
+    RemoveOption,
+    TagArgument,
+    run_tag,
+)
+from datasvc.cli.models.arguments import NameArgument, RefArgument
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import (
     DoneOption,
@@ -132,3 +140,22 @@ def _row(version: ModelVersion, plan: RetentionPlan, *, apply: bool) -> tuple[ob
     reasons = plan.kept.get(version.version)
     reason = ", ".join(reasons) if reasons else "removed" if apply else "REMOVE"
     return str(version), version.entry["step"], metrics_text(version.entry["metrics"]) or "-", reason
+
+
+def tag(
+    ref: RefArgument,
+    repo: RepoOption,
+    name: TagArgument = None,
+    expect: ExpectOption = None,
+    remove: RemoveOption = False,
+    history: HistoryOption = False,
+    at: AtOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Point TAG at a model version, optionally only if it points at an expected one; its history keeps all moves.
+
+    Example: datasvc models tag digits-cnn@7 prod --expect 5 --repo ./repo
+
+    In every command, NAME@TAG~1 is the version before the tag's newest move. Times are those of the writers' clocks.
+    """
+    run_tag("models", ref, repo, name, expect=expect, remove=remove, history=history, at=at, as_json=as_json)

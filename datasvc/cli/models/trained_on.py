@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.datasets.key_file import read_keys
+from datasvc.cli.datasets.ingest import read_keys
 from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
 from datasvc.errors import ConfigError

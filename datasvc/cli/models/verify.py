@@ -1,14 +1,15 @@
-"""`datasvc models verify`: check that all objects of model versions exist and match their digests."""
+"""`datasvc models verify | keygen | sign`: check the objects of model versions, and sign versions."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from datasvc.cli.datasets.maintain import RepairFromOption, describe_repair
-from datasvc.cli.models.arguments import TrustedOption
+from datasvc.cli.models.arguments import RefArgument, TrustedOption
 from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
 from datasvc.errors import ConfigError, CorruptDataError
@@ -81,3 +82,41 @@ def _choose(repository: Repository, refs: list[str], *, every: bool) -> list[Res
     if not refs:
         raise ConfigError("no versions are given; give versions to verify, or --all")
     return list(dict.fromkeys(repository.resolve("models", ref) for ref in refs))
+
+
+def keygen(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="New file for the private key.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Create a signing key: FILE is the private key, FILE.pub the public key that verifies signatures.
+
+    Example: datasvc models keygen ~/.datasvc/signing.pem
+    """
+    from datasvc.models.versions.signing_keys import make_key
+
+    key = make_key(path.expanduser())
+    if as_json:
+        print_json({"key": key.id, "private": str(path), "public": str(key.source)})
+    else:
+        print_line(f"created key {key.id}: {path} is the private key, {key.source} the public key for verification")
+
+
+def sign(
+    ref: RefArgument,
+    key: Annotated[Path, typer.Option(help="File of a private key, see `datasvc models keygen`.")],
+    repo: RepoOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Sign a model version: its name, its number and its digests, and thereby all of its bytes.
+
+    Example: datasvc models sign digits-cnn@3 --key ~/.datasvc/signing.pem --repo s3://bucket/repo
+    """
+    from datasvc.models.versions.signing import sign as run_sign
+    from datasvc.models.versions.signing_keys import load_private_key
+    from datasvc.repository import Repository
+
+    signature = run_sign(Repository.open(repo), ref, load_private_key(key.expanduser()))
+    if as_json:
+        print_json(asdict(signature))
+    else:
+        print_line(f"signed {signature.version} with key {signature.key_id}: {signature.location}")

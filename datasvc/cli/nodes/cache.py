@@ -314,7 +314,7 @@ def _open(cache: Path, *, budget: str | None, tenant: str, peers: Peers | None =
 def _open_peers(peers: str | None, token_file: Path | None, ca: Path | None, tls_name: str | None) -> Peers | None:
     if peers is None:
         return None
-    from datasvc.node.peers import open_peers
+    from datasvc.node.settings import open_peers
 
     return open_peers(peers, token_file=token_file, ca_file=ca, tls_name=tls_name)
 
@@ -398,7 +398,7 @@ def placement(
 
     Example: datasvc cache placement pets@1 --node http://a:8765 --node http://b:8765
     """
-    from datasvc.cache.peers.shard_owners import count_shard_owners
+    from datasvc.cache.peers.placement import count_shard_owners
     from datasvc.repository import Repository
 
     found = count_shard_owners(Repository.open(repo), ref, node, failed=failed or ())

@@ -18,9 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from datasvc.cli.terminal.image_protocol import ImageProtocol, choose_protocol
 from datasvc.cli.terminal.output import plain_text
-from datasvc.cli.terminal.pixel_graphics import encode_kitty, encode_sixel
+from datasvc.cli.terminal.terminal_image import ImageProtocol, choose_protocol, encode_kitty, encode_sixel
 from datasvc.drawing.colours import colour_values
 from datasvc.errors import UnavailableError
 from datasvc.printable import count_text, text_value

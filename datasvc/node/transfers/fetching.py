@@ -14,7 +14,7 @@ from pathlib import Path
 
 from datasvc.cache import Cache
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.node.transfers.waiting import STALL_TIMEOUT_S, wait_for_progress
+from datasvc.node.transfers.sending import STALL_TIMEOUT_S, wait_for_progress
 from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo, Repository
 

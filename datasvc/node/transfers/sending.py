@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Final, TypeVar
 
 from aiohttp import web
 
+from datasvc.errors import UnavailableError
 from datasvc.node.transfers.origins import TokenBucket
-from datasvc.node.transfers.waiting import wait_for_progress
 
 # Measured on loopback: writes of 4 MiB are 1.6 times as fast as sendfile.
 _MAX_WRITE_BYTES = 4 << 20
@@ -24,7 +25,11 @@ _MIN_WRITE_BYTES = 64 << 10
 _MAX_STREAMS = 32  # each has a buffer of up to `_MAX_WRITE_BYTES`
 # Twice the 1 MiB/s below which a peer ends a stream, see `PeerSettings.min_bytes_s`.
 _MIN_STREAM_BYTES_S = 2 << 20
-_STALL_TIMEOUT_S = 30.0
+STALL_TIMEOUT_S: Final = 30.0
+# Progress does not wake the waiting coroutine, so the coroutine asks for the idle time at this interval.
+_POLL_S = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class Sender:
         rate_bytes_s: int | None = None,
         *,
         count: Callable[[int], None],
-        stall_timeout_s: float = _STALL_TIMEOUT_S,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
     ) -> None:
         self.sent = Sent()
         self._plan = plan_streams(rate_bytes_s)
@@ -190,3 +195,28 @@ def _read_full(file: int, piece: memoryview, offset: int) -> None:
         if not count:
             raise EOFError(f"the file ends at byte {offset + filled}")
         filled += count
+
+
+# Other requests may wait for the same fetch, so a wait that ends early does not cancel the fetch.
+
+
+async def wait_for_progress(
+    future: asyncio.Future[T], *, idle_s: Callable[[], float], stall_timeout_s: float = STALL_TIMEOUT_S
+) -> T:
+    """Return the result of `future`, which is not cancelled if this wait ends first.
+
+    Args:
+        future: future to wait for.
+        idle_s: returns the seconds since the last progress of the work.
+        stall_timeout_s: maximum time without progress. It also ends a circular wait, such as that of a node that is
+            configured to request objects from itself under another name.
+
+    Raises:
+        UnavailableError: there was no progress for longer than `stall_timeout_s`.
+        BaseException: the exception of the future.
+    """
+    while not future.done():
+        await asyncio.wait([future], timeout=min(_POLL_S, stall_timeout_s))
+        if not future.done() and idle_s() > stall_timeout_s:
+            raise UnavailableError(f"no progress for {stall_timeout_s:g} s; try another node, or try again later")
+    return future.result()

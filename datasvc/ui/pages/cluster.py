@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain, pairwise
 from typing import Any, Final
 
-from datasvc.cache.peers.shard_owners import count_shard_owners
+from datasvc.cache.peers.placement import count_shard_owners
 from datasvc.drawing import ChartSeries, chart_table, format_quantity, line_chart, separate_charts
 from datasvc.errors import DatasvcError, NotFoundError
 from datasvc.ui.pages.charts.histogram_charts import CHART_WIDTH
@@ -257,5 +257,5 @@ def _placement_panel(site: Site, states: Sequence[NodeState], ref: str | None) -
             lambda: count_shard_owners(site.repo.repository, version, urls, failed=failed),
         ),
         site.command("cache", "placement", version, *chain.from_iterable(options), "--json"),
-        f"from datasvc.cache.peers.shard_owners import count_shard_owners\n{call}",
+        f"from datasvc.cache.peers.placement import count_shard_owners\n{call}",
     )

@@ -10,8 +10,7 @@ import threading
 import pytest
 
 from datasvc.cache import Cache
-from datasvc.cache.catalogue.object_locks import ObjectLocks
-from datasvc.cache.catalogue.transaction_lock import TransactionLock
+from datasvc.cache.catalogue.object_locks import ObjectLocks, TransactionLock
 from datasvc.errors import CacheFullError, ConfigError, UnavailableError
 from datasvc.repository.objects.objects import digest_of
 from tests.cache.processes import are_there, hold_in_a_process, in_a_fork, kill, object_path, start_python

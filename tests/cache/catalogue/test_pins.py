@@ -7,7 +7,7 @@ import pytest
 
 from datasvc.cache import Cache
 from datasvc.cache.catalogue import recovery
-from datasvc.cache.catalogue.pins import Pin, read_pins, remove_pin, write_pin
+from datasvc.cache.catalogue.configuration import Pin, read_pins, remove_pin, write_pin
 from datasvc.cache.catalogue.tables import CatalogueTables
 from datasvc.errors import CacheFullError, CorruptDataError, NotFoundError
 from datasvc.shards import ingest, open_dataset

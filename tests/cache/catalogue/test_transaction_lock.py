@@ -9,9 +9,8 @@ import threading
 import pytest
 
 from datasvc.cache import Cache
-from datasvc.cache.catalogue import transaction_lock
-from datasvc.cache.catalogue.object_locks import SETLK
-from datasvc.cache.catalogue.transaction_lock import TransactionLock
+from datasvc.cache.catalogue import object_locks
+from datasvc.cache.catalogue.object_locks import SETLK, TransactionLock
 from datasvc.errors import UnavailableError
 from tests.cache.crash_steps import check
 from tests.cache.processes import ROOT, in_a_fork, kill, start_python
@@ -125,10 +124,10 @@ def test_a_transaction_inside_of_another_is_refused_and_a_close_inside_ends_it(t
 def can_read(lock):
     """Return whether a reader could begin without waiting; it ends at once."""
     try:
-        fcntl.fcntl(lock._descriptor, SETLK, transaction_lock._READ)
+        fcntl.fcntl(lock._descriptor, SETLK, object_locks._READ)
     except BlockingIOError:
         return False
-    fcntl.fcntl(lock._descriptor, SETLK, transaction_lock._UNLOCK)
+    fcntl.fcntl(lock._descriptor, SETLK, object_locks._UNLOCK)
     return True
 
 

@@ -308,7 +308,7 @@ def test_a_full_disk_is_the_callers_business_and_what_has_arrived_stays(incoming
             raise OSError(28, "No space left on device")
         return real(descriptor, view, offset)
 
-    monkeypatch.setattr("datasvc.cache.fetch.partial_file.os.pwrite", pwrite)
+    monkeypatch.setattr("datasvc.cache.fetch.transfer.os.pwrite", pwrite)
     with pytest.raises(OSError, match="No space left"):
         fetch(
             incoming, [OriginSource(Origin(), INFO.digest, RequestPool(2))], RecordedProgress(on_advance=written.set)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from datasvc.cache.peers import response_head
+from datasvc.cache.peers import peer_source
 from datasvc.cache.peers.membership import FixedMembership
 from datasvc.cache.peers.peer_source import PeerSettings
 from datasvc.cache.peers.peers import Peers
@@ -233,9 +233,7 @@ def test_a_disk_that_is_full_is_not_held_against_the_peer(peer):
 
 
 def test_a_peer_whose_answer_has_a_head_that_drips_is_given_up(monkeypatch):
-    monkeypatch.setattr(
-        response_head, "time", SimpleNamespace(monotonic=count().__next__)
-    )  # a second at each reading
+    monkeypatch.setattr(peer_source, "time", SimpleNamespace(monotonic=count().__next__))  # a second at each reading
     with DrippingServer() as server, pytest.raises(UnavailableError, match="whole head within 4 s"):
         ask(peers_at(server.url))
 

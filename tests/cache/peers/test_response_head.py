@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from datasvc.cache.peers import response_head
-from datasvc.cache.peers.response_head import read_head
+from datasvc.cache.peers import peer_source
+from datasvc.cache.peers.peer_source import read_head
 from tests.support.dripping_server import HEAD, DrippingServer
 
 
@@ -22,7 +22,7 @@ def dripping():
 @pytest.fixture(autouse=True)
 def fast_clock(monkeypatch):
     """Let a second pass at each reading of the clock."""
-    monkeypatch.setattr(response_head, "time", SimpleNamespace(monotonic=count().__next__))
+    monkeypatch.setattr(peer_source, "time", SimpleNamespace(monotonic=count().__next__))
 
 
 @contextmanager

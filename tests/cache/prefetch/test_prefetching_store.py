@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from datasvc.cache import Cache
+from datasvc.cache.catalogue.next_use import UseTimeline
 from datasvc.cache.catalogue.records import footprint
 from datasvc.cache.job import CacheJob
 from datasvc.cache.prefetch.prefetching_store import PrefetchingShardStore
 from datasvc.cache.prefetch.stager import JobPrefetcher, StagerJob
-from datasvc.cache.prefetch.timeline import UseTimeline
 from datasvc.errors import CorruptDataError
 from datasvc.loaders.core.batches import Cursor, SampleBatches
 from datasvc.order import AccessOrder, OrderConfig

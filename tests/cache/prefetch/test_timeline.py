@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.cache.catalogue.next_use import bytes_per_position
-from datasvc.cache.prefetch.timeline import UseTimeline
+from datasvc.cache.catalogue.next_use import UseTimeline, bytes_per_position
 from datasvc.order import AccessOrder, OrderConfig
 
 

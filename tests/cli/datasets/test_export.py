@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from datasvc.cli.datasets.export import DatasetFormat
+from datasvc.cli.datasets.transfer import DatasetFormat
 from datasvc.shards.export import FORMATS
 from tests.cli.command import run
 from tests.shards.export.contents import write_photos

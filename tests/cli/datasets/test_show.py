@@ -13,8 +13,7 @@ import pyarrow as pa
 import pytest
 
 from datasvc.cli.datasets.show import histogram_lines
-from datasvc.cli.terminal.query_result import _unique_names
-from datasvc.cli.terminal.values import short_text_value
+from datasvc.cli.terminal.output import _unique_names, short_text_value
 from datasvc.printable import json_value, text_value
 from datasvc.shards import ingest
 from datasvc.shards.format.schema import image_schema, shard_schema

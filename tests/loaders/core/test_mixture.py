@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.cache import Cache
+from datasvc.cache.catalogue.next_use import UseTimeline
 from datasvc.cache.catalogue.records import footprint
-from datasvc.cache.prefetch.timeline import UseTimeline
 from datasvc.errors import CacheFullError, ConfigError
 from datasvc.keyed_random import KeyedPermutation, derive_keys
 from datasvc.loaders import DecodeConfig, ImageLoader

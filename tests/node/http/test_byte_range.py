@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from datasvc.node.http.object_routes import UnsatisfiableRangeError, parse_range
+from datasvc.node.http.routes import UnsatisfiableRangeError, parse_range
 from tests.support.fuzzing import counts_refusals
 
 sizes = st.integers(0, 1000)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from datasvc.errors import UnavailableError
-from datasvc.node.transfers.waiting import wait_for_progress
+from datasvc.node.transfers.sending import wait_for_progress
 
 
 def test_a_result_is_returned_and_an_error_raised():
