@@ -24,13 +24,7 @@ from datasvc.repository.resolved import Resolved
 
 @dataclass(frozen=True)
 class BranchState:
-    """A branch of a data set as it is now.
-
-    Attributes:
-        name: its name.
-        head: its newest version.
-        start: version at which it begins.
-    """
+    """A branch of a data set as it is now: its newest version, and the version at which it begins."""
 
     name: str
     head: Resolved
@@ -38,16 +32,13 @@ class BranchState:
 
 
 def create_branch(repository: Repository, ref: str, branch: str, *, message: str = "") -> Resolved:
-    """Create a branch that begins at a version; nothing is copied.
+    """Create a branch that begins at a version, and return that version, the head of the branch; nothing is copied.
 
     Args:
         repository: repository of the data set.
         ref: version at which the branch begins, of any line: NAME, NAME@VERSION, NAME@TAG or NAME@BRANCH.
         branch: name of the branch; "main" and "latest" mean the main line, and cannot be used.
         message: text stored with the branch.
-
-    Returns:
-        The version that `ref` resolves to, now the head of the branch.
 
     Raises:
         NotFoundError: `ref` does not resolve.
@@ -79,12 +70,6 @@ def remove_branch(repository: Repository, name: str, branch: str, *, message: st
     """Remove a branch. Its versions stay, by number, until they are removed; its history stays too.
 
     A version that another process commits to the branch at the same time stays as well, but is on no branch then.
-
-    Args:
-        repository: repository of the data set.
-        name: name of the data set.
-        branch: name of the branch.
-        message: text stored with the removal.
 
     Returns:
         The branch before its removal; None if it could not be read.
@@ -182,14 +167,9 @@ class Continuation:
 
 
 def continue_line(repository: Repository, line: LineName, newest: int) -> Continuation:
-    """Return what the entry after `newest` continues, if it is committed to a line.
+    """Return what the entry after `newest` (0: none) continues, if it is committed to a line.
 
     Versions are not listed: a listing of the store may lack the newest one, and an older one would be continued.
-
-    Args:
-        repository: repository of the data set.
-        line: line that the entry is committed to.
-        newest: number of the newest entry, 0 for none.
 
     Raises:
         NotFoundError: there is no such branch.
@@ -220,16 +200,9 @@ def continue_line(repository: Repository, line: LineName, newest: int) -> Contin
 def fields_on_line(
     repository: Repository, name: str, line: str, newest: int, *, read: PositionReader | None = None
 ) -> dict[str, Any]:
-    """Return the fields that put the entry after `newest` on a line, of a branch that need not exist.
+    """Return the fields that put the entry after `newest` (0: none) on a line, of a branch that need not exist.
 
-    Args:
-        repository: repository of the data set.
-        name: name of the data set.
-        line: see `branches`.
-        newest: number of the newest entry, 0 for none.
-        read: reader of the entries; None for a new one.
-
-    Raises: see `continue_line`.
+    For the errors, see `continue_line`.
     """
     read = repository.positions(name) if read is None else read
     lines: Mapping[str, int] = {}

@@ -58,6 +58,13 @@ def remove_versions(
             removed versions. The tags of the other versions are restored.
         UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.
     """
+    return RemovalReport(*_remove(repository, kind, refs, force=force, dry_run=dry_run, message=message, lost=False))
+
+
+def _remove(
+    repository: Repository, kind: Kind, refs: Sequence[str], *, force: bool, dry_run: bool, message: str, lost: bool
+) -> tuple[tuple[Resolved, ...], tuple[str, ...]]:
+    """Remove versions, or mark them as lost; return the versions and the tags that were deleted first."""
     refuse_text(refs, "refs")
     numbers: dict[str, set[int]] = {}
     for ref in refs:
@@ -65,14 +72,11 @@ def remove_versions(
         if reference.version is None and reference.tag is None:
             raise ConfigError(f"{ref!r} names no version; expected a version or a tag for each, such as {ref}@3")
         if kind == "datasets":
-            refuse_branch(
-                repository,
-                reference.name,
-                reference.tag,
-                f"give the numbers of versions; `datasvc branch {reference.name} {reference.tag} --remove` removes "
-                "the branch",
-            )
-        version = repository.resolve(kind, ref)
+            branch = f"`datasvc branch {reference.name} {reference.tag} --remove` removes the branch"
+            refuse_branch(repository, reference.name, reference.tag, f"give the numbers of versions; {branch}")
+        version = repository.resolve(kind, ref, removed=lost)
+        if lost:
+            _check_unreadable(repository, version)
         numbers.setdefault(version.name, set()).add(version.version)
     tags = {name: tags_on(repository, kind, name, versions) for name, versions in numbers.items()}
     for name, versions in numbers.items():
@@ -83,12 +87,12 @@ def remove_versions(
     done: list[str] = []
     for name, versions in () if dry_run else numbers.items():
         try:
-            remove_tagged(repository, kind, name, versions, tags[name], message)
+            remove_tagged(repository, kind, name, versions, tags[name], message, lost=lost)
         except ConflictError as error:
             before = f"; removed before, with their tags: {', '.join(done)}" if done else ""
             raise ConflictError(f"{error}{before}") from error
         done += [f"{name}@{number}" for number in sorted(versions)]
-    return RemovalReport(
+    return (
         tuple(Resolved(kind, name, number) for name in sorted(numbers) for number in sorted(numbers[name])),
         tuple(f"{name}@{tag}" for name, tags_of_one in tags.items() for tag in tags_of_one),
     )
@@ -106,14 +110,7 @@ def remove_tagged(
 ) -> None:
     """Delete the tags of some versions of one name, then remove the versions; restore the tags on failure.
 
-    Args:
-        repository: repository of the versions.
-        kind: "datasets" or "models".
-        name: name of the data set or model.
-        versions: numbers of the versions.
-        tags: the tags to delete, each with its version.
-        message: message of the commit.
-        lost: also mark the versions as lost.
+    With `lost`, also mark the versions as lost.
 
     Raises:
         ConflictError: another process moved one of `tags`, and no version was removed; or see `remove_untagged`.
@@ -250,30 +247,8 @@ def mark_lost(
             lost, and keep their tags.
         UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.
     """
-    refuse_text(refs, "refs")
-    numbers: dict[str, set[int]] = {}
-    for ref in refs:
-        reference = parse_reference(ref)
-        if reference.version is None and reference.tag is None:
-            raise ConfigError(f"{ref!r} names no version; expected a version or a tag, such as {ref}@3")
-        if kind == "datasets":
-            refuse_branch(repository, reference.name, reference.tag, "give the numbers of versions")
-        version = repository.resolve(kind, ref, removed=True)
-        _check_unreadable(repository, version)
-        numbers.setdefault(version.name, set()).add(version.version)
-    tags = {name: tags_on(repository, kind, name, versions) for name, versions in numbers.items()}
-    for name, versions in numbers.items():
-        refuse_branched(repository, kind, name, versions)
-    tagged = [f"{name}@{tag}" for name, tags_of_name in tags.items() for tag in tags_of_name]
-    if tagged and not force:
-        raise ConfigError(
-            f"{', '.join(tagged)} points at a version to give up; nothing was changed: move the tag first, or delete "
-            "it as well with --force (force=True)"
-        )
-    for name, versions in () if dry_run else numbers.items():
-        remove_tagged(repository, kind, name, versions, tags[name], message or "entry unreadable", lost=True)
-    lost = (Resolved(kind, name, number) for name in sorted(numbers) for number in sorted(numbers[name]))
-    return LostVersions(tuple(lost), tuple(tagged))
+    message = message or "entry unreadable"
+    return LostVersions(*_remove(repository, kind, refs, force=force, dry_run=dry_run, message=message, lost=True))
 
 
 def _check_unreadable(repository: Repository, version: Resolved) -> None:

@@ -41,16 +41,13 @@ class Repair:
 def repair_objects(
     repository: Repository, digests: Iterable[Digest], copies: Sequence[Repository], progress: Progress = NO_PROGRESS
 ) -> list[Repair]:
-    """Replace bad objects by good copies. A failed repair does not stop the others.
+    """Replace bad objects by good copies; return a result per distinct object. A failure does not stop the others.
 
     Args:
         repository: repository with the bad objects.
         digests: digests of objects that may be bad; one that is good is left as it is.
         copies: other repositories, in the order in which they are tried.
         progress: counts the bytes of each part that was copied.
-
-    Returns:
-        One result per distinct object.
 
     Raises:
         ConfigError: this repository is not writable.

@@ -28,13 +28,12 @@ from datasvc.repository.logs.references import (
     Reference,
     check_name,
     check_tag,
-    choose_metric_mode,
+    find_best,
     finite_metrics,
     is_name,
     parse_reference,
-    rank_by_metric,
 )
-from datasvc.repository.logs.removals import Removals
+from datasvc.repository.logs.removals import Removals, describe_removal
 from datasvc.repository.logs.tags import Tags, version_of
 from datasvc.repository.marker import MARKER, MARKER_BYTES, check_create_only, check_marker
 from datasvc.repository.objects.objects import Objects
@@ -44,12 +43,7 @@ from datasvc.repository.store.storage import ReadOnlyStorage, Storage
 
 
 class Repository:
-    """Objects and logs below one URL. Created by `Repository.open` or `Repository.create`.
-
-    Attributes:
-        storage: file tree of the repository, for operations on all files, such as `gc`.
-        objects: objects of the repository.
-    """
+    """Objects and logs below one URL. Created by `Repository.open` or `Repository.create`."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -62,11 +56,7 @@ class Repository:
 
     @classmethod
     def open(cls, url: str, *, read_only: bool = False) -> Repository:
-        """Open an existing repository.
-
-        Args:
-            url: local folder or URL of the repository.
-            read_only: whether every write is refused with ConfigError, also those of indexes that are derived.
+        """Open an existing repository; with `read_only`, every write is refused with ConfigError.
 
         Raises:
             NotFoundError: there is no repository at `url`.
@@ -89,9 +79,7 @@ class Repository:
     def create(cls, url: str) -> Repository:
         """Open the repository at `url`; create it if it does not exist.
 
-        Raises:
-            ConfigError: the store overwrites existing files, so commits could overwrite each other; or see `open`.
-            UnavailableError: the store does not respond.
+        Raises ConfigError if the store overwrites existing files, so that commits could be lost; else see `open`.
         """
         storage = Storage(url)
         try:
@@ -111,11 +99,7 @@ class Repository:
         return [name for name in self.storage.list(kind) if is_name(name) and self.versions(kind, name).head()]
 
     def versions(self, kind: Kind, name: str) -> Log:
-        """Return the log of versions of `name`, which may be empty.
-
-        Raises:
-            ConfigError: `name` is not a valid name.
-        """
+        """Return the log of versions of `name`, which may be empty. Raises ConfigError: `name` is not valid."""
         return Log(self.storage, f"{self._folder(kind, name)}/versions")
 
     def removals(self, kind: Kind, name: str) -> Removals:
@@ -131,27 +115,17 @@ class Repository:
     def tags(self, kind: Kind, name: str, *, strict: bool = False) -> dict[str, int]:
         """Return the tags of `name`, each with the version that it points at.
 
-        A tag that cannot be read is left out with an `UnreadableVersionWarning`. With `strict`, its error is raised:
-        for callers that must not miss a tag.
-
-        Raises:
-            CorruptDataError, ConfigError: with `strict`, a tag cannot be read.
-            UnavailableError: the store does not respond.
+        A tag that cannot be read is left out with an `UnreadableVersionWarning`. With `strict`, its error
+        (CorruptDataError, ConfigError) is raised: for callers that must not miss a tag. Raises UnavailableError.
         """
         return self._read_tags(kind, name, None, strict=strict)
 
     def _read_tags(
-        self, kind: Kind, name: str, move_numbers: Mapping[str, Sequence[int]] | None, *, strict: bool = False
+        self, kind: Kind, name: str, moves: Mapping[str, Sequence[int]] | None, *, strict: bool = False
     ) -> dict[str, int]:
-        """Return the result of `tags`; for `move_numbers`, see `Tags.current_versions`."""
-        versions, errors = self._tags(kind, name).current_versions(move_numbers)
+        versions, errors = self._tags(kind, name).current_versions(moves)
         command = "datasvc models tag" if kind == "models" else "datasvc tag"
-        for tag, error in errors.items():
-            text = f"{error}; `{command} {name}@VERSION {tag}` sets the tag {tag!r} again"
-            if strict:
-                raise type(error)(text) from error
-            message = f"{name}@{tag} is left out: {text}"
-            warnings.warn(UnreadableVersionWarning(f"{name}@{tag}", message), stacklevel=3)
+        _leave_out(name, errors, f"`{command} {name}@VERSION {{0}}` sets the tag {{0!r}} again", strict=strict)
         return versions
 
     def branches(self, name: str, *, strict: bool = False) -> dict[str, Branch]:
@@ -159,16 +133,10 @@ class Repository:
         return self._read_branches(name, None, strict=strict)
 
     def _read_branches(
-        self, name: str, move_numbers: Mapping[str, Sequence[int]] | None, *, strict: bool = False
+        self, name: str, moves: Mapping[str, Sequence[int]] | None, *, strict: bool = False
     ) -> dict[str, Branch]:
-        """Return the result of `branches`; for `move_numbers`, see `BranchLogs.current`."""
-        branches, errors = self.branch_logs(name).current(move_numbers)
-        for branch, error in errors.items():
-            text = f"{error}; `datasvc branch {name} {branch} --remove` ends the branch"
-            if strict:
-                raise type(error)(text) from error
-            message = f"{name}@{branch} is left out: {text}"
-            warnings.warn(UnreadableVersionWarning(f"{name}@{branch}", message), stacklevel=3)
+        branches, errors = self.branch_logs(name).current(moves)
+        _leave_out(name, errors, f"`datasvc branch {name} {{0}} --remove` ends the branch", strict=strict)
         return branches
 
     def branch_logs(self, name: str) -> BranchLogs:
@@ -176,17 +144,11 @@ class Repository:
         return BranchLogs(self.storage, self._folder("datasets", name))
 
     def positions(self, name: str) -> PositionReader:
-        """Return a reader of the lines of the versions of a data set.
-
-        Raise ConfigError: `name` is not a valid name.
-        """
+        """Return a reader of the lines of the versions of a data set. Raises ConfigError: `name` is not valid."""
         return PositionReader(self.versions("datasets", name), is_local=self.storage.is_local)
 
     def protected(self, kind: Kind, name: str, *, strict: bool = False) -> frozenset[int]:
-        """Return the versions that cannot be removed: those that tags point at, or at which branches begin.
-
-        For `strict` and errors, see `tags`.
-        """
+        """Return the versions that tags point at, or at which branches begin: they cannot be removed. See `tags`."""
         tagged = self.tags(kind, name, strict=strict).values()
         branches = self.branches(name, strict=strict).values() if kind == "datasets" else ()
         return frozenset([*tagged, *(branch.start for branch in branches)])
@@ -206,12 +168,10 @@ class Repository:
 
         Raises:
             NotFoundError: `ref` does not resolve.
-            ConfigError: `tag` is not a valid tag, or is "latest", which means the newest version, and not set yet; or
-                a branch has this name.
+            ConfigError: `tag` is not a valid tag, or is "latest" and not set yet; or a branch has this name.
             CorruptDataError: `expect` is given, but the newest move of the tag is damaged.
-            ConflictError: the tag does not point at `expect`, or the version was removed concurrently; or see
-                `Log.append`.
-            UnknownOutcomeError, UnavailableError: see `Log.append`.
+            ConflictError: the tag does not point at `expect`, or the version was removed concurrently.
+            UnknownOutcomeError, UnavailableError, ConflictError: see `Log.append`.
         """
         check_tag(tag)
         reference = parse_reference(str(ref), KIND_NAMES[kind])
@@ -254,11 +214,7 @@ class Repository:
         return target
 
     def _move_back(self, target: Resolved, tag: str, previous: int) -> str:
-        """Move a tag back from `target` to version `previous`, or remove the tag if `previous` is 0 or is removed.
-
-        Returns:
-            What happened to the tag: the error message after the words "the tag".
-        """
+        """Move a tag back from `target` to a version, or remove it; return the end of a message about "the tag"."""
         kind, name = target.kind, target.name
         tags = self._tags(kind, name)
         version = previous if previous and not self._is_removed(Resolved(kind, name, previous)) else None
@@ -281,17 +237,14 @@ class Repository:
         Args:
             kind: "datasets" or "models".
             ref: reference, or a resolved version. A name alone refers to the newest version that is not removed, of a
-                data set on its main line, and so does NAME@latest, if there is no tag of this name. For
-                NAME@best:METRIC, see `best`.
+                data set on its main line, and so does NAME@latest, if there is no tag of this name.
             removed: accept a removed version, whose entry still exists but whose objects may be deleted.
 
         Raises:
             ConfigError: `ref` is not a reference.
             NotFoundError: the name, version, tag or branch does not exist (the message lists what does), or was
-                removed.
-            ConflictError: a tag and a branch have this name.
-            CorruptDataError: it is not known which branch a version is on, because its entry cannot be read.
-            UnavailableError: the store does not respond.
+            removed. ConflictError: a tag and a branch have this name. CorruptDataError: it is not known which branch
+            a version is on, because its entry cannot be read. UnavailableError: the store does not respond.
         """
         reference = parse_reference(str(ref), KIND_NAMES[kind])
         logs = self._list_logs(kind, reference.name)
@@ -299,12 +252,7 @@ class Repository:
         return self._resolve(kind, reference, logs, removed_numbers, accept_removed=removed)
 
     def state(self, kind: Kind, name: str) -> NameState:
-        """Return the versions, tags and removals of `name` with one listing; `versions` is empty for an unknown name.
-
-        Raises:
-            ConfigError: `name` is not a valid name.
-            UnavailableError: the store does not respond.
-        """
+        """Return the versions, tags and removals of `name` with one listing; `versions` is empty for no such name."""
         return self._state(kind, name, self._list_logs(kind, name))
 
     def known_state(self, kind: Kind, name: str) -> NameState:
@@ -327,7 +275,6 @@ class Repository:
         return self._resolve(kind, reference, logs, state.removed, accept_removed=removed), state
 
     def _state(self, kind: Kind, name: str, logs: Mapping[str, list[int]]) -> NameState:
-        """Return the state of `name`; `logs` is the result of `_list_logs`."""
         move_numbers = {
             path.removeprefix("tags/"): numbers for path, numbers in logs.items() if path.startswith("tags/")
         }
@@ -345,10 +292,7 @@ class Repository:
         return NameState(logs["versions"], tags, valid_removals, newest, on_branches)
 
     def newest(self, kind: Kind, name: str) -> Resolved | None:
-        """Return the newest version of `name` that is not removed, of a data set on its main line, or None.
-
-        For errors, see `resolve`.
-        """
+        """Return the newest version of `name` (main line) that is not removed, or None; for errors, see `resolve`."""
         logs = self._list_logs(kind, name)
         removed = self._removed(kind, name, logs)
         if kind == "models":  # has the main line only
@@ -361,12 +305,7 @@ class Repository:
         """Return the version of a model with the best value of a metric; of equal values, the newest.
 
         Removed versions do not count, nor do values that are NaN or infinite. Versions that cannot be read are left
-        out with an `UnreadableVersionWarning`.
-
-        Args:
-            name: name of the model.
-            metric: name of the metric.
-            mode: whether a high ("max") or a low ("min") value is better; None: chosen by the name of the metric.
+        out with a warning. `mode` is "max" or "min"; None: chosen by the name of the metric.
 
         Raises:
             ConfigError: no mode is given or known for this metric, or `name` or `mode` is not valid.
@@ -384,7 +323,7 @@ class Repository:
         except CorruptDataError as error:
             removal = self.removals(resolved.kind, resolved.name).find(resolved.version)
             if removal is not None and removal.content.get("lost"):
-                message = f"the entry of {resolved} cannot be read: {error}; it {_describe_removal(removal)}"
+                message = f"the entry of {resolved} cannot be read: {error}; it {describe_removal(removal)}"
                 raise CorruptDataError(message) from error
             raise CorruptDataError(describe_damage(resolved, error)) from error
 
@@ -392,10 +331,7 @@ class Repository:
         """Return the entries of versions `numbers`, in this order; default: all versions, oldest first.
 
         An entry that cannot be read is left out with an `UnreadableVersionWarning`, so that it does not hide the
-        other versions. There is no warning for a version that was marked as lost, see `removal.mark_lost`.
-
-        Raises:
-            UnavailableError: the store does not respond.
+        others; there is no warning for a version that was marked as lost. Raises UnavailableError.
         """
         entries, errors = self.versions(kind, name).try_entries(numbers)
         lost = self.removals(kind, name).lost() if errors else frozenset()
@@ -407,14 +343,9 @@ class Repository:
         return entries
 
     def entries(self, kind: Kind, name: str, *, last: int | None = None) -> list[Entry]:
-        """Return the entries of all versions of `name`, oldest first, including removed ones.
+        """Return the entries of all versions of `name`, or of the `last` ones, oldest first, including removed ones.
 
         Versions that cannot be read are left out with a warning, see `readable_entries`.
-
-        Args:
-            kind: "datasets" or "models".
-            name: name without version or tag.
-            last: number of newest entries to return, at least 1; None: all.
 
         Raises:
             ConfigError: `name` has a version or tag, or is not a valid name.
@@ -438,7 +369,6 @@ class Repository:
         *,
         accept_removed: bool = False,
     ) -> Resolved:
-        """Return the version that `reference` refers to; for `logs`, see `_list_logs`; for errors, see `resolve`."""
         name, numbers = reference.name, logs["versions"]
         if not numbers:
             raise self._missing(kind, name)
@@ -447,7 +377,14 @@ class Repository:
         if reference.version is not None:
             version = reference.version
         elif reference.metric is not None:
-            version = self._find_best(kind, reference, living)
+            if kind != "models":
+                raise ConfigError(
+                    f"{name}@{reference.tag}: data-set versions have no metrics; give a version or a tag"
+                )
+            entries = self.readable_entries(kind, name, living)
+            version = find_best(
+                {entry.number: finite_metrics(entry.content.get("metrics")) for entry in entries}, reference
+            )
         elif reference.tag is not None and heads is not None and (on_branch := heads.find(reference.tag)) is not None:
             version = self._find_on_branch(reference, logs.get(f"tags/{reference.tag}", ()), on_branch, heads.read)
         elif reference.tag is not None and (reference.tag != LATEST or reference.moves_back):
@@ -459,13 +396,14 @@ class Repository:
         resolved = Resolved(kind, name, version)
         # A removal of a protected version is not valid, even if its process ended before it reverted the removal.
         if version in removed and not accept_removed and version not in self.protected(kind, name):
-            raise NotFoundError(self._removal_message(resolved, living))
+            entry = self.removals(kind, name).find(version)
+            raise NotFoundError(f"{resolved} {describe_removal(entry)}; {name} still has {describe_numbers(living)}")
         if version not in numbers:
             raise NotFoundError(f"{name} has no version {version}; it has {describe_numbers(living)}")
         return resolved
 
     def _newest_of(self, heads: Heads, living: Sequence[int]) -> int:
-        """Return the version that a name alone refers to, which may be a removed one; for errors, see `resolve`."""
+        """Return the version that a name alone refers to, which may be a removed one."""
         if heads.main is not None:
             return heads.main
         if not living:
@@ -478,7 +416,6 @@ class Repository:
         )
 
     def _find_tagged(self, kind: Kind, reference: Reference, logs: Mapping[str, Sequence[int]]) -> int:
-        """Return the version that a tag points at, or pointed at; for errors, see `resolve`."""
         tag = str(reference.tag)
         try:
             return self._tags(kind, reference.name).version_at(tag, reference.moves_back, logs.get(f"tags/{tag}", ()))
@@ -489,7 +426,6 @@ class Repository:
             raise NotFoundError(f"{error}; its branches: {', '.join(branches)}") from error
 
     def _find_on_branch(self, reference: Reference, tag_moves: Sequence[int], head: int, read: PositionReader) -> int:
-        """Return the version that a reference to a branch with this head refers to; for errors, see `resolve`."""
         name, branch = reference.name, str(reference.tag)
         if version_of(self._tags("datasets", name).newest(branch, tag_moves)):
             raise ConflictError(
@@ -511,29 +447,8 @@ class Repository:
         return number
 
     def _heads(self, kind: Kind, name: str, logs: Mapping[str, Sequence[int]], removed: frozenset[int]) -> Heads:
-        """Return the heads of `name`; `logs` is the result of `_list_logs`. A model has the main line only."""
         own = logs if kind == "datasets" else {"versions": logs["versions"]}
         return Heads.of_logs(self.branch_logs(name), self.positions(name), own, removed)
-
-    def _find_best(self, kind: Kind, reference: Reference, numbers: Sequence[int]) -> int:
-        """Return the version with the best value of the reference's metric; for errors, see `best`."""
-        name, metric = reference.name, str(reference.metric)
-        if kind != "models":
-            raise ConfigError(f"{name}@{reference.tag}: data-set versions have no metrics; give a version or a tag")
-        entries = self.readable_entries(kind, name, numbers)
-        metrics_by_version = {entry.number: finite_metrics(entry.content.get("metrics")) for entry in entries}
-        known_metrics = sorted({known for metrics in metrics_by_version.values() for known in metrics})
-        if metric not in known_metrics:
-            raise NotFoundError(
-                f"no version of {name} has a finite metric {metric!r}, so none is the best; there are: "
-                f"{', '.join(known_metrics) or 'none'}"
-            )
-        advice = (
-            f"write {name}@best:{metric}:max or {name}@best:{metric}:min (mode='max' or mode='min' of "
-            "`repo.models.best`)"
-        )
-        mode = choose_metric_mode(metric, reference.mode, advice=advice)
-        return rank_by_metric(metrics_by_version, metric, mode)[0]
 
     def _list_logs(self, kind: Kind, name: str) -> dict[str, list[int]]:
         """Return the entry numbers of all logs of `name`, by path such as "versions" or "tags/best"; one request."""
@@ -546,7 +461,6 @@ class Repository:
         return logs
 
     def _removed(self, kind: Kind, name: str, logs: Mapping[str, list[int]]) -> frozenset[int]:
-        """Return the removed versions of `name`; `logs` is the result of `_list_logs`."""
         head = max(logs.get("removals", ()), default=0)
         return self.removals(kind, name).removed(logs["versions"], head=head) if head else frozenset()
 
@@ -557,10 +471,6 @@ class Repository:
         names = ", ".join(self.names(kind)) or "none yet"
         return NotFoundError(f"no {KIND_NAMES[kind]} {name!r} in {redact_url(self.url)}; it has: {names}")
 
-    def _removal_message(self, resolved: Resolved, living: list[int]) -> str:
-        entry = self.removals(resolved.kind, resolved.name).find(resolved.version)
-        return f"{resolved} {_describe_removal(entry)}; {resolved.name} still has {describe_numbers(living)}"
-
     def _tags(self, kind: Kind, name: str) -> Tags:
         return Tags(self.storage, self._folder(kind, name))
 
@@ -568,9 +478,11 @@ class Repository:
         return f"{kind}/{check_name(name, KIND_NAMES[kind])}"
 
 
-def _describe_removal(entry: Entry | None) -> str:
-    """Return what the entry of a removal records, such as "was removed on 2026-11-21 (wrong labels)"."""
-    if entry is None:
-        return "was removed"
-    why = f" ({entry.content['message']})" if entry.content.get("message") else ""
-    return f"was {'declared lost' if entry.content.get('lost') else 'removed'} on {entry.content.get('created')}{why}"
+def _leave_out(name: str, errors: Mapping[str, CorruptDataError | ConfigError], advice: str, *, strict: bool) -> None:
+    """Warn of the tags or branches that cannot be read, or with `strict` raise the first error, with the advice."""
+    for label, error in errors.items():
+        text = f"{error}; {advice.format(label)}"
+        if strict:
+            raise type(error)(text) from error
+        message = f"{name}@{label} is left out: {text}"
+        warnings.warn(UnreadableVersionWarning(f"{name}@{label}", message), stacklevel=4)

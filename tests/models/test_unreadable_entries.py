@@ -191,7 +191,7 @@ def test_only_a_version_without_a_readable_entry_and_without_a_tag_is_declared_l
     with pytest.raises(ConfigError, match="names no version"):
         mark_lost(models, "models", ["cnn"])
     models.tag("models", "cnn@2", "prod")
-    with pytest.raises(ConfigError, match=r"cnn@prod points.*force"):
+    with pytest.raises(ConfigError, match=r"cnn@2 is cnn@prod.*force"):
         mark_lost(models, "models", ["cnn@prod"])
     assert not lost_versions(models)
     assert mark_lost(models, "models", ["cnn@prod"], force=True).untagged == ("cnn@prod",)

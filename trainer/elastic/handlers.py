@@ -14,13 +14,7 @@ from datasvc.trainer.optim.broadcast_state import broadcast_object, broadcast_op
 
 
 class StateHandler:
-    """Base class of handlers, each of which owns one value of a state.
-
-    Register a custom subclass with `set_handler_registry`.
-
-    Args:
-        value: initial value.
-    """
+    """Base class of handlers, each of which owns one value of a state; see `set_handler_registry`."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

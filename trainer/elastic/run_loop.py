@@ -67,13 +67,7 @@ def run(
 
 
 class _Loop:
-    """Calls the training function until it returns, and joins a new round before each further call.
-
-    Args:
-        state: state of the training.
-        rendezvous: connection to the driver; None if the job is not elastic.
-        reset: see `run`.
-    """
+    """Calls the training function until it returns, and joins a new round before each further call."""
 
     def __init__(
         self, state: State, rendezvous: Rendezvous | None, reset: Callable[[], object] | None = None
@@ -113,7 +107,6 @@ class _Loop:
             is_new_round = True
 
     def _adapt_state(self) -> None:
-        """Adapt the state to the new round, in which rank and size may differ."""
         self._state.on_reset()
         if self._rendezvous is not None:
             # `on_reset` may have discarded a notice of changed hosts that arrived after the rank assignment.
@@ -142,6 +135,5 @@ class _Loop:
         self._should_sync = should_sync if assignment is None else assignment.needs_sync
 
     def _init_again(self) -> None:
-        """Leave the round, and join the next one with the same settings of the engine."""
         runtime.shutdown()
         runtime.init(settings=self._settings)

@@ -123,8 +123,8 @@ class ElasticLoader(Generic[B]):
     """A wrapper of a loader for the current rank and size. Attributes not defined here are those of the loader.
 
     Its state is the position of the whole job, not of one rank. So after a change of size, the ranks together deliver
-    each remaining sample exactly once. Create a new iterator in every call of the training function: an older one
-    belongs to the loader before the change, or to an older position.
+    each remaining sample exactly once. Create a new iterator in every call of the training function. Put the wrapper
+    into a `TorchState`, which calls `reset` in each new round.
 
     Args:
         make_loader: factory, called as `make_loader(rank, size)` in each round. Loaders of `datasvc.loaders` take

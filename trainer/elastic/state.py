@@ -128,7 +128,6 @@ class State:
         """Adapt to the new rank and size, before the reset callbacks run. Subclasses override it if they need to."""
 
     def _drain_messages(self) -> tuple[float, int]:
-        """Empty the queue; return the number of the newest change, and the kinds of all new changes together."""
         newest, result = self._last_updated_timestamp, HostUpdateResult.no_update
         while not self._host_messages.empty():
             timestamp, change = self._host_messages.get()
@@ -140,9 +139,7 @@ class State:
 class ObjectState(State):
     """A state of plain attributes: `ObjectState(epoch=0, step=0)` has `state.epoch` and `state.step`.
 
-    Args:
-        bcast_object, get_rank: see `State`.
-        kwargs: attributes with their initial values, which must be picklable.
+    `kwargs` are the attributes with their initial values, which must be picklable.
     """
 
     def __init__(

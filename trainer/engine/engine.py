@@ -51,10 +51,7 @@ _MAX_UNNEEDED_CYCLES = 50.0  # the same, while no operation can run without a su
 class Engine:
     """The engine of one rank. It runs from its construction until `close`, and owns the transport.
 
-    Args:
-        transport: connection to the other ranks; every rank constructs an engine.
-        settings: settings, the same on every rank.
-        clock: clock in seconds, for the stall warning.
+    Every rank constructs an engine with the same settings. `clock`, in seconds, is for the stall warning.
     """
 
     def __init__(
@@ -179,7 +176,6 @@ class Engine:
                 return f"{name_ranks(leaving_ranks)} left the job (shutdown() or end of the program)"
 
     def _cycle(self) -> list[CycleMessage]:
-        """Run one cycle of exchange, negotiation and execution; return the messages of the ranks."""
         message = self._collect()
         self._activity = "the exchange of requests"
         with profiled("negotiate"):
@@ -302,7 +298,6 @@ class Engine:
             self._changed.notify()
 
     def _raise_failure(self) -> None:
-        """If a reduction has failed, raise its failure in the engine's thread, which then ends the job."""
         if self._reduction_failure is not None:
             self._activity = "a reduction"
             raise RuntimeError(self._reduction_failure)

@@ -1,7 +1,8 @@
-"""Autotuning on rank 0 during the job: measures the throughput, proposes values to all ranks, and logs the trials.
+"""Autotuning on rank 0: searches the fusion size and the cycle time with the highest throughput, and logs the trials.
 
-The engine of rank 0 has a `Tuner` if autotuning is on. `autotune` searches the values; this module adds the clock
-and the log file.
+The search is a hill climb on a grid of fusion sizes and cycle times, for flat allreduces and, if the nodes of the job
+allow them, for hierarchical ones. Horovod fits a Gaussian process instead; on such a small grid a hill climb needs no
+more trials, and is simpler.
 """
 
 from __future__ import annotations
@@ -32,14 +33,7 @@ _MIN_SAMPLE_S: Final = 0.2
 
 
 class Tuner:
-    """Passes the engine's measurements to an `Autotuner`, and the autotuner's values to the engine.
-
-    The search starts at the values of the settings.
-
-    Args:
-        settings: settings of the engine.
-        has_node_groups: whether allreduces of this job can be hierarchical.
-    """
+    """Passes the engine's measurements to an `Autotuner`, and the autotuner's values to the engine."""
 
     def __init__(self, settings: EngineSettings, *, has_node_groups: bool) -> None:
         is_hierarchical = has_node_groups and bool(settings.hierarchical_allreduce)
@@ -122,10 +116,7 @@ class _Point(NamedTuple):
 class Autotuner:
     """A hill climb from the grid point nearest to `start`. It ends at a point without a better neighbour.
 
-    Args:
-        start: first values.
-        tries_hierarchical: whether to search among flat and hierarchical allreduces; otherwise they stay as in
-            `start`.
+    With `tries_hierarchical`, it searches among flat and hierarchical allreduces; otherwise they stay as in `start`.
     """
 
     def __init__(self, start: Tuning, *, tries_hierarchical: bool = False) -> None:
@@ -151,12 +142,7 @@ class Autotuner:
         return _tuning(self._point)
 
     def observe(self, num_bytes: int, now_s: float) -> bool:
-        """Record the bytes of one call. Return whether a trial has ended; then `tuning` may have changed.
-
-        Args:
-            num_bytes: bytes that were reduced since the last call.
-            now_s: time of this call, on a monotonic clock.
-        """
+        """Record the bytes that were reduced since the last call. Return whether a trial has ended, see `tuning`."""
         if self.is_done:
             return False
         if self._since_s is None:
@@ -179,7 +165,6 @@ class Autotuner:
         return True
 
     def _score(self, bytes_per_s: float) -> None:
-        """End the trial of a point, and choose the next point."""
         self._scores[self._point] = bytes_per_s
         self.trials.append(Trial(self.tuning, bytes_per_s))
         if bytes_per_s > self._scores[self._best]:
@@ -193,12 +178,10 @@ class Autotuner:
 
 
 def _nearest(grid: Sequence[float], value: float) -> int:
-    """Return the index of the value of the grid that is nearest to `value`."""
     return min(range(len(grid)), key=lambda index: abs(grid[index] - value))
 
 
 def _neighbours(point: _Point) -> list[_Point]:
-    """Return the points of the grid that differ by one step in one of the two indices."""
     steps = [(1, 0), (-1, 0), (0, 1), (0, -1)]
     points = [_Point(point.fusion + f, point.cycle + c, point.is_hierarchical) for f, c in steps]
     return [

@@ -17,10 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 
-from torch.distributed import (
-    DistStoreError,
-    TCPStore,  # type: ignore[attr-defined]  # public, but not re-exported
-)
+from torch.distributed import DistStoreError, TCPStore  # type: ignore[attr-defined]  # public, but not re-exported
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from datasvc.trainer.errors import HorovodInternalError

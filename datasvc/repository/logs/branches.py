@@ -9,22 +9,18 @@ not look at entries to know that all of them are on the main line.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
-from datasvc.repository.logs.log import BRANCH_FORMAT, Entry, Log, list_logs
+from datasvc.repository.logs.log import BRANCH_FORMAT, Entry, Log, list_logs, read_each
 from datasvc.repository.logs.references import LATEST, check_tag, is_name
 from datasvc.repository.store.storage import Storage
-from datasvc.threads import map_in_threads
 
 BRANCHES: Final = "versions/branches"
 """Folder of the logs of branches, in the folder of the data set."""
 _RESERVED: Final = frozenset({LATEST, "main"})  # what people call the main line
-_READS_AT_ONCE: Final = 16
-
-
 BRANCH: Final = "branch"
 LINES: Final = "lines"
 MAIN: Final = ""
@@ -39,7 +35,6 @@ class Branch:
     """A branch that exists.
 
     Attributes:
-        name: its name.
         begun: number of the move that began it.
         start: version at which it begins, which is its head until it has a version of its own.
         after: number of the newest version when it began; its own versions have higher numbers.
@@ -67,15 +62,7 @@ def check_branch(branch: str) -> str:
 
 
 class BranchLogs:
-    """The branches of one data set.
-
-    Args:
-        storage: file tree of the repository.
-        folder: folder of the data set, such as "datasets/pets".
-
-    Attributes:
-        name: name of the data set.
-    """
+    """The branches of one data set; `folder` is that of the data set, such as "datasets/pets"."""
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage = storage
@@ -93,38 +80,17 @@ class BranchLogs:
     ) -> tuple[dict[str, Branch], dict[str, CorruptDataError | ConfigError]]:
         """Return the branches by name, sorted, and the errors of those that cannot be read.
 
-        Args:
-            move_numbers: result of `list_moves`, if the caller has it already.
-
-        Raises:
-            UnavailableError: the store does not respond.
+        `move_numbers` is a result of `list_moves`, if the caller has it. Raises UnavailableError.
         """
         numbers = self.list_moves() if move_numbers is None else move_numbers
-        errors: dict[str, CorruptDataError | ConfigError] = {}
-
-        def read(branch: str) -> Branch | None:
-            try:
-                return self.find(branch, numbers[branch])
-            except (CorruptDataError, ConfigError) as error:
-                errors[branch] = error
-                return None
-
         names = sorted(filter(is_name, numbers))
-        is_parallel = not self._storage.is_local and len(names) > 1
-        found: Iterable[Branch | None] = (
-            map_in_threads(read, names, _READS_AT_ONCE) if is_parallel else map(read, names)
-        )
-        return {branch.name: branch for branch in found if branch is not None}, errors
+        branches, errors = read_each(self._storage, lambda branch: self.find(branch, numbers[branch]), names)
+        return {name: branch for name, branch in branches.items() if branch is not None}, errors
 
     def find(self, branch: str, move_numbers: Sequence[int] | None = None) -> Branch | None:
-        """Return a branch, or None if it does not exist.
+        """Return a branch, or None if it does not exist; for errors, see `Log.read`.
 
-        Args:
-            branch: name of the branch.
-            move_numbers: numbers of its moves, ascending, if the caller has listed them already.
-
-        Raises:
-            CorruptDataError, ConfigError, UnavailableError: see `Log.read`.
+        `move_numbers` are those of its moves, ascending, if the caller has listed them.
         """
         log = self._log(branch)
         numbers = log.numbers() if move_numbers is None else move_numbers
@@ -154,13 +120,7 @@ class BranchLogs:
         return Branch(branch, log.append(build).number, version, after)
 
     def end(self, branch: str, *, begun: int | None = None, message: str = "", **more: int) -> None:
-        """End a branch; its history stays.
-
-        Args:
-            branch: name of the branch.
-            begun: end it only if this move began it; None: no condition.
-            message: text stored with the move.
-            **more: further fields of the move.
+        """End a branch; its history stays. With `begun`, only if this move began it. `more` are further fields.
 
         Raises:
             NotFoundError: the branch does not exist.
@@ -251,13 +211,7 @@ def branch_of(content: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class LinePosition:
-    """The line of an entry, and the newest version of each line before it.
-
-    Attributes:
-        number: number of the entry.
-        line: its line.
-        newest: newest version by line, removed or not; {} if it is not known.
-    """
+    """The line of an entry, and the newest version of each line before it, removed or not; {} if it is not known."""
 
     number: int
     line: str

@@ -19,12 +19,7 @@ MERGED: Final = "merged"
 
 
 class PositionReader:
-    """Reads the positions of entries, the more at once the longer a search goes on.
-
-    Args:
-        versions: log of the versions of a data set.
-        is_local: whether the log is on a file system of this machine, where reading ahead gains nothing.
-    """
+    """Reads the positions of entries, the more at once the longer a search goes on, unless the log is local."""
 
     def __init__(self, versions: Log, *, is_local: bool) -> None:
         self._versions = versions
@@ -74,8 +69,6 @@ class Heads:
     """The heads of all lines of a data set, found when they are asked for.
 
     Attributes:
-        branches: the branches of the data set.
-        read: returns the position of an entry.
         numbers: numbers of the versions, ascending.
         removed: numbers of the removed versions.
         moves: numbers of the moves of each branch, ascending.

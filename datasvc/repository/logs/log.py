@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.repository.objects.objects import digest_of
@@ -33,6 +33,9 @@ _READS_AT_ONCE = 16  # parallel reads of entries from a remote store
 
 _SPAN = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _SHOWN_SPANS: Final = 8
+
+_Key = TypeVar("_Key")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,32 @@ def list_logs(storage: Storage, folder: str) -> dict[str, list[int]]:
     return logs
 
 
+def read_each(
+    storage: Storage, read: Callable[[_Key], _Result], keys: Sequence[_Key]
+) -> tuple[dict[_Key, _Result], dict[_Key, CorruptDataError | ConfigError]]:
+    """Return what `read` returns for each key, in the order of the keys, and the errors of those that it cannot read.
+
+    Reads run in parallel, unless the store is local. Other errors of `read`, such as UnavailableError, are raised.
+    """
+
+    def attempt(key: _Key) -> _Result | CorruptDataError | ConfigError:
+        try:
+            return read(key)
+        except (CorruptDataError, ConfigError) as error:
+            return error
+
+    is_parallel = not storage.is_local and len(keys) > 1
+    results = map_in_threads(attempt, keys, _READS_AT_ONCE) if is_parallel else list(map(attempt, keys))
+    read_keys: dict[_Key, _Result] = {}
+    errors: dict[_Key, CorruptDataError | ConfigError] = {}
+    for key, result in zip(keys, results, strict=True):
+        if isinstance(result, CorruptDataError | ConfigError):
+            errors[key] = result
+        else:
+            read_keys[key] = result
+    return read_keys, errors
+
+
 def encode_entry(content: Mapping[str, Any]) -> bytes:
     """Return the bytes of an entry: indented JSON with sorted keys, and a checksum of all other fields.
 
@@ -77,12 +106,7 @@ def encode_entry(content: Mapping[str, Any]) -> bytes:
 
 
 def decode_entry(raw: bytes, location: str, *, latest: int = ENTRY_FORMAT) -> dict[str, Any]:
-    """Verify the checksum of an entry, and return its content without the checksum.
-
-    Args:
-        raw: bytes of the entry.
-        location: where it is, for messages.
-        latest: latest format that is read.
+    """Verify the checksum of an entry, and return its content without it. `latest` is the latest format that is read.
 
     Raises:
         CorruptDataError: the entry is not JSON, or its checksum does not match.
@@ -161,29 +185,10 @@ class Log:
     ) -> tuple[list[Entry], dict[int, CorruptDataError | ConfigError]]:
         """Return the entries that can be read, in the order of `numbers`, and the errors of the others by number.
 
-        Args:
-            numbers: numbers of existing entries; default: all, oldest first.
-
-        Raises:
-            UnavailableError: the store does not respond.
+        `numbers` are those of existing entries; default: all, oldest first. Raises UnavailableError.
         """
-
-        def read(number: int) -> Entry | CorruptDataError | ConfigError:
-            try:
-                return self.read(number)
-            except (CorruptDataError, ConfigError) as error:
-                return error
-
-        selected = self.numbers() if numbers is None else list(numbers)
-        if self._storage.is_local or len(selected) < 2:
-            results = list(map(read, selected))
-        else:
-            results = map_in_threads(read, selected, _READS_AT_ONCE)
-        entries = [result for result in results if isinstance(result, Entry)]
-        errors = {
-            number: result for number, result in zip(selected, results, strict=True) if not isinstance(result, Entry)
-        }
-        return entries, errors
+        entries, errors = read_each(self._storage, self.read, self.numbers() if numbers is None else list(numbers))
+        return list(entries.values()), errors
 
     def numbers_after(self, number: int) -> range:
         """Return the numbers of the entries after the existing entry `number`, without listing the log.

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, NotFoundError
 
 LATEST = "latest"
 _MAX_NAME_LENGTH = 128
@@ -46,11 +46,9 @@ class Reference:
     """A parsed reference. Without `version` and `tag`, it refers to the newest version.
 
     Attributes:
-        name: name of a data set or model.
-        version: number of a version.
         tag: name of a tag or branch; or "latest" or "best:METRIC", which refer to a version without a tag.
         metric: metric whose best value defines the version.
-        mode: whether a high or a low value of `metric` is better; None: derived from its name, see `references`.
+        mode: whether a high or a low value of `metric` is better; None: derived from its name.
         moves_back: number of moves of the tag, or versions of the branch, to go back; 0 is its present version.
     """
 
@@ -86,12 +84,7 @@ def check_tag(tag: str, what: str = "tag") -> str:
 
 @dataclass(frozen=True)
 class LineName:
-    """What a new version of a data set is committed to: the main line, or a branch.
-
-    Attributes:
-        name: name of the data set.
-        branch: name of the branch; None: the main line.
-    """
+    """What a new version of a data set is committed to: the main line, or a branch."""
 
     name: str
     branch: str | None = None
@@ -164,7 +157,7 @@ def choose_metric_mode(
         metric: name of the metric.
         given: mode that the user set; it overrides the name.
         option: command-line option that sets the mode, for the error message.
-        advice: advice for the error message, in place of the option; None if there is an option.
+        advice: advice for the error message, in place of the option.
 
     Raises:
         ConfigError: the name is unclear, or `given` is neither "max" nor "min".
@@ -217,13 +210,30 @@ def finite_metrics(metrics: Any) -> dict[str, float]:
 def rank_by_metric(scores: Mapping[int, Mapping[str, float]], metric: str, mode: MetricMode) -> list[int]:
     """Return the numbers of the entries that have a metric, best first; equal ones are ordered newest first.
 
-    Args:
-        scores: result of `finite_metrics` for each entry, by its number.
-        metric: name of the metric.
-        mode: whether a high or a low value is better.
+    `scores` has the `finite_metrics` of each entry, by its number.
     """
     sign = -1 if mode == "max" else 1
     return sorted(
         (number for number, score in scores.items() if metric in score),
         key=lambda number: (sign * scores[number][metric], -number),
     )
+
+
+def find_best(scores: Mapping[int, Mapping[str, float]], reference: Reference) -> int:
+    """Return the version of a model with the best value of the metric of `reference`; for `scores`, see above.
+
+    Raises:
+        NotFoundError: no version has the metric.
+        ConfigError: no mode is given or known for this metric.
+    """
+    name, metric = reference.name, str(reference.metric)
+    known_metrics = sorted({known for score in scores.values() for known in score})
+    if metric not in known_metrics:
+        raise NotFoundError(
+            f"no version of {name} has a finite metric {metric!r}, so none is the best; there are: "
+            f"{', '.join(known_metrics) or 'none'}"
+        )
+    advice = (
+        f"write {name}@best:{metric}:max or {name}@best:{metric}:min (mode='max' or mode='min' of `repo.models.best`)"
+    )
+    return rank_by_metric(scores, metric, choose_metric_mode(metric, reference.mode, advice=advice))[0]

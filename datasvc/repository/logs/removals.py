@@ -17,13 +17,7 @@ from datasvc.repository.store.storage import Storage
 
 
 class Removals:
-    """The removed versions of one data set or model.
-
-    Args:
-        storage: file tree of the repository.
-        folder: folder of the data set or model, such as "models/digits-cnn".
-        versions: log of its versions.
-    """
+    """The removed versions of one data set or model; `folder` is its folder, `versions` the log of its versions."""
 
     def __init__(self, storage: Storage, folder: str, versions: Log) -> None:
         self._storage = storage
@@ -34,11 +28,9 @@ class Removals:
         """Return the removed versions.
 
         If the newest entry of the log is damaged, an `UnreadableVersionWarning` is issued, and the versions that only
-        this entry removes do not count as removed. The next removal writes the complete list again.
-
-        Args:
-            numbers: numbers of all versions, if the caller has listed them already.
-            head: number of the newest entry of this log, 0 for none, if the caller has listed it.
+        this entry removes do not count as removed. The next removal writes the complete list again. If the caller has
+        listed them, `numbers` are those of all versions, and `head` is that of the newest entry of this log, 0 for
+        none.
 
         Raises:
             ConfigError, UnavailableError: see `Log.read`.
@@ -158,3 +150,11 @@ class Removals:
             raise CorruptDataError(
                 f"{self._log.path}, entry {entry.number}, has no field 'removed'; restore it from another copy"
             ) from error
+
+
+def describe_removal(entry: Entry | None) -> str:
+    """Return what the entry of a removal records, such as "was removed on 2026-11-21 (wrong labels)"."""
+    if entry is None:
+        return "was removed"
+    why = f" ({entry.content['message']})" if entry.content.get("message") else ""
+    return f"was {'declared lost' if entry.content.get('lost') else 'removed'} on {entry.content.get('created')}{why}"

@@ -9,12 +9,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
-from datasvc.repository.logs.log import Entry, Log, list_logs
+from datasvc.repository.logs.log import Entry, Log, list_logs, read_each
 from datasvc.repository.logs.references import check_tag, is_name
 from datasvc.repository.store.storage import Storage
-from datasvc.threads import map_in_threads
-
-_READS_AT_ONCE = 16
 
 
 class Tags:
@@ -30,31 +27,16 @@ class Tags:
     ) -> tuple[dict[str, int], dict[str, CorruptDataError | ConfigError]]:
         """Return the version that each tag points at, and the errors of the tags that cannot be read.
 
-        Args:
-            move_numbers: numbers of the moves of each tag, ascending, if the caller has listed them already.
-
-        Raises:
-            UnavailableError: the store does not respond.
+        `move_numbers` are those of the moves of each tag, ascending, if the caller has listed them. Raises
+        UnavailableError.
         """
         numbers = list_logs(self._storage, self._folder) if move_numbers is None else move_numbers
-        versions: dict[str, int] = {}
-        errors: dict[str, CorruptDataError | ConfigError] = {}
 
-        def read(tag: str) -> None:
-            try:
-                versions[tag] = version_of(self._log(tag).read(numbers[tag][-1]))
-            except (CorruptDataError, ConfigError) as error:
-                errors[tag] = error
+        def read(tag: str) -> int:
+            return version_of(self._log(tag).read(numbers[tag][-1]))
 
-        tags = list(filter(is_name, sorted(numbers)))
-        if self._storage.is_local or len(tags) < 2:
-            for tag in tags:
-                read(tag)
-        else:
-            map_in_threads(read, tags, _READS_AT_ONCE)
-        # Threads end in any order, so sort the tags again. Leave out unreadable tags, and removed ones (version 0).
-        versions = {tag: versions[tag] for tag in tags if tag in versions}
-        return {tag: version for tag, version in versions.items() if version}, errors
+        versions, errors = read_each(self._storage, read, sorted(filter(is_name, numbers)))
+        return {tag: version for tag, version in versions.items() if version}, errors  # 0: the tag was removed
 
     def newest(self, tag: str, move_numbers: Sequence[int]) -> Entry:
         """Return the newest move of a tag, or an entry with number 0 and version None if the tag never existed.
@@ -94,14 +76,13 @@ class Tags:
         return version_of(entry)
 
     def move(self, tag: str, version: int | None, *, expect: int | None = None, newest: Entry | None = None) -> None:
-        """Point a tag at a version, or remove the tag.
+        """Point a tag at a version, or remove the tag (None).
 
         Args:
             tag: name of the tag.
             version: new version; None removes the tag.
             expect: version that the tag must point at now, or 0 if it must not exist; None: no condition.
-            newest: the tag's newest move, if the caller has it from `Tags.newest`: this saves two requests. It may be
-                out of date.
+            newest: the tag's newest move, perhaps out of date, from `Tags.newest`: this saves two requests.
 
         Raises:
             ConflictError: the tag does not point at `expect`, and nothing was changed; or see `Log.append`.
@@ -143,11 +124,7 @@ class Tags:
 
 
 def version_of(move: Entry) -> int:
-    """Return the version that a move points the tag at, or 0 if the move removed the tag.
-
-    Raises:
-        CorruptDataError: the entry has no valid version.
-    """
+    """Return the version that a move points the tag at, or 0. Raise CorruptDataError: it has no valid version."""
     try:
         return int(move.content["version"] or 0)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -155,15 +132,11 @@ def version_of(move: Entry) -> int:
 
 
 def choose_move(history: Sequence[Entry], when: datetime) -> Entry | None:
-    """Return the last move that was made at or before `when`; None if all moves were made later.
+    """Return the last move that was made at or before `when`, which has a time zone; None if all were made later.
 
-    Args:
-        history: moves of a tag, oldest first.
-        when: time with a time zone. A move has the time of the machine that made it, even if that clock was wrong. Of
-            all moves with a time up to `when`, the last one in the log is returned.
-
-    Raises:
-        CorruptDataError: a move has no valid time.
+    `history` are the moves, oldest first. A move has the time of the machine that made it, even if that clock was
+    wrong. Of all moves with a time up to `when`, the last one in the log is returned. Raise CorruptDataError: a time
+    is not valid.
     """
     try:
         earlier = [move for move in history if datetime.fromisoformat(str(move.content["created"])) <= when]

@@ -54,12 +54,9 @@ def is_known_intact(path: Path) -> bool:
 
 
 def keep_aside(root: Path, path: Path) -> Path:
-    """Link the damaged file of an object into the repository's folder `quarantine`, and return the new path.
+    """Link, or else move, the damaged file of an object into the repository's folder `quarantine`; return its path.
 
-    Where no link is possible, the file is moved.
-
-    Raises:
-        ConfigError, UnavailableError: the folder `quarantine` cannot be written; the object is unchanged.
+    Raises ConfigError or UnavailableError if that folder cannot be written; the object is unchanged.
     """
     kept = root / QUARANTINE / f"{path.name}.{secrets.token_hex(4)}"
     with map_exceptions("keep", str(kept)):
@@ -81,11 +78,7 @@ def report_damage(root: Path, path: Path, failure: OSError | None = None) -> Non
     """Keep the bytes of a damaged object in the folder `quarantine`, and log a warning; once per object and process.
 
     The damaged file also keeps its name, so that nothing is lost if the caller fails to write the object again.
-
-    Args:
-        root: folder of the repository.
-        path: file of the object.
-        failure: error of the read; None if the bytes could be read, but do not match the digest.
+    `failure` is the error of the read; None if the bytes could be read, but do not match the digest.
     """
     # Only this function stores `_DAMAGED_NS`, so this value means that the object was reported before.
     if _verified_ns.get(hash(str(path))) == _DAMAGED_NS:

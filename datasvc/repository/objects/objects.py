@@ -54,11 +54,7 @@ class ObjectInfo:
 
 
 def parse_digest(text: str) -> Digest:
-    """Return `text` as a digest.
-
-    Raises:
-        CorruptDataError: `text` is not a digest, so it must not become part of a path.
-    """
+    """Return `text` as a digest. Raise CorruptDataError: it is none, so it must not become part of a path."""
     if not _DIGEST_PATTERN.fullmatch(text):
         raise CorruptDataError(f"{text!r} is not a digest: expected 64 lower-case hex digits")
     return Digest(text)
@@ -80,11 +76,9 @@ def digest_of_file(path: Path) -> Digest:
 
 
 class ObjectWriter:
-    """Writes a new object, and hashes its bytes. Created by `Objects.writing` and `Objects.begin`.
+    """Writes a new object to the temporary file `path`, and hashes it; see `Objects.writing` and `Objects.begin`.
 
-    Args:
-        path: temporary file to create and write.
-        is_local: whether the file will be renamed to the object; otherwise it will be uploaded and removed.
+    `is_local`: the file will be renamed to the object; otherwise it will be uploaded and removed.
     """
 
     def __init__(self, path: Path, *, is_local: bool) -> None:
@@ -201,9 +195,7 @@ class Objects:
     def put(self, content: bytes | memoryview) -> ObjectInfo:
         """Store `content`, unless an intact copy exists.
 
-        Raises:
-            ConfigError: see `Storage.check_writable`.
-            UnavailableError: the store failed.
+        Raises ConfigError (see `Storage.check_writable`) or UnavailableError.
         """
         view = memoryview(content)
         info = ObjectInfo(digest_of(view), view.nbytes)
@@ -276,11 +268,7 @@ class Objects:
         writer.path.unlink(missing_ok=True)
 
     def read(self, digest: Digest, max_bytes: int | None = None) -> bytes:
-        """Return the verified bytes of an object.
-
-        Args:
-            digest: digest of the object.
-            max_bytes: maximum size; a larger object is not read. None: no limit.
+        """Return the verified bytes of an object; one that is larger than `max_bytes` is not read.
 
         Raises:
             NotFoundError: the object does not exist.
@@ -361,13 +349,7 @@ class Objects:
             raise
 
     def fetch(self, digest: Digest, size_bytes: int, file: BinaryIO, *, progress: Progress = NO_PROGRESS) -> None:
-        """Copy the object into `file` by parallel ranged reads, and verify its digest.
-
-        Args:
-            digest: digest of the object.
-            size_bytes: size of the object, from its table.
-            file: file open for writing, at the position where the object starts.
-            progress: counts the bytes of each part that was written.
+        """Copy the object into `file`, from its present position, by parallel ranged reads, and verify its digest.
 
         Raises:
             NotFoundError: the object does not exist.

@@ -23,12 +23,7 @@ _NAMES_PER_REQUEST: Final = 1000  # maximum of a request; listing a larger folde
 
 
 def check_present(objects: Objects, referenced: Iterable[Digest], what: str) -> None:
-    """Check that all objects that a commit is about to reference exist.
-
-    Args:
-        objects: objects of the repository.
-        referenced: digests in the entry and in its tables.
-        what: name of the new entry, for messages.
+    """Check that all objects that a commit is about to reference exist; `what` is the new entry, for messages.
 
     Raises:
         NotFoundError: an object is missing; the caller must not commit.
@@ -93,13 +88,7 @@ def find_damage(
 ) -> DatasvcError | None:
     """Read an object in bounded memory, and return what is wrong with it as an error; None if it is good.
 
-    The verification and the repair of versions use this.
-
-    Args:
-        objects: objects of a repository.
-        digest: digest of the object.
-        size_bytes: size of the object according to a tensor table; None if unknown.
-        progress: counts the bytes that were hashed, part by part.
+    `size_bytes` is its size according to a tensor table; None if unknown.
 
     Returns:
         NotFoundError: the object is missing. CorruptDataError: its bytes do not match its digest, or its size is not

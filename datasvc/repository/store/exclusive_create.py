@@ -95,15 +95,9 @@ def create_and_read_back(
 
 
 def read_back(read: Callable[[], bytes], location: str, failure: Exception | None) -> bytes | None:
-    """Return the content of a file after a create that may have failed with `failure`; None if there is no file.
+    """Return the content of a file after a create, None if there is no file; `failure`: error of the create, if any.
 
-    Args:
-        read: function that reads the file, with the errors of `map_exceptions`.
-        location: URL or path of the file for messages.
-        failure: error of the create; None if it has reported success.
-
-    Raises:
-        UnknownOutcomeError: the file cannot be read.
+    Raises UnknownOutcomeError if the file cannot be read.
     """
     try:
         return read()

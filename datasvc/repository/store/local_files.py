@@ -34,13 +34,11 @@ class LocalFiles:
         return f"{self._root}/{path}" if path else self._root
 
     def read(self, path: str) -> bytes:
-        """See `Storage.read`."""
         full = self.location(path)
         with map_exceptions("read", full), open(full, "rb") as file:
             return file.read()
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """See `Storage.read_range`."""
         full = self.location(path)
         with map_exceptions("read", full), open(full, "rb") as file:
             file.seek(offset)
@@ -48,7 +46,6 @@ class LocalFiles:
             return file.read(max(0, min(length, os.fstat(file.fileno()).st_size - offset)))
 
     def read_into(self, path: str, offset: int, out: memoryview) -> int:
-        """See `Storage.read_into`."""
         full = self.location(path)
         with map_exceptions("read", full), open(full, "rb", buffering=0) as file:
             file.seek(offset)
@@ -63,7 +60,6 @@ class LocalFiles:
         stream_blocks(read, offset, length, take, location=location, interrupt=interrupt)
 
     def size(self, path: str) -> int | None:
-        """See `Storage.size`."""
         full = self.location(path)
         try:
             with map_exceptions("look up", full):
@@ -91,14 +87,12 @@ class LocalFiles:
             return set()
 
     def find(self, folder: str) -> Sequence[str]:
-        """See `Storage.find`."""
         full = self.location(folder)
         with map_exceptions("list", full):
             walk = os.walk(full, onerror=_raise_unless_missing, followlinks=True)
             return [f"{parent}/{name}"[len(full) + 1 :] for parent, _, names in walk for name in names]
 
     def walk(self, folder: str) -> Iterator[file_age.StoredFile]:
-        """See `Storage.walk`."""
         with map_exceptions("list", self.location(folder)):
             yield from file_age.walk_local(Path(self._root), folder)
 
@@ -125,36 +119,30 @@ class LocalFiles:
             file.write(content)
 
     def remove(self, path: str) -> None:
-        """Remove a file. Raises the errors of `map_exceptions`."""
         full = self.location(path)
         with map_exceptions("delete", full):
             os.remove(full)
 
     def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool) -> None:
-        """See `Storage.put_bytes`."""
         target = Path(self.location(path))
         with map_exceptions("write", str(target)):
             create = partial(durable.write_file, target, content, synced=synced)
             durable.retry_if_folder_vanishes(create, folder=target.parent)
 
     def refresh(self, path: str, size_bytes: int) -> bool:
-        """See `Storage.refresh`."""
         return file_age.refresh_local(Path(self.location(path)), size_bytes)
 
     def delete_if_older(self, path: str, before_s: float) -> bool:
-        """See `Storage.delete_if_older`."""
         full = self.location(path)
         with map_exceptions("delete", full):
             return file_age.delete_local_if_older(Path(full), before_s)
 
     def delete_folder(self, folder: str) -> None:
-        """See `Storage.delete_folder`."""
         full = self.location(folder)
         with suppress(NotFoundError), map_exceptions("delete", full):
             shutil.rmtree(full, onerror=_ignore_missing)
 
     def old_folders(self, parent: str, before_s: float) -> Sequence[str]:
-        """See `Storage.old_folders`."""
         found = []
         with map_exceptions("list", self.location(parent)):
             for folder, _, _ in os.walk(self.location(parent), topdown=False, onerror=_raise_unless_missing):
@@ -165,7 +153,6 @@ class LocalFiles:
         return found
 
     def delete_if_empty(self, folder: str) -> None:
-        """See `Storage.delete_if_empty`."""
         full = self.location(folder)
         try:
             with map_exceptions("delete", full):
@@ -177,7 +164,6 @@ class LocalFiles:
                 raise
 
     def adopt(self, path: str, finished: Path) -> None:
-        """See `Storage.adopt`."""
         target = Path(self.location(path))
 
         def move() -> None:

@@ -113,8 +113,6 @@ class ObjectStoreFiles:
         return f"{redact_url(self._url)}/{path}" if path else redact_url(self._url)
 
     def read(self, path: str) -> bytes:
-        """See `Storage.read`."""
-
         async def request() -> bytes:
             result = await self._store.get_async(self._key(path))
             return bytes(await _with_limit(result.bytes_async(), result.meta["size"]))
@@ -123,7 +121,6 @@ class ObjectStoreFiles:
             return self._request(request)
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """See `Storage.read_range`."""
         if not length:
             return b""
 
@@ -152,7 +149,6 @@ class ObjectStoreFiles:
             raise UnavailableError(f"cannot read {location}: {error}") from error
 
     def size(self, path: str) -> int | None:
-        """See `Storage.size`."""
         file = self.stored_file(path)
         return None if file is None else file.size_bytes
 
@@ -179,19 +175,15 @@ class ObjectStoreFiles:
         return {path.rstrip("/").rpartition("/")[2] for path in paths if path.strip("/") != key}
 
     def find(self, folder: str) -> Sequence[str]:
-        """See `Storage.find`."""
         prefix = f"{folder}/" if folder else ""
         return [file.path[len(prefix) :] for file in self.walk(folder)]
 
     def walk(self, folder: str) -> Iterator[file_age.StoredFile]:
-        """See `Storage.walk`."""
         root = f"{self._clients.bucket.prefix}/" if self._clients.bucket.prefix else ""
         for meta in self._list(folder):
             yield file_age.StoredFile(meta["path"][len(root) :], meta["size"], meta["last_modified"].timestamp())
 
     def create(self, path: str, content: bytes) -> None:
-        """See `Storage.create`."""
-
         async def request() -> object:
             return await self._clients.store_for(len(content)).put_async(self._key(path), content, mode="create")
 
@@ -200,20 +192,16 @@ class ObjectStoreFiles:
         )
 
     def write_temporary(self, path: str, content: bytes) -> None:
-        """See `Storage.create_temporary`."""
         self._put(path, content, len(content))
 
     def remove(self, path: str) -> None:
-        """Remove a file. Raises the errors of `map_exceptions`."""
         self._call("delete", path, lambda: self._delete(self._key(path)))
 
     def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool) -> None:  # noqa: ARG002
-        """See `Storage.put_bytes`."""
         view = memoryview(content).cast("B")
         self._put(path, view, len(view))
 
     def delete_if_older(self, path: str, before_s: float) -> bool:
-        """See `Storage.delete_if_older`."""
         file = self.stored_file(path)
         if file is None or file.modified_s >= before_s:
             return False
@@ -224,7 +212,6 @@ class ObjectStoreFiles:
         return True
 
     def delete_folder(self, folder: str) -> None:
-        """See `Storage.delete_folder`."""
         paths = [file.path for file in self.walk(folder)]
         for start in range(0, len(paths), _LISTED_AT_ONCE):
             some = paths[start : start + _LISTED_AT_ONCE]
@@ -237,7 +224,6 @@ class ObjectStoreFiles:
                         self.remove(path)
 
     def adopt(self, path: str, finished: Path) -> None:
-        """See `Storage.adopt`."""
         size_bytes = finished.stat().st_size
         self._put(path, finished, size_bytes, max(_PART_BYTES, -(-size_bytes // _MAX_PARTS)))
         with map_exceptions("delete", str(finished)):

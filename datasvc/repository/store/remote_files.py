@@ -26,14 +26,7 @@ _Result = TypeVar("_Result")
 
 
 class RemoteFiles:
-    """Files below the path `root` of `file_system`, by their paths relative to it; see `Storage`.
-
-    Args:
-        file_system: file system of the store.
-        root: path on it.
-        url: URL of the root for messages.
-        ranges: reader of ranges of its files.
-    """
+    """Files below the path `root` of `file_system`, by their paths relative to it; see `Storage`."""
 
     def __init__(self, file_system: fsspec.AbstractFileSystem, root: str, url: str, ranges: RangeReader) -> None:
         self._fs = file_system
@@ -53,16 +46,13 @@ class RemoteFiles:
         return f"{redact_url(self._url)}/{path}"
 
     def read(self, path: str) -> bytes:
-        """See `Storage.read`."""
         return self._retry("read", path, lambda: bytes(self._fs.cat_file(self.full(path))))
 
     def read_range(self, path: str, offset: int, length: int) -> bytes:
-        """See `Storage.read_range`."""
         return self._ranges.read(self.full(path), offset, length, location=self.location(path))
 
     @property
     def can_stream(self) -> bool:
-        """See `Storage.can_stream`."""
         return self._ranges.can_stream
 
     def stream_range(self, path: str, offset: int, length: int, take: Take, interrupt: CancellationToken) -> None:
@@ -71,7 +61,6 @@ class RemoteFiles:
         self._ranges.stream(self.full(path), offset, length, take, location=location, interrupt=interrupt)
 
     def size(self, path: str) -> int | None:
-        """See `Storage.size`."""
         info = self._info(path)
         return None if info is None else int(info["size"])
 
@@ -87,7 +76,6 @@ class RemoteFiles:
         return {_name_of(entry) for entry in self._listing(folder)}
 
     def find(self, folder: str) -> Sequence[str]:
-        """See `Storage.find`."""
         full = self.full(folder)
 
         def read_tree() -> Sequence[str]:
@@ -101,7 +89,6 @@ class RemoteFiles:
         return [path[len(prefix) :] for path in paths if path.startswith(prefix)]
 
     def walk(self, folder: str) -> Iterator[file_age.StoredFile]:
-        """See `Storage.walk`."""
         for info in self._listing(folder):
             path = f"{folder}/{_name_of(info)}".lstrip("/")
             if info["type"] == "directory":
@@ -110,7 +97,6 @@ class RemoteFiles:
                 yield file_age.StoredFile(path, int(info["size"]), file_age.modified_s(info, self.location(path)))
 
     def create(self, path: str, content: bytes) -> None:
-        """See `Storage.create`."""
         exclusive_create.create_and_read_back(
             lambda: exclusive_create.create(self._fs, self.full(path), content),
             lambda: self.read(path),
@@ -119,22 +105,18 @@ class RemoteFiles:
         )
 
     def write_temporary(self, path: str, content: bytes) -> None:
-        """See `Storage.create_temporary`."""
         with map_exceptions("write", self.location(path)):
             self._fs.pipe_file(self.full(path), content)
 
     def remove(self, path: str) -> None:
-        """Remove a file. Raises the errors of `map_exceptions`."""
         with map_exceptions("delete", self.location(path)):
             self._fs.rm_file(self.full(path))
 
     def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool) -> None:  # noqa: ARG002
-        """See `Storage.put_bytes`."""
         with map_exceptions("write", self.location(path)):
             self._fs.pipe_file(self.full(path), bytes(content))
 
     def delete_if_older(self, path: str, before_s: float) -> bool:
-        """See `Storage.delete_if_older`."""
         with map_exceptions("delete", self.location(path)):
             file = self.stored_file(path)
             if file is None or file.modified_s >= before_s:
@@ -146,7 +128,6 @@ class RemoteFiles:
             return True
 
     def delete_folder(self, folder: str) -> None:
-        """See `Storage.delete_folder`."""
         full = self.full(folder)
         with suppress(NotFoundError), map_exceptions("delete", self.location(folder)):
             self._drop_listings(None)  # files that another process has added are deleted too
@@ -159,7 +140,6 @@ class RemoteFiles:
                         self._fs.rm_file(path)
 
     def adopt(self, path: str, finished: Path) -> None:
-        """See `Storage.adopt`."""
         with map_exceptions("write", self.location(path)):
             self._fs.put_file(str(finished), self.full(path))
             finished.unlink()
@@ -201,11 +181,7 @@ class RemoteFiles:
         return with_retries(self._fs, action, self.location(path), read)
 
     def _drop_listings(self, full: str | None) -> None:
-        """Drop the listings that the driver caches by itself, see `open_without_listings`.
-
-        The listings of `full` and of all folders above it are dropped, because drivers take the details of a file
-        from the listing of its parent. None: those of all folders, which `find` needs.
-        """
+        """Drop the listings of `full` and of all folders above it, or all (None), see `open_without_listings`."""
         if full is None:
             with suppress(KeyError):
                 self._fs.invalidate_cache()

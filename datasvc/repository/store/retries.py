@@ -35,11 +35,8 @@ _Result = TypeVar("_Result")
 def map_exceptions(action: str, location: str) -> Iterator[None]:
     """Convert the exceptions of a store to those of `datasvc.errors`.
 
-    The messages contain no secrets of URLs. An exception that contains one is not kept as the cause.
-
-    Args:
-        action: verb for messages, such as "read".
-        location: object of the verb for messages.
+    The messages contain no secrets of URLs. An exception that contains one is not kept as the cause. `action` and
+    `location` are the verb, such as "read", and its object, for messages.
 
     Raises:
         NotFoundError: `location` does not exist.
@@ -101,14 +98,8 @@ def with_retries(
 ) -> _Result:
     """Return the result of `read`; retry it if the store does not respond, up to 4 attempts in a second or two.
 
-    Args:
-        file_system: file system that `read` uses. For drivers with retries of their own, `read` is called once.
-        action: verb for messages, such as "read".
-        location: object of the verb for messages.
-        read: function to call; it must not change anything.
-
-    Raises:
-        NotFoundError, ConfigError, UnavailableError: see `map_exceptions`.
+    `read` must not change anything. It is called once if the driver of `file_system` has retries of its own. `action`
+    and `location` are the verb and its object, for messages. For errors, see `map_exceptions`.
     """
 
     def once() -> _Result:

@@ -160,18 +160,10 @@ class Storage:
     def read_checked(
         self, path: str, check: Callable[[bytes, str], _Result], *, max_bytes: int | None = None
     ) -> _Result:
-        """Return the result of `check` on the whole content of a file.
+        """Return the result of `check` on the content of a file and its location, which is for messages.
 
         A remote file is read a second time if `check` finds it corrupt, because the transfer may have changed a bit.
-
-        Args:
-            path: path of the file.
-            check: function that verifies and decodes the content; its second argument is the location, for messages.
-            max_bytes: see `read`.
-
-        Raises:
-            NotFoundError, ConfigError, UnavailableError: see `read`.
-            CorruptDataError: raised by `check`; or see `read`.
+        Raises CorruptDataError of `check`, and the errors of `read`.
         """
         content, location = self.read(path, max_bytes), self.location(path)
         try:
@@ -222,10 +214,8 @@ class Storage:
     def create(self, path: str, content: bytes) -> None:
         """Write `content` to `path` only if `path` does not exist.
 
-        Args:
-            path: path to create.
-            content: bytes that differ from those of any other writer, for example by a random id. `create` may read
-                the file and compare it with them, to find out which writer has written it.
+        `content` must differ from that of any other writer, for example by a random id: `create` may read the file
+        and compare it, to find out which writer has written it.
 
         Raises:
             ConfigError: see `check_writable`.
@@ -253,22 +243,16 @@ class Storage:
 
     def remove_temporary(self, path: str) -> None:
         """Remove a temporary file; if that fails, it is left to `gc`."""
+        files = self._files_to_change
         with suppress(DatasvcError):
-            self._files.remove(path)
+            files.remove(path)
 
     def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool = True) -> None:
-        """Write a file, replacing an existing one.
+        """Write a file, replacing an existing one. Raises UnavailableError.
 
-        Args:
-            path: path of the file.
-            content: whole content.
-            synced: whether a local file is synced, so that it survives a power cut. Remote stores keep every
-                acknowledged write.
-
-        Raises:
-            UnavailableError: the store failed.
+        With `synced`, a local file survives a power cut. Remote stores keep every acknowledged write.
         """
-        self._files.put_bytes(path, content, synced=synced)
+        self._files_to_change.put_bytes(path, content, synced=synced)
 
     def refresh(self, path: str, size_bytes: int) -> bool:
         """Return whether `gc` will keep a file for now; if not, the caller must write it again. See `file_age`.
@@ -279,9 +263,10 @@ class Storage:
         Raises:
             ConfigError, UnavailableError: see `now_s`.
         """
-        if isinstance(self._files, LocalFiles):
-            return self._files.refresh(path, size_bytes)
-        file = self._files.stored_file(path)
+        files = self._files_to_change
+        if isinstance(files, LocalFiles):
+            return files.refresh(path, size_bytes)
+        file = files.stored_file(path)
         if file is None or file.size_bytes != size_bytes:
             return False
         return file.modified_s > self._estimate_now_s() - file_age.REWRITE_S
@@ -323,7 +308,7 @@ class Storage:
         For local files, a concurrent `refresh` is always noticed. For remote files, a `refresh` between the check and
         the deletion is not. Raises the errors of `map_exceptions`.
         """
-        return self._files.delete_if_older(path, before_s)
+        return self._files_to_change.delete_if_older(path, before_s)
 
     def walk(self, folder: str) -> Iterator[file_age.StoredFile]:
         """Yield every file below `folder`, including temporary files, in any order.
@@ -336,7 +321,7 @@ class Storage:
 
     def delete_folder(self, folder: str) -> None:
         """Delete a folder with all its files, if it exists. Raises the errors of `map_exceptions`."""
-        self._files.delete_folder(folder)
+        self._files_to_change.delete_folder(folder)
 
     def old_folders(self, parent: str, before_s: float) -> Sequence[str]:
         """Return the folders below `parent` that were changed before `before_s`, each after those below it.
@@ -347,8 +332,9 @@ class Storage:
 
     def delete_if_empty(self, folder: str) -> None:
         """Delete a folder of a local store unless it has files or folders. Raises the errors of `map_exceptions`."""
-        if self._local is not None:
-            self._local.delete_if_empty(folder)
+        files = self._files_to_change
+        if isinstance(files, LocalFiles):
+            files.delete_if_empty(folder)
 
     def adopt(self, path: str, finished: Path) -> None:
         """Move the local file `finished`, which the caller has synced, to `path` of the store.
@@ -356,7 +342,7 @@ class Storage:
         In a local store, the file is renamed, or copied if it is on another file system. To a remote store, it is
         uploaded in parts. Raises the errors of `map_exceptions`.
         """
-        self._files.adopt(path, finished)
+        self._files_to_change.adopt(path, finished)
 
     @property
     def _files(self) -> LocalFiles | ObjectStoreFiles | RemoteFiles:
@@ -365,6 +351,11 @@ class Storage:
         if self._objects is not None and obstore_loop.is_usable():
             return self._objects
         return self._opened()[3]
+
+    @property
+    def _files_to_change(self) -> LocalFiles | ObjectStoreFiles | RemoteFiles:
+        """The files, for the methods that write, rename or delete some."""
+        return self._files
 
     @property
     def _fs(self) -> fsspec.AbstractFileSystem:
@@ -393,37 +384,10 @@ class Storage:
 class ReadOnlyStorage(Storage):
     """A storage that is read only: each method that would write, rename or delete a file raises ConfigError."""
 
-    def check_writable(self) -> None:
-        """Raise ConfigError: `create` and `create_temporary` call it."""
-        self._refuse()
-
-    def remove_temporary(self, path: str) -> None:  # noqa: ARG002
+    def check_writable(self) -> NoReturn:
         """Raise ConfigError."""
-        self._refuse()
-
-    def put_bytes(self, path: str, content: bytes | memoryview, *, synced: bool = True) -> None:  # noqa: ARG002
-        """Raise ConfigError."""
-        self._refuse()
-
-    def refresh(self, path: str, size_bytes: int) -> bool:  # noqa: ARG002
-        """Raise ConfigError: the age of a local file would be reset."""
-        self._refuse()
-
-    def delete_if_older(self, path: str, before_s: float) -> bool:  # noqa: ARG002
-        """Raise ConfigError."""
-        self._refuse()
-
-    def delete_folder(self, folder: str) -> None:  # noqa: ARG002
-        """Raise ConfigError."""
-        self._refuse()
-
-    def delete_if_empty(self, folder: str) -> None:  # noqa: ARG002
-        """Raise ConfigError."""
-        self._refuse()
-
-    def adopt(self, path: str, finished: Path) -> None:  # noqa: ARG002
-        """Raise ConfigError."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
         raise ConfigError(f"{redact_url(self.url)} was opened read-only; open the repository without read_only=True")
+
+    @property
+    def _files_to_change(self) -> NoReturn:
+        self.check_writable()

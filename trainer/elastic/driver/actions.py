@@ -1,7 +1,7 @@
 """The actions of the driver of an elastic job: `membership` decides on them, `driver` executes them.
 
-A worker is a process of the job. A round is a period with a fixed assignment of ranks to workers; these workers are
-the members of the round. The field `worker` is the name of a worker, and `number` is the number of its request.
+A worker is a process of the job. A round is a period with a fixed assignment of ranks to workers. `worker` is a
+worker's name, `number` that of its request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TerminateWorker:
 
 @dataclass(frozen=True)
 class DenyRank:
-    """Answer a worker's request for a rank: the job has no rank for this worker, so it must exit."""
+    """Answer a request for a rank: the job has none for this worker, so it must exit."""
 
     worker: str
     number: int
@@ -83,12 +83,8 @@ class PrintMessage:
 class Finish:
     """End the job.
 
-    Args:
-        exit_status: exit status of the launcher.
-        reason: reason of the failure, empty after success. If `worker` is set, a text that follows "it", such as
-            "exited with status 1".
-        worker: name of the worker that failed first; None if no worker is the cause.
-        others: one line for each other worker that failed since the last round began.
+    `reason` is empty after success. If `worker`, the worker that failed first, is set, `reason` follows "it", such as
+    "exited with status 1". `others` has a line for each other worker that failed since the last round began.
     """
 
     exit_status: int
@@ -115,7 +111,7 @@ def plan_worker_start(
         start: name, host and expected placement of the worker.
         job: job with the command and the settings of remote hosts.
         environ: environment of the launcher.
-        listener: listening socket of the `TCPStore` that the launcher serves to the ranks.
+        listener: socket of the store that the launcher serves.
         num_neighbours: number of ranks that share the processors of the host, this one included.
         other_hosts: known hosts other than this machine; None if the job uses this machine only.
 

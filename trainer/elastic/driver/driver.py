@@ -1,8 +1,8 @@
 """The driver of an elastic job: passes events to `membership` and executes the actions that it returns.
 
-It runs in the launcher. A worker is a process of the job; a round is a period with a fixed assignment of ranks to
-workers. Invariant: one thread takes events from one queue and executes the actions. Each of the other threads only
-waits, such as for a message or for the end of a process, and puts an event into the queue.
+It runs in the launcher, and finds hosts by the user's discovery script. A worker is a process of the job; a round is
+a period with a fixed assignment of ranks to workers. Invariant: one thread takes events from one queue and executes
+the actions. Each other thread only waits, such as for a message, and puts an event into the queue.
 """
 
 from __future__ import annotations
@@ -61,11 +61,6 @@ _SCRIPT_TIMEOUT_S = 60.0
 def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, str]) -> JobFailure | None:
     """Run an elastic job to its end. A signal to the launcher ends the job.
 
-    Args:
-        job: command, hosts and number of ranks of the first round.
-        options: settings that only elastic jobs have.
-        environ: environment of the launcher.
-
     Returns:
         None if the job succeeded: its last ranks exited with status 0.
 
@@ -101,16 +96,7 @@ def run_elastic_job(job: LaunchJob, options: ElasticOptions, environ: Mapping[st
 
 
 class _Driver:
-    """The event loop of the driver: executes the actions of `membership`, and owns the job's store, a `TCPStore`.
-
-    Args:
-        job: command and settings of the job.
-        environ: environment of the launcher.
-        membership: decides on the actions.
-        group: the processes of the workers.
-        listener: listening socket of the store.
-        is_single_machine: whether all workers run on this machine.
-    """
+    """The event loop of the driver: executes the actions of `membership`, and owns the job's store, a `TCPStore`."""
 
     def __init__(
         self,
@@ -250,17 +236,13 @@ class _Driver:
         timer.start()
 
     def _kill(self, worker: str) -> list[Action]:
-        """Kill a worker that still runs; as an event, it leads to no actions."""
         process = self._group.processes.get(worker)
         if process is not None and process.is_running:
             process.send(signal.SIGKILL)
         return []
 
     def _handle_end(self, end: RankEnd, trouble: str | None = None) -> list[Action]:
-        """Terminate the children of a worker that has ended, and pass the end to `membership`.
-
-        `trouble` is the cause if the worker has no process; see `Death`.
-        """
+        """Terminate the children of a worker that has ended, and pass the end to `membership`."""
         process = self._group.processes.get(end.worker_id)
         last_lines: tuple[str, ...] = ()
         if process is not None:
@@ -323,7 +305,6 @@ class _Driver:
         ]
 
     def _describe(self, finish: Finish) -> JobFailure | None:
-        """Return the failure that the launcher reports; None if the job succeeded."""
         if not finish.exit_status:
             return None
         text, worker = finish.reason, finish.worker
@@ -349,7 +330,7 @@ def run_discovery(script: str, *, default_slots: int, timeout_s: float = _SCRIPT
 
     Args:
         script: command line for a shell, usually a path.
-        default_slots: number of slots of a host whose line gives none; a slot is the place of one rank.
+        default_slots: number of slots (places of ranks) of a host whose line gives none.
         timeout_s: time after which the script and its children are killed.
 
     Raises:
@@ -390,9 +371,8 @@ class Discovery:
     Args:
         script, default_slots: see `run_discovery`.
         interval_s: seconds between the end of one run of the script and the start of the next.
-        on_hosts: callback that gets the hosts, after the first run and after each change; called from the thread.
-        on_error: callback that gets the message of a failure, if the run before did not fail with the same message;
-            called from the thread. The script runs again after a failure.
+        on_hosts: called from the thread with the hosts, after the first run and after each change.
+        on_error: called from the thread with the message of a failure, unless it is that of the run before.
     """
 
     def __init__(

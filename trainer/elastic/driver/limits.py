@@ -1,7 +1,4 @@
-"""Limits on the membership of an elastic job: read once from the command line and the environment, and checked.
-
-A round is a period with a fixed assignment of ranks to workers, the processes of the job.
-"""
+"""Limits on the membership of an elastic job: read once from the command line and the environment, and checked."""
 
 from __future__ import annotations
 
@@ -22,13 +19,13 @@ _DEFAULT_INTERVAL_S = 1.0
 class Limits:
     """Limits on the membership of an elastic job.
 
-    Args:
+    Attributes:
         first_num_ranks: number of ranks that the first round waits for.
         min_num_ranks: minimum number of ranks of a round.
         max_num_ranks: maximum number of ranks; further slots stay empty. None for no limit.
         elastic_timeout_s: maximum time to wait for slots while there are too few; then the job ends.
-        start_timeout_s: maximum time for a worker to start, and again to call `init` while other workers wait for it.
-            A worker that takes longer is terminated. None for no limit.
+        start_timeout_s: maximum time for a worker to start, and again to call `init` while other workers wait for it;
+            a worker that takes longer is terminated. None for no limit.
         hang_timeout_s: maximum time for a worker to leave a round that has ended; then the worker is terminated.
         reset_limit: maximum number of rounds after the first; None for no limit.
         cooldown_range_s: see `Blacklist`.
@@ -64,8 +61,7 @@ class Limits:
 def plan_limits(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, str]) -> Limits:
     """Return the limits of a job; an elastic timeout in the options takes precedence over the environment.
 
-    Raises:
-        ValueError: the numbers contradict each other, or a variable is not a number of seconds.
+    Raises ValueError: the numbers contradict each other, or a variable is not a number of seconds.
     """
     timeout_s = options.elastic_timeout_s
     if timeout_s is None:
@@ -87,16 +83,11 @@ def plan_limits(job: LaunchJob, options: ElasticOptions, environ: Mapping[str, s
 
 
 def read_discovery_interval_s(environ: Mapping[str, str]) -> float:
-    """Return the pause between two runs of the discovery script, in seconds.
-
-    Raises:
-        ValueError: `HVD_DISCOVERY_INTERVAL` is not a number of seconds.
-    """
+    """Return the seconds between two runs of the discovery script. Raise ValueError: not a number above 0."""
     return _seconds(environ, "HVD_DISCOVERY_INTERVAL", _DEFAULT_INTERVAL_S)
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    """Return the value of a variable. Raises ValueError: it is not a number of seconds above 0."""
     try:
         seconds = float(environ.get(name, default))
     except ValueError:

@@ -51,11 +51,7 @@ class JobMembership:
     """The state of a job.
 
     Each public method except `next_deadline_s` handles an event, and returns the actions to execute, in order. Events
-    after a `Finish` are ignored.
-
-    Args:
-        limits: limits on the membership.
-        now_s: current time of a monotonic clock, as for every event.
+    after a `Finish` are ignored. `now_s` is the time of a monotonic clock.
     """
 
     def __init__(self, limits: Limits, *, now_s: float) -> None:
@@ -118,10 +114,7 @@ class JobMembership:
         last_line: str = "",
         is_training: bool = False,
     ) -> list[Action]:
-        """Handle the end of a worker's process; see `Death` for the arguments.
-
-        `is_training` is True if its training function had not returned yet.
-        """
+        """Handle the end of a worker's process; see `Death`. With `is_training`, its training has not ended."""
         worker = self._workers.by_name.pop(name, None)
         if worker is None or self._is_over:
             return []
@@ -147,10 +140,7 @@ class JobMembership:
         return self._advance(now_s)
 
     def next_deadline_s(self) -> float | None:
-        """Return when to call `time_passed` if no event comes first; None if there is no deadline.
-
-        That time may have passed since the last event, for example during the start of a worker.
-        """
+        """Return when to call `time_passed` if no event comes first, perhaps a past time; None: no deadline."""
         times = [deadline.at_s for deadline in self._deadlines()]
         if self._too_few_since_s is not None and not self._has_waited_too_long(self._advanced_s):
             times.append(self._too_few_since_s + self._limits.elastic_timeout_s)
@@ -201,7 +191,6 @@ class JobMembership:
         return self._cut_after_finish([*actions, *self._announce(now_s), *self._conclude()])
 
     def _cut_after_finish(self, actions: list[Action]) -> list[Action]:
-        """Return the actions up to the first `Finish`, inclusive."""
         for index, action in enumerate(actions):
             if isinstance(action, Finish):
                 self._is_over = True
@@ -209,10 +198,7 @@ class JobMembership:
         return actions
 
     def _update_slots(self, now_s: float) -> list[Action]:
-        """Record which workers have lost their slots. Terminate those of them that have not joined yet.
-
-        If a host has fewer slots than workers, new workers lose their slots first, then those with the highest ranks.
-        """
+        """Record which workers have lost their slots. Terminate those of them that have not joined yet."""
         slots = {host.name: host.num_slots for host in self._hosts}
         actions: list[Action] = []
         num_on_host: dict[str, int] = {}
@@ -332,14 +318,12 @@ class JobMembership:
         return [*denials, *self._begin_round(chosen, now_s)]
 
     def _is_enough(self, chosen: Sequence[Worker], now_s: float) -> bool:
-        """Return whether a round of the chosen workers may begin."""
         # The first round waits for all workers that are starting.
         if not chosen or (self._round == 0 and self._workers.in_phase(Phase.STARTING)):
             return False
         return self._is_finishing or len(chosen) >= self._num_needed(now_s)
 
     def _num_needed(self, now_s: float) -> int:
-        """Return the number of ranks that the next round waits for."""
         # The minimum is enough for a later round, after a long wait, or if a dead worker cannot be replaced.
         if (
             self._round
@@ -422,7 +406,6 @@ class JobMembership:
         return actions
 
     def _resets_left(self) -> float:
-        """Return how many more rounds may begin; infinity without a limit."""
         limit = self._limits.reset_limit
         return math.inf if limit is None else limit - (self._round - 1)
 
@@ -467,11 +450,7 @@ class Blacklist:
         self._blocked_until_s: dict[str, float] = {}
 
     def block(self, host: str, now_s: float) -> float:
-        """Record a failure on a host.
-
-        Returns:
-            Time from which the host may get new workers again; infinity if it never may.
-        """
+        """Record a failure on a host; return the time from which it may get workers again, or infinity."""
         # Workers that fail together count as one failure: further failures on a blocked host are not counted.
         if not self.is_blocked(host, now_s):
             count = self._num_failures[host] = self._num_failures.get(host, 0) + 1

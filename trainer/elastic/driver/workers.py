@@ -38,13 +38,10 @@ class Phase(enum.Enum):
 class Worker:
     """One process of the job, from its start to its end.
 
-    Args:
+    Attributes:
         name: name of the form `host:slot:seniority`.
-        host: name of its host.
-        slot: number of its slot on the host, from 0.
         seniority: number of workers of the job that were started before it.
         since_s: time when it entered its phase.
-        phase: current phase.
         old_rank: rank in the last round that it was a member of; None before its first round.
         request: its last request for a rank.
         started_s: time when its command began to run; None before that.
@@ -107,8 +104,6 @@ class Deadline:
     """A time by which a worker must have done something.
 
     Attributes:
-        at_s: time of the deadline.
-        worker: worker that the deadline is for.
         duty: what the worker must do, as text that follows "did not", such as "start".
         is_binding: whether the driver terminates a worker that misses the deadline; otherwise it only prints a note.
     """
@@ -121,11 +116,9 @@ class Deadline:
 
 @dataclass
 class Workers:
-    """The workers whose processes have not ended.
+    """The workers whose processes have not ended, by name, oldest first.
 
-    Attributes:
-        by_name: these workers by name, oldest first.
-        num_started: number of all workers started so far, including those that have ended.
+    `num_started` also counts those that have ended.
     """
 
     by_name: dict[str, Worker] = field(default_factory=dict)
@@ -173,12 +166,7 @@ class Workers:
         return deadlines
 
     def _start_deadlines(self, timeout_s: float | None, requests_s: list[float]) -> list[Deadline]:
-        """Return the deadlines of workers that have not joined yet.
-
-        Args:
-            timeout_s: the start timeout; None for deadlines that are not binding.
-            requests_s: times at which the workers that wait for a rank have requested it.
-        """
+        """Return the deadlines of workers that have not joined yet; `requests_s`: times of the requests for ranks."""
         deadlines = []
         limit_s = NOTE_TIME_S if timeout_s is None else timeout_s
         for worker in self.in_phase(Phase.STARTING):
@@ -227,10 +215,6 @@ def plan_placements(workers: Sequence[Worker]) -> dict[str, RankPlacement]:
 
 
 def _plan_local_ranks(slots: Sequence[int]) -> dict[int, int]:
-    """Return the local rank of each slot in use on a host.
-
-    A slot whose number is below the number of slots in use gets this number. The other slots get the numbers left.
-    """
     unused = sorted(set(range(len(slots))) - set(slots))
     return {slot: slot if slot < len(slots) else unused.pop(0) for slot in sorted(slots)}
 
@@ -242,13 +226,11 @@ def _plan_local_ranks(slots: Sequence[int]) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class Death:
-    """The unexpected end of a worker.
+    """The unexpected end of a worker, also its termination after a missed deadline.
 
-    Args:
-        worker: worker that ended.
+    Attributes:
         returncode: return code of its process; negative for a signal.
-        trouble: cause, as text that follows the worker's name, such as "did not start in time"; None if `returncode`
-            is the only description.
+        trouble: cause, as text that follows the worker's name; None if `returncode` is the only description.
         has_started: whether its command has run. Also False if the worker missed a deadline and is terminated.
         last_line: last line of its output that is not blank; empty if there is none.
     """
@@ -270,7 +252,6 @@ class Deaths:
     """The deaths of a job, and the errors that programs have reported.
 
     Attributes:
-        num_all: number of all deaths.
         since_round: deaths since the last round began, without those with status 0.
         errors: last error that each worker has reported, by the name of the worker.
     """
@@ -301,11 +282,7 @@ class Deaths:
         return text
 
     def choose_cause(self) -> Death | None:
-        """Return the most likely cause of the deaths since the last round began; None if there are none.
-
-        It is the first death with a reported error, else the first death. But if none of the dead workers has been in
-        a round, the first error of the program comes before other deaths, such as an unreachable host.
-        """
+        """Return the most likely cause of the deaths since the last round began; None if there are none."""
         with_error = [death for death in self.since_round if death.worker.name in self.errors]
         # The loss of one member makes the programs of the other members fail. If members died, an error of a program
         # may therefore be a consequence, and does not come before other deaths.

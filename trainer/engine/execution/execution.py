@@ -24,9 +24,6 @@ class Executor:
 
     Args:
         transport: connection to the other ranks.
-        streams: CUDA streams of the engine.
-        completions: thread that completes reductions.
-        buffers: pool of fusion buffers.
         finish: callback for each finished submission, from the engine's thread or that of `completions`.
         cuda_device: function that returns the device of this rank's CUDA tensors.
     """
@@ -51,11 +48,9 @@ class Executor:
         self._timeline = Timeline()
 
     def set_reduction(self, *, fusion_bytes: int, is_hierarchical: bool) -> None:
-        """Set how allreduces are run from the next one on; all ranks call it in the same cycle.
+        """Set the maximum size of fusion buffers, and whether allreduces are hierarchical where they can be.
 
-        Args:
-            fusion_bytes: maximum size of fusion buffers.
-            is_hierarchical: whether allreduces are hierarchical where they can be.
+        All ranks call it in the same cycle.
         """
         self._reductions.fusion_bytes = fusion_bytes
         self._reductions.is_hierarchical = is_hierarchical

@@ -89,13 +89,10 @@ class Submission:
     """A request of one rank with its tensors.
 
     Attributes:
-        request: description of the operation, for the other ranks.
-        inputs: tensors that the engine reads.
         outputs: tensors that the engine writes; may be the inputs. Empty if it allocates them, as for allgather.
         result: value that the handle returns: usually the outputs, as one tensor or as a list.
         is_prescaled: whether the inputs include the prescale factor already, so that the engine does not apply it.
         cuda_ready: CUDA event after which the tensors are valid; None on a CPU.
-        handle: future result.
     """
 
     request: Request
@@ -119,10 +116,8 @@ class Completions:
     """A thread that runs the completion function of each collective.
 
     Invariant: after `close` has returned, no completion function uses a tensor. But the collectives of broken process
-    groups may still use tensors, so the caller must destroy these groups.
-
-    Args:
-        on_error: called with the text of the first error of a completion function. After that, no function runs.
+    groups may still use tensors, so the caller must destroy these groups. `on_error` gets the text of the first error
+    of a completion function. After that, no function runs.
     """
 
     def __init__(self, on_error: Callable[[str], None]) -> None:

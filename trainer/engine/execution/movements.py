@@ -151,12 +151,9 @@ class EngineStreams:
     def on_engine_stream(
         self, device: torch.device, ready_events: Iterable[torch.cuda.Event | None], tensors: Iterable[Tensor]
     ) -> Iterator[None]:
-        """Run the block on the engine's stream of a device.
+        """Run the block on the engine's stream of a device, after the events; without CUDA, the block just runs.
 
-        Args:
-            device: device of the tensors; without CUDA, the block just runs.
-            ready_events: events for which the stream waits before the block; None is skipped.
-            tensors: tensors whose memory is not reused before the CUDA work of the block has ended.
+        The memory of `tensors` is not reused before the CUDA work of the block has ended.
         """
         if device.type != "cuda":
             yield
@@ -175,10 +172,7 @@ class EngineStreams:
                 tensor.record_stream(stream)
 
     def record_end(self, device: torch.device) -> tuple[torch.cuda.Event, torch.device] | None:
-        """Return the event after which the engine's work so far on this device is done, and the device.
-
-        None if the engine has no stream on this device, so that no caller has to wait.
-        """
+        """Return the event after which the engine's work on this device is done, and the device; None: no stream."""
         stream = self._streams.get(device)
         return (stream.record_event(), device) if stream is not None else None
 

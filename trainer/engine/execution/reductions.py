@@ -44,8 +44,6 @@ class Reductions:
     Attributes:
         fusion_bytes: maximum size of a fusion buffer, from the next operation on.
         is_hierarchical: whether allreduces are hierarchical where they can be, from the next one on.
-        timeline: timeline that records later operations.
-        _has_node_sets: whether the process sets of the nodes, which Adasum uses, have been created.
     """
 
     transport: Transport
@@ -95,11 +93,7 @@ class Reductions:
         finishing: Sequence[int],
         errors: dict[int, OverflowError],
     ) -> None:
-        """Pack a buffer and begin its allreduce. `slot.operation` of the buffer is an index of `submissions`.
-
-        After the allreduce, the buffer is unpacked, and the operations in `finishing` are finished, those in `errors`
-        with their error.
-        """
+        """Pack a buffer and begin its allreduce; afterwards unpack it, and finish the operations in `finishing`."""
         request = ready.request
         inputs = [submissions[slot.operation].inputs[slot.member] for slot in buffer.slots]
         outputs = [submissions[slot.operation].outputs[slot.member] for slot in buffer.slots]
@@ -163,10 +157,7 @@ class Reductions:
     def _pack(
         self, buffer: Buffer, request: Request, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *, multiple: int
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the flat tensor of all slots, and the fusion buffer that begins with it, if one is used.
-
-        The fusion buffer is to be sent, and given back later. Its length is padded to a multiple of `multiple`.
-        """
+        """Return the flat tensor of all slots, and the fusion buffer that begins with it, if one is used."""
         dtype, device = wire_dtype(buffer.dtype, request), self.transport.wire_device(outputs[0].device)
         num_padding, lanes = -buffer.num_elements % multiple, num_lanes(buffer.dtype, request)
         # A single tensor that can be sent as it is needs no fusion buffer: it is reduced in place, in its output.
@@ -185,7 +176,6 @@ class Reductions:
 
     @staticmethod
     def _prescale(buffer: Buffer, submissions: Sequence[Submission], flat: Tensor) -> None:
-        """Scale only the parts of the buffer that are not prescaled."""
         for slot in buffer.slots:
             submission = submissions[slot.operation]
             if not submission.is_prescaled:
@@ -292,11 +282,7 @@ def _divisor(ready: Ready) -> int:
 
 
 def _scale(tensor: Tensor, name: str, *, factor: float, divisor: int = 1) -> None:
-    """Set values of the named dtype to `tensor * factor / divisor`, with the same rounding as Horovod.
-
-    Integers are truncated toward zero; with a factor they are scaled in float64. Half precision is scaled in float32
-    and rounded once.
-    """
+    """Set values of the named dtype to `tensor * factor / divisor`; truncate integers, as Horovod does."""
     if factor == 1.0 and divisor == 1:
         return
     if not is_integer(name):
@@ -351,7 +337,7 @@ def combine_over_tree(
 
     Args:
         parts: tensors that are combined one by one; flat views of `flat`.
-        flat: flat tensor that is exchanged; contains all parts.
+        flat: flat tensor that is exchanged.
         place: number of this rank's participant, from 0.
         num_places: number of participants, a power of two.
         swap: function that sends a tensor to a place and returns the tensor received from it.

@@ -61,12 +61,7 @@ class TraceFile(Timeline):
     The field `ph` of an event is its type in the Chrome trace format: "B" begins a range, "E" ends the innermost
     range of the row, "X" is a range with a duration, "i" an instant, and "M" the name of a row.
 
-    Args:
-        path: path of the JSON file, which is overwritten.
-        marks_cycles: whether an event is written for each cycle.
-
-    Raises:
-        OSError: the file cannot be written.
+    Raises OSError: the file cannot be written. An existing file is overwritten.
     """
 
     def __init__(self, path: Path, *, marks_cycles: bool = False) -> None:

@@ -134,16 +134,7 @@ class Transport:
 
 
 class ExchangeStep(NamedTuple):
-    """One step of an exchange: a rank sends the first parts that it has, and appends the received parts.
-
-    A part is the data of one rank, in its slot.
-
-    Attributes:
-        target: rank to send to.
-        source: rank to receive from.
-        held: number of parts that this rank has before the step.
-        num_parts: number of parts to send; the same number is received.
-    """
+    """One step of an exchange: send the first `num_parts` of the `held` parts, and append as many received ones."""
 
     target: int
     source: int
@@ -169,19 +160,12 @@ class GroupTransport(Transport):
     """The transport over new groups of torch.distributed. Every rank constructs one; the default group must exist.
 
     Args:
-        settings: settings of this rank.
+        settings: settings of this rank; those of rank 0 are used, and are the attribute.
         gpu: unique name of the GPU of this rank; empty without one. NCCL rejects two ranks on one GPU, so CUDA
             tensors are sent over NCCL if every rank has a GPU of its own, otherwise through host memory over gloo.
-        local_size: number of ranks on this node.
+        local_size: number of ranks on this node; the attribute is 1 if nodes differ.
         node: number of this node; None if each node has `local_size` ranks with adjacent numbers.
         timeout_s: seconds after which a collective fails if a rank does not answer; None for `settings.timeout_s`.
-
-    Attributes:
-        settings: settings of rank 0, which all ranks use: different settings would plan different fusion buffers.
-        local_size: number of ranks on each node; 1 if nodes differ.
-        is_homogeneous: whether all nodes have the same number of ranks.
-        has_node_groups: whether allreduces can be hierarchical: the settings of rank 0 allow it, and there are
-            several nodes, each with the same number of ranks, more than one.
     """
 
     def __init__(
@@ -326,7 +310,6 @@ class GroupTransport(Transport):
         return group if self.rank in ranks else None
 
     def _make_node_groups(self, nodes: list[list[int]]) -> None:
-        """Create the groups for hierarchical allreduces, or log why they are flat."""
         reason = explain_flat(nodes)
         if not reason and len(nodes[0]) != self.local_size:
             reason = "the local sizes of the ranks are not the numbers of ranks on the nodes; check LOCAL_WORLD_SIZE"

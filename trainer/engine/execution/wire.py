@@ -36,11 +36,7 @@ def is_integer(name: str) -> bool:
 
 
 def wire_dtype(name: str, request: Request) -> torch.dtype:
-    """Return the dtype in which values of the named dtype are reduced.
-
-    Integers are reduced in a dtype that holds the result of all ranks, so that an average never overflows, and
-    `fit_into` finds a sum or product that does not fit.
-    """
+    """Return the dtype in which values of the named dtype are reduced: one that holds the result of all ranks."""
     dtype = named_dtype(name)
     if not is_integer(name):
         return dtype
@@ -167,8 +163,8 @@ def plan_fusion(requests: Sequence[Request], *, fusion_bytes: int, element_bytes
         element_bytes: size of an element of each dtype.
 
     Returns:
-        Buffers in the order of their first request. Each tensor is in exactly one buffer; only single requests of
-        equal process set, dtype, reduction, factors and device share a buffer.
+        Buffers in the order of their first request. Only single requests of equal process set, dtype, reduction,
+        factors and device share a buffer.
     """
     open_buffers: dict[tuple[object, ...], list[FusionSlot]] = {}
     buffers: list[tuple[str, list[FusionSlot]]] = []
@@ -187,7 +183,6 @@ def plan_fusion(requests: Sequence[Request], *, fusion_bytes: int, element_bytes
 
 
 def _fusion_key(request: Request, operation: int, dtype: str) -> tuple[object, ...]:
-    """Return the value that tensors must have in common to share a buffer."""
     if request.is_grouped:
         # The number is unique to this request, so no other request shares its buffers.
         return (operation, dtype)

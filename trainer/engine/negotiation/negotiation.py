@@ -85,13 +85,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """An operation that cannot run, usually because the requests of the ranks disagree.
-
-    Attributes:
-        key: key of the operation.
-        reason: error message, with the values of the ranks.
-        requests: requests of the ranks that submitted it, by global rank.
-    """
+    """An operation that cannot run, usually because the requests of the ranks disagree."""
 
     key: Key
     reason: str
@@ -157,10 +151,7 @@ class Negotiation:
         return missing
 
     def _are_agreed(self, submitted: Sequence[Sequence[Request]]) -> bool:
-        """Return whether all ranks submitted the same cached requests, without joins and changes of process sets.
-
-        Then every operation is complete at once, and needs no further check.
-        """
+        """Return whether all ranks submitted the same cached requests, without joins and changes of process sets."""
         # With one rank, identity proves nothing: its requests may be new and must still be checked.
         if self._pending or self._joined or self._num_ranks == 1:
             return False
@@ -213,7 +204,6 @@ class Negotiation:
         return self._accept(Ready(requests, members))
 
     def _find_refusal_reason(self, requests: Mapping[int, Request], members: Sequence[int]) -> str | None:
-        """Return the reason why a complete operation cannot run; None if it can."""
         request = next(iter(requests.values()))
         joined = [rank for rank in members if rank not in requests]
         if joined and any(submitted.kind not in _WITH_JOINED for submitted in requests.values()):
@@ -261,12 +251,9 @@ class Negotiation:
 
 
 def find_disagreement(requests: Mapping[int, Request]) -> str | None:
-    """Return the reason why requests cannot run as one operation; None if they can.
+    """Return the reason why requests, by global rank, cannot run as one operation; None if they can.
 
     Factors are compared as numbers, so a factor of NaN always disagrees, even with itself.
-
-    Args:
-        requests: request of each rank, by global rank, in rank order; not empty.
     """
     first = next(iter(requests.values()))
     if len(requests) > 1 and all(request is first for request in requests.values()):
@@ -287,7 +274,6 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _describe(requests: Mapping[int, Request], title: str, get_value: _Property) -> str:
-    """Return the error message for a property on which ranks disagree, with the ranks of each value."""
     ranks_by_value: dict[str, list[int]] = {}
     for rank, request in requests.items():
         ranks_by_value.setdefault(str(get_value(request)), []).append(rank)
@@ -297,7 +283,6 @@ def _describe(requests: Mapping[int, Request], title: str, get_value: _Property)
 
 
 def _one_or_all(values: Sequence[object]) -> object:
-    """Return the value itself if there is only one, for a shorter error message; otherwise a tuple of the values."""
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -307,13 +292,7 @@ def _one_or_all(values: Sequence[object]) -> object:
 
 @dataclass(frozen=True)
 class StalledOperation:
-    """An operation that waits for ranks.
-
-    Attributes:
-        key: key of the operation.
-        ranks: ranks that have not submitted it.
-        waited_s: seconds since the first rank has submitted it.
-    """
+    """An operation that ranks have not submitted, and the seconds since the first rank has submitted it."""
 
     key: Key
     ranks: tuple[int, ...]
@@ -330,9 +309,7 @@ class StalledOperation:
 class StallWatch:
     """The waiting times of the pending operations (only some ranks submitted them), and their last warnings.
 
-    Args:
-        warning_s: seconds between two warnings about one operation; 0 for no warnings.
-        shutdown_s: seconds after which the job ends; 0 for never.
+    Warnings about one operation are `warning_s` apart, 0 for none; the job ends after `shutdown_s`, 0 for never.
     """
 
     def __init__(self, warning_s: float, shutdown_s: float = 0.0) -> None:
@@ -349,11 +326,7 @@ class StallWatch:
     def check(self, now_s: float, missing: Mapping[Key, tuple[int, ...]]) -> tuple[list[StalledOperation], str]:
         """Return the operations to warn of, and the reason why the job must end; an empty reason if it can continue.
 
-        Warnings about one operation are `warning_s` apart.
-
-        Args:
-            now_s: time of this call, on a monotonic clock.
-            missing: for each pending operation, the ranks that have not submitted it.
+        `missing` has, for each pending operation, the ranks that have not submitted it.
         """
         # Delete completed operations, so that a later operation of the same name starts at zero.
         for key in self._waiting_since.keys() - missing.keys():
