@@ -75,13 +75,11 @@ def cache(
     if epochs is not None and prices is None:
         raise ConfigError("--epochs is for the cost of a run, and --prices is not given; add --prices FILE.toml")
     table = open_dataset(Repository.open(repo), ref)[split].table
-    origin_bytes_s, peer_bytes_s = (
-        None if rate is None else float(parse_size(rate)) for rate in (origin_rate, peer_rate)
-    )
+    rates = (None if rate is None else float(parse_size(rate)) for rate in (origin_rate, peer_rate))
     planned = PlanOptions(
         # A percentage refers to the disk of a folder. No cache exists yet, so this is the disk of the current folder.
         budget_bytes=parse_budget(budget, Path.cwd()),
-        rates=Rates(images_per_second, origin_bytes_s, peer_bytes_s),
+        rates=Rates(images_per_second, *rates),
         prices=None if prices is None else Prices.read(prices),
         epochs=epochs,
         **options,

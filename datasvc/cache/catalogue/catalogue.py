@@ -41,11 +41,7 @@ from datasvc.repository import Digest, ObjectInfo
 
 
 class NoSpaceYet(NamedTuple):
-    """A refused reservation that may succeed once another object has arrived.
-
-    Attributes:
-        digest: the object to wait for, which is being fetched.
-    """
+    """A refused reservation that may succeed once the object `digest` has arrived, which is being fetched."""
 
     digest: Digest
 
@@ -187,14 +183,12 @@ class Catalogue:
             evict: whether objects may be evicted that a running job may need again; False only for a prefetch.
 
         Returns:
-            "resident": the file exists and was verified. "reserved": the caller has locked the incoming file and must
-            fill it, then call `complete` or `drop`. "busy": another process or thread has that lock, or waits for it;
-            call again when the lock is free. "later": there is no space for a prefetch now. NoSpaceYet: there is no
-            space until another object has arrived; call again then.
+            "resident": the file exists and was verified. "reserved": the caller has locked the incoming file, and
+            must fill it and call `complete` or `drop`. "busy": another process or thread has that lock, or waits for
+            it. "later": there is no space for a prefetch now. NoSpaceYet: no space until another object has arrived.
 
         Raises:
-            CacheFullError: evicting every unused object would not free enough space or an inode. Waiting does not
-                help: no fetch in progress adds an object that can be evicted.
+            CacheFullError: evicting every unused object would not free enough space or an inode, now or later.
             CorruptDataError: the object is resident and verified, but its size is not the size in `info`.
             UnavailableError: the incoming file cannot be created.
         """
@@ -209,36 +203,28 @@ class Catalogue:
                 record = None
             if record is not None and record.state == RESIDENT and self._files.is_there(info.digest, info.size_bytes):
                 return "resident"
-            # Objects that a job needs again within `min_distance_bytes` are not evicted. For an object that is needed
-            # now, any unused object may be evicted (`SPARE_NOTHING`).
             lacks_space, min_distance_bytes = False, SPARE_NOTHING
             if record is not None:
                 # The object's space is charged already; that of its damaged copy in the quarantine may not be.
                 space.count_quarantine(record.tenant)
             else:
-                if prefetch is not None:
-                    # Keep the objects that are needed before the object to prefetch.
-                    min_distance_bytes = prefetch.next_use - prefetch.now
-                if not evict:
-                    min_distance_bytes = max(min_distance_bytes, SPARE_NEEDED)
+                min_distance_bytes = _min_distance_bytes(prefetch, evict=evict)
                 lacks_space = not space.make_space(tenant, footprint(info.size_bytes), min_distance_bytes)
-                if lacks_space and prefetch is not None:
-                    return "later"
+            is_locked = None
             if not lacks_space:
                 is_locked = self._lock_incoming(info.digest, tables, space, tenant, min_distance_bytes)
-                if is_locked is None and prefetch is not None:
-                    return "later"
-                if is_locked is False:
-                    return "busy"
-                if is_locked:
-                    # A prefetch has no hold on its object, so `_lock_incoming` may have evicted the object itself to
-                    # free an inode. Read the record again.
-                    if record is not None:
-                        record = tables.get(info.digest)
-                    # A record means that a reservation is taken over, or a file is verified again: its tenant pays.
-                    payer = tenant if record is None else record.tenant
-                    tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
-                    return "reserved"
+            if is_locked is False:
+                return "busy"
+            if is_locked:
+                # A prefetch has no hold on its object, so `_lock_incoming` may have evicted the object itself to free
+                # an inode. Read the record again.
+                record = tables.get(info.digest)
+                # A record means that a reservation is taken over, or a file is verified again: its tenant pays.
+                payer = tenant if record is None else record.tenant
+                tables.put(info.digest, record, ObjectRecord(RESERVED, info.size_bytes, 0, job_id, payer))
+                return "reserved"
+            if prefetch is not None:
+                return "later"
             # Only a thread that fetches nothing may wait: two fetching threads could wait for each other forever.
             if not self._files.is_fetching_in_this_thread():
                 awaited = space.find_incoming(tenant, footprint(info.size_bytes))
@@ -352,11 +338,7 @@ class Catalogue:
         raise refusal
 
     def free_inode(self) -> None:
-        """Evict an object to free an inode for a file that belongs to no object, such as a lease.
-
-        Raises:
-            CacheFullError: nothing is left to evict.
-        """
+        """Evict an object to free an inode for a file such as a lease. Raises CacheFullError if none is left."""
         with self._writing() as (tables, space):
             if _evict_for_inode(tables, space, DEFAULT_TENANT):
                 return
@@ -432,9 +414,7 @@ class Catalogue:
     ) -> bool | None:
         """Lock the incoming file; evict objects while the disk has no inode for it.
 
-        Returns:
-            True: this call has locked the file. False: another thread or process has the lock. None: the disk has no
-            inode for the file, and nothing is left to evict.
+        False: another thread or process has the lock. None: there is no inode, and nothing is left to evict.
         """
         while True:
             try:
@@ -488,6 +468,13 @@ class Catalogue:
             raise UnavailableError(
                 f"cannot change the files of the cache {self._files.folder}: {error}; check its disk and permissions"
             ) from error
+
+
+def _min_distance_bytes(prefetch: NextUse | None, *, evict: bool) -> int:
+    """Return the distance of next uses up to which a fetch evicts nothing; for the arguments see `reserve`."""
+    # An object that is needed now may take the place of any unused one. A prefetch keeps those needed before its own.
+    distance_bytes = SPARE_NOTHING if prefetch is None else prefetch.next_use - prefetch.now
+    return distance_bytes if evict else max(distance_bytes, SPARE_NEEDED)
 
 
 def _evict_for_inode(

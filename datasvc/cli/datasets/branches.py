@@ -10,7 +10,7 @@ import typer
 
 from datasvc.cli.datasets.ingest import format_counts, overlap_facts, print_conflicts
 from datasvc.cli.datasets.listing import NameArgument
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_table
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_result, print_table
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text, text_value
 
@@ -64,19 +64,14 @@ def branch(
         _print_history(name, branch_history(repository, name, branch), as_json=as_json)
     elif remove:
         removed = remove_branch(repository, name, branch, message=message)
-        if as_json:
-            print_json({"branch": branch, "head": None if removed is None else str(removed.head)})
-        else:
-            where = "" if removed is None else f"; its newest version {removed.head} stays until it is removed"
-            print_line(f"removed the branch {name}@{branch}{where}")
+        head = None if removed is None else str(removed.head)
+        where = "" if head is None else f"; its newest version {head} stays until it is removed"
+        print_result({"branch": branch, "head": head}, f"removed the branch {name}@{branch}{where}", as_json=as_json)
     else:
         if start is not None and parse_reference(start).name != name:
             raise ConfigError(f"--from {start!r} is not a version of {name}; give a version, tag or branch of {name}")
         begun = create_branch(repository, start or name, branch, message=message)
-        if as_json:
-            print_json({"branch": branch, "head": str(begun)})
-        else:
-            print_line(f"{name}@{branch} is {begun}")
+        print_result({"branch": branch, "head": str(begun)}, f"{name}@{branch} is {begun}", as_json=as_json)
 
 
 def _print_history(name: str, moves: Sequence[Entry], *, as_json: bool) -> None:

@@ -17,6 +17,7 @@ from datasvc.cli.terminal.output import (
     check_one_of,
     print_json,
     print_line,
+    print_result,
 )
 from datasvc.errors import CorruptDataError, DatasvcError
 
@@ -62,15 +63,12 @@ def run_rm(
     if as_json:
         facts = {"removed": versions, "untagged": list(report.untagged), "damaged": damaged}
         print_json(facts | ({"dry_run": True} if dry_run else {}))
-    elif dry_run:
-        for tag in report.untagged:
-            print_line(f"would remove tag {tag}")
-        print_line(f"would remove {', '.join(versions)}; nothing was changed")
     else:
+        verb = "would remove" if dry_run else "removed"
         for tag in report.untagged:
-            print_line(f"removed tag {tag}")
-        hint = "" if damaged else f"; `{command} gc` frees their bytes after its grace period"
-        print_line(f"removed {', '.join(versions)}{hint}")
+            print_line(f"{verb} tag {tag}")
+        freed = "" if damaged else f"; `{command} gc` frees their bytes after its grace period"
+        print_line(f"{verb} {', '.join(versions)}{'; nothing was changed' if dry_run else freed}")
     if damaged and not dry_run:
         print_line(
             f"the entry of {', '.join(damaged)} cannot be read, so gc deletes nothing; if there is no copy, "
@@ -109,10 +107,7 @@ def rename(
 
     check_one_of(yes=yes, dry_run=dry_run)
     newest = run_rename(Repository.open(repo), name, new_name, dry_run=dry_run, message=message)
-    if as_json:
-        facts = {"from": name, "to": new_name, "version": str(newest)}
-        print_json(facts | ({"dry_run": True} if dry_run else {}))
-    elif dry_run:
-        print_line(f"would rename {name} to {new_name}; nothing was changed")
-    else:
-        print_line(f"renamed {name} to {new_name}: its newest version is {newest}")
+    facts = {"from": name, "to": new_name, "version": str(newest)} | ({"dry_run": True} if dry_run else {})
+    done = f"renamed {name} to {new_name}: its newest version is {newest}"
+    line = f"would rename {name} to {new_name}; nothing was changed" if dry_run else done
+    print_result(facts, line, as_json=as_json)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from datasvc.cli.datasets.maintain import parse_duration
-from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_json, print_line, print_table
+from datasvc.cli.terminal.output import JsonOption, RefArgument, RepoOption, print_json, print_result, print_table
 from datasvc.errors import ConfigError, NotFoundError
 
 if TYPE_CHECKING:
@@ -170,16 +170,14 @@ def _print_version_at(owner: str, tag: str, moves: list[Entry], when: datetime, 
     move = choose_move(moves, when)
     version = version_of(move) if move is not None else 0
     time = when.isoformat(timespec="seconds")
-    if as_json:
-        print_json({"tag": tag, "at": time, "version": f"{owner}@{version}" if version else None})
-    elif version:
-        print_line(f"{owner}@{tag} was {owner}@{version} at {time}")
+    if version or as_json:
+        found = f"{owner}@{version}" if version else None
+        facts = {"tag": tag, "at": time, "version": found}
+        print_result(facts, f"{owner}@{tag} was {found} at {time}", as_json=as_json)
     else:
         raise NotFoundError(f"{owner} had no tag {tag!r} at {time}; its first move was {moves[0].content['created']}")
 
 
 def _print_result(owner: str, tag: str, version: str | None, *, as_json: bool) -> None:
-    if as_json:
-        print_json({"tag": tag, "version": version})
-    else:
-        print_line(f"{owner}@{tag} is {version}" if version else f"removed {owner}@{tag}; its history stays")
+    line = f"{owner}@{tag} is {version}" if version else f"removed {owner}@{tag}; its history stays"
+    print_result({"tag": tag, "version": version}, line, as_json=as_json)

@@ -18,6 +18,7 @@ from datasvc.cli.terminal.output import (
     SplitOption,
     print_json,
     print_line,
+    print_result,
     print_table,
     resumable,
 )
@@ -189,19 +190,11 @@ def export(
         name: {"samples": written.num_samples, "files": written.num_files, "bytes": written.size_bytes}
         for name, written in result.splits.items()
     }
-    if as_json:
-        print_json(
-            {
-                "version": str(result.version),
-                "format": result.format,
-                "destination": result.destination,
-                "splits": splits,
-            }
-        )
-        return
+    facts = {"version": str(result.version), "format": result.format, "destination": result.destination}
     counts = ", ".join(f"{facts['samples']} {name}" for name, facts in splits.items())
     num_files, size_bytes = (sum(facts[key] for facts in splits.values()) for key in ("files", "bytes"))
-    print_line(
+    line = (
         f"exported {result.version} as {result.format} to {result.destination}: {counts} samples, "
         f"{count_text(num_files, 'file')}, {format_size(size_bytes)}"
     )
+    print_result(facts | {"splits": splits}, line, as_json=as_json)

@@ -21,6 +21,7 @@ from datasvc.cli.terminal.output import (
     print_facts,
     print_json,
     print_line,
+    print_result,
 )
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text, text_value
@@ -120,10 +121,8 @@ def classes(
 
     class_names = read_lines(names, "class names")
     version = name_classes(Repository.open(repo), ref, class_names, message=message)
-    if as_json:
-        print_json({"version": str(version), "classes": class_names})
-    else:
-        print_line(f"committed {version}: {count_text(len(class_names), 'class has a name', 'classes have names')}")
+    line = f"committed {version}: {count_text(len(class_names), 'class has a name', 'classes have names')}"
+    print_result({"version": str(version), "classes": class_names}, line, as_json=as_json)
 
 
 def diff(
@@ -276,13 +275,13 @@ def revert(
     from datasvc.shards.history.revert import revert as run_revert
 
     report = run_revert(Repository.open(repo), ref, **options)
-    if as_json:
-        facts = {"version": str(report.version), "equal_to": str(report.equal_to), "committed": report.is_new}
-        print_json(facts)
-    elif report.is_new:
-        print_line(f"committed {report.version}: it has the samples of {report.equal_to}")
-    else:
-        print_line(f"nothing to revert: {report.version} has the samples of {report.equal_to} already")
+    facts = {"version": str(report.version), "equal_to": str(report.equal_to), "committed": report.is_new}
+    line = (
+        f"committed {report.version}: it has the samples of {report.equal_to}"
+        if report.is_new
+        else f"nothing to revert: {report.version} has the samples of {report.equal_to} already"
+    )
+    print_result(facts, line, as_json=as_json)
 
 
 def _lines(split: SplitDifference, max_keys: int | None) -> dict[str, object]:

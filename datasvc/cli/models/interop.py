@@ -16,7 +16,7 @@ from datasvc.cli.models.arguments import (
     TrustedOption,
 )
 from datasvc.cli.terminal.derived_options import options_from
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_result
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text
 from datasvc.progress import byte_progress
@@ -177,21 +177,12 @@ def _print_exported(folder: Path, result: ModelExport, *, as_json: bool) -> None
     from datasvc.sizes import format_size
 
     files = [str(file) for file in result.files]
-    if as_json:
-        print_json(
-            {
-                "version": str(result.version),
-                "format": result.format,
-                "files": files,
-                "tensors": result.num_tensors,
-                "bytes": result.bytes,
-            }
-        )
-        return
-    print_line(
+    facts = {"version": str(result.version), "format": result.format, "files": files}
+    line = (
         f"exported {result.version} as {result.format} to {folder}: {count_text(result.num_tensors, 'tensor')}, "
         f"{format_size(result.bytes)}, {count_text(len(files), 'file')}"
     )
+    print_result(facts | {"tensors": result.num_tensors, "bytes": result.bytes}, line, as_json=as_json)
 
 
 def _refuse_for_onnx(options: dict[str, object]) -> None:
@@ -226,7 +217,5 @@ def _export_onnx(
         repository, ref, folder, make_model(model), examples, rename=rename, trusted_keys=trusted or None
     )
     files, num_tensors = [str(file) for file in result.files], len(result.loaded.loaded)
-    if as_json:
-        print_json({"version": str(result.version), "format": "onnx", "files": files, "tensors": num_tensors})
-    else:
-        print_line(f"exported {result.version} as onnx: {', '.join(files)}")
+    facts = {"version": str(result.version), "format": "onnx", "files": files, "tensors": num_tensors}
+    print_result(facts, f"exported {result.version} as onnx: {', '.join(files)}", as_json=as_json)

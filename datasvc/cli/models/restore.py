@@ -13,7 +13,7 @@ import typer
 from datasvc.cli.models.arguments import ExcludeOption, MapOption, OnlyOption, RefArgument, TrustedOption
 from datasvc.cli.nodes.options import BudgetOption, PeersOption
 from datasvc.cli.terminal.derived_options import options_from
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_result
 from datasvc.progress import byte_progress
 
 if TYPE_CHECKING:
@@ -137,10 +137,8 @@ def attach(
 
     with byte_progress(f"storing {path}") as progress:
         artefact = run_attach(Repository.open(repo), ref, path, message=message, progress=progress, **options)
-    if as_json:
-        print_json({"version": str(artefact.version), **artefact.to_dict()})
-    else:
-        print_line(f"attached {artefact.name} to {artefact.version}: {artefact.format}, digest {artefact.digest}")
+    line = f"attached {artefact.name} to {artefact.version}: {artefact.format}, digest {artefact.digest}"
+    print_result({"version": str(artefact.version), **artefact.to_dict()}, line, as_json=as_json)
 
 
 def detach(
@@ -158,10 +156,8 @@ def detach(
     from datasvc.repository import Repository
 
     artefact = run_detach(Repository.open(repo), ref, name, message=message)
-    if as_json:
-        print_json({"version": str(artefact.version), **artefact.to_dict()})
-    else:
-        print_line(f"detached {artefact.name} from {artefact.version}; gc deletes its files if nothing else has them")
+    line = f"detached {artefact.name} from {artefact.version}; gc deletes its files if nothing else has them"
+    print_result({"version": str(artefact.version), **artefact.to_dict()}, line, as_json=as_json)
 
 
 def fetch(

@@ -11,7 +11,7 @@ import typer
 from datasvc.cli.datasets.maintain import RepairFromOption, describe_repair
 from datasvc.cli.models.arguments import RefArgument, TrustedOption
 from datasvc.cli.terminal.completion import reference
-from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line
+from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_result
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.printable import count_text
 from datasvc.progress import byte_progress
@@ -95,10 +95,8 @@ def keygen(
     from datasvc.models.versions.signing_keys import make_key
 
     key = make_key(path.expanduser())
-    if as_json:
-        print_json({"key": key.id, "private": str(path), "public": str(key.source)})
-    else:
-        print_line(f"created key {key.id}: {path} is the private key, {key.source} the public key for verification")
+    line = f"created key {key.id}: {path} is the private key, {key.source} the public key for verification"
+    print_result({"key": key.id, "private": str(path), "public": str(key.source)}, line, as_json=as_json)
 
 
 def sign(
@@ -116,7 +114,5 @@ def sign(
     from datasvc.repository import Repository
 
     signature = run_sign(Repository.open(repo), ref, load_private_key(key.expanduser()))
-    if as_json:
-        print_json(asdict(signature))
-    else:
-        print_line(f"signed {signature.version} with key {signature.key_id}: {signature.location}")
+    line = f"signed {signature.version} with key {signature.key_id}: {signature.location}"
+    print_result(asdict(signature), line, as_json=as_json)

@@ -28,6 +28,7 @@ from datasvc.cli.terminal.output import (
     print_facts,
     print_json,
     print_line,
+    print_result,
     print_table,
 )
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
@@ -40,8 +41,13 @@ if TYPE_CHECKING:
     from datasvc.cache.peers.peers import Peers
     from datasvc.shards import Split
 
+NodeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--node", "--url", help="Stage on the node with this URL, by its server, such as http://node1:8765."
+    ),
+]
 _TLS_OPTIONS: Final = ("ca", "tls_name")
-_WITHOUT_PEERS: Final = "is for the connections to peers, but there is no --peers"
 
 app = typer.Typer(no_args_is_help=True, help="The cache of this node.")
 
@@ -62,12 +68,7 @@ def stage(
     split: SplitOption = None,
     tenant: TenantOption = "default",
     peers: PeersOption = None,
-    node: Annotated[
-        str | None,
-        typer.Option(
-            "--node", "--url", help="Stage on the node with this URL, by its server, such as http://node1:8765."
-        ),
-    ] = None,
+    node: NodeOption = None,
     token_file: TokenOption = None,
     ca: CaOption = None,
     tls_name: TlsNameOption = None,
@@ -83,6 +84,8 @@ def stage(
 
     Example: datasvc stage pets@1 --node http://node1:8765 --token-file token
     """
+    from datasvc.cache import Cache
+
     num_urls = sum("://" in argument for argument in refs_or_urls)
     if 0 < num_urls < len(refs_or_urls):
         raise ConfigError("data sets and URLs cannot be staged by one command; run one command for each")
@@ -97,19 +100,20 @@ def stage(
     if num_urls:
         if split is not None:
             raise ConfigError(f"--split {split} is given with URLs, which have no splits; leave it out")
-        _refuse_options(
-            context, ("peers", "token_file", *_TLS_OPTIONS), "does not apply to URLs, which no peer is asked for"
-        )
-        _stage_files(refs_or_urls, cache, budget, tenant, as_json=as_json)
+        reason = "does not apply to URLs, which no peer is asked for"
+        _refuse_options(context, ("peers", "token_file", *_TLS_OPTIONS), reason)
+        _stage_files(refs_or_urls, Cache(cache, budget=budget, tenant=tenant), as_json=as_json)
         return
     if repo is None:
         raise ConfigError("no repository is given for the data set; use --repo or DATASVC_REPO")
-    if peers is None:
-        _refuse_options(context, ("token_file", *_TLS_OPTIONS), _WITHOUT_PEERS)
+    nodes = _open_peers(context, peers, token_file, ca, tls_name)
     title = ", ".join(refs_or_urls)
     splits = [each for ref in refs_or_urls for each in _open_splits(repo, ref, split)[1]]
-    with _open(cache, budget=budget, tenant=tenant, peers=_open_peers(peers, token_file, ca, tls_name)) as opened:
-        report = _stage_splits(opened, splits, title)
+    with (
+        Cache(cache, budget=budget, tenant=tenant, peers=nodes) as opened,
+        byte_progress(f"staging {title}") as progress,
+    ):
+        report = opened.stage(splits, progress)
     _print_staged(title, report, as_json=as_json)
 
 
@@ -124,10 +128,7 @@ def _stage_on_node(
     tls_name: str | None,
     as_json: bool,
 ) -> None:
-    """Stage data sets on a node one after the other. Print a line for each, or all results as one JSON list.
-
-    For errors, see `NodeClient.stage`.
-    """
+    """Stage data sets on a node one after the other. Print a line for each, or all results as one JSON list."""
     client = open_node(node, token_file, ca, tls_name)
     jobs = []
     for ref in refs:
@@ -220,13 +221,17 @@ def pin(
 
     Example: datasvc cache pin pets@1 --repo s3://bucket/repo --cache /nvme/cache
     """
-    if peers is None:
-        _refuse_options(context, ("token_file", *_TLS_OPTIONS), _WITHOUT_PEERS)
+    from datasvc.cache import Cache
+
+    nodes = _open_peers(context, peers, token_file, ca, tls_name)
     version, splits = _open_splits(repo, ref, split)
     # Name the pin by the version, because a tag may move and `datasvc cache unpin` must still find the pin.
     name = version if split is None else f"{version}/{split}"
-    with _open(cache, budget=budget, tenant=tenant, peers=_open_peers(peers, token_file, ca, tls_name)) as opened:
-        report = _stage_splits(opened, splits, name, pinned=True)
+    with (
+        Cache(cache, budget=budget, tenant=tenant, peers=nodes) as opened,
+        byte_progress(f"staging {name}") as progress,
+    ):
+        report = opened.pin(name, splits, progress)
     _print_staged(name, report, as_json=as_json, verb="pinned")
 
 
@@ -242,10 +247,9 @@ def unpin(
     """
     with open_existing_cache(cache) as opened:
         pinned = opened.unpin(name)
-    if as_json:
-        print_json({"pin": name, "num_objects": len(pinned.objects), "size_bytes": pinned.size_bytes})
-    else:
-        print_line(f"unpinned {name}: {count_text(len(pinned.objects), 'object')}, {format_size(pinned.size_bytes)}")
+    facts = {"pin": name, "num_objects": len(pinned.objects), "size_bytes": pinned.size_bytes}
+    line = f"unpinned {name}: {count_text(len(pinned.objects), 'object')}, {format_size(pinned.size_bytes)}"
+    print_result(facts, line, as_json=as_json)
 
 
 @app.command()
@@ -259,13 +263,8 @@ def scrub(cache: CacheOption, as_json: JsonOption = False) -> None:
     with open_existing_cache(cache) as opened, byte_progress("scrubbing") as progress:
         result = opened.scrub(progress)
         folder = opened.folder
-    if as_json:
-        print_json(asdict(result))
-    else:
-        print_line(
-            f"read {count_text(result.num_checked, 'object')}, {format_size(result.checked_bytes)}: "
-            f"{len(result.corrupt)} corrupt"
-        )
+    size = f"{count_text(result.num_checked, 'object')}, {format_size(result.checked_bytes)}"
+    print_result(asdict(result), f"read {size}: {len(result.corrupt)} corrupt", as_json=as_json)
     if result.corrupt:
         mapped = f"; running jobs had {len(result.held)} of them mapped" if result.held else ""
         raise CorruptDataError(
@@ -297,22 +296,17 @@ def quota(
         guaranteed_bytes = 0 if guaranteed == "0" else parse_budget(guaranteed, opened.folder)
         maximum_bytes = None if maximum is None else parse_budget(maximum, opened.folder)
         opened.set_quota(tenant, Quota(guaranteed_bytes, maximum_bytes))
-    if as_json:
-        print_json({"tenant": tenant, "guaranteed_bytes": guaranteed_bytes, "maximum_bytes": maximum_bytes})
-    else:
-        print_line(
-            f"tenant {tenant}: {format_size(guaranteed_bytes)} guaranteed, at most {_maximum_text(maximum_bytes)}"
-        )
+    facts = {"tenant": tenant, "guaranteed_bytes": guaranteed_bytes, "maximum_bytes": maximum_bytes}
+    line = f"tenant {tenant}: {format_size(guaranteed_bytes)} guaranteed, at most {_maximum_text(maximum_bytes)}"
+    print_result(facts, line, as_json=as_json)
 
 
-def _open(cache: Path, *, budget: str | None, tenant: str, peers: Peers | None = None) -> Cache:
-    from datasvc.cache import Cache
-
-    return Cache(cache, budget=budget, tenant=tenant, peers=peers)
-
-
-def _open_peers(peers: str | None, token_file: Path | None, ca: Path | None, tls_name: str | None) -> Peers | None:
+def _open_peers(
+    context: typer.Context, peers: str | None, token_file: Path | None, ca: Path | None, tls_name: str | None
+) -> Peers | None:
     if peers is None:
+        reason = "is for the connections to peers, but there is no --peers"
+        _refuse_options(context, ("token_file", *_TLS_OPTIONS), reason)
         return None
     from datasvc.node.settings import open_peers
 
@@ -330,7 +324,9 @@ def open_existing_cache(cache: Path) -> Cache:
         raise NotFoundError(
             f"{cache} is not a cache; create one with `datasvc stage REF --cache {cache} --budget SIZE`"
         )
-    return _open(cache, budget=None, tenant="default")
+    from datasvc.cache import Cache
+
+    return Cache(cache)
 
 
 def _open_splits(repo: str, ref: str, split: str | None) -> tuple[str, list[Split]]:
@@ -343,19 +339,10 @@ def _open_splits(repo: str, ref: str, split: str | None) -> tuple[str, list[Spli
     return str(dataset.resolved), choose_split(dataset, split)
 
 
-def _stage_splits(opened: Cache, splits: list[Split], name: str, *, pinned: bool = False) -> StageReport:
-    """Stage splits with a progress bar; with `pinned`, also pin them under `name`."""
-    with byte_progress(f"staging {name}") as progress:
-        return opened.pin(name, splits, progress) if pinned else opened.stage(splits, progress)
-
-
-def _stage_files(urls: list[str], cache: Path, budget: str | None, tenant: str, *, as_json: bool) -> None:
+def _stage_files(urls: list[str], opened: Cache, *, as_json: bool) -> None:
     from datasvc.cache.staged_files import stage_files
 
-    with (
-        _open(cache, budget=budget, tenant=tenant) as opened,
-        byte_progress(f"staging {count_text(len(urls), 'file')}") as progress,
-    ):
+    with opened, byte_progress(f"staging {count_text(len(urls), 'file')}") as progress:
         files = stage_files(opened, urls, progress)
     if as_json:
         print_json([{**asdict(file), "path": str(file.path)} for file in files])
@@ -365,17 +352,15 @@ def _stage_files(urls: list[str], cache: Path, budget: str | None, tenant: str, 
 
 
 def _print_staged(name: str, report: StageReport, *, as_json: bool, verb: str = "staged") -> None:
-    if as_json:
-        # `asdict` leaves out these two, because they are properties.
-        fetched = {"num_fetched": report.num_fetched, "fetched_bytes": report.fetched_bytes}
-        print_json({**asdict(report), **fetched})
-        return
+    # `asdict` leaves out these two, because they are properties.
+    fetched = {"num_fetched": report.num_fetched, "fetched_bytes": report.fetched_bytes}
     from_peers = f", of which {format_size(report.peer_bytes)} from peers" if report.num_from_peers else ""
-    print_line(
+    line = (
         f"{verb} {name}: {count_text(report.num_fetched, 'shard')} fetched "
         f"({format_size(report.fetched_bytes)}{from_peers}), "
         f"{report.num_hits} already in the cache ({format_size(report.hit_bytes)})"
     )
+    print_result({**asdict(report), **fetched}, line, as_json=as_json)
 
 
 def _maximum_text(maximum_bytes: int | None) -> str:

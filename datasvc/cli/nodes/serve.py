@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +19,11 @@ from datasvc.cli.terminal.output import JsonOption, print_json, print_json_line,
 from datasvc.errors import ConfigError
 from datasvc.sizes import parse_size
 
-LogLevel = Literal["debug", "info", "warning", "error"]
+GraceOption = Annotated[float, typer.Option(help="Seconds for running transfers to complete after a stop signal.")]
+LogLevelOption = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    typer.Option(help="Lowest level of messages on standard error: peers, staging jobs, start and stop."),
+]
 
 
 @options_from(
@@ -51,13 +54,8 @@ def serve(
         str | None,
         typer.Option(help="Maximum bytes per second from the repositories, such as 500MB; default: no limit."),
     ] = None,
-    grace: Annotated[
-        float, typer.Option(help="Seconds for running transfers to complete after a stop signal.")
-    ] = 20.0,
-    log_level: Annotated[
-        LogLevel,
-        typer.Option(help="Lowest level of messages on standard error: peers, staging jobs, start and stop."),
-    ] = "info",
+    grace: GraceOption = 20.0,
+    log_level: LogLevelOption = "info",
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:
@@ -70,6 +68,11 @@ def serve(
     from datasvc.node.http.auth import TOKEN_VARIABLE, load_token
     from datasvc.node.server import serve as run_server
     from datasvc.node.settings import NodeSettings
+
+    def ready(address: str) -> None:
+        # `print_line` flushes: a program may wait for the address at the end of a pipe.
+        facts = {"url": address, "cache": str(cache), "process": os.getpid()}
+        print_json_line(facts) if as_json else print_line(f"serving {cache} at {address}")
 
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("datasvc").setLevel(log_level.upper())
@@ -88,18 +91,10 @@ def serve(
         grace_s=grace,
         **options,
     )
-
-    if not run_server(settings, partial(_print_address, cache, as_json=as_json)):
+    if not run_server(settings, ready):
         # A normal exit would wait for threads that still wait for other nodes. Exit at once: the files of a cache
         # stay valid at whatever point a process ends. What was printed is flushed already.
         os._exit(0)
-
-
-def _print_address(cache: Path, address: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json_line({"url": address, "cache": str(cache), "process": os.getpid()})
-    else:
-        print_line(f"serving {cache} at {address}")  # flushed: a program may wait for it at the end of a pipe
 
 
 def top(

@@ -78,6 +78,14 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=not _is_unicode(sys.stdout)) + "\n")
 
 
+def print_result(value: Any, line: str, *, as_json: bool) -> None:
+    """Print the result of a command: `value` as JSON, or a line of text."""
+    if as_json:
+        print_json(value)
+    else:
+        print_line(line)
+
+
 def print_json_line(value: Any) -> None:
     """Print one JSON document as a single line and flush it. Commands that print events while they run use this."""
     sys.stdout.write(json.dumps(value, sort_keys=True, ensure_ascii=not _is_unicode(sys.stdout)) + "\n")
