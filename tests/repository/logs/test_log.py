@@ -54,7 +54,8 @@ def test_an_append_that_loses_the_race_rebases(url):
     assert log.read(2).content["on"] == 1
 
 
-def test_an_append_that_always_loses_gives_up_with_a_conflict(url):
+def test_an_append_that_always_loses_gives_up_with_a_conflict(url, monkeypatch):
+    monkeypatch.setattr("datasvc.repository.logs.log._APPEND_ATTEMPTS", 4)
     log = Log(Storage(url), "log")
 
     def build(_head):

@@ -1,6 +1,7 @@
 """What `Storage` does on every store; each kind of store is a subclass of `StoreLaws` of a few lines."""
 
 import pickle
+import secrets
 import threading
 import time
 from datetime import UTC, datetime
@@ -41,8 +42,10 @@ def make_memory_file_old(storage, path, age_s):
 
 
 class StoreLaws:
-    """The laws of stores. A subclass gives the fixture `url`, an empty folder, and says what its store lacks."""
+    """The laws of stores. A subclass gives a fixture `url`, an empty folder, and says what its store lacks."""
 
+    # The fixture of a bucket in which `url` is a folder, unless a subclass has a fixture `url` of its own.
+    place = ""
     is_shared_with_processes = True
     odd_names = ODD_NAMES
     # Whether its driver, as fsspec opens it, answers from listings that it has cached.
@@ -53,6 +56,10 @@ class StoreLaws:
     client = None
     # Sets the time of a file's last change back: (storage, path, age_s). None: nobody can, as on S3.
     make_old = None
+
+    @pytest.fixture
+    def url(self, request):
+        return f"{request.getfixturevalue(self.place)}/{secrets.token_hex(8)}"
 
     @pytest.fixture
     def storage(self, url):

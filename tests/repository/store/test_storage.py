@@ -49,12 +49,9 @@ def by_fsspec(monkeypatch):
 
 
 class TestS3Store(StoreLaws):
+    place = "s3_bucket"
     caches_listings = True
     client = "obstore"
-
-    @pytest.fixture
-    def url(self, s3_bucket):
-        return f"{s3_bucket}/{secrets.token_hex(8)}"
 
 
 @pytest.mark.usefixtures("by_fsspec")
@@ -63,12 +60,9 @@ class TestS3StoreByFsspec(TestS3Store):
 
 
 class TestAzureStore(StoreLaws):
+    place = "azure_container"
     caches_listings = True
     client = "obstore"
-
-    @pytest.fixture
-    def url(self, azure_container):
-        return f"{azure_container}/{secrets.token_hex(8)}"
 
 
 @pytest.fixture(scope="session")
@@ -89,12 +83,9 @@ def google_xml_bucket(tmp_path_factory):
 
 
 class TestGoogleStoreByObstore(StoreLaws):
+    place = "google_xml_bucket"
     has_driver = False
     client = "obstore"
-
-    @pytest.fixture
-    def url(self, google_xml_bucket):
-        return f"{google_xml_bucket}/{secrets.token_hex(8)}"
 
 
 @pytest.mark.usefixtures("by_fsspec")
@@ -103,11 +94,8 @@ class TestAzureStoreByFsspec(TestAzureStore):
 
 
 class TestGoogleStore(StoreLaws):
+    place = "google_bucket"
     caches_listings = True
-
-    @pytest.fixture
-    def url(self, google_bucket):
-        return f"{google_bucket}/{secrets.token_hex(8)}"
 
 
 def test_a_folder_that_cannot_be_listed_is_not_taken_for_an_empty_one(tmp_path):
@@ -312,24 +300,6 @@ def caching():
     for folder in ("", "models", "models/cnn", "models/cnn/versions"):
         driver.ls(f"{url}/{folder}")
     return writer, reader, driver
-
-
-def test_a_driver_that_answers_from_cached_listings_sees_what_another_process_commits(caching):
-    writer, reader, _ = caching
-    writer.versions("models", "cnn").append(lambda _head: {})
-    writer.versions("models", "cnn").append(lambda _head: {})
-    assert list(reader.versions("models", "cnn").numbers_after(1)) == [2, 3]
-    assert reader.storage.size("models/cnn/versions/00000003.json") > 0
-    assert reader.resolve("models", "cnn").version == 3
-    assert reader.versions("models", "cnn").head() == 3
-
-
-def test_a_folder_that_another_process_makes_is_seen_though_the_folder_above_was_listed(caching):
-    writer, reader, _ = caching
-    writer.tag("models", "cnn@1", "prod")
-    assert reader.tags("models", "cnn") == {"prod": 1}
-    writer.versions("datasets", "pets").append(lambda _head: {})
-    assert reader.names("datasets") == ["pets"]
 
 
 def test_what_is_gone_or_was_never_there_has_no_size_whatever_was_listed(caching):
