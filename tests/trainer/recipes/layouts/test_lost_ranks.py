@@ -53,7 +53,7 @@ class BrokenStore(SharedStore):
 class WatchWithoutRank1(LostRankWatch):
     """A watch whose time for answers is over once all have answered but rank 1, which is lost or has ended."""
 
-    def _wait_for(self, names, seconds):
+    def _wait_for(self, names, seconds):  # noqa: ARG002 - that of the watch
         running = [name for name in names if name != "answer/1"]
         return super()._wait_for(running, 60.0) and running == names
 
