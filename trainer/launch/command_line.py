@@ -9,13 +9,13 @@ of the launcher.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from datasvc.extras import explain_missing
@@ -31,6 +31,8 @@ from datasvc.trainer.launch.ranks.static_job import run_static_job
 _TORCH_BUILDS = "https://pytorch.org/get-started/locally"
 # Libraries for tensor operations that only Horovod can use.
 _FOREIGN_OPERATIONS = ("MPI", "CCL", "DDL")
+# The name of a feature in the table, whether this installation has it, and advice if it has not.
+_Feature = tuple[str, bool, str]
 
 
 def main(arguments: Sequence[str] | None = None, *, prog: str = "datasvc-run") -> int:
@@ -95,8 +97,6 @@ def parse_arguments(
     parser = _build_parser(prog)
     options = parser.parse_args(arguments)
     if options.check_build:
-        from datasvc.trainer.launch.command_line import describe_build
-
         print(describe_build())  # noqa: T201 - output of the command
         parser.exit(0)
     try:
@@ -305,82 +305,51 @@ def _seconds(text: str) -> float:
 
 
 def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         return version("datasvc")
     except PackageNotFoundError:
         return "unknown"
 
 
-@dataclass(frozen=True)
-class BuildFeature:
-    """A feature that an installation may have.
-
-    Attributes:
-        name: name in the table.
-        is_available: whether this installation has the feature.
-        advice: text for a feature that is not available: what it is for, or how to install it.
-    """
-
-    name: str
-    is_available: bool
-    advice: str = ""
-
-
 def describe_build() -> str:
-    """Return a table of the available frameworks, launchers and tensor operations. Imports torch if it is installed.
-
-    Below the table, each feature that is not available has a line with its advice.
-    """
+    """Return horovodrun's table of what is available, and advice for each that is not. Imports torch if it can."""
     frameworks, has_distributed, operations = _list_torch_features()
-    features_by_title = {
-        "Frameworks": frameworks,
-        # srun and mpirun need nothing in this installation: `init` reads the variables that they set.
-        "Launchers": [
-            BuildFeature("this one", True),
-            BuildFeature("torchrun", has_distributed, "comes with PyTorch"),
-            BuildFeature("srun", True),
-            BuildFeature("mpirun", True),
-        ],
-        "Tensor operations": [
-            *operations,
-            *(
-                BuildFeature(name, False, "exists in Horovod only; Gloo and NCCL replace it")
-                for name in _FOREIGN_OPERATIONS
-            ),
-        ],
-    }
+    foreign: list[_Feature] = [
+        (name, False, "exists in Horovod only; Gloo and NCCL replace it") for name in _FOREIGN_OPERATIONS
+    ]
+    # srun and mpirun need nothing in this installation: `init` reads the variables that they set.
+    launchers: list[_Feature] = [
+        ("this one", True, ""),
+        ("torchrun", has_distributed, "comes with PyTorch"),
+        ("srun", True, ""),
+        ("mpirun", True, ""),
+    ]
+    tables = {"Frameworks": frameworks, "Launchers": launchers, "Tensor operations": [*operations, *foreign]}
     # The table has the rows of Horovod's table. These features, which only some jobs need, are listed if missing.
-    others = [
-        BuildFeature(
-            "ssh", shutil.which("ssh") is not None, "starts ranks on other hosts; install an OpenSSH client"
-        ),
-        BuildFeature(
-            "PyYAML", importlib.util.find_spec("yaml") is not None, "reads --config-file in YAML; pip install pyyaml"
-        ),
+    others: list[_Feature] = [
+        ("ssh", shutil.which("ssh") is not None, "starts ranks on other hosts; install an OpenSSH client"),
+        ("PyYAML", find_spec("yaml") is not None, "reads --config-file in YAML; pip install pyyaml"),
     ]
     sections = [
-        [f"{title}:", *(f"    [{'X' if feature.is_available else ' '}] {feature.name}" for feature in features)]
-        for title, features in features_by_title.items()
+        [f"{title}:", *(f"    [{'X' if is_available else ' '}] {name}" for name, is_available, _ in features)]
+        for title, features in tables.items()
     ]
-    features = [*(feature for group in features_by_title.values() for feature in group), *others]
-    missing = [f"    {feature.name}: {feature.advice}" for feature in features if not feature.is_available]
+    features = [feature for group in (*tables.values(), others) for feature in group]
+    missing = [f"    {name}: {advice}" for name, is_available, advice in features if not is_available]
     return "\n\n".join("\n".join(lines) for lines in [*sections, ["Not available:", *missing]])
 
 
-def _list_torch_features() -> tuple[list[BuildFeature], bool, list[BuildFeature]]:
+def _list_torch_features() -> tuple[list[_Feature], bool, list[_Feature]]:
     """Return the frameworks, whether torch.distributed is available, and the operations that torch has."""
     try:
         import torch
         import torch.distributed as dist
     except ImportError as error:
         advice = f"cannot be imported ({error}); pip install torch, see {_TORCH_BUILDS}"
-        names = ("Gloo", "NCCL", "CUDA")
         return (
-            [BuildFeature("PyTorch", False, advice)],
+            [("PyTorch", False, advice)],
             False,
-            [BuildFeature(name, False, "needs PyTorch") for name in names],
+            [(name, False, "needs PyTorch") for name in ("Gloo", "NCCL", "CUDA")],
         )
     has_distributed = dist.is_available()
     cuda_advice = "torch finds no GPU; check nvidia-smi and the driver"
@@ -388,8 +357,8 @@ def _list_torch_features() -> tuple[list[BuildFeature], bool, list[BuildFeature]
         cuda_advice = f"this build of torch is for CPUs; for GPUs install another one, see {_TORCH_BUILDS}"
     build_advice = f"this build of torch lacks it; install another one, see {_TORCH_BUILDS}"
     operations = [
-        BuildFeature("Gloo", has_distributed and dist.is_gloo_available(), build_advice),
-        BuildFeature("NCCL", has_distributed and dist.is_nccl_available(), f"for GPUs; {build_advice}"),
-        BuildFeature("CUDA", torch.cuda.is_available(), cuda_advice),
+        ("Gloo", has_distributed and dist.is_gloo_available(), build_advice),
+        ("NCCL", has_distributed and dist.is_nccl_available(), f"for GPUs; {build_advice}"),
+        ("CUDA", torch.cuda.is_available(), cuda_advice),
     ]
-    return [BuildFeature("PyTorch " + torch.__version__, True)], has_distributed, operations
+    return [("PyTorch " + torch.__version__, True, "")], has_distributed, operations
