@@ -14,8 +14,8 @@ val2_accuracy, imagenet/val/top1_ema, F1, f1_score, recall@10, val_top_1, miou, 
 UNCLEAR = """
 score, reward, , 1, glossary, closs, lossless, stop1, topology, bestest, map, 1-accuracy, 1 - accuracy,
 1-val_accuracy, val/1-acc, 1 - loss, 1_minus_acc, 2 loss, 0.5*loss, top1_error, accuracy_loss, loss_accuracy,
-neg_loss, neg_mean_squared_error, 1 minus accuracy, loss_scale, loss_weight, error_threshold, accuracy_gap, accuracy_std,
-loss_reduction, errorless
+neg_loss, neg_mean_squared_error, 1 minus accuracy, loss_scale, loss_weight, error_threshold, accuracy_gap,
+accuracy_std, loss_reduction, errorless
 """
 
 
