@@ -1,4 +1,4 @@
-"""Runs a function for many values in threads, or for a limited time. Also defers signals, and registers hooks."""
+"""Runs functions in threads, or for a limited time, defers signals, registers hooks, and counts processors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -24,6 +24,10 @@ _Value = TypeVar("_Value")
 _GROUP_BYTES: Final = 1 << 20
 # All but those for real time, which would double the time of `deferred_signals`.
 _SIGNALS: Final = tuple(int(number) for number in signal.valid_signals() if number < signal.SIGRTMIN)
+
+
+# The number of processes as launchers give it: torchrun and datasvc-run, Horovod, Open MPI, MPICH.
+_SIZE_VARIABLES: Final = ("WORLD_SIZE", "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 @contextmanager
@@ -173,3 +177,25 @@ def run_before_threads_end(hook: Callable[[], object]) -> None:
     # `_register_atexit` is private and may disappear from Python. Then the hook is not called: the exit takes longer.
     if hasattr(threading, "_register_atexit"):
         threading._register_atexit(hook)  # noqa: SLF001
+
+
+def count_processors() -> int:
+    """Return the number of processors in this process's affinity mask, or of all processors without such a mask."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def count_launched(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
+    """Return the number of processes that a launcher has started with this one, and the variable that has it.
+
+    Without a launcher: ("", 1).
+    """
+    name = next((name for name in _SIZE_VARIABLES if name in environ), None)
+    # A batch script of Slurm has a SLURM_PROCID too, but only `srun` starts several processes.
+    if name is None and "SLURM_PROCID" in environ:
+        in_step = "SLURM_STEP_ID" in environ or environ.get("ENVIRONMENT") != "BATCH"
+        names = ("SLURM_STEP_NUM_TASKS", *(["SLURM_NTASKS"] if in_step else []))
+        name = next((name for name in names if name in environ), None)
+    size = environ.get(name or "", "1")
+    return (name, int(size)) if name is not None and size.isdecimal() else ("", 1)

@@ -23,7 +23,6 @@ ALLOWED = {
     "datasvc.extras": {"datasvc.errors"},
     "datasvc.child_process": set(),
     "datasvc.printable": set(),
-    "datasvc.processors": set(),
     "datasvc.threads": {"datasvc.sizes"},
     "datasvc.drawing": {"datasvc.printable", "datasvc.sizes"},
     "datasvc.shown": {"datasvc.errors", "datasvc.extras"},
@@ -54,11 +53,10 @@ ALLOWED["datasvc.shards"] = {
     "datasvc.extras",
     "datasvc.child_process",
     "datasvc.printable",
-    "datasvc.processors",
+    "datasvc.threads",
     "datasvc.progress",
     "datasvc.sizes",
     "datasvc.sql_sandbox",
-    "datasvc.threads",
 }
 ALLOWED["datasvc.runs"] = {
     "datasvc.repository",
@@ -67,7 +65,7 @@ ALLOWED["datasvc.runs"] = {
     "datasvc.shown",
     "datasvc.threads",
 }
-ALLOWED["datasvc.runs"] |= {"datasvc.processors"}  # its use of them is in percent of those that it may use
+ALLOWED["datasvc.runs"] |= {"datasvc.threads"}  # its use of them is in percent of those that it may use
 ALLOWED["datasvc.ledger"] = ALLOWED["datasvc.shards"] | {"datasvc.shards"}
 ALLOWED["datasvc.cache"] = ALLOWED["datasvc.shards"] | {"datasvc.shards", "datasvc.sizes"}
 ALLOWED["datasvc.planning"] = ALLOWED["datasvc.cache"] | {"datasvc.cache"}  # pure: the page uses it without torch
@@ -96,10 +94,9 @@ ALLOWED["datasvc"] = {"datasvc.errors", "datasvc.progress", "datasvc.api", "data
 ALLOWED["datasvc.loaders"] = {
     "datasvc.shown",
     "datasvc.printable",
-    "datasvc.processors",
+    "datasvc.threads",
     "datasvc.ledger",
     "datasvc.child_process",
-    "datasvc.threads",
     "datasvc.durable",
     "datasvc.repository",
     "datasvc.shards",

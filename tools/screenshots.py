@@ -32,7 +32,7 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 from datasvc.durable import write_file
-from datasvc.ledger.folders import find_ledgers
+from datasvc.ledger.audit import find_ledgers
 
 WIDE, NARROW, HEIGHT = 1280, 400, 800
 READINGS = 8  # of the nodes, before their charts are taken

@@ -13,11 +13,9 @@ from datasvc.repository import Repository
 from datasvc.repository.branching import branch_history, create_branch, read_branches, remove_branch
 from datasvc.repository.removal import RemovalReport, remove_versions
 from datasvc.shards.export import export
-from datasvc.shards.history.class_names import name_classes
-from datasvc.shards.history.delete_damaged import delete_damaged
 from datasvc.shards.history.merge_branch import merge_branch
-from datasvc.shards.history.rename import rename
-from datasvc.shards.history.repair import repair_dataset
+from datasvc.shards.history.rename import name_classes, rename
+from datasvc.shards.history.repair import delete_damaged, repair_dataset
 from datasvc.shards.history.revert import revert
 from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.ingestion.ingest import ingest
@@ -26,7 +24,6 @@ from datasvc.shards.query.histogram import histogram
 from datasvc.shards.query.query import query
 from datasvc.shards.query.sample_details import read_sample
 from datasvc.shards.query.sample_page import read_page
-from datasvc.shards.query.shared_bytes import shared_bytes
 from datasvc.shards.versions.dataset import (
     DatasetVersion,
     choose_split,
@@ -35,7 +32,7 @@ from datasvc.shards.versions.dataset import (
     readable_versions,
 )
 from datasvc.shards.versions.delete import delete
-from datasvc.shards.versions.describe import describe_version, read_bad_samples
+from datasvc.shards.versions.describe import describe_version, read_bad_samples, shared_bytes
 from datasvc.shards.versions.diff import diff
 from datasvc.shards.versions.merge import merge
 from datasvc.shards.versions.verify import verify

@@ -7,20 +7,26 @@ compared as strided ranges, so the cost depends on the number of restarts and ra
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
+from typing import Final
 
-from datasvc.errors import NotFoundError
-from datasvc.ledger.coverage import Uneven, cover
-from datasvc.ledger.file import Header, LedgerFile, LedgerRecord, RecordKind
+from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.ledger.file import SUFFIX, Header, LedgerFile, LedgerRecord, RecordKind, read_ledger
 from datasvc.ledger.history import Attempt, Cursor, order_files, split_into_attempts
-from datasvc.ledger.strided_range import StridedRange, contiguous
+from datasvc.ledger.strided_range import StridedRange, Uneven, contiguous, cover
 from datasvc.printable import count_text
 from datasvc.shown import Shown
 
 _MAX_NAMED_RANKS = 8  # number of ranks that one description lists
+
+
+_MAX_DEPTH: Final = 4
+_MAX_FOLDERS: Final = 10_000
 
 
 @dataclass(frozen=True)
@@ -319,3 +325,42 @@ def _cursor_text(cursor: Cursor) -> str:
 def _ranks_text(ranks: Sequence[int]) -> str:
     names = ", ".join(map(str, ranks[:_MAX_NAMED_RANKS]))
     return names if len(ranks) <= _MAX_NAMED_RANKS else f"{names} and {len(ranks) - _MAX_NAMED_RANKS} more"
+
+
+def find_ledgers(folder: Path) -> list[str]:
+    """Return the ledgers below a folder, that is the folders with files of a ledger, relative to it and sorted.
+
+    "." is the folder itself. Folders that cannot be read are left out. The search ends four levels below `folder`,
+    and after ten thousand folders. Symbolic links are not followed.
+    """
+    found = []
+    for number, (path, folders, files) in enumerate(os.walk(folder)):
+        if number >= _MAX_FOLDERS:
+            break
+        relative = Path(path).relative_to(folder)
+        if len(relative.parts) >= _MAX_DEPTH:
+            folders.clear()
+        if any(name.endswith(SUFFIX) for name in files):
+            found.append(str(relative))
+    return sorted(found)
+
+
+def audit_folders(paths: Sequence[Path], *, epoch: int | None = None) -> Audit:
+    """Audit the ledger of a run.
+
+    Args:
+        paths: folders of the ledger, or files; several, if each node has its own folder.
+        epoch: epoch to audit; None: all epochs in the files.
+
+    Raises:
+        CorruptDataError: no file can be read, and some are damaged. If others can be read, damage is in the result.
+        NotFoundError: a path is no ledger, or there are no records; see `audit`.
+        ConfigError, UnavailableError: a file has another format, or cannot be read.
+    """
+    results = [list(read_ledger(path)) for path in paths]
+    damage = [str(file) for folder in results for file in folder if isinstance(file, CorruptDataError)]
+    folders = [[file for file in folder if isinstance(file, LedgerFile)] for folder in results]
+    # An audit needs at least one readable file: its header states the data set and the access order.
+    if damage and not any(folders):
+        raise CorruptDataError("\n".join(damage))
+    return audit(folders, epoch=epoch, damage=damage)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from datasvc.processors import count_processors
+from datasvc.threads import count_processors
 
 CPU: Final = "process_cpu_percent"
 MEMORY: Final = "process_memory_bytes"

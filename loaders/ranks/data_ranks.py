@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from datasvc.errors import ConfigError
-from datasvc.processors import count_launched
+from datasvc.threads import count_launched
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

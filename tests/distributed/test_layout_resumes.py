@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import datasvc
-from datasvc.ledger.folders import audit_folders
+from datasvc.ledger.audit import audit_folders
 from datasvc.runs import list_runs, read_run
 from tests.support import warm_python
 

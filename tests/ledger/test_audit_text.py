@@ -4,8 +4,7 @@ import pytest
 
 from datasvc.ledger.audit import EpochAudit
 from datasvc.ledger.audit_text import describe_conclusion, describe_outcome
-from datasvc.ledger.coverage import Uneven
-from datasvc.ledger.strided_range import contiguous
+from datasvc.ledger.strided_range import Uneven, contiguous
 
 NONE = Uneven(0, [])
 

@@ -85,7 +85,7 @@ def test_samples_of_an_old_version_are_compared_with_new_ones_and_verified(tmp_p
     )
     with monkeypatch.context() as old:
         old.setattr(sample_index, "INDEX_FORMAT", 2)
-        old.setattr("datasvc.shards.ingestion.validate.digest_batch", lambda batch: next(text_digests(batch)))
+        old.setattr("datasvc.shards.ingestion.build_streamed.digest_batch", lambda batch: next(text_digests(batch)))
         ingest(repository, str(tmp_path / "a.parquet"), "data")
     assert not verify(repository, "data", deep=True).problems
     ingest(repository, str(tmp_path / "a.parquet"), "data", append=True, on_common="drop")

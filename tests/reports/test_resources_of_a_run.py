@@ -20,7 +20,7 @@ BURNT_S = 0.2
 # Measures in a process of its own: the process of the tests has threads, and children of other tests.
 PROGRAM = """
 import json, subprocess, sys, time
-from datasvc.processors import count_processors
+from datasvc.threads import count_processors
 from datasvc.runs.resources import CPU, GPU_MEMORY, MEMORY, NODE_MEMORY, ResourceMeter
 
 elapsed_s, burnt_s = map(float, sys.argv[1:3])

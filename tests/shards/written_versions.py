@@ -13,7 +13,7 @@ from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import LABEL, shard_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.format.writer import ShardWriter
-from datasvc.shards.ingestion.quarantine import store_quarantine
+from datasvc.shards.ingestion.duplicates import store_quarantine
 from datasvc.shards.versions.deletions import load_deletions
 
 TEXT_SCHEMA = shard_schema([pa.field("key", pa.string(), nullable=False), pa.field("text", pa.string())])

@@ -22,7 +22,7 @@ from datasvc.planning.layout_step import ComputeTimes, PlannedWork, estimate_ste
 from datasvc.planning.memory import state_bytes
 from datasvc.planning.model_costs import ModelCosts, transformer_costs
 from datasvc.planning.ranking import rank_layouts
-from datasvc.processors import count_processors
+from datasvc.threads import count_processors
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout
 from datasvc.trainer.recipes.layouts.tensor import divide_layers, find_tensor_plan
 from datasvc.trainer.recipes.models.gpt import GPT

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datasvc.processors import count_processors
+from datasvc.threads import count_processors
 from gpu_stages.photo_data import NUM_PHOTOS, make_photos
 from gpu_stages.stage import Stage
 from tools.bench.profile_check import add_profile, measure

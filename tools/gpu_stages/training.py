@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from datasvc.cache import Cache
 from datasvc.loaders import ImageLoader, PixelFormat
-from datasvc.processors import count_processors
+from datasvc.threads import count_processors
 from datasvc.trainer.recipes.models import build_model
 from gpu_stages.loading_rate import endless
 from gpu_stages.photo_data import NUM_PHOTOS, make_photos

@@ -25,8 +25,8 @@ from datasvc.models.versions.environment import describe_environment
 from datasvc.node.ranks import RankNodes
 from datasvc.node.settings import open_peers
 from datasvc.planning.layout import AXES, Layout, check_layout, plan_layout
-from datasvc.processors import count_processors
 from datasvc.runs import RunLog
+from datasvc.threads import count_processors
 from datasvc.trainer.recipes import random_state
 from datasvc.trainer.recipes.checkpoints import open_checkpoints, plan_restore, restore, resume
 from datasvc.trainer.recipes.choose_layout import check_model_options, read_layout

@@ -13,8 +13,8 @@ from datasvc.printable import count_text
 
 if TYPE_CHECKING:
     from datasvc.ledger.audit import Audit
-    from datasvc.ledger.coverage import Uneven
-    from datasvc.ledger.names import SampleNames
+    from datasvc.ledger.audit_text import SampleNames
+    from datasvc.ledger.strided_range import Uneven
 
 LedgersArgument = Annotated[
     list[Path],
@@ -43,8 +43,8 @@ def audit(
     restart are discarded. Exit status: 0 if an epoch is finished and no error was found, 1 if not, 3 if the ledger is
     damaged.
     """
+    from datasvc.ledger.audit import audit_folders
     from datasvc.ledger.audit_text import audit_facts, open_names
-    from datasvc.ledger.folders import audit_folders
     from datasvc.repository import Repository
 
     result = audit_folders(ledgers, epoch=epoch)

@@ -104,7 +104,7 @@ def log(
 
 
 def _print_bytes(repository: Repository, name: str, *, last: int | None, as_json: bool) -> None:
-    from datasvc.shards.query.shared_bytes import shared_bytes
+    from datasvc.shards.versions.describe import shared_bytes
 
     compared = shared_bytes(repository, name, last=last)
     if as_json:

@@ -61,7 +61,7 @@ def delete(
     Example: datasvc delete pets --where "label = 3 and width < 100" --repo ./repo
     """
     from datasvc.repository import Repository
-    from datasvc.shards.history.delete_damaged import delete_damaged
+    from datasvc.shards.history.repair import delete_damaged
     from datasvc.shards.versions.delete import delete as run_delete
 
     check_one_of(yes=yes, dry_run=dry_run)
@@ -117,7 +117,7 @@ def classes(
     Example: datasvc classes pets names.txt --repo ./repo
     """
     from datasvc.repository import Repository
-    from datasvc.shards.history.class_names import name_classes
+    from datasvc.shards.history.rename import name_classes
 
     class_names = read_lines(names, "class names")
     version = name_classes(Repository.open(repo), ref, class_names, message=message)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from datasvc import errors
 from datasvc.errors import DatasvcError, UnavailableError
 from datasvc.printable import count_text
-from datasvc.processors import count_launched
+from datasvc.threads import count_launched
 
 if TYPE_CHECKING:
     import torch

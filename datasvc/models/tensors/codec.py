@@ -24,7 +24,7 @@ import zstandard
 from datasvc.errors import CorruptDataError
 from datasvc.models.tensors.byte_planes import WORD_BYTES, Bytes, join, split
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, MAX_ENCODED_CHUNK_BYTES
-from datasvc.processors import count_processors
+from datasvc.threads import count_processors
 
 __all__ = ["Bytes", "ChainDecoder", "Decoders", "encode", "is_worthwhile", "try_encodings", "word_bytes"]
 

@@ -17,10 +17,9 @@ from datasvc.models.tensors.codec import Decoders
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name, tensor_of
 from datasvc.models.tensors.partial_read import PartialReader
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, Chunk, TensorRecord
-from datasvc.processors import count_processors
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.sizes import format_size
-from datasvc.threads import run_in_threads
+from datasvc.threads import count_processors, run_in_threads
 
 if TYPE_CHECKING:
     import torch

@@ -17,12 +17,11 @@ from datasvc.models.tensors.chunks import CHUNK_BYTES, plan_chunks, slices
 from datasvc.models.tensors.dtypes import check_storable, dtype_name
 from datasvc.models.tensors.tensor_classes import is_plain
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
-from datasvc.processors import count_processors
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Objects
 from datasvc.repository.objects.batch import ObjectBatch
 from datasvc.sizes import group_by_size
-from datasvc.threads import collection_paused, run_in_threads
+from datasvc.threads import collection_paused, count_processors, run_in_threads
 
 if TYPE_CHECKING:
     import torch

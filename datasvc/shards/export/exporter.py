@@ -22,13 +22,12 @@ from datasvc.errors import ConfigError, UnavailableError
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.shards.export.destination import Destination
-from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
+from datasvc.shards.export.export_format import ExportFormat, ExportUnit, WrittenFiles
 from datasvc.shards.export.folder import FolderExport
 from datasvc.shards.export.lmdb_database import LmdbExport
 from datasvc.shards.export.mds import MdsExport
 from datasvc.shards.export.parquet import ParquetExport
 from datasvc.shards.export.records import ExportRecords, open_records
-from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.export.tfrecord import TfRecordExport
 from datasvc.shards.export.webdataset import WebDatasetExport
 from datasvc.shards.versions.dataset import DatasetVersion, Split, choose_split, open_dataset

@@ -17,7 +17,11 @@ from blake3 import blake3
 
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text
-from datasvc.shards.export.columns import (
+from datasvc.shards.export.destination import Destination, image_extension, safe_part, safe_path, split_extension
+from datasvc.shards.export.export_format import (
+    ExportFormat,
+    ExportUnit,
+    WrittenFiles,
     check_images,
     encode_json,
     given_columns,
@@ -25,11 +29,9 @@ from datasvc.shards.export.columns import (
     is_json,
     refused_column,
     refused_null,
+    samples_of,
 )
-from datasvc.shards.export.destination import Destination, image_extension, safe_part, safe_path, split_extension
-from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
 from datasvc.shards.export.records import unit_path
-from datasvc.shards.export.samples import ExportUnit, samples_of
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL
 from datasvc.shards.versions.dataset import Split
 

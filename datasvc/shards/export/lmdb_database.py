@@ -18,10 +18,17 @@ import lmdb
 from datasvc import durable
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.repository.store.retries import map_exceptions
-from datasvc.shards.export.columns import check_images, given_columns, is_label, refused_column, refused_null
 from datasvc.shards.export.destination import Destination, safe_part
-from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
-from datasvc.shards.export.samples import ExportUnit
+from datasvc.shards.export.export_format import (
+    ExportFormat,
+    ExportUnit,
+    WrittenFiles,
+    check_images,
+    given_columns,
+    is_label,
+    refused_column,
+    refused_null,
+)
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL
 from datasvc.shards.sources.common.protobuf import bytes_field, varint_field
 from datasvc.shards.versions.dataset import Split

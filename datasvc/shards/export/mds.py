@@ -16,7 +16,11 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.shards.export.columns import (
+from datasvc.shards.export.destination import Destination, safe_part
+from datasvc.shards.export.export_format import (
+    ExportFormat,
+    ExportUnit,
+    WrittenFiles,
     encode_json,
     given_columns,
     is_json,
@@ -25,9 +29,6 @@ from datasvc.shards.export.columns import (
     refused_column,
     refused_null,
 )
-from datasvc.shards.export.destination import Destination, safe_part
-from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
-from datasvc.shards.export.samples import ExportUnit
 from datasvc.shards.format.digests import blob_views
 from datasvc.shards.format.schema import IMAGE, KEY, is_blob
 from datasvc.shards.versions.dataset import Split

@@ -8,10 +8,15 @@ from typing import ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from datasvc.shards.export.columns import given_columns, has_label, refused_column
 from datasvc.shards.export.destination import Destination, safe_part
-from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
-from datasvc.shards.export.samples import ExportUnit
+from datasvc.shards.export.export_format import (
+    ExportFormat,
+    ExportUnit,
+    WrittenFiles,
+    given_columns,
+    has_label,
+    refused_column,
+)
 from datasvc.shards.format.schema import LABEL, is_blob
 from datasvc.shards.versions.dataset import Split
 

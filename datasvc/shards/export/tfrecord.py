@@ -14,10 +14,18 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.errors import ConfigError
-from datasvc.shards.export.columns import given_columns, is_json, is_list, is_text, refused_column, refused_null
 from datasvc.shards.export.destination import Destination, safe_part
-from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
-from datasvc.shards.export.samples import ExportUnit
+from datasvc.shards.export.export_format import (
+    ExportFormat,
+    ExportUnit,
+    WrittenFiles,
+    given_columns,
+    is_json,
+    is_list,
+    is_text,
+    refused_column,
+    refused_null,
+)
 from datasvc.shards.format.schema import KEY, is_blob
 from datasvc.shards.sources.common.protobuf import bytes_field, packed_varints
 from datasvc.shards.sources.records.tfrecord import masked_crc

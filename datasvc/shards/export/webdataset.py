@@ -14,7 +14,6 @@ from typing import Any, BinaryIO, ClassVar, Final
 
 import pyarrow as pa
 
-from datasvc.shards.export.columns import encode_json, given_columns, is_json, is_label, is_text, refused_column
 from datasvc.shards.export.destination import (
     Destination,
     image_extension,
@@ -23,8 +22,17 @@ from datasvc.shards.export.destination import (
     safe_path,
     split_extension,
 )
-from datasvc.shards.export.export_format import ExportFormat, WrittenFiles
-from datasvc.shards.export.samples import ExportUnit
+from datasvc.shards.export.export_format import (
+    ExportFormat,
+    ExportUnit,
+    WrittenFiles,
+    encode_json,
+    given_columns,
+    is_json,
+    is_label,
+    is_text,
+    refused_column,
+)
 from datasvc.shards.format.schema import IMAGE, KEY, is_blob
 from datasvc.shards.versions.dataset import Split
 

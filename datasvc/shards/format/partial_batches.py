@@ -1,6 +1,6 @@
 """Record batches of a shard that is not fetched completely yet: read sample by sample, or as a whole.
 
-If the layout of a batch has a frame (the message without the bytes of its blobs, see `layout`), the batch is a
+If the layout of a batch has a frame (the message without the bytes of its blobs, see `sample_index`), the batch is a
 `FramedBatch`, else a `WholeBatch`. Both plan the byte ranges to read for some samples, and accept only bytes that
 match their digest. `partial_reader` combines the batches of a shard.
 """
@@ -21,9 +21,8 @@ from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.shards.format.digests import digest_blob, digest_sample
 from datasvc.shards.format.ipc_reader import PARSE_ERRORS, read_batch
-from datasvc.shards.format.layout import BatchLayout, ByteRange, check_ranges
 from datasvc.shards.format.reader import blob_part
-from datasvc.shards.format.sample_index import Digests
+from datasvc.shards.format.sample_index import BatchLayout, ByteRange, Digests, check_ranges
 from datasvc.shards.format.schema import is_blob
 
 Content = bytes | memoryview

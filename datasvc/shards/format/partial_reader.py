@@ -1,7 +1,7 @@
 """Reader of a shard before it is fetched completely: single samples are read by byte range and verified.
 
 With it, a loader serves samples while the cache still fetches their shard. No byte is readable before it is verified.
-The *frame* of a record batch, its bytes without those of its blobs (see `layout`), is part of the sample index, so
+The *frame* of a record batch, its bytes without those of its blobs, is part of the sample index, so
 the digest of the index verifies it. The payload digest of a sample verifies its blobs. A record batch without a frame
 in the index is read as a whole, and has a digest of its own.
 """
@@ -20,11 +20,10 @@ import numpy.typing as npt
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Digest, ObjectInfo, Objects
-from datasvc.shards.format.layout import ByteRange, check_ranges
 from datasvc.shards.format.mapped_file import Bytes
 from datasvc.shards.format.partial_batches import Content, FramedBatch, PartialBatch, WholeBatch, reserve_memory
 from datasvc.shards.format.reader import Shard
-from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.sample_index import ByteRange, SampleIndex, check_ranges
 from datasvc.shards.format.schema import check_shard_schema
 
 # Samples with at most this gap between them are read by one request: the transfer of the gap takes a third of the

@@ -19,9 +19,8 @@ import pyarrow as pa
 from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.repository import ObjectInfo, Objects
 from datasvc.repository.objects.objects import digest_of_file
-from datasvc.shards.format.arrow_object import column_to_numpy
 from datasvc.shards.format.digests import joined_bytes, value_offsets
-from datasvc.shards.format.ipc_reader import IpcReader
+from datasvc.shards.format.ipc_reader import IpcReader, column_to_numpy
 from datasvc.shards.format.mapped_file import Bytes, MappedFile
 from datasvc.shards.format.schema import check_shard_schema, is_blob
 

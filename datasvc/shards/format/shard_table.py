@@ -20,8 +20,14 @@ from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Digest, ObjectInfo
 from datasvc.repository.objects.objects import parse_digest
-from datasvc.shards.format.arrow_object import check_columns, column_to_numpy, encode_table
-from datasvc.shards.format.ipc_reader import PARSE_ERRORS, check_schema, read_table
+from datasvc.shards.format.ipc_reader import (
+    PARSE_ERRORS,
+    check_columns,
+    check_schema,
+    column_to_numpy,
+    encode_table,
+    read_table,
+)
 from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.schema import HEIGHT, WIDTH, measured_columns
 from datasvc.shards.format.writer import ShardStatistics

@@ -21,7 +21,7 @@ rename is undone then, by a removal of its entry alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
@@ -31,12 +31,14 @@ from datasvc.repository import Entry, Repository, Resolved
 from datasvc.repository.branching import create_branch, fields_on_line
 from datasvc.repository.logs.branches import BRANCHES, MAIN
 from datasvc.repository.logs.log import MAX_ENTRY_BYTES, Log, decode_log_entry, decode_numbers, list_logs
-from datasvc.repository.logs.references import check_name, is_name
+from datasvc.repository.logs.references import check_name, is_name, refuse_text
 from datasvc.repository.logs.tags import version_of
 from datasvc.repository.removal import remove_untagged
 from datasvc.repository.resolved import describe_damage
-from datasvc.shards.lines.commit import renamed_to
-from datasvc.shards.versions.version_entry import derived_entry
+from datasvc.shards.lines.commit import check_newest, commit_on_line, find_line, renamed_to
+from datasvc.shards.versions.dataset import open_dataset
+from datasvc.shards.versions.labels import name_tables
+from datasvc.shards.versions.version_entry import changed_entry, derived_entry
 
 # Field of the move that ends a tag of the old name: the number of the rename's entry.
 _ENDED_BY: Final = "rename"
@@ -268,3 +270,31 @@ def _copy_entry(repository: Repository, name: str, new_name: str, path: str, *, 
     except ConflictError:
         return storage.read(target, MAX_ENTRY_BYTES) == raw
     return True
+
+
+def name_classes(repository: Repository, ref: str, names: Sequence[str], *, message: str = "") -> Resolved:
+    """Commit the next version of a data set with names for its integer labels. No shard is written.
+
+    Args:
+        repository: the repository that stores the data set.
+        ref: the version to continue, which must be the newest of its line.
+        names: class names; label i belongs to the class `names[i]`.
+        message: text stored with the version.
+
+    Raises:
+        ConfigError: see `name_tables`.
+        ConflictError: `ref` is not the newest version of its line; or see `Log.append`.
+        NotFoundError, CorruptDataError, UnknownOutcomeError, UnavailableError: see `Log.append`, `open_dataset`.
+    """
+    refuse_text(names, "names", "names")
+    base, line = find_line(repository, ref)
+
+    def build(newest: Resolved | None) -> dict[str, Any]:
+        # Called again after a commit by another writer, and `base` is then no longer the newest version.
+        check_newest(base, line, newest)
+        dataset = open_dataset(repository, str(base))
+        tables = {name: split.table for name, split in dataset.items()}
+        return changed_entry(dataset, name_tables(tables, names), {"kind": "classes"}, message=message)
+
+    committed = commit_on_line(repository, line, build)
+    return Resolved("datasets", base.name, committed.number)

@@ -1,16 +1,36 @@
-"""Verifies a data-set version, and replaces its bad objects by good copies from other repositories."""
+"""Replaces the bad objects of a version by copies from other repositories, or deletes the samples that are lost.
+
+A shard is verified as a whole, so one changed byte makes all its samples unreadable. `delete_damaged` stores its
+intact samples, those that match the sample index, as a new shard.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
+import numpy as np
+import pyarrow as pa
+
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import Digest, Repository
+from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.logs.references import refuse_text
 from datasvc.repository.repair import Repair, repair_objects
-from datasvc.shards.versions.verify import DatasetProblem, VerifyReport, verify
+from datasvc.shards.format.reader import Shard, open_shard
+from datasvc.shards.format.salvage import readable_batches, sample_identities
+from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.schema import LABEL
+from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.lines.commit import check_newest, commit_on_line, find_line, head_of_line
+from datasvc.shards.versions.combine import write_shard
+from datasvc.shards.versions.dataset import open_dataset
+from datasvc.shards.versions.delete import DeleteReport
+from datasvc.shards.versions.deletions import Deletions, Flags, load_deletions, with_deletions
+from datasvc.shards.versions.verify import DatasetProblem, VerifyReport, read_unverified, verify
+from datasvc.shards.versions.version_entry import changed_entry
 
 # Not "contradictory": such an object matches its digest, so a copy has the same bytes.
 _REPAIRABLE: Final = ("missing", "truncated", "changed")
@@ -76,3 +96,175 @@ def repair_dataset(
     # The last pass has read the repaired objects, so it counts shards that the first one could not.
     verified = replace(last_pass, problems=tuple(problems))
     return DatasetRepairReport(verified, tuple(repairs.values()), last_pass.problems)
+
+
+def delete_damaged(
+    repository: Repository,
+    ref: str,
+    *,
+    dry_run: bool = False,
+    message: str = "",
+    progress: Progress = NO_PROGRESS,
+) -> DeleteReport:
+    """Commit the next version of a data set without the samples that cannot be read.
+
+    Every byte of the version is read. Damaged shards are stored again with their intact samples.
+
+    Args:
+        repository: the repository that stores the data set.
+        ref: the version to continue, which must be the newest of its line.
+        dry_run: only count the lost samples, and store nothing.
+        message: text stored with the version.
+        progress: counts the bytes of each shard.
+
+    Raises:
+        ConfigError: all samples of a split are lost; nothing was committed.
+        ConflictError: `ref` is not the newest version of its line; or see `Log.append`.
+        NotFoundError, CorruptDataError: a shard table or the deletions cannot be read: repair the version first.
+        UnknownOutcomeError, UnavailableError: see `Log.append`, `Objects.read`.
+    """
+    base, line = find_line(repository, ref)
+    head = repository.versions("datasets", base.name).head()
+    check_newest(base, line, head_of_line(repository, line, head))
+    dataset = open_dataset(repository, str(base))
+    progress.begin(sum(split.table.size_bytes for split in dataset.values()))
+    results = {
+        split.name: _Salvage(repository.objects, split.table, dry_run=dry_run).run(progress)
+        for split in dataset.values()
+    }
+    changed = {split: result.table for split, result in results.items() if result.table is not None}
+    deleted = {split: results[split].num_lost for split in changed}
+    for split, result in results.items():
+        if result.num_lost and result.num_lost == dataset[split].table.num_samples:
+            raise ConfigError(f"all samples of split {split!r} of {base} are lost: nothing was committed")
+    if dry_run or not changed:
+        return DeleteReport(base, deleted, dry_run=dry_run)
+
+    def build(newest: Resolved | None) -> Mapping[str, Any]:
+        check_newest(base, line, newest)
+        change = {"kind": "delete", "deleted": sum(deleted.values()), "damaged": True}
+        return changed_entry(dataset, changed, change, message=message)
+
+    committed = commit_on_line(repository, line, build, head=head)
+    return DeleteReport(Resolved("datasets", base.name, committed.number), deleted)
+
+
+@dataclass(frozen=True)
+class _Salvaged:
+    """The table of a split without its lost samples (None: nothing is damaged), and their number."""
+
+    table: ShardTable | None
+    num_lost: int
+
+
+@dataclass
+class _Salvage:
+    """Replaces the damaged shards of a split."""
+
+    objects: Objects
+    table: ShardTable
+    dry_run: bool
+    _flags: dict[int, Flags] = field(default_factory=dict)
+    _labels: Counter[int] = field(default_factory=Counter)
+
+    def run(self, progress: Progress) -> _Salvaged:
+        """Read all shards; unless it is a dry run, store the intact live samples of damaged ones as new shards."""
+        deletions = load_deletions(self.objects, self.table)
+        stored, num_live = self.table.stored_per_shard.tolist(), self.table.num_samples
+        infos: list[ObjectInfo] = []
+        indexes: list[Digest | None] = []
+        is_damaged, num_kept = False, 0
+        for number in range(self.table.num_shards):
+            live = self._live(deletions, number, stored[number])
+            info, index = self.table.shard(number), self.table.index(number)
+            batches = self._intact(number, live)
+            if batches is None:
+                num_kept += int(live.sum())
+            else:
+                is_damaged = True
+                self._flags.pop(number, None)
+                stored[number] = sum(batch.num_rows for batch in batches)
+                num_kept += stored[number]
+                if stored[number] and not self.dry_run:
+                    info, index = write_shard(self.objects, batches[0].schema, batches)
+                elif not stored[number]:
+                    # Count it as a shard of one sample, which is deleted: `with_deletions` leaves out such a shard.
+                    stored[number] = 1
+                    self._flags[number] = np.ones(1, np.bool_)
+            infos.append(info)
+            indexes.append(index)
+            progress.advance(self.table.shard(number).size_bytes)
+        if not is_damaged:
+            return _Salvaged(None, 0)
+        if not num_kept or self.dry_run:  # the caller refuses an empty split
+            return _Salvaged(self.table, num_live - num_kept)
+        table = self.table.with_column("digest", [bytes.fromhex(info.digest) for info in infos])
+        table = table.with_column("bytes", [info.size_bytes for info in infos])
+        table = table.with_column("index", [bytes.fromhex(index) if index else None for index in indexes])
+        table = table.with_column("samples", stored)
+        labels = dict(sorted(self._labels.items())) if self.table.label_counts else {}
+        salvaged = with_deletions(self.objects, replace(table, label_counts=labels), self._flags)
+        return _Salvaged(salvaged, num_live - num_kept)
+
+    def _live(self, deletions: Deletions, number: int, count: int) -> Flags:
+        """Return which samples of a shard are live: `bool[stored]`; remember its deletions."""
+        if number not in deletions.shards:
+            return np.ones(count, np.bool_)
+        self._flags[number] = deletions.flags(number)
+        return ~self._flags[number]
+
+    def _intact(self, number: int, live: Flags) -> list[pa.RecordBatch] | None:
+        """Return the intact live samples of a damaged shard; None if the shard and its index are good."""
+        index: SampleIndex | None = None
+        digest = self.table.index(number)
+        try:
+            if digest is not None:
+                index = SampleIndex.decode(self.objects.read(digest), self.objects.location(digest))
+        except (NotFoundError, CorruptDataError):
+            digest = None
+        is_index_good = (digest is not None) == (self.table.index(number) is not None)  # good, or there is none
+        try:
+            shard = self.table.check_shard(number, open_shard(self.objects, self.table.shard(number)))
+            shard.check_texts()
+        except NotFoundError:
+            return []
+        except CorruptDataError:
+            return self._find_intact(number, index, live)
+        batches = _select_rows(shard, live)
+        self._count_labels(batches)
+        # Without its index, a good shard is stored again with a new one.
+        return None if is_index_good else batches
+
+    def _find_intact(self, number: int, index: SampleIndex | None, live: Flags) -> list[pa.RecordBatch]:
+        """Return the live samples of a damaged shard whose key and digests are in its sample index."""
+        if index is None:
+            return []  # nothing shows which of the samples that still parse are intact
+        columns = (index.table.column(name).to_pylist() for name in index.table.schema.names)
+        wanted = {identity for identity, is_live in zip(zip(*columns, strict=True), live, strict=True) if is_live}
+        batches = []
+        for batch in readable_batches(read_unverified(self.objects, self.table.shard(number))):
+            try:
+                found = sample_identities(batch, index)
+                rows = [row for row, identities in enumerate(found) if not wanted.isdisjoint(identities)]
+            except (CorruptDataError, pa.ArrowException, ValueError, LookupError, ArithmeticError):
+                continue
+            if rows:
+                batches.append(batch.take(pa.array(rows)))
+        self._count_labels(batches)
+        return batches
+
+    def _count_labels(self, batches: list[pa.RecordBatch]) -> None:
+        if self.table.label_counts:
+            for batch in batches:
+                if LABEL in batch.schema.names:
+                    self._labels.update(label for label in batch.column(LABEL).to_pylist() if label is not None)
+
+
+def _select_rows(shard: Shard, live: Flags) -> list[pa.RecordBatch]:
+    """Return the live samples of a shard; its batches are not copied if all are live."""
+    batches, start = [], 0
+    for batch in shard.batches:
+        flags = live[start : start + batch.num_rows]
+        batches.append(batch if flags.all() else batch.filter(pa.array(flags)))
+        start += batch.num_rows
+    return [batch for batch in batches if batch.num_rows]

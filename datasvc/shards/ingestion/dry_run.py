@@ -20,6 +20,7 @@ from datasvc.shards.format.digests import digest_blob
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.images.header import Reencoding, check_and_reencode
 from datasvc.shards.ingestion.build import IngestWork
+from datasvc.shards.ingestion.build_streamed import check_batch
 from datasvc.shards.ingestion.ingest import (
     AnySource,
     count_workers,
@@ -29,7 +30,6 @@ from datasvc.shards.ingestion.ingest import (
 from datasvc.shards.ingestion.ingest_commit import changed_options, choose_build_options
 from datasvc.shards.ingestion.options import IngestOptions, IngestSettings, show_ingest_options
 from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit, plan_units
-from datasvc.shards.ingestion.validate import check_batch
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BadSample, ListedSource, Source, StreamedSource

@@ -1,4 +1,4 @@
-"""Search for samples of a split that repeat the key or the content of an earlier sample.
+"""What keeps samples of a source out of a version: damage, a repeated key, or the content of an earlier sample.
 
 An ingest searches the tables of a new version before it commits them. Only sample indexes are read. Memory holds an
 8-byte hash of each sample of a split, and the arrays needed to sort the hashes: about 26 bytes per sample at the
@@ -7,24 +7,31 @@ peak. Only samples with equal hashes are compared by value.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
 
+from datasvc.errors import BadSampleError, NotFoundError
 from datasvc.keyed_random import Integers
-from datasvc.repository import Objects
+from datasvc.printable import count_text
+from datasvc.repository import Digest, Objects
+from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.sources.common.source import BadSample
+from datasvc.shards.sources.common.source import BadSample, Source
 from datasvc.shards.versions.deletions import delete_samples
-from datasvc.shards.versions.keys import SampleRows, take_keys
-from datasvc.shards.versions.matching import hash_values
+from datasvc.shards.versions.keys import SampleRows, hash_values, take_keys
 from datasvc.threads import map_in_threads
 
 DuplicateKind = Literal["key", "payload"]
 _MAX_PARALLEL_READS: Final = 8
+
+
+_MAX_LISTED: Final = 10  # number of bad samples that a message names
 
 
 @dataclass(frozen=True)
@@ -163,3 +170,75 @@ def _repeated_positions(hashes: Integers) -> Integers:
     is_repeated = np.concatenate([[False], equals_next]) | np.concatenate([equals_next, [False]])
     # Without hashes, `is_repeated` has one value, so cut it to the number of hashes.
     return np.sort(order[is_repeated[: len(order)]])
+
+
+def check_bad(
+    bad: Sequence[BadSample],
+    repeated: Sequence[BadSample],
+    tables: Mapping[str, ShardTable],
+    source: Source,
+    *,
+    fails: bool,
+) -> None:
+    """Raise if bad samples prevent the commit.
+
+    Args:
+        bad: samples that could not be stored.
+        repeated: samples that were stored, but have the key of another sample.
+        tables: shard tables of the stored samples by split.
+        source: the source, for messages.
+        fails: whether any bad sample prevents the commit. If False, only a split without any good sample does.
+
+    Raises:
+        NotFoundError: the source has no samples, not even bad ones.
+        BadSampleError: bad samples prevent the commit; the message has their number and lists up to ten of them.
+    """
+    if not bad and not tables:
+        raise NotFoundError(f"cannot ingest {redact_url(source.url)}: it contains no samples")
+    # A split without any good sample would silently disappear from the version.
+    without_good = {sample.split for sample in bad} - set(tables)
+    all_bad = [*bad, *repeated]
+    if not all_bad or not (fails or without_good):
+        return
+    are = "is" if len(all_bad) == 1 else "are"
+    total = len(bad) + sum(table.num_samples for table in tables.values())  # the tables count `repeated` too
+    listed = [f"{sample.split}/{sample.key}: {sample.reason}" for sample in _ordered(all_bad)]
+    raise BadSampleError(
+        f"{len(all_bad)} of {count_text(total, 'sample')} of {redact_url(source.url)} {are} bad, nothing was "
+        "committed: "
+        f"{_join_first(listed)}. Repair or remove them, or leave them out with --on-bad skip, which needs a good "
+        "sample in each split"
+    )
+
+
+def check_duplicates(duplicates: Mapping[str, Sequence[DuplicateSample]], source: Source) -> None:
+    """Raise BadSampleError if `duplicates`, the lists of samples with equal content by split, are not all empty."""
+    listed = [
+        f"{split}/{sample.key} has the same content as {sample.first_key}"
+        for split, samples in duplicates.items()
+        for sample in samples
+    ]
+    if listed:
+        are = "is a duplicate" if len(listed) == 1 else "are duplicates"
+        raise BadSampleError(
+            f"{count_text(len(listed), 'sample')} of {redact_url(source.url)} {are}, nothing was committed: "
+            f"{_join_first(listed)}. Remove them, or use --duplicates drop or keep"
+        )
+
+
+def store_quarantine(objects: Objects, bad: Sequence[BadSample]) -> Digest | None:
+    """Store the list of the bad samples, one JSON object per line. Return its digest; None without bad samples."""
+    if not bad:
+        return None
+    # Sort, so that the object does not depend on the order in which workers finish.
+    lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False, sort_keys=True) for sample in _ordered(bad)]
+    return objects.put("".join(f"{line}\n" for line in lines).encode()).digest
+
+
+def _ordered(bad: Sequence[BadSample]) -> list[BadSample]:
+    return sorted(bad, key=lambda sample: (sample.split, sample.key, sample.reason))
+
+
+def _join_first(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - _MAX_LISTED} more" if len(texts) > _MAX_LISTED else ""
+    return "; ".join(texts[:_MAX_LISTED]) + more

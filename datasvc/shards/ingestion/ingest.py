@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Unpack
 
 from datasvc.errors import ConfigError, SourceChangedError, UnavailableError
-from datasvc.processors import count_processors
 from datasvc.progress import Progress
 from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.branching import find_branch
@@ -30,7 +29,14 @@ from datasvc.repository.store.urls import split_existing
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.format.shard_table import ShardTable, TableRow
 from datasvc.shards.ingestion.build import BuiltShard, IngestWork, UnitResult
-from datasvc.shards.ingestion.duplicates import DuplicateSample, SplitDuplicates, drop_duplicates
+from datasvc.shards.ingestion.duplicates import (
+    DuplicateSample,
+    SplitDuplicates,
+    check_bad,
+    check_duplicates,
+    drop_duplicates,
+    store_quarantine,
+)
 from datasvc.shards.ingestion.executors import EngineName, lean_arrow, run_units
 from datasvc.shards.ingestion.ingest_commit import (
     LEFT_OUT,
@@ -40,7 +46,6 @@ from datasvc.shards.ingestion.ingest_commit import (
 )
 from datasvc.shards.ingestion.options import IngestOptions, IngestSettings, show_ingest_options
 from datasvc.shards.ingestion.plan import BuildOptions, IngestUnit, plan_units, relabel_unit
-from datasvc.shards.ingestion.quarantine import check_bad, check_duplicates, store_quarantine
 from datasvc.shards.sources.choose import check_options, open_source
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.options import SourceOptions
@@ -51,6 +56,7 @@ from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_co
 from datasvc.shards.versions.labels import combine_classes, name_tables, plan_labels
 from datasvc.shards.versions.split_overlap import Overlap
 from datasvc.shards.versions.version_entry import VAL_FRACTION
+from datasvc.threads import count_processors
 
 AnySource = str | os.PathLike[str] | Source | Iterable[Mapping[str, Any]]
 

@@ -22,9 +22,9 @@ from datasvc.errors import ConfigError
 from datasvc.printable import json_value
 from datasvc.repository import Repository
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob, measured_columns
+from datasvc.shards.query.query import choose_shards, open_query, open_sizes
 from datasvc.shards.query.sample_page import default_split
 from datasvc.shards.query.sample_reader import NumberedSamples
-from datasvc.shards.query.split_query import choose_shards, open_query, open_sizes
 from datasvc.shards.versions.dataset import Split, open_dataset
 from datasvc.shards.versions.describe import count_classes
 from datasvc.sql_sandbox import confined

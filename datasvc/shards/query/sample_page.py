@@ -14,8 +14,8 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.printable import json_value
 from datasvc.repository import Repository
 from datasvc.shards.format.schema import KEY
+from datasvc.shards.query.query import choose_shards, open_query
 from datasvc.shards.query.sample_reader import NumberedSamples, SampleSummary
-from datasvc.shards.query.split_query import choose_shards, open_query
 from datasvc.shards.versions.dataset import DatasetVersion, Split, open_dataset
 from datasvc.sql_sandbox import confined
 

@@ -23,10 +23,9 @@ from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Digest
-from datasvc.shards.format.layout import BatchLayout
 from datasvc.shards.format.partial_reader import PartialShard
 from datasvc.shards.format.reader import Shard, python_values, text_errors
-from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.sample_index import BatchLayout, SampleIndex
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob, is_image
 from datasvc.shards.versions.dataset import Split
 

@@ -25,8 +25,8 @@ from datasvc.shards.format.writer import ShardWriter
 from datasvc.shards.sources.common.source import prefix_keys
 from datasvc.shards.sources.text.tokens import TOKENIZER
 from datasvc.shards.versions.deletions import Deletions, Flags, delete_samples, load_deletions, only_samples
+from datasvc.shards.versions.keys import CommonKeys, find_common_keys, first_keys
 from datasvc.shards.versions.labels import check_unnamed, combine_classes, longest_list, plan_labels, relabel_batch
-from datasvc.shards.versions.matching import CommonKeys, find_common_keys, first_keys
 
 OnCommon = Literal["fail", "drop", "keep", "replace"]
 """Rule for a key that both the existing and the added samples have.

@@ -19,8 +19,8 @@ import pyarrow as pa
 from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.repository import Objects
-from datasvc.shards.format.arrow_object import column_to_numpy, decode_table, encode_table
 from datasvc.shards.format.digests import blob_views
+from datasvc.shards.format.ipc_reader import column_to_numpy, decode_table, encode_table
 from datasvc.shards.format.reader import open_shard
 from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable

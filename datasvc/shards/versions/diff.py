@@ -22,9 +22,8 @@ from datasvc.shards.format.schema import LABEL
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import load_deletions
 from datasvc.shards.versions.describe import count_classes
-from datasvc.shards.versions.keys import SampleRows, SplitKeys
+from datasvc.shards.versions.keys import SampleRows, SplitKeys, match_keys
 from datasvc.shards.versions.labels import combine_classes, plan_labels
-from datasvc.shards.versions.matching import match_keys
 from datasvc.shards.versions.version_entry import read_tables
 from datasvc.shown import Shown
 

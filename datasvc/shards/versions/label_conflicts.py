@@ -20,8 +20,7 @@ from datasvc.shards.format.ipc_reader import IpcReader
 from datasvc.shards.format.object_files import ObjectFiles
 from datasvc.shards.format.schema import KEY, LABEL
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.versions.keys import take_keys
-from datasvc.shards.versions.matching import ShardValues, Side, hash_values, match_values
+from datasvc.shards.versions.keys import ShardValues, Side, hash_values, match_values, take_keys
 from datasvc.shards.versions.split_overlap import has_blobs, new_shards, payload_side
 
 _MAX_LISTED: Final = 10

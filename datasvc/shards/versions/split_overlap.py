@@ -1,7 +1,7 @@
 """Samples that two splits of a version share, by key or by content, such as validation data among the training data.
 
 An ingest, append or merge applies a rule (`OnSplitOverlap`) before the commit; `verify` reports such samples. They
-are found by the keys and digests in the sample indexes; no image is read. For the memory needed, see `matching`.
+are found by the keys and digests in the sample indexes; no image is read. For the memory needed, see `keys`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from datasvc.shards.format.schema import is_blob
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.versions.deletions import Flags, delete_samples, load_deletions
-from datasvc.shards.versions.keys import SampleRows, SplitKeys, take_keys
-from datasvc.shards.versions.matching import ShardValues, Side, match_values
+from datasvc.shards.versions.keys import SampleRows, ShardValues, Side, SplitKeys, match_values, take_keys
 
 OnSplitOverlap = Literal["fail", "drop", "keep"]
 """Rule for samples that two splits share. "fail" raises ConflictError. "drop" leaves them out of the split used for

@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from datasvc.errors import ConfigError, DatasvcError, NotFoundError
-from datasvc.ledger.audit import Audit
-from datasvc.ledger.audit_text import audit_facts, describe_conclusion, describe_counts, describe_outcome, open_names
-from datasvc.ledger.folders import audit_folders, find_ledgers
-from datasvc.ledger.names import SampleNames
+from datasvc.ledger.audit import Audit, audit_folders, find_ledgers
+from datasvc.ledger.audit_text import (
+    SampleNames,
+    audit_facts,
+    describe_conclusion,
+    describe_counts,
+    describe_outcome,
+    open_names,
+)
 from datasvc.models.versions.entry_fields import tree_leaves
 from datasvc.ui.web.links import audit_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
@@ -111,7 +116,7 @@ def _python(site: Site, path: Path, epoch: int | None, *, has_keys: bool) -> str
         (
             "from pathlib import Path",
             "from datasvc.ledger.audit_text import audit_facts, open_names",
-            "from datasvc.ledger.folders import audit_folders",
+            "from datasvc.ledger.audit import audit_folders",
             f"result = audit_folders([Path({str(path)!r})], epoch={epoch})",
             f"audit_facts(result, {_SAMPLES_LISTED}, {keys})",
         )

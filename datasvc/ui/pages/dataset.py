@@ -15,8 +15,7 @@ from datasvc.repository.logs.branches import branch_of
 from datasvc.shards.query.histogram import list_columns
 from datasvc.shards.query.sample_page import page_of
 from datasvc.shards.query.sample_reader import SampleSummary
-from datasvc.shards.query.shared_bytes import shared_bytes
-from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples
+from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples, shared_bytes
 from datasvc.ui.pages.charts.histogram_charts import count_columns, draw_histogram
 from datasvc.ui.web.links import dataset_link, diff_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse

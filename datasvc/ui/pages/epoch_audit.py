@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from datasvc.errors import DatasvcError
+from datasvc.ledger.audit import audit_folders
 from datasvc.ledger.audit_text import audit_facts, describe_conclusion
-from datasvc.ledger.folders import audit_folders
 from datasvc.ui.web.page import Panel
 
 _MAX_FILES: Final = 2000  # of a ledger that is read while a page waits; a run has a file for each rank and start

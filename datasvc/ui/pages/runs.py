@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from datasvc.ledger.folders import find_ledgers
+from datasvc.ledger.audit import find_ledgers
 from datasvc.runs import RunHistory, RunSummary, list_runs
 from datasvc.ui.pages.audit import find_ledger_of
 from datasvc.ui.pages.charts.histogram_charts import CHART_WIDTH

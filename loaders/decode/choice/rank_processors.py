@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from datasvc.errors import ConfigError
-from datasvc.processors import count_processors
+from datasvc.threads import count_processors
 
 # Variables of torchrun and datasvc-run, of horovodrun, and of Open MPI. The first that is set is used.
 _LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")

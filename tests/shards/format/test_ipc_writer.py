@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_128_digest
 
-from datasvc.shards.format.ipc_writer import IpcWriter, describe_batch
-from datasvc.shards.format.layout import ByteRange
+from datasvc.shards.format.sample_index import ByteRange
 from datasvc.shards.format.schema import shard_schema
-from datasvc.shards.format.writer import ShardWriter
+from datasvc.shards.format.writer import IpcWriter, ShardWriter, describe_batch
 
 SCHEMA = shard_schema(
     [

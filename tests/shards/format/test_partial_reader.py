@@ -18,9 +18,8 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.repository import Digest, ObjectInfo, Repository
 from datasvc.shards import Shard, ShardWriter, ingest, open_dataset
 from datasvc.shards.format.digests import digest_batch
-from datasvc.shards.format.layout import ByteRange, ShardLayout
 from datasvc.shards.format.partial_reader import PartialShard, open_partial
-from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.sample_index import ByteRange, SampleIndex, ShardLayout
 from datasvc.shards.format.schema import image_schema, shard_schema
 from tests.shards.written_versions import write_shard
 
@@ -82,7 +81,7 @@ def write(given_samples, share=32, schema=SCHEMA, batch_bytes=2000, batch_sample
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasvc.shards.format.writer.BATCH_BYTES", batch_bytes)
         patch.setattr("datasvc.shards.format.writer.BATCH_SAMPLES", batch_samples)
-        patch.setattr("datasvc.shards.format.ipc_writer._MIN_MESSAGE_PER_FRAME", share)
+        patch.setattr("datasvc.shards.format.writer._MIN_MESSAGE_PER_FRAME", share)
         with ShardWriter(sink, schema) as writer:
             for sample in given_samples:
                 writer.append(sample)

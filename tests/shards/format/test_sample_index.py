@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.shards.format.arrow_object import encode_table
-from datasvc.shards.format.layout import BatchLayout, ByteRange, ShardLayout
-from datasvc.shards.format.sample_index import SampleIndex
+from datasvc.shards.format.ipc_reader import encode_table
+from datasvc.shards.format.sample_index import BatchLayout, ByteRange, SampleIndex, ShardLayout
 from datasvc.shards.format.schema import image_schema
 from datasvc.shards.versions.deletions import Deletions
 

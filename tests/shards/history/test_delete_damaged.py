@@ -4,7 +4,7 @@ import pytest
 
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.shards import open_dataset
-from datasvc.shards.history.delete_damaged import delete_damaged
+from datasvc.shards.history.repair import delete_damaged
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.verify import verify
 from tests.shards.written_versions import LABELLED_SCHEMA, write_version

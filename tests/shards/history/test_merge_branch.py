@@ -6,8 +6,8 @@ from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.repository.branching import create_branch
 from datasvc.repository.removal import mark_lost
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.history.class_names import name_classes
 from datasvc.shards.history.merge_branch import merge_branch
+from datasvc.shards.history.rename import name_classes
 from datasvc.shards.history.three_way import MergeConflict
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.merge import merge

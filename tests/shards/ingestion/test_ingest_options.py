@@ -23,9 +23,9 @@ from datasvc.shards.export import export
 from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.ingestion import dry_run
 from datasvc.shards.ingestion.build import IngestWork
+from datasvc.shards.ingestion.build_streamed import check_batch, value_bytes
 from datasvc.shards.ingestion.dry_run import dry_run_ingest
 from datasvc.shards.ingestion.plan import BuildOptions, is_held_out
-from datasvc.shards.ingestion.validate import check_batch, value_bytes
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.sources.python_samples import PythonSource

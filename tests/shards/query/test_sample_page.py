@@ -10,10 +10,10 @@ from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.repository import Objects, Repository
 from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import shard_schema
+from datasvc.shards.query.query import choose_shards
 from datasvc.shards.query.sample_details import read_sample
 from datasvc.shards.query.sample_page import find_key, read_page
 from datasvc.shards.query.sample_reader import NumberedSamples
-from datasvc.shards.query.split_query import choose_shards
 from datasvc.shards.versions.delete import delete
 from tests.repository.conftest import url  # noqa: F401 - the fixture: each kind of store
 from tests.shards.written_versions import LABELLED_SCHEMA, TEXT_SCHEMA, write_version

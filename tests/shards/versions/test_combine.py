@@ -16,9 +16,8 @@ from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.sources.text.tokens import TOKENIZER
 from datasvc.shards.versions.combine import append_splits, append_table, combine_schemas, relabel_shards
 from datasvc.shards.versions.deletions import delete_samples
-from datasvc.shards.versions.keys import SplitKeys
+from datasvc.shards.versions.keys import SplitKeys, find_common_keys
 from datasvc.shards.versions.labels import combine_classes, map_labels, plan_labels
-from datasvc.shards.versions.matching import find_common_keys
 from tests.shards.written_versions import LABELLED_SCHEMA, TEXT_SCHEMA, read_samples, write_shard, write_table
 
 KEY = pa.field("key", pa.string(), nullable=False)
@@ -305,7 +304,7 @@ def test_common_keys_are_those_that_both_have_where_they_are_whatever_their_hash
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
             patch.setattr(
-                "datasvc.shards.versions.matching.hash_values",
+                "datasvc.shards.versions.keys.hash_values",
                 lambda keys: np.array([len(key) for key in keys.to_pylist()], np.int64),
             )
         common = find_common_keys(objects, *tables)

@@ -9,7 +9,6 @@ import pytest
 from datasvc.errors import ConfigError, ConflictError, NotFoundError
 from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import shard_schema
-from datasvc.shards.versions import sql_filter
 from datasvc.shards.versions.delete import delete
 from datasvc.sql_sandbox import fetch
 from tests.shards.written_versions import LABELLED_SCHEMA, write_version
@@ -104,7 +103,7 @@ def test_ctrl_c_ends_a_condition_that_would_run_for_ever(pets, monkeypatch):
 
         return fetch(connection, read_after_ctrl_c)
 
-    monkeypatch.setattr(sql_filter, "fetch", interrupted)
+    monkeypatch.setattr("datasvc.shards.versions.delete.fetch", interrupted)
     for_ever = "(select sum(a.range * b.range) from range(1000000000) a, range(1000000000) b) > label"
     with pytest.raises(KeyboardInterrupt):
         delete(pets, "pets", where=for_ever)
@@ -251,7 +250,7 @@ def test_a_condition_that_is_wrong_is_refused_before_anything_is_committed(pets,
 
 
 def test_a_condition_sees_no_tables_of_the_program(pets, monkeypatch):
-    monkeypatch.setattr("datasvc.shards.versions.sql_filter.leaked", pa.table({"key": ["a"]}), raising=False)
+    monkeypatch.setattr("datasvc.shards.versions.delete.leaked", pa.table({"key": ["a"]}), raising=False)
     with pytest.raises(ConfigError, match="leaked does not exist"):
         delete(pets, "pets", where="key in (select key from leaked)")
 

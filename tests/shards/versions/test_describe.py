@@ -4,7 +4,7 @@ import pytest
 
 from datasvc.shards import open_dataset
 from datasvc.shards.versions.delete import delete
-from datasvc.shards.versions.describe import count_classes, describe_dataset
+from datasvc.shards.versions.describe import count_classes, describe_dataset, shared_bytes
 from tests.shards.written_versions import LABELLED_SCHEMA, write_version
 
 
@@ -39,3 +39,26 @@ def test_an_overview_counts_what_is_live_and_what_is_stored(repository):
 def test_every_label_is_counted_under_a_name_of_its_own(labels, classes, expected):
     assert count_classes(labels, classes) == expected
     assert sum(count_classes(labels, classes).values()) == sum(labels.values())
+
+
+def texts(keys):
+    return [{"key": key, "text": f"text of {key}"} for key in keys]
+
+
+def test_each_version_has_its_total_its_new_and_its_unique_bytes(repository):
+    first, second, third = texts("abc"), texts("defgh"), texts("xy")
+    write_version(repository, "pets", {"train": [first, second]})
+    delete(repository, "pets", keys=["a"])
+    write_version(repository, "pets", {"train": [first], "val": [third]})
+    sizes = {ref: open_dataset(repository, ref) for ref in ("pets@1", "pets@3")}
+    a, b = (shard.size_bytes for shard in sizes["pets@1"]["train"].table.shards())
+    (c,) = (shard.size_bytes for shard in sizes["pets@3"]["val"].table.shards())
+    found = [
+        (each.version, each.total_bytes, each.new_bytes, each.unique_bytes)
+        for each in shared_bytes(repository, "pets")
+    ]
+    assert found == [(1, a + b, a + b, 0), (2, a + b, 0, 0), (3, a + c, c, c)]
+    newest = shared_bytes(repository, "pets", last=1)
+    assert [each.to_json() for each in newest] == [
+        {"version": 3, "total_bytes": a + c, "new_bytes": a + c, "unique_bytes": a + c}
+    ]

@@ -13,7 +13,7 @@ from datasvc.errors import ConfigError, ConflictError
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from datasvc.shards.export import export
-from datasvc.shards.history.class_names import name_classes
+from datasvc.shards.history.rename import name_classes
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.tasks.classification import Classification
 from datasvc.trainer.recipes.train import train

@@ -16,7 +16,7 @@ from datasvc.printable import count_text
 from datasvc.repository import Entry, Resolved
 from datasvc.repository.resolved import Kind, keep_valid
 from datasvc.shards.lines.commit import check_splits
-from datasvc.shards.query.digest_prefix import MAX_SAMPLE_DIGITS, find_samples, find_shards
+from datasvc.shards.query.sample_details import MAX_SAMPLE_DIGITS, find_samples, find_shards
 from datasvc.shards.versions.dataset import DatasetVersion, Split
 from datasvc.threads import map_in_threads
 from datasvc.ui.web.links import dataset_link, model_link, sample_link, samples_link

@@ -10,7 +10,7 @@ from typing import Final
 from datasvc.errors import CorruptDataError, DatasvcError, NotFoundError
 from datasvc.printable import count_text
 from datasvc.runs.reader import list_run_ids
-from datasvc.shards.query.digest_prefix import MIN_DIGITS, is_digest_prefix
+from datasvc.shards.query.sample_details import MIN_DIGITS, is_digest_prefix
 from datasvc.shards.query.sample_page import search_key
 from datasvc.ui.pages.searching.digest_search import Match, SearchCoverage, find_digests
 from datasvc.ui.web.links import dataset_link, model_link, run_link, sample_link, samples_link

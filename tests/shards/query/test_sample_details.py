@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from datasvc.repository import Repository
-from datasvc.shards.query.digest_prefix import _find_rows, find_samples, find_shards, is_digest_prefix
+from datasvc.shards.query.sample_details import _find_rows, find_samples, find_shards, is_digest_prefix
 from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.versions.dataset import open_dataset
 from tests.shards.written_versions import write_version

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.shards.versions.matching import ShardValues, Side, hash_values, match_values
+from datasvc.shards.versions.keys import ShardValues, Side, hash_values, match_values
 
 
 def side(shards, data_type):
@@ -40,7 +40,7 @@ def test_every_sample_of_one_side_meets_the_first_equal_one_of_the_other(data_ty
     a, b = data.draw(shards), data.draw(shards)
     with pytest.MonkeyPatch.context() as patch:
         if data.draw(st.booleans()):
-            patch.setattr("datasvc.shards.versions.matching.hash_values", lambda values: hash_values(values) % 2)
+            patch.setattr("datasvc.shards.versions.keys.hash_values", lambda values: hash_values(values) % 2)
         found = match_values(side(a, data_type), side(b, data_type))
     first = {}
     for number, (each, *place) in enumerate(flat(a)):
