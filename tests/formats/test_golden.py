@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from datasvc.repository.logs.lines import line_fields
 from torch.testing._internal.two_tensor import TwoTensor
 from xxhash import xxh3_128
 
@@ -37,6 +36,7 @@ from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, 
 from datasvc.order import AccessOrder, OrderConfig, OrderState
 from datasvc.repository import Digest, ObjectInfo, Objects, Repository, Storage
 from datasvc.repository.branching import create_branch, remove_branch
+from datasvc.repository.logs.branches import line_fields
 from datasvc.repository.logs.log import decode_entry, decode_log_entry, encode_entry
 from datasvc.repository.logs.references import LineName
 from datasvc.repository.objects.intact import mark_intact
