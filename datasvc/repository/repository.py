@@ -112,29 +112,24 @@ class Repository:
         removed = self._removed(kind, name, logs)
         return [number for number in logs["versions"] if number not in removed]
 
-    def tags(self, kind: Kind, name: str, *, strict: bool = False) -> dict[str, int]:
+    def tags(
+        self, kind: Kind, name: str, *, strict: bool = False, moves: Mapping[str, Sequence[int]] | None = None
+    ) -> dict[str, int]:
         """Return the tags of `name`, each with the version that it points at.
 
         A tag that cannot be read is left out with an `UnreadableVersionWarning`. With `strict`, its error
-        (CorruptDataError, ConfigError) is raised: for callers that must not miss a tag. Raises UnavailableError.
+        (CorruptDataError, ConfigError) is raised: for callers that must not miss a tag. `moves` has the numbers of
+        the moves of each tag, if the caller has listed them. Raises UnavailableError.
         """
-        return self._read_tags(kind, name, None, strict=strict)
-
-    def _read_tags(
-        self, kind: Kind, name: str, moves: Mapping[str, Sequence[int]] | None, *, strict: bool = False
-    ) -> dict[str, int]:
         versions, errors = self._tags(kind, name).current_versions(moves)
         command = "datasvc models tag" if kind == "models" else "datasvc tag"
         _leave_out(name, errors, f"`{command} {name}@VERSION {{0}}` sets the tag {{0!r}} again", strict=strict)
         return versions
 
-    def branches(self, name: str, *, strict: bool = False) -> dict[str, Branch]:
-        """Return the branches of a data set by name; for `strict` and errors, see `tags`."""
-        return self._read_branches(name, None, strict=strict)
-
-    def _read_branches(
-        self, name: str, moves: Mapping[str, Sequence[int]] | None, *, strict: bool = False
+    def branches(
+        self, name: str, *, strict: bool = False, moves: Mapping[str, Sequence[int]] | None = None
     ) -> dict[str, Branch]:
+        """Return the branches of a data set by name; see `tags`."""
         branches, errors = self.branch_logs(name).current(moves)
         _leave_out(name, errors, f"`datasvc branch {name} {{0}} --remove` ends the branch", strict=strict)
         return branches
@@ -278,9 +273,9 @@ class Repository:
         move_numbers = {
             path.removeprefix("tags/"): numbers for path, numbers in logs.items() if path.startswith("tags/")
         }
-        tags, removed = self._read_tags(kind, name, move_numbers), self._removed(kind, name, logs)
+        tags, removed = self.tags(kind, name, moves=move_numbers), self._removed(kind, name, logs)
         heads = self._heads(kind, name, logs, removed)
-        branches = self._read_branches(name, heads.moves) if heads.moves else {}
+        branches = self.branches(name, moves=heads.moves) if heads.moves else {}
         valid_removals = removed - set(tags.values()) - {branch.start for branch in branches.values()}
         # Where an entry cannot be read, all else is listed all the same. What needs a head gets the error.
         newest, on_branches = None, {}
@@ -295,10 +290,7 @@ class Repository:
         """Return the newest version of `name` (main line) that is not removed, or None; for errors, see `resolve`."""
         logs = self._list_logs(kind, name)
         removed = self._removed(kind, name, logs)
-        if kind == "models":  # has the main line only
-            number = max((number for number in logs["versions"] if number not in removed), default=None)
-        else:
-            number = self._heads(kind, name, logs, removed).main
+        number = self._heads(kind, name, logs, removed).main
         return None if number is None else Resolved(kind, name, number)
 
     def best(self, name: str, metric: str, *, mode: MetricMode | None = None) -> Resolved:
@@ -373,7 +365,7 @@ class Repository:
         if not numbers:
             raise self._missing(kind, name)
         living = [number for number in numbers if number not in removed]
-        heads = self._heads(kind, name, logs, removed) if kind == "datasets" else None  # a model has no branches
+        heads = self._heads(kind, name, logs, removed)
         if reference.version is not None:
             version = reference.version
         elif reference.metric is not None:
@@ -385,14 +377,14 @@ class Repository:
             version = find_best(
                 {entry.number: finite_metrics(entry.content.get("metrics")) for entry in entries}, reference
             )
-        elif reference.tag is not None and heads is not None and (on_branch := heads.find(reference.tag)) is not None:
+        elif reference.tag is not None and (on_branch := heads.find(reference.tag)) is not None:
             version = self._find_on_branch(reference, logs.get(f"tags/{reference.tag}", ()), on_branch, heads.read)
         elif reference.tag is not None and (reference.tag != LATEST or reference.moves_back):
             version = self._find_tagged(kind, reference, logs)
         else:
             moves = logs.get(f"tags/{LATEST}", ()) if reference.tag == LATEST else ()
             tagged = version_of(self._tags(kind, name).newest(LATEST, moves)) if moves else None
-            version = tagged or ((living or numbers)[-1] if heads is None else self._newest_of(heads, living))
+            version = tagged or self._newest_of(heads, living)
         resolved = Resolved(kind, name, version)
         # A removal of a protected version is not valid, even if its process ended before it reverted the removal.
         if version in removed and not accept_removed and version not in self.protected(kind, name):
@@ -420,7 +412,7 @@ class Repository:
         try:
             return self._tags(kind, reference.name).version_at(tag, reference.moves_back, logs.get(f"tags/{tag}", ()))
         except NotFoundError as error:
-            branches = self._read_branches(reference.name, None) if kind == "datasets" else {}
+            branches = self.branches(reference.name) if kind == "datasets" else {}
             if not branches:
                 raise
             raise NotFoundError(f"{error}; its branches: {', '.join(branches)}") from error
@@ -485,4 +477,4 @@ def _leave_out(name: str, errors: Mapping[str, CorruptDataError | ConfigError], 
         if strict:
             raise type(error)(text) from error
         message = f"{name}@{label} is left out: {text}"
-        warnings.warn(UnreadableVersionWarning(f"{name}@{label}", message), stacklevel=4)
+        warnings.warn(UnreadableVersionWarning(f"{name}@{label}", message), stacklevel=3)

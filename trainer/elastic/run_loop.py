@@ -87,7 +87,10 @@ class _Loop:
             try:
                 if is_new_round:
                     # A rank can be lost here too, because `on_reset` may wait for the other ranks.
-                    self._adapt_state()
+                    self._state.on_reset()
+                    if self._rendezvous is not None:
+                        # `on_reset` may have discarded a notice of changed hosts that arrived after the assignment.
+                        self._rendezvous.repeat_notice()
                 if self._should_sync:
                     # Later operations have names that contain counts of optimizers and modules. These names must be
                     # equal on all ranks, so make the counts equal first.
@@ -105,12 +108,6 @@ class _Loop:
                 is_unsynced = is_new_round and self._should_sync
                 self._join_next_round(should_sync=is_unsynced or not interrupt.skip_sync)
             is_new_round = True
-
-    def _adapt_state(self) -> None:
-        self._state.on_reset()
-        if self._rendezvous is not None:
-            # `on_reset` may have discarded a notice of changed hosts that arrived after the rank assignment.
-            self._rendezvous.repeat_notice()
 
     def _check_progress(self, error: HorovodInternalError) -> None:
         """Raise the error if it has occurred too often in a row: a new round does not repair it."""

@@ -60,12 +60,8 @@ class LocalFiles:
         stream_blocks(read, offset, length, take, location=location, interrupt=interrupt)
 
     def size(self, path: str) -> int | None:
-        full = self.location(path)
-        try:
-            with map_exceptions("look up", full):
-                return os.stat(full).st_size
-        except NotFoundError:
-            return None
+        file = self.stored_file(path)
+        return None if file is None else file.size_bytes
 
     def stored_file(self, path: str) -> file_age.StoredFile | None:
         """Return the size and the modification time of a file, or None if it does not exist."""

@@ -314,7 +314,13 @@ class JobMembership:
         if self._round and self._resets_left() <= 0:
             reason = f"the reset limit of {self._limits.reset_limit} is reached"
             return [Finish(RESET_LIMIT_STATUS, reason, others=self._deaths.list_others())]
-        denials: list[Action] = [self._deny_rank(worker, now_s) for worker in waiting if worker not in chosen]
+        denials: list[Action] = []
+        for worker in waiting:
+            if worker not in chosen:  # every waiting worker with a slot is chosen
+                assert worker.request is not None
+                worker.enter(Phase.LEAVING, now_s)
+                reason = f"its slot on {worker.host} was removed"
+                denials.append(DenyRank(worker.name, worker.request.number, reason))
         return [*denials, *self._begin_round(chosen, now_s)]
 
     def _is_enough(self, chosen: Sequence[Worker], now_s: float) -> bool:
@@ -377,12 +383,6 @@ class JobMembership:
         cause = self._deaths.choose_cause()
         return Finish(1, reason) if cause is None else self._deaths.finish(cause, f"; {reason}" if reason else "")
 
-    def _deny_rank(self, worker: Worker, now_s: float) -> DenyRank:
-        # Every waiting worker with a slot is chosen for the round, so this one has none.
-        assert worker.request is not None
-        worker.enter(Phase.LEAVING, now_s)
-        return DenyRank(worker.name, worker.request.number, f"its slot on {worker.host} was removed")
-
     def _begin_round(self, chosen: Sequence[Worker], now_s: float) -> list[Action]:
         """Begin a round with the chosen workers, and return the answers to their requests."""
         self._round += 1
@@ -417,7 +417,11 @@ class JobMembership:
             return []
         # Before the first round, the job waits until all workers have finished, or the program has failed everywhere.
         have_all_finished = self._is_finishing and not staying
-        if not self._round and not have_all_finished and not self._has_failed_everywhere(staying):
+        # New workers would fail too if the program failed in every slot before it joined.
+        none_has_joined = all(worker.phase is Phase.STARTING for worker in staying)
+        slots = {(worker.host, worker.slot) for worker in staying}
+        has_failed_everywhere = none_has_joined and self._deaths.cover_slots(slots)
+        if not self._round and not have_all_finished and not has_failed_everywhere:
             return []
         # Without a failure since the last round began, all members of that round have finished.
         if not self._deaths.since_round:
@@ -425,8 +429,3 @@ class JobMembership:
         if self._round:
             return [self._fail_job("no rank that had the training's state is left")]
         return [self._fail_job("" if self._is_finishing else "no rank has joined the job")]
-
-    def _has_failed_everywhere(self, staying: Sequence[Worker]) -> bool:
-        """Return whether the program failed in every slot before it joined, so that new workers would fail too."""
-        none_has_joined = all(worker.phase is Phase.STARTING for worker in staying)
-        return none_has_joined and self._deaths.cover_slots({(worker.host, worker.slot) for worker in staying})

@@ -220,22 +220,20 @@ class RankProcess:
         assert self._process.stderr is not None
         prefix = f"[{self._start.label}] ".encode() if self._start.label else b""
         read_clock = dt.datetime.now if self._start.stamps_lines else None
-        self._output = LinePump(
-            self._process.stdout,
-            screen_writer("stdout"),
-            self._files["stdout"],
-            prefix=prefix,
-            read_clock=read_clock,
-        )
-        self._errors = LinePump(
-            self._process.stderr,
-            screen_writer("stderr"),
-            self._files["stderr"],
-            prefix=prefix,
-            read_clock=read_clock,
-            mark=mark,
-            on_report=on_report,
-        )
+
+        def pump(source: IO[bytes], name: str, mark: bytes | None = None) -> LinePump:
+            return LinePump(
+                source,
+                screen_writer(name),
+                self._files[name],
+                prefix=prefix,
+                read_clock=read_clock,
+                mark=mark,
+                on_report=on_report,
+            )
+
+        self._output = pump(self._process.stdout, "stdout")
+        self._errors = pump(self._process.stderr, "stderr", mark)
 
     def _open_files(self, stream: str, files: contextlib.ExitStack) -> list[IO[bytes]]:
         """Return a list of the output file of a stream; an empty list if there is no output folder."""
