@@ -20,12 +20,7 @@ from datasvc.repository.resolved import KIND_NAMES, Kind, Resolved
 
 @dataclass(frozen=True)
 class RemovalReport:
-    """Result of `remove_versions`.
-
-    Attributes:
-        versions: removed versions, ordered by name and number.
-        untagged: tags that were deleted first, such as "digits-cnn@prod".
-    """
+    """Result of `remove_versions`: versions, by name and number, and tags that it deleted, such as "cnn@prod"."""
 
     versions: tuple[Resolved, ...]
     untagged: tuple[str, ...]
@@ -231,21 +226,8 @@ def mark_lost(
 ) -> LostVersions:
     """Mark versions as lost if their entries cannot be read, with one commit per data set or model.
 
-    Args:
-        repository: repository of the versions.
-        kind: "datasets" or "models".
-        refs: references with a version or a tag; removed versions are accepted.
-        force: delete the tags of these versions first.
-        dry_run: check all, and change nothing.
-        message: message of the commit.
-
-    Raises:
-        ConfigError: the entry of a version can be read, or has a later format; a reference is a name alone or a
-            branch; a version is tagged and `force` is not set; or a branch begins at a version. Nothing was changed.
-        NotFoundError: a version does not exist. Nothing was changed.
-        ConflictError: another process moved a tag of one of the versions meanwhile. Versions that it tagged are not
-            lost, and keep their tags.
-        UnknownOutcomeError, UnavailableError: see `Log.append`. The tags are restored if the store allows it.
+    For the arguments and errors, see `remove_versions`; removed versions are accepted. Also raises ConfigError if the
+    entry of a version can be read, or has a later format.
     """
     message = message or "entry unreadable"
     return LostVersions(*_remove(repository, kind, refs, force=force, dry_run=dry_run, message=message, lost=True))

@@ -33,8 +33,8 @@ class NameState:
     Attributes:
         versions: numbers of all versions, ascending.
         tags: version that each tag points at; a tag that cannot be read is left out.
-        removed: numbers of the removed versions; without those that a tag points at, or at which a branch begins:
-            their removal is not valid.
+        removed: numbers of the removed versions, without those whose removal is not valid: tags point at them, or
+            branches begin there.
         newest: newest version of the main line that is not removed; None if there is none, or it is not known.
         branches: head of each branch; a branch whose head is not known is left out.
     """

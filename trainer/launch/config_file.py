@@ -40,10 +40,7 @@ def read_config_file(path: Path, switches: Collection[str]) -> list[str]:
     """Return the command-line arguments that are equivalent to a configuration file.
 
     Files other than `.json` and `.toml` are read as YAML, which needs PyYAML. Names may have underscores or dashes.
-
-    Args:
-        path: path of the file.
-        switches: flags of the command line that take no value.
+    `switches` are the flags of the command line that take no value.
 
     Raises:
         ValueError: the file cannot be read, or does not contain sections of settings.

@@ -61,8 +61,7 @@ def broken_key(round_number: int) -> str:
 class RankRequest:
     """Request of a worker for a rank in the next round.
 
-    Args:
-        worker: name of the worker.
+    Attributes:
         number: number of the request of this worker, from 1.
         serial: serial number of the worker's state (`State.serial`); equal numbers mean equal states.
         wants_sync: whether this worker needs all ranks to copy the state of rank 0 before they continue.
@@ -76,12 +75,9 @@ class RankRequest:
 
 @dataclass(frozen=True)
 class ScriptError:
-    """Report that the program of a worker exits because of an exception.
+    """Report that the program of a worker exits because of an exception, with its type and message.
 
-    Args:
-        worker: name of the worker.
-        text: type and message of the exception.
-        ends_job: whether the job must end, because a new round cannot repair the error.
+    `ends_job` is set if a new round cannot repair the error.
     """
 
     worker: str
@@ -93,9 +89,7 @@ class ScriptError:
 class RankAssignment:
     """Answer to a request: the rank of a worker in a round.
 
-    Args:
-        round_number: number of the round in the job, from 1.
-        placement: rank and size of the worker in this round, in the job and on its node.
+    Attributes:
         needs_sync: whether the ranks must copy the state of rank 0 before they continue.
         notice: number of the newest change of hosts that this round includes.
         num_deaths: number of workers that died before this round.
@@ -117,12 +111,7 @@ class Leave:
 
 @dataclass(frozen=True)
 class Notice:
-    """Notice that hosts have changed since the round began.
-
-    Args:
-        number: number of the notice, from 1; 0 for none.
-        result: 1 for removed hosts, 2 for added ones, 3 for both, as in `HostUpdateResult`.
-    """
+    """Notice, with a number from 1 (0: none), of a change of hosts since the round began; see `HostUpdateResult`."""
 
     number: int = 0
     result: int = 0

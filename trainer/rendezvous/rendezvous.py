@@ -46,10 +46,6 @@ _MAX_CHECK_S = 0.05
 class Rendezvous:
     """The connection of this process to its elastic job.
 
-    Args:
-        worker: name of the worker, from the driver.
-        store: connection to the driver's store, used by this object alone.
-
     Attributes:
         serial, wants_sync: for the next `RankRequest`, which describes them; set by the run loop.
         assignment: newest rank assignment; None before the first.
@@ -212,12 +208,9 @@ _rendezvous: Rendezvous | None = None
 
 
 def open_rendezvous(environ: Mapping[str, str]) -> Rendezvous | None:
-    """Return the connection to the elastic job that the environment names; None if it names none.
+    """Return the connection to the elastic job that the environment names, the same each time; None if it names none.
 
-    The connection is created once; later calls return the same object.
-
-    Raises:
-        RuntimeError: the driver cannot be reached.
+    Raises RuntimeError: the driver cannot be reached.
     """
     global _rendezvous  # noqa: PLW0603 - a process is in one job
     with _lock:
@@ -272,11 +265,7 @@ def current_rendezvous() -> Rendezvous | None:
 class RoundStore(Store):
     """A view of the job's store with a key prefix for the round; torch calls its methods to form process groups.
 
-    Args:
-        store: store of the job.
-        prefix: prefix of every key, different in every round.
-        broken_key: key of the job's store. If it exists, a member of the round is lost, and every wait fails.
-        timeout_s: default limit of a wait for a key.
+    If `broken_key` exists in the job's store, a member of the round is lost, and every wait fails.
     """
 
     def __init__(self, store: Store, *, prefix: str, broken_key: str, timeout_s: float) -> None:

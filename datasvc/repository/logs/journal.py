@@ -1,11 +1,9 @@
 """Journals of unfinished work.
 
 An ingest records its finished parts: if its process is killed, a later process does only the rest. A transfer to a
-repository records the objects that its versions will reference, so that `gc` keeps them.
-
-A journal is a folder of small JSON records below `journal/`, each with a checksum. Every record is verified when it
-is read; a part with a damaged record is done again. A journal is removed when its work is committed; `gc` removes old
-journals that were never resumed.
+repository records the objects that its versions will reference, so that `gc` keeps them. A journal is a folder of
+small JSON records, each with a checksum; a part with a damaged record is done again. A journal is removed when its
+work is committed; `gc` removes old journals that were never resumed.
 
 The record `plan.json` is written first. It has the random identifier of the *attempt*; every later record repeats
 it. If the plan is damaged, a new attempt begins, and the records of the old attempt are ignored.
@@ -46,14 +44,11 @@ class Journal:
         self._attempt = attempt
 
     def begin(self) -> tuple[str, bool]:
-        """Resume the work, or start it.
+        """Resume the work, or start it. Raises UnavailableError.
 
         Returns:
             The identifier of the attempt, which is the same in every process that resumes the work; and whether the
-            input has changed. This is so if the work has journals, but none with this fingerprint.
-
-        Raises:
-            UnavailableError: the store does not respond.
+            input has changed: the work has journals, but none with this fingerprint.
         """
         names = self._storage.list(JOURNALS)
         has_changed = self._name not in names and any(name.startswith(self._work_prefix) for name in names)

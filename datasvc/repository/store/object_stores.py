@@ -54,8 +54,6 @@ class ObjectBucket:
     """A bucket, or a container of Azure, that obstore can reach.
 
     Attributes:
-        kind: kind of the store.
-        name: name of the bucket.
         prefix: path of the root in it, without slashes at its ends; may be empty.
         config: settings of obstore's store. It reads others, and most credentials, from the environment.
         credentials: botocore's credentials, which it renews; None: obstore finds them by itself.
@@ -76,10 +74,6 @@ class ObjectBucket:
 
 def choose_bucket(url: str, environ: Mapping[str, str] = os.environ) -> ObjectBucket | str:
     """Return how obstore reaches the bucket of `url`, or the reason why fsspec's driver must be used, as a phrase.
-
-    Args:
-        url: URL of a store.
-        environ: environment variables.
 
     Raises:
         ConfigError: the AWS profile cannot be read.
@@ -191,12 +185,8 @@ def make_client_options(
 ) -> ClientConfig:
     """Return the settings of obstore's HTTP client.
 
-    Args:
-        connect_s: time limit to connect, in seconds.
-        silence_s: time limit without a byte, and of the time until the headers of a response are complete; of an
-            upload, the limit of the whole request.
-        allow_http: whether requests without TLS are allowed.
-        headers: headers of all requests.
+    `silence_s` is the time limit without a byte, and of the time until the headers of a response are complete; of an
+    upload, the limit of the whole request. Without `allow_http`, all requests need TLS.
 
     Raises:
         ConfigError: the file that AWS_CA_BUNDLE names cannot be read.

@@ -115,12 +115,7 @@ class _RequestFuture(asyncio.Future[Any]):
 
 
 class _CountingLoop(asyncio.SelectorEventLoop):
-    """Loop that counts the futures which obstore has not completed yet, beside those of asyncio in use.
-
-    Attributes:
-        unfinished: the futures.
-        thread_id: the thread that runs the loop.
-    """
+    """Loop that counts the futures which obstore has not completed yet, beside those of asyncio in use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,11 +142,7 @@ class _CountingLoop(asyncio.SelectorEventLoop):
 
 
 class _ObstoreLoop:
-    """The loop of this process; started by the first request.
-
-    Attributes:
-        is_usable: False in a forked child whose parent had started its loop.
-    """
+    """The loop of this process, started by the first request; not usable in a child forked after that."""
 
     def __init__(self) -> None:
         self.is_usable = True

@@ -70,13 +70,7 @@ class RangeReader:
     ) -> None:
         """Pass exactly `length` bytes from `offset` to `take`, in order, in the calling thread.
 
-        Args:
-            path: path for the file system.
-            offset: first byte of the range.
-            length: length of the range in bytes; may be 0.
-            take: function for the bytes. Its exceptions are not converted.
-            location: URL or path of the file for messages.
-            interrupt: token that cancels the read.
+        The exceptions of `take` are not converted. `location` is the URL or path of the file for messages.
 
         Raises:
             NotFoundError, ConfigError: see `retries.map_exceptions`.
@@ -175,11 +169,7 @@ class HttpRanges:
 
 
 def _decoded_path(url: Any) -> str:
-    """Return the path of a URL as obstore takes it, which encodes it again.
-
-    Raises:
-        UnsupportedResponseError: obstore would request another path.
-    """
+    """Return the path of a URL as obstore takes it, which encodes it again."""
     path: str = url.raw_path
     names = path.removeprefix("/").split("/")
     if "%2f" in path.lower() or any(name in {"", ".", ".."} for name in map(unquote, names)):

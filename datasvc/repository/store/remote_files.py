@@ -185,6 +185,7 @@ class RemoteFiles:
         if full is None:
             with suppress(KeyError):
                 self._fs.invalidate_cache()
+        # Drivers take the details of a file from the listing of its parent.
         folder = full
         while folder:
             # fsspec looks a listing up and then deletes it, without a lock: another thread may delete it in between.

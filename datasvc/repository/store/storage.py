@@ -229,11 +229,8 @@ class Storage:
     def create_temporary(self, content: bytes) -> str:
         """Write a temporary file with a random name, and return its path.
 
-        The caller must remove the file with `remove_temporary`; if the caller is killed before that, `gc` removes it.
-
-        Raises:
-            ConfigError: see `check_writable`; or the store denies access.
-            UnavailableError: the store failed.
+        The caller must remove it with `remove_temporary`; if the caller is killed, `gc` does. Raises ConfigError (see
+        `check_writable`, or the store denies access) and UnavailableError.
         """
         self.check_writable()
         path = f"{durable.TEMPORARY_PREFIX}{secrets.token_hex(16)}"
@@ -281,10 +278,9 @@ class Storage:
         return self._store_clock[1] + time.monotonic()
 
     def now_s(self) -> float:
-        """Return the time of the clock that dates the store's files, in seconds since 1970.
+        """Return the time of the clock that dates the store's files, in seconds since 1970, by a new temporary file.
 
-        The result is the modification time of a new temporary file. Do not compare modification times with the clock
-        of this machine: it may show another time.
+        Do not compare modification times with the clock of this machine: it may show another time.
 
         Raises:
             ConfigError: the store reports no modification times; or see `create_temporary`.

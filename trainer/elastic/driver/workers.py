@@ -215,6 +215,7 @@ def plan_placements(workers: Sequence[Worker]) -> dict[str, RankPlacement]:
 
 
 def _plan_local_ranks(slots: Sequence[int]) -> dict[int, int]:
+    # A slot whose number is below the number of slots in use gets this number. The others get the numbers left.
     unused = sorted(set(range(len(slots))) - set(slots))
     return {slot: slot if slot < len(slots) else unused.pop(0) for slot in sorted(slots)}
 

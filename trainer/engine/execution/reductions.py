@@ -286,7 +286,7 @@ def _scale(tensor: Tensor, name: str, *, factor: float, divisor: int = 1) -> Non
     if factor == 1.0 and divisor == 1:
         return
     if not is_integer(name):
-        tensor.mul_(factor / divisor)
+        tensor.mul_(factor / divisor)  # torch scales half precision in float32, and rounds once
     elif tensor.dtype.is_floating_point:
         # A division, not a multiplication by the reciprocal: 49 * (1 / 49) truncates to 0.
         tensor.mul_(factor).div_(divisor).trunc_()

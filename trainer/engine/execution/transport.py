@@ -378,13 +378,9 @@ def explain_flat(nodes: Sequence[Sequence[int]]) -> str:
 class HierarchicalWork:
     """A hierarchical sum of a tensor, in place, that has begun; all ranks get equal bits.
 
-    Every rank of the job constructs one in the same order, and waits for them in the same order.
-
-    Args:
-        groups: groups of this rank.
-        tensor: flat and contiguous; its length is a multiple of the ranks per node.
-        scratch: memory of the same size as the tensor, which belongs to this object until `wait` returns; used only
-            for tensors on the CPU.
+    Every rank of the job constructs one in the same order, and waits for them in the same order. The tensor is flat
+    and contiguous; its length is a multiple of the ranks per node. `scratch`, memory of the same size, is used only
+    for tensors on the CPU, and belongs to this object until `wait` returns.
     """
 
     def __init__(self, groups: NodeGroups, tensor: Tensor, scratch: Tensor) -> None:

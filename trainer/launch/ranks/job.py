@@ -20,10 +20,9 @@ class Host:
 class RemoteSettings:
     """Settings for the start of commands on other hosts.
 
-    Args:
+    Attributes:
         shell: remote shell: `ssh`, or `srun` inside a Slurm allocation.
-        ssh_port: port of the ssh server; None for the configuration of ssh.
-        ssh_identity_file: private key; None for the configuration of ssh.
+        ssh_port, ssh_identity_file: port of the ssh server, and private key; None for the configuration of ssh.
         python: interpreter that runs the guard of a remote rank; None for the path of this interpreter.
         network_interfaces: names of the interfaces that connect the hosts; empty to detect them.
     """
@@ -39,20 +38,16 @@ class RemoteSettings:
 class LaunchJob:
     """A job of the launcher.
 
-    Args:
+    Attributes:
         command: program and arguments, started once per rank.
         num_ranks: number of ranks; for an elastic job, at the start.
         hosts: hosts in rank order; empty for all ranks on this machine.
         variables: environment variables for every rank, in addition to the launcher's environment.
-        passed_names: names of environment variables of the launcher that are copied to ranks on other hosts, in
-            addition to the usual ones (`hosts.choose_passed`).
-        remote: how commands are started on other hosts.
+        passed_names: variables of the launcher that are copied to ranks on other hosts, beside the usual ones.
         grace_s: seconds between SIGTERM and SIGKILL when ranks are terminated.
         start_timeout_s: time in which every rank must start; also the time, after the first call of `init`, in which
-            every rank must call it. A late rank ends the job, unless the job is elastic. None to wait without limit
-            and print a note.
-        prefixes_lines: whether lines of output begin with `[rank]`.
-        stamps_lines: whether lines of output begin with the time.
+            every rank must call it. A late rank ends the job, unless the job is elastic. None: no limit, but a note.
+        prefixes_lines, stamps_lines: whether lines of output begin with `[rank]`, and with the time.
         output_folder: folder for copies of the output, `rank.N/stdout` and `rank.N/stderr`; None for no files.
         is_verbose: whether to print the host and the command of each rank on standard error.
     """
@@ -75,15 +70,14 @@ class LaunchJob:
 class ElasticOptions:
     """Options of an elastic job.
 
-    Args:
+    Attributes:
         min_num_ranks: minimum number of ranks; the job waits while there are fewer.
         max_num_ranks: maximum number of ranks; further slots stay empty. None for no limit.
         discovery_script: script that prints `host` or `host:slots` lines; None to use the hosts of the job.
         slots_per_host: number of slots of a host if the script prints only its name; None for 1.
         elastic_timeout_s: maximum time to wait for slots; None for `HOROVOD_ELASTIC_TIMEOUT` or its default.
         reset_limit: number of changes of the ranks after which the job ends with status 3; None for no limit.
-        cooldown_range_s: minimum and maximum time for which a host gets no ranks after a failure; None to block
-            it permanently.
+        cooldown_range_s: see `Blacklist`.
     """
 
     min_num_ranks: int = 1
@@ -106,12 +100,11 @@ _HOROVOD_HINT = (
 class JobFailure:
     """The failure of a job.
 
-    Args:
+    Attributes:
         exit_status: exit status of the launcher.
         text: description of the first failure, followed by those of other workers.
-        rank: rank that failed first; None if the cause was not a rank.
-        worker: in an elastic job, name of the worker (process) that failed first; else None.
-        last_lines: last output lines of the rank or worker that failed first.
+        rank, worker: rank, and in an elastic job name of the worker, that failed first; None for another cause.
+        last_lines: last output lines of that rank or worker.
     """
 
     exit_status: int

@@ -27,10 +27,8 @@ class LinePump:
         source: read end of the stream, closed at the end.
         write_line: function that prints a line with its prefix, such as `screen_writer("stdout")`.
         files: files that get the output byte for byte; closed at the end.
-        prefix: prefix of each line on the screen.
         read_clock: function that returns the time to print before the prefix; None for no time.
-        mark: bytes before each report of the remote guard; reports are not printed. None without a remote guard.
-        on_report: callback for each report, called from the thread.
+        mark: bytes before each report of the remote guard, which goes to `on_report` and is not printed; or None.
     """
 
     def __init__(

@@ -46,20 +46,18 @@ class StartError(OSError):
 class RankStart:
     """The description of a process to start.
 
-    Args:
+    Attributes:
         worker_id: name of the process in its `RankEnd`; unique among the processes that share a queue.
-        command: program and arguments.
         environ: complete environment of a process on this machine; on another host, additions to the login
             environment.
         host: name of the host, for messages.
-        remote_command: command, run here, that starts `remote_guard` on the other host; it then starts the rank. None
+        remote_command: command, run here, that starts `remote_guard` on the other host, which starts the rank. None
             for a process on this machine.
         master_addresses: addresses of this machine; the first one at which a remote rank reaches MASTER_PORT becomes
             its MASTER_ADDR. Empty to keep MASTER_ADDR from `environ`.
-        num_neighbours: for a remote rank, number of ranks on its host, this one included. These ranks share the
-            processors of the host equally, unless `environ` sets the number of threads.
+        num_neighbours: for a remote rank, number of ranks on its host, which share its processors equally, unless
+            `environ` sets the number of threads.
         label: prefix of lines of output, printed as `[label]`; empty for no prefix.
-        stamps_lines: whether lines of output begin with the time.
         output_folder: folder for the files `stdout` and `stderr`; None for no files.
     """
 
@@ -91,10 +89,7 @@ class RankEnd:
 class RankProcess:
     """The process of a rank on this machine; `RemoteRankProcess` is its subclass for other hosts.
 
-    Args:
-        start: description of the process.
-        guard: guard that kills the process if the launcher is killed.
-        ends: queue that gets a `RankEnd` when the process ends for any reason.
+    The `guard` kills it if the launcher is killed. The queue `ends` gets a `RankEnd` when it ends for any reason.
 
     Raises:
         StartError: the command cannot be started.
@@ -161,10 +156,7 @@ class RankProcess:
         self._process.wait()
 
     def drain(self, deadline_s: float) -> None:
-        """Wait for the end of the output, but only until `deadline_s` of the monotonic clock.
-
-        A child of the process may keep the output open.
-        """
+        """Wait for the end of the output, which a child may keep open, at most until `deadline_s` (monotonic)."""
         for pump in (self._output, self._errors):
             pump.last_lines(timeout_s=max(0.0, deadline_s - time.monotonic()))
 

@@ -39,9 +39,7 @@ _CAUSE_WAIT_S = 2.0
 
 
 def run_static_job(job: LaunchJob, environ: Mapping[str, str]) -> JobFailure | None:
-    """Run all ranks to their end, and forward SIGINT and SIGTERM to them.
-
-    Only the main thread can set signal handlers, so a call in another thread does not forward signals.
+    """Run all ranks to their end, and forward SIGINT and SIGTERM to them, if this is the main thread.
 
     Returns:
         None if every rank exited with status 0.
@@ -122,10 +120,8 @@ class _RankMonitor:
         return None
 
     def _find_cause(self, end: RankEnd) -> RankEnd:
-        """Return the end of the rank that failed first, or `end` if no such rank ends within `_CAUSE_WAIT_S`.
-
-        A rank that only lost the connection to the failed rank often ends before the failed rank does.
-        """
+        """Return the end of the rank that failed first, or `end` if no such rank ends within `_CAUSE_WAIT_S`."""
+        # A rank that only lost the connection to the failed rank often ends before the failed rank does.
         deadline_s = time.monotonic() + _CAUSE_WAIT_S
         next_end: RankEnd | None = end
         while next_end is not None:
@@ -218,15 +214,8 @@ class LateRanks:
 class Arrivals:
     """The arrivals of the ranks: first the starts of their processes, then their calls of `init`.
 
-    A program may never call `init`, so the limit for this call begins when the first rank has called it.
-
-    Args:
-        num_ranks: number of ranks of the job.
-        limit_s: maximum time for a step: from the start of the job, or from the first call of `init`.
-        now_s: time of the start; all calls use the same clock.
-
-    Attributes:
-        is_over: whether all ranks have arrived, so that the caller need not poll any more.
+    A program may never call `init`, so `limit_s` for this call begins when the first rank has called it. Without a
+    clock: all calls pass the time. `is_over` means that all ranks have arrived.
     """
 
     def __init__(self, num_ranks: int, *, limit_s: float, now_s: float) -> None:
@@ -240,10 +229,7 @@ class Arrivals:
     def find_late(self, *, now_s: float, started: Collection[int], called: Collection[int]) -> LateRanks | None:
         """Return the ranks that are late, or None. Each missing step is reported only once.
 
-        Args:
-            now_s: current time.
-            started: ranks whose program runs or has ended.
-            called: ranks that have called `init` or have ended; empty until a rank has called it.
+        `started` and `called` include ranks that have ended; `called` is empty until a rank has called `init`.
         """
         missing = tuple(rank for rank in self._ranks if rank not in started)
         if missing:

@@ -66,12 +66,8 @@ def plan_interfaces(settings: RemoteSettings, addresses: Sequence[str], environ:
     """Return the variables that select the network interfaces between the hosts.
 
     By default Gloo uses the address of the host name, often a loopback address, which other hosts cannot reach.
-
-    Args:
-        settings: settings with the interfaces that the user names.
-        addresses: addresses of this machine that other hosts may reach, the most likely first. Empty if there are no
-            other hosts, and for a rank on another host.
-        environ: environment of the launcher.
+    `addresses` are those of this machine that other hosts may reach, the most likely first; empty if there are no
+    other hosts, and for a rank on another host.
     """
     if settings.network_interfaces:
         names = ",".join(settings.network_interfaces)
