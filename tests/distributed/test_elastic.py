@@ -2,7 +2,6 @@
 
 import random
 import re
-import signal
 
 import pytest
 
@@ -114,16 +113,6 @@ def test_an_exception_of_one_rank_is_its_death_and_the_other_goes_on_in_the_plac
 
 
 @pytest.mark.slow
-def test_an_exit_with_a_status_is_a_death_too(launcher):
-    done = run_failing(launcher, "0", "3")
-    assert done.returncode == 0, done.stderr
-    assert re.search(
-        r"rank 0, worker localhost:0:0 exited with status 3 \(.*\); host localhost gets no new", done.stderr
-    )
-    assert "[127.0.0.1:0] ends at 6 as 0 1 0 1 0 0 1" in done.stdout
-
-
-@pytest.mark.slow
 def test_an_error_that_a_program_catches_and_prints_is_in_the_error_of_the_job(launcher):
     done = run_failing(launcher, "all", "caught")
     assert done.returncode == 1
@@ -161,29 +150,12 @@ def test_a_program_that_fails_alike_on_all_ranks_ends_the_job_and_each_is_named(
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_and_stays_is_ended(launcher):
-    done = run_failing(launcher, "1", "stay", "--grace-s", "0.5")
-    assert done.returncode == 0, done.stderr
-    assert "rank 1, worker 127.0.0.1:0:1 did not exit in time and is terminated: MemoryError" in done.stderr
-    assert "[localhost:0] ends at 6 as 0 1 0 1 0 0 1" in done.stdout
-
-
-@pytest.mark.slow
 def test_ranks_that_raise_one_after_the_other_are_replaced_and_nothing_differs(elastic, undisturbed):
     elastic.launcher.environ["FAULT"] = "error"
     result = elastic.result(2, REPLACING, faults={"1": ["backward", 7], "0": ["commit", 12]})
     check_equal(result, undisturbed)
     assert "rank 1, worker 127.0.0.1:0:1 exited with status 1: TypeError: a program's own fault" in result["errors"]
     assert "rank 0, worker localhost:0:0 exited with status 1: TypeError: a program's own fault" in result["errors"]
-
-
-@pytest.mark.slow
-def test_the_time_for_slots_does_not_limit_imports(launcher):
-    # Loading torch alone takes far longer.
-    done = run_failing(launcher, "none", "error", "--elastic-timeout", "0.2")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ends at 6 as") == 2
-    assert "warning: rank" not in done.stderr
 
 
 def random_faults(seed, num_faults):
@@ -244,16 +216,6 @@ def test_two_at_once_and_all_but_one_may_die(elastic, undisturbed):
     # The last has saved that step, or heard of the death before.
     assert result["sizes"] in ([4] * 6 + [2] * 2 + [1] * 12, [4] * 6 + [2] * 3 + [1] * 11)
     assert len(result["resets"]) == 2
-
-
-@pytest.mark.slow
-def test_when_all_ranks_have_died_the_first_is_named(elastic):
-    done = elastic.run(2, REPLACING, faults={"0": ["step", 4], "1": ["step", 4]})
-    assert done.returncode == 128 + signal.SIGKILL
-    assert (
-        "was the first to fail: it was killed by SIGKILL; no rank that had the training's state is left"
-        in done.stderr
-    )
 
 
 @pytest.mark.slow
@@ -319,13 +281,6 @@ def test_the_reset_limit_ends_the_job_with_status_3(elastic):
     )
     assert done.returncode == 3
     assert "the reset limit of 1 is reached" in done.stderr
-
-
-@pytest.mark.slow
-def test_too_few_ranks_with_no_host_for_more_end_the_job(elastic):
-    done = elastic.run(2, ("--min-num-proc", "2", *TWO_HOSTS), faults={"1": ["step", 3]})
-    assert done.returncode == 128 + signal.SIGKILL
-    assert "1 of the 2 required ranks (--min-num-proc) are available, and no host has a free slot" in done.stderr
 
 
 @pytest.mark.slow

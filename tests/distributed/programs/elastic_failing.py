@@ -2,13 +2,12 @@
 
 Arguments:
     the ranks of the first round that fail, comma-separated; "all" for any rank of any round;
-    how: "error", "stay" for one whose process does not end by itself, a status for sys.exit, "caught" for an error
-        that the program catches and prints before it exits with status 1, or "vanish" for os._exit with status 0.
+    how: "error", a status for sys.exit, "caught" for an error that the program catches and prints before it exits
+        with status 1, or "vanish" for os._exit with status 0.
 """
 
 import os
 import sys
-import threading
 
 import torch
 
@@ -45,11 +44,9 @@ state = hvd.elastic.ObjectState(step=0)
 def train(state):
     while state.step < 6:
         if state.step == 3 and (VICTIMS == "all" or is_victim):
-            if HOW == "stay":
-                threading.Thread(target=threading.Event().wait).start()
             if HOW == "vanish":
                 os._exit(0)
-            if HOW in ("error", "stay", "caught"):
+            if HOW in ("error", "caught"):
                 raise MemoryError(f"no memory left on rank {hvd.rank()}")
             sys.exit(int(HOW))
         hvd.allreduce(torch.ones(1), name="step")
