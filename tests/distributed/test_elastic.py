@@ -32,7 +32,7 @@ def test_ranks_killed_one_after_the_other_are_replaced_and_nothing_differs(elast
 
 
 @pytest.mark.slow
-def test_hierarchical_allreduces_go_on_with_a_rank_that_replaces_another(elastic):
+def test_hierarchical_allreduces_continue_with_a_rank_that_replaces_another(elastic):
     options = ("--min-num-proc", "4", *SAME_SIZE[2:], "-H", "localhost:2,127.0.0.1:2", "--hierarchical-allreduce")
     undisturbed = elastic.result(4, options)
     assert "not hierarchical" not in undisturbed["errors"]
@@ -46,7 +46,7 @@ def test_the_size_of_buckets_is_chosen_again_with_a_rank_that_replaces_another(e
 
 
 @pytest.mark.slow
-def test_when_rank_0_dies_between_save_and_agreement_the_other_goes_on_in_its_process(elastic, undisturbed):
+def test_when_rank_0_dies_between_save_and_agreement_the_other_continues_in_its_process(elastic, undisturbed):
     result = elastic.result(2, SHRINKING, faults={"0": ["saved", 8]})
     check_alike(result, undisturbed)
     # The other has saved that step, or heard of the death before.
@@ -99,7 +99,7 @@ def run_failing(launcher, victims, how, *more):
 
 
 @pytest.mark.slow
-def test_an_exception_of_one_rank_is_its_death_and_the_other_goes_on_in_the_place_it_then_has(launcher):
+def test_an_exception_of_one_rank_is_its_death_and_the_other_continues_with_its_new_placement(launcher):
     done = run_failing(launcher, "1", "error")
     assert done.returncode == 0, done.stderr
     assert "[localhost:0] started as 0 2 0 2 0 0 2" in done.stdout
@@ -127,7 +127,7 @@ def test_an_error_that_a_program_catches_and_prints_is_in_the_error_of_the_job(l
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["vanish", "0"])
-def test_a_rank_that_leaves_the_training_function_with_status_0_is_a_good_end_that_is_said(launcher, how):
+def test_a_rank_that_exits_the_training_function_with_status_0_gives_a_warning(launcher, how):
     done = run_failing(launcher, "0", how)
     assert done.returncode == 0, done.stderr
     said = "warning: rank 0, worker localhost:0:0 exited with status 0 before its training function"
@@ -183,7 +183,7 @@ def test_ranks_killed_at_twelve_random_points_four_in_each_run_make_no_differenc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "point"), [("2", "connect"), ("2", "groups"), ("2", "sync")])
-def test_a_second_death_while_the_ranks_meet_anew_only_makes_them_meet_once_more(elastic, undisturbed, victim, point):
+def test_a_second_death_while_the_ranks_connect_leads_to_one_more_round(elastic, undisturbed, victim, point):
     result = elastic.result(2, REPLACING, faults={"1": ["step", 5], victim: [point, 2]})
     check_equal(result, undisturbed)
     assert result["errors"].count("was killed by SIGKILL") == 2
@@ -236,7 +236,7 @@ def test_a_host_comes_in_the_middle_of_an_epoch_and_another_goes(elastic, undist
 
 
 @pytest.mark.slow
-def test_ranks_are_told_of_a_change_of_hosts_before_they_commit(launcher, tmp_path):
+def test_ranks_get_the_notice_of_a_change_of_hosts_before_they_commit(launcher, tmp_path):
     hosts = ListedHosts(tmp_path, "localhost:1", "127.0.0.1:1")
     launcher.environ["HVD_DISCOVERY_INTERVAL"] = "0.1"
     program = launcher.program("elastic_notified.py")

@@ -32,7 +32,7 @@ def pids_at_the_start(output):
     return [int(pid) for _, pid in sorted(re.findall(r"in round 1 as rank (\d) of \d in process (\d+)", output))]
 
 
-def test_a_host_that_comes_is_taken_in_and_no_process_begins_anew(elastic, hosts, listed, undisturbed):
+def test_a_new_host_joins_and_no_process_starts_again(elastic, hosts, listed, undisturbed):
     job = elastic.start(2, (*SHRINKING, *hosts.options, *listed.options), sizes={"5": 3})
     job.read_until("committed 5 of 2")
     listed.set("node7:1", "node8:1", "node9:1")
@@ -52,7 +52,7 @@ def test_a_rank_that_is_killed_behind_ssh_is_replaced_there_and_nothing_differs(
     assert f"[{killed}:0] ends after 0 resets" in result["output"]
 
 
-def test_when_the_sshd_of_rank_0_is_lost_the_others_go_on_and_the_host_is_named(
+def test_when_the_sshd_of_rank_0_is_lost_the_others_continue_and_the_host_is_named(
     elastic, hosts, listed, undisturbed, has_ended
 ):
     job = elastic.start(2, (*SHRINKING, *hosts.options, *listed.options), sizes={"5": 1})
@@ -70,7 +70,7 @@ def test_when_the_sshd_of_rank_0_is_lost_the_others_go_on_and_the_host_is_named(
     assert has_ended(lost)
 
 
-def test_a_host_whose_sshd_comes_back_is_asked_again_until_it_answers(elastic, hosts, listed, undisturbed):
+def test_a_host_is_tried_again_until_its_sshd_is_back(elastic, hosts, listed, undisturbed):
     options = (*SHRINKING, "--blacklist-cooldown-range", "0.1", "0.1", *hosts.options, *listed.options)
     job = elastic.start(2, options, sizes={"5": 1, "9": 2})
     job.read_until("committed 5 of 2")

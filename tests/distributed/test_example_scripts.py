@@ -39,7 +39,7 @@ def test_a_script_written_for_horovod_learns_digits(run_example, options):
 
 
 @pytest.mark.slow
-def test_the_imagenet_loop_commits_each_epoch_and_goes_on_from_there(run_example, digits_folder, tmp_path):
+def test_the_imagenet_loop_commits_each_epoch_and_continues_from_there(run_example, digits_folder, tmp_path):
     url = str(tmp_path / "repo")
     ingest(Repository.create(url), str(digits_folder), "digits", limit=96)
     words = ["--repo", url, "--data", "digits@1", "--model", "resnet18", "--size", "32", "--batch-size", "16"]
@@ -74,7 +74,7 @@ def small_url(digits_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_elastic_training_runs_on_two_hosts_and_goes_on_from_its_newest_version(run_example, small_url, tmp_path):
+def test_elastic_training_runs_on_two_hosts_and_continues_from_its_newest_version(run_example, small_url, tmp_path):
     hosts = tmp_path / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
     hosts.chmod(0o755)

@@ -110,7 +110,7 @@ def test_a_rank_that_is_killed_is_named():
         run(die_on_one, num_proc=2)
 
 
-def test_a_result_that_cannot_be_pickled_is_an_error_that_says_so():
+def test_a_result_that_cannot_be_pickled_is_an_error():
     with pytest.raises(TypeError, match="the result of rank 0, a generator, cannot be pickled"):
         run(lambda: (x for x in []))
 
@@ -144,7 +144,7 @@ def test_an_elastic_function_that_leaves_without_any_result_is_an_error():
 
 
 @pytest.mark.slow
-def test_an_elastic_function_goes_on_without_a_rank_that_raises(capfd):
+def test_an_elastic_function_continues_without_a_rank_that_raises(capfd):
     def train():
         import datasvc.trainer as hvd
 

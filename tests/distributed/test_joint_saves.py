@@ -55,7 +55,7 @@ def test_what_is_unlike_on_the_ranks_is_saved_as_rank_0_has_it(seen):
 
 
 @pytest.mark.slow
-def test_what_one_rank_cannot_save_all_ranks_hear_and_then_go_on(seen):
+def test_the_failed_save_of_one_rank_is_an_error_on_all_ranks_which_then_continue(seen):
     ranks = seen["refused"]
     assert ranks[0] == ranks[1] == ranks[2]
     (kind, text), (other_kind, other_text), (step_kind, step_text), (no_kind, no_text), *others, version = ranks[0]

@@ -59,16 +59,14 @@ def test_a_file_that_cannot_be_made_is_not_taken_for_a_missing_program(launcher,
     assert "the launcher has failed: [Errno 21] Is a directory" in done.stderr
 
 
-def test_a_program_that_is_not_executable_is_told_from_one_that_is_not_there(launcher, tmp_path):
+def test_a_program_that_is_not_executable_has_another_status_than_a_missing_one(launcher, tmp_path):
     (tmp_path / "program").write_text("")
     assert launcher.run(1, tmp_path / "program").returncode == 126
     assert launcher.run(1, tmp_path / "none").returncode == 127
 
 
 @pytest.mark.parametrize(("name", "status", "reason"), [("program", 126, "Errno 13"), ("none", 127, "Errno 2")])
-def test_an_elastic_job_tells_them_apart_too_and_gives_the_reason_at_its_end(
-    launcher, tmp_path, name, status, reason
-):
+def test_an_elastic_job_has_the_same_statuses_and_reports_the_reason(launcher, tmp_path, name, status, reason):
     (tmp_path / "program").write_text("")
     done = launcher.run(1, tmp_path / name, options=("--min-num-proc", "1"))
     assert done.returncode == status
@@ -100,7 +98,7 @@ def test_a_process_that_cannot_be_watched_is_ended(monkeypatch, remote_command):
 
 
 @pytest.mark.parametrize("last_words", [b"sig", b"nonsense\n", b""])
-def test_a_launcher_that_dies_while_it_speaks_leaves_no_rank_elsewhere(has_ended, last_words):
+def test_a_launcher_that_dies_in_the_middle_of_an_order_leaves_no_remote_rank(has_ended, last_words):
     order = {"mark": "!", "command": ["sleep", "1000"], "environ": {}, "folder": "/", "grace_s": 0.1}
     guard = subprocess.Popen(
         [sys.executable, "-I", "-S", remote_guard.__file__], stdin=subprocess.PIPE, stderr=subprocess.PIPE

@@ -165,7 +165,7 @@ def test_ranks_elsewhere_share_the_processors_that_they_may_use(launch, monkeypa
     assert done.stdout == "1\n"
 
 
-def test_a_host_out_of_reach_is_named_with_what_ssh_said(launch, ssh):
+def test_an_unreachable_host_is_named_with_the_error_of_ssh(launch, ssh):
     ssh('case "$*" in *bad9*) echo "ssh: connect to host bad9: No route" >&2; exit 255;; esac')
     done = launch(2, *sh("exec sleep 1000"), options=("-H", "node7:1,bad9:1"))
     assert done.returncode == 255

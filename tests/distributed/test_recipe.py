@@ -149,7 +149,7 @@ def test_power_sgd_learns_the_digits_with_a_fifth_of_the_bytes(repository, names
 
 
 @pytest.mark.slow
-def test_a_job_that_is_told_to_end_commits_what_it_has_on_all_ranks_and_goes_on_from_there(repository, undisturbed):
+def test_a_job_that_gets_a_signal_commits_on_all_ranks_and_continues_from_there(repository, undisturbed):
     """A launcher passes SIGTERM on; the ranks look about once a second, and agree on a step."""
     status, told, error = run(repository, "told", kill_at_step=3, terminates=True, checkpoint_every=1000)
     assert status == 128 + signal.SIGTERM, error
@@ -163,7 +163,7 @@ def test_a_job_that_is_told_to_end_commits_what_it_has_on_all_ranks_and_goes_on_
 
 
 @pytest.mark.slow
-def test_a_run_resumed_on_one_rank_with_another_batch_size_goes_on_at_the_right_rate(repository):
+def test_a_run_resumed_on_one_rank_with_another_batch_size_continues_at_the_right_rate(repository):
     status, _, _ = run(repository, "resized", kill_at_step=6)
     assert status != 0
     status, events, _ = run(repository, "resized", ranks=1, batch_size=32)
@@ -200,7 +200,7 @@ def test_a_windowed_run_streams_through_a_cache_that_its_data_does_not_fit(repos
 
 
 @pytest.mark.slow
-def test_errors_of_a_run_are_said_without_a_traceback(repository):
+def test_errors_of_a_run_are_printed_without_a_traceback(repository):
     status, _, error = run(repository, "broken", ranks=1, data="letters")
     assert status == 1
     assert "no data set 'letters'" in error

@@ -151,7 +151,7 @@ def check_undisturbed(repository, name, events, undisturbed, victim="1"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_run_goes_on_without_a_rank_that_is_killed(repository, undisturbed, tmp_path, seed):
+def test_a_run_continues_without_a_rank_that_is_killed(repository, undisturbed, tmp_path, seed):
     draw = random.Random(seed)
     victim, step = str(draw.randrange(2)), draw.randrange(1, NUM_STEPS)
     name, ledger = f"shrunk-{seed}", tmp_path / "ledger"

@@ -44,7 +44,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("kind", ["listed", "streamed"])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_full_disk_ends_an_ingest_and_room_lets_it_go_on(small_disk, tmp_path, kind, workers):
+def test_a_full_disk_ends_an_ingest_that_continues_when_there_is_room(small_disk, tmp_path, kind, workers):
     if kind == "listed":
         source = write_folder(tmp_path / "source", {"train": {"a": 30}})
         for path in source.rglob("*.jpg"):

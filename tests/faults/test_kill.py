@@ -91,7 +91,7 @@ def test_a_save_killed_anywhere_leaves_the_last_version_restorable(tmp_path, poi
 
 
 @pytest.mark.parametrize("point", [1, 4, *(pytest.param(point, marks=pytest.mark.slow) for point in (2, 3, 6, 9))])
-def test_a_staging_killed_anywhere_leaves_a_cache_that_goes_on(tmp_path, folder, point):
+def test_a_staging_killed_anywhere_leaves_a_usable_cache(tmp_path, folder, point):
     repository = Repository.create(str(tmp_path / "repo"))
     ingest(repository, str(folder), "pets", shard_bytes=1000)
     splits = list(open_dataset(repository, "pets").values())

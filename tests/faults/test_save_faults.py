@@ -187,7 +187,7 @@ def test_a_background_save_killed_at_every_one_of_its_steps_leaves_the_last_vers
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("full", "UnavailableError"), ("unwritable", "ConfigError")])
-def test_a_disk_that_fills_or_cannot_be_written_is_said_and_leaves_the_last_version(said, mode, kind):
+def test_a_full_or_unwritable_disk_is_an_error_and_leaves_the_last_version(said, mode, kind):
     assert said[mode]
     for found, text in said[mode]:
         assert found == kind

@@ -24,7 +24,7 @@ def test_a_repository_is_made_once_and_opened_again(url):
     assert Repository.open(url).objects.read(info.digest) == b"x"
 
 
-def test_opening_where_nothing_is_says_how_to_make_one(url):
+def test_the_error_of_a_missing_repository_has_the_command_that_creates_one(url):
     with pytest.raises(NotFoundError, match="datasvc ingest"):
         Repository.open(url)
 
@@ -67,7 +67,7 @@ def test_moving_a_tag_keeps_its_history(repository):
     assert [entry.content["version"] for entry in repository.tag_history("datasets", "digits", "prod")] == [1, 2]
 
 
-def test_what_does_not_resolve_says_what_exists(repository):
+def test_the_error_of_a_reference_that_does_not_resolve_lists_what_exists(repository):
     commit(repository, "digits")
     repository.tag("datasets", "digits", "stable")
     for ref, message in (
@@ -106,7 +106,7 @@ def test_a_number_cannot_be_a_tag(repository):
         repository.tag("datasets", "digits", "7")
 
 
-def test_stray_files_beside_the_names_harm_nobody(tmp_path):
+def test_stray_files_beside_the_names_have_no_effect(tmp_path):
     repository = Repository.create(str(tmp_path))
     commit(repository, "digits")
     repository.tag("datasets", "digits", "stable")

@@ -73,7 +73,7 @@ def test_a_value_that_is_no_tensor_is_refused_with_what_to_do(call, value):
 
 
 @pytest.mark.parametrize("call", [hvd.size, hvd.rank, hvd.barrier, lambda: hvd.allreduce(torch.ones(1))])
-def test_a_call_before_init_says_what_to_do(call):
+def test_the_error_of_a_call_before_init_has_advice(call):
     hvd.shutdown()
     with pytest.raises(ValueError, match=r"call hvd\.init\(\) first"):
         call()
@@ -124,7 +124,7 @@ def test_misuse_that_needs_no_other_rank_is_a_value_error():
         hvd.allreduce(torch.ones(2, 2).to_sparse())
 
 
-def test_a_scalar_cannot_be_gathered_and_the_trainer_goes_on():
+def test_a_scalar_cannot_be_gathered_and_the_trainer_continues():
     with pytest.raises(hvd.HorovodInternalError, match="cannot be gathered"):
         hvd.allgather(torch.tensor(1.0))
     hvd.barrier()

@@ -291,7 +291,7 @@ def check_another_rank_s_checkpoint_brings_no_residual_but_the_rest():
     assert_equal_on_all_ranks(model)
 
 
-def check_a_rank_that_comes_later_knows_after_the_broadcast_what_travels_compressed():
+def check_a_rank_that_joins_later_gets_the_state_of_compression_by_a_broadcast():
     model = new_model()
     optimizer = hvd.DistributedOptimizer(sgd(model), compression=hvd.Compression.powersgd(1, start_iteration=2))
     run(model, optimizer)

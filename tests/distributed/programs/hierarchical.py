@@ -143,7 +143,7 @@ def check_a_rank_without_data_stands_aside():
     assert count(HIERARCHICAL, ADJACENT, run)[1] == 1
 
 
-def check_nodes_that_do_not_allow_it_reduce_flat_and_one_line_tells_why():
+def check_nodes_that_do_not_allow_it_reduce_flat_and_one_line_has_the_reason():
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

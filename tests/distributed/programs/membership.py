@@ -133,7 +133,7 @@ def check_a_stall_that_lasts_ends_the_job_with_the_reason_on_every_rank():
     del os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]
 
 
-def check_autotuning_goes_on_while_operations_run():
+def check_autotuning_continues_while_operations_run():
     log = Path(tempfile.mkdtemp()) / "log.csv"
     os.environ |= {"HOROVOD_AUTOTUNE": "1", "HOROVOD_AUTOTUNE_LOG": str(log)}
     hvd.init()

@@ -171,7 +171,7 @@ def check_optimizers_with_other_parameter_groups_are_refused_on_every_rank():
         hvd.broadcast_optimizer_state(adam, 0)
 
 
-def check_disagreements_fail_on_every_rank_and_the_engine_goes_on():
+def check_disagreements_fail_on_every_rank_and_the_engine_continues():
     odd = RANK == SIZE - 1
     one_says = f"rank {SIZE - 1}: "
     attempts = [
@@ -207,7 +207,7 @@ def check_a_name_in_flight_is_refused_and_a_barrier_completes_meanwhile():
     assert hvd.synchronize(handle).item() == 1.0
 
 
-def check_what_the_engine_could_not_do_is_refused_where_it_was_asked_for():
+def check_what_the_engine_cannot_do_is_refused_by_the_call():
     expanded = torch.ones(1).expand(4)
     with raises(ValueError, "an expanded tensor cannot be overwritten"):
         hvd.allreduce_(expanded)

@@ -116,7 +116,7 @@ def check_ranks_that_have_joined_stand_aside():
     assert hvd.allgather(torch.tensor([RANK])).tolist() == list(range(SIZE))
 
 
-def check_a_timeline_shows_who_asked_when():
+def check_a_timeline_shows_which_rank_submitted_when():
     hvd.start_timeline(str(TRACE), mark_cycles=True)
     hvd.barrier()
     hvd.allreduce(torch.ones(3), name="traced")

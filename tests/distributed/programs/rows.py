@@ -68,7 +68,7 @@ def sent(sender, receiver):
     return rows_of(sender, sum(splits) + 1)[start : start + splits[receiver]]
 
 
-def check_alltoall_with_splits_says_how_much_came():
+def check_alltoall_with_splits_returns_the_received_numbers_of_rows():
     mine, splits = rows_of(RANK, int(splits_of(RANK).sum()) + 1), splits_of(RANK)
     for received, counts in (
         hvd.alltoall(mine, splits),

@@ -12,7 +12,7 @@ def storage(url):
     return Storage(url)
 
 
-def test_the_same_work_goes_on_under_the_same_attempt_with_its_records(storage):
+def test_the_same_work_continues_under_the_same_attempt_with_its_records(storage):
     attempt, has_changed = Journal(storage, "plan", "as it was").begin()
     assert not has_changed
     Journal(storage, "plan", "as it was", attempt).write("00000001", {"shards": [1, 2]})
@@ -44,7 +44,7 @@ def test_work_of_another_name_has_a_journal_of_its_own(storage):
     assert one.read_all() == {"00000001": {"shards": [1]}}
 
 
-def test_a_removed_journal_begins_anew(storage):
+def test_a_removed_journal_begins_a_new_attempt(storage):
     journal = Journal(storage, "plan", "x")
     attempt, _ = journal.begin()
     journal.write("00000001", {"shards": [1]})

@@ -87,7 +87,7 @@ def test_appends_of_many_processes_all_land_once_and_in_each_writers_order(tmp_p
         assert own == list(range(20))
 
 
-def test_a_missing_entry_says_which_there_are(tmp_path):
+def test_the_error_of_a_missing_entry_lists_the_existing_ones(tmp_path):
     log = Log(Storage(str(tmp_path)), "log")
     log.append(lambda _head: {})
     with pytest.raises(NotFoundError, match="has no entry 7; it has 1"):

@@ -40,7 +40,7 @@ def test_no_name_is_guessed_at(metric):
     assert choose_metric_mode(metric, "min") == "min"
 
 
-def test_what_the_user_says_goes_before_the_name_and_is_checked():
+def test_a_given_mode_takes_precedence_over_the_name_and_is_checked():
     assert choose_metric_mode("loss", "max") == "max"
     with pytest.raises(ConfigError, match="'max' or 'min'"):
         choose_metric_mode("loss", "low")

@@ -66,7 +66,7 @@ def test_a_removal_can_be_taken_back(repository):
     assert number(repository, "cnn@3") == 3
 
 
-def test_what_was_removed_lately_is_told_from_what_was_removed_long_ago(tmp_path):
+def test_recent_removals_are_distinguished_from_old_ones(tmp_path):
     repository = Repository.create(str(tmp_path))
     for _ in range(4):
         repository.versions("models", "cnn").append(lambda _head: {})

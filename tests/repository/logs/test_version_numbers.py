@@ -33,5 +33,5 @@ def test_what_names_no_versions_is_corrupt(text):
         (range(1, 100, 2), "1, 3, 5, 7, ..., 93, 95, 97, 99"),
     ],
 )
-def test_people_read_runs_and_of_very_many_the_ends(numbers, said):
+def test_messages_show_runs_and_of_very_many_the_ends(numbers, said):
     assert describe_numbers(numbers) == said

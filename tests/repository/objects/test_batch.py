@@ -90,7 +90,7 @@ def test_what_is_not_finished_is_removed_and_has_no_name(repository):
     assert not any(repository.objects.size(digest_of(content)) for content in CONTENTS)
 
 
-def test_a_disk_that_fails_while_it_syncs_is_said_with_the_object_and_nothing_is_left(repository, monkeypatch):
+def test_the_error_of_a_failed_sync_names_the_object_and_no_file_is_left(repository, monkeypatch):
     def failing(_descriptor):
         raise OSError(28, "No space left on device")
 

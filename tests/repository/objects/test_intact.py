@@ -155,7 +155,7 @@ def test_what_this_process_wrote_is_never_read_again(repository, hashed):
     assert hashed == []
 
 
-def test_what_another_process_wrote_is_read_once_whoever_opens_the_repository(repository, hashed):
+def test_what_another_process_wrote_is_hashed_once_per_process(repository, hashed):
     code = "import sys; from datasvc.repository import Repository; Repository.open(sys.argv[1]).objects.put(b'other')"
     subprocess.run([warm_python.command(), "-c", code, repository.url], cwd=ROOT, check=True)
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_what_another_process_wrote_is_read_once_whoever_opens_the_repository(re
     assert hashed == [info.digest]
 
 
-def test_a_remote_object_is_believed_by_its_size_and_not_downloaded(monkeypatch):
+def test_a_remote_object_is_compared_by_its_size_and_not_downloaded(monkeypatch):
     remote = Repository.create("memory://believed").objects
     info = remote.put(CONTENT)
     monkeypatch.setattr(remote.storage, "read_range", None)

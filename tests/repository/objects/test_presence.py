@@ -79,7 +79,7 @@ def in_one_folder(repository, num_objects, folder="ab"):
     return there
 
 
-def test_a_remote_store_with_any_number_of_others_is_asked_for_few_objects_one_by_one(store):
+def test_few_objects_of_a_large_remote_store_are_checked_one_by_one(store):
     """A list of one folder of a large store takes some hundred requests, one after another."""
     repository = Repository.create(store.url)
     there = in_one_folder(repository, 200)
@@ -89,7 +89,7 @@ def test_a_remote_store_with_any_number_of_others_is_asked_for_few_objects_one_b
     assert num_requests(store) == (0, 21)
 
 
-def test_few_objects_of_one_folder_are_looked_at_side_by_side(monkeypatch):
+def test_few_objects_of_one_folder_are_checked_in_parallel(monkeypatch):
     repository = Repository.create("memory://side-by-side")
     there = in_one_folder(repository, 16)
     together = threading.Barrier(16, timeout=60)
@@ -159,7 +159,7 @@ def test_an_ingest_a_delete_and_a_merge_whose_object_vanished_commit_nothing(rep
     assert repository.versions("datasets", "pets").head() == 1
 
 
-def test_what_a_version_before_has_lost_does_not_keep_anybody_from_deleting_from_it(repository):
+def test_samples_are_deleted_although_the_version_before_has_lost_an_object(repository):
     samples = [[{"key": name, "text": name}] for name in ("a", "b")]
     write_version(repository, "pets", {"train": samples})
     remove(repository, open_dataset(repository, "pets")["train"].table.shard(0).digest)

@@ -234,7 +234,7 @@ class StoreLaws:
         assert storage.size("a") is None
         assert not storage.delete_if_older("a", time.time() + HOUR)
 
-    def test_refreshing_tells_what_must_be_written_again(self, storage):
+    def test_a_refresh_returns_false_for_what_must_be_written_again(self, storage):
         storage.put_bytes("a", b"123")
         assert storage.refresh("a", 3)
         assert not storage.refresh("a", 4)

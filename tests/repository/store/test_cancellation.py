@@ -5,7 +5,7 @@ import threading
 from datasvc.repository.store.obstore_loop import CancellationToken
 
 
-def test_who_is_under_way_is_cut_and_who_has_ended_is_not():
+def test_reads_that_run_are_cancelled_and_ended_ones_are_not():
     interrupt, cuts = CancellationToken(), []
     with interrupt.on_cancel(lambda: cuts.append("over")):
         pass
@@ -16,7 +16,7 @@ def test_who_is_under_way_is_cut_and_who_has_ended_is_not():
     assert interrupt.is_set
 
 
-def test_who_begins_afterwards_is_cut_at_once():
+def test_a_read_that_begins_after_the_cancellation_is_cancelled_at_once():
     interrupt, cuts = CancellationToken(), []
     interrupt.set()
     with interrupt.on_cancel(lambda: cuts.append("late")):

@@ -69,7 +69,7 @@ def installed_drivers():
     return sorted({kind for kind in below(AbstractFileSystem) if kind.__module__.split(".")[0] in packages}, key=repr)
 
 
-def test_two_writers_on_a_driver_that_looks_and_then_writes_both_believe_to_have_created():
+def test_two_writers_on_a_driver_that_looks_and_then_writes_both_succeed():
     """Why such drivers are refused."""
     driver, path = LookThenWrite(), f"/{secrets.token_hex(8)}"
     driver.has_looked = threading.Barrier(2)

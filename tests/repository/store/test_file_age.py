@@ -107,17 +107,17 @@ def test_a_file_that_is_written_again_while_it_is_deleted_stays(tmp_path, monkey
         ({"LastModified": "", "created": 3.0}, 3.0),
     ],
 )
-def test_the_age_is_read_from_whatever_a_store_says(info, expected):
+def test_the_age_is_read_from_the_field_that_a_store_has(info, expected):
     assert modified_s(info, "x") == expected
 
 
-def test_a_store_that_tells_no_age_is_refused():
+def test_a_store_without_modification_times_is_refused():
     with pytest.raises(ConfigError, match="reports no modification time of s3://b/x"):
         modified_s({"size": 3}, "s3://b/x")
 
 
 @pytest.mark.parametrize("ahead_s", [-3 * REWRITE_S, 3 * REWRITE_S])
-def test_whether_a_remote_object_is_old_is_told_by_the_stores_clock_alone(monkeypatch, ahead_s):
+def test_the_age_of_a_remote_object_is_measured_by_the_clock_of_the_store(monkeypatch, ahead_s):
     storage = Storage(f"memory://{secrets.token_hex(8)}")
     for path, age_s in (("young", HOUR), ("old", REWRITE_S + HOUR)):
         storage.put_bytes(path, b"123")

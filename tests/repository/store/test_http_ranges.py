@@ -91,7 +91,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_no_failure(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", PASSING)
-def test_what_was_missing_after_a_fault_is_asked_for_again(fault, monkeypatch):
+def test_what_was_missing_after_a_fault_is_requested_again(fault, monkeypatch):
     monkeypatch.setattr("datasvc.repository.store.ranges.CHUNK_BYTES", 10_000)
     with FaultyServer(CONTENT, faults=[fault] * (ATTEMPTS - 1)) as server:
         assert read(stream_of(fault), server) == CONTENT
@@ -117,7 +117,7 @@ def test_faults_that_pass_leave_every_byte_in_its_place(faults, start, length):
     "fault",
     [pytest.param(fault, marks=pytest.mark.slow if fault in LASTING else ()) for fault in PASSING],
 )
-def test_a_fault_that_stays_is_said_after_a_few_tries(fault):
+def test_a_lasting_fault_is_an_error_after_a_few_attempts(fault):
     with FaultyServer(CONTENT, fault) as server:
         with pytest.raises(UnavailableError, match=r"cannot read http://localhost:\d+/file"):
             read(stream_of(fault), server, 1, SIZE - 1)
@@ -132,7 +132,7 @@ def test_a_file_cut_off_again_and_again_comes_as_long_as_much_of_it_comes(monkey
 
 
 @pytest.mark.parametrize(("status", "error"), [(404, NotFoundError), (401, ConfigError), (403, ConfigError)])
-def test_a_refusal_is_not_asked_for_again(status, error):
+def test_a_refused_request_is_not_repeated(status, error):
     with FaultyServer(CONTENT, status) as server:
         with pytest.raises(error, match=r"cannot read http://localhost:\d+/file"):
             read(stream_of(), server)
@@ -162,7 +162,7 @@ def test_a_redirect_is_followed():
 
 
 @pytest.mark.parametrize("fault", STRANGE)
-def test_an_answer_of_another_kind_is_left_to_the_client_that_knows_it(fault):
+def test_a_response_of_another_kind_is_read_by_fsspec(fault):
     with FaultyServer(CONTENT, fault) as server:
         with pytest.raises(UnsupportedResponseError):
             read(stream_of(), server)

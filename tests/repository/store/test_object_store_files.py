@@ -74,7 +74,7 @@ def test_other_answers_mean_another_region_too(answer, url, monkeypatch):
         assert storage_behind(server, url, monkeypatch).read("file") == CONTENT
 
 
-def test_a_server_that_does_not_name_the_region_is_an_error_that_says_what_to_set(url, monkeypatch):
+def test_the_error_of_a_server_that_does_not_name_the_region_has_advice(url, monkeypatch):
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with RegionalServer(os.environ["AWS_ENDPOINT_URL"], "") as server:
         storage = storage_behind(server, url, monkeypatch)

@@ -144,7 +144,7 @@ def test_no_credentials_are_left_to_s3fs():
     assert choose_bucket("s3://bucket", {"AWS_REGION": "eu-west-1"}) == "there are no AWS credentials"
 
 
-def test_without_s3fs_the_error_says_what_to_install_or_to_set(monkeypatch):
+def test_without_s3fs_the_error_names_what_to_install_or_to_set(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "botocore" else find(name))
     monkeypatch.setitem(sys.modules, "s3fs", None)

@@ -44,7 +44,7 @@ def test_a_reading_call_outlives_faults_that_pass(origin, fault):
     assert len(origin.exchanges()) == ATTEMPTS
 
 
-def test_a_fault_that_stays_is_said_after_a_few_tries(origin):
+def test_a_lasting_fault_is_an_error_after_a_few_attempts(origin):
     storage = Storage(origin.url)
     break_first(origin, [Fault(UNAVAILABLE)] * 100)
     with pytest.raises(UnavailableError, match=r"cannot read .*objects/one"):
@@ -52,7 +52,7 @@ def test_a_fault_that_stays_is_said_after_a_few_tries(origin):
     assert len(origin.exchanges()) == ATTEMPTS
 
 
-def test_what_is_missing_is_not_asked_for_again(origin):
+def test_a_missing_file_is_requested_once(origin):
     storage = Storage(origin.url)
     origin.forget()
     with pytest.raises(NotFoundError):
@@ -82,7 +82,7 @@ def stored(tmp_path):
         yield origin, Repository.open(origin.url), info
 
 
-def test_a_bit_that_flipped_on_the_way_is_asked_for_again(stored):
+def test_a_file_with_a_bit_flipped_in_transfer_is_read_again(stored):
     origin, repository, info = stored
     break_once(origin, "/objects/")
     assert repository.objects.read(info.digest) == CONTENT

@@ -191,7 +191,7 @@ def faulty():
         yield store, Storage(store.url)
 
 
-def test_a_create_whose_answer_was_lost_is_known_to_have_happened(faulty):
+def test_a_create_whose_response_was_lost_succeeds(faulty):
     store, storage = faulty
     store.fail("write", effect="unanswered")
     storage.create("lost-answer", b"mine")
@@ -259,7 +259,7 @@ def test_secrets_in_a_url_are_never_shown_or_stored(url, shown):
     assert redact_url(url) == shown
 
 
-def test_a_path_below_a_file_says_so(tmp_path):
+def test_a_path_below_a_file_is_an_error(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="a part of the path is a file"):
         Storage(str(tmp_path / "file")).put_bytes("a/b", b"x")

@@ -199,7 +199,7 @@ def test_a_death_in_the_middle_of_a_sync_leaves_the_last_commit_whole():
         ([HostUpdateResult.removed, HostUpdateResult.added], False),
     ],
 )
-def test_a_change_of_hosts_interrupts_once_and_says_whether_ranks_have_only_gone(changes, skips):
+def test_a_change_of_hosts_interrupts_once_and_skips_the_sync_if_ranks_only_left(changes, skips):
     state = ObjectState(step=0)
     for number, change in enumerate(changes, 1):
         state.on_hosts_updated(number, change)
@@ -214,7 +214,7 @@ def test_a_change_of_hosts_interrupts_once_and_says_whether_ranks_have_only_gone
     assert state.step == 5
 
 
-def test_a_change_that_was_heard_of_before_does_not_count_again():
+def test_a_change_that_was_reported_before_does_not_count_again():
     state = ObjectState()
     state.on_hosts_updated(2, HostUpdateResult.added)
     with pytest.raises(HostsUpdatedInterrupt):
@@ -380,7 +380,7 @@ def test_losses_of_ranks_are_not_counted_among_errors_that_come_again_and_again(
         assert meetings.trained == ["begun"]
 
 
-def test_the_program_on_the_page_goes_on_when_hosts_change_at_the_last_batch_of_an_epoch():
+def test_the_program_on_the_page_continues_when_hosts_change_at_the_last_batch_of_an_epoch():
     page = find_page("elastic.md").read_text(encoding="utf-8")
     program = re.search(r"```python\n# train.py\n(.*?)```", page, re.DOTALL)[1]
     program, num_replaced = re.subn(r"epoch < \d+", "epoch < 2", program)
@@ -391,7 +391,7 @@ def test_the_program_on_the_page_goes_on_when_hosts_change_at_the_last_batch_of_
     assert names["state"].epoch == 2
 
 
-def test_other_errors_are_not_the_loops_business():
+def test_the_loop_does_not_handle_other_errors():
     @hvd.elastic.run
     def train(state):
         raise KeyError("mine")
@@ -483,7 +483,7 @@ class Numbers:
         self.is_closed = True
 
 
-def test_a_loader_is_made_anew_for_a_new_rank_and_size_and_goes_on(places):
+def test_a_new_loader_for_a_new_rank_and_size_continues_at_the_position(places):
     places(1, 2)
     loader = ElasticLoader(Numbers)
     state = TorchState(loader=loader, step=0)
@@ -500,7 +500,7 @@ def test_a_loader_is_made_anew_for_a_new_rank_and_size_and_goes_on(places):
     assert list(state.loader) == [[12, 15, 18, 21]]
 
 
-def test_a_loader_whose_rank_and_size_stay_is_made_anew_in_the_next_round_and_goes_on(places):
+def test_a_new_loader_of_the_next_round_continues_although_rank_and_size_stay(places):
     places(0, 2)
     state = TorchState(loader=ElasticLoader(Numbers))
     old = state.loader.loader

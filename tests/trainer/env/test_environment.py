@@ -33,7 +33,7 @@ def test_a_place_is_read_as_it_was_written():
     assert read_placement(placement_variables(place)) == place
 
 
-def test_horovods_name_for_gloos_interface_is_heeded_unless_gloo_has_one():
+def test_horovods_variable_for_the_interface_is_used_unless_gloos_is_set():
     assert choose_gloo_interface({"HOROVOD_GLOO_IFACE": "eth1"}) == {"GLOO_SOCKET_IFNAME": "eth1"}
     assert choose_gloo_interface({"HOROVOD_GLOO_IFACE": "eth1", "GLOO_SOCKET_IFNAME": "eth2"}) == {}
     assert choose_gloo_interface({"HOROVOD_GLOO_IFACE": ""}) == {}

@@ -81,7 +81,7 @@ def test_ranks_of_mpirun_on_one_machine_meet_there():
     assert translate(environ)["MASTER_ADDR"] == "127.0.0.1"
 
 
-def test_what_mpirun_does_not_say_is_asked_for():
+def test_a_variable_that_mpirun_does_not_set_is_an_error_that_names_it():
     with pytest.raises(ValueError, match="set MASTER_ADDR"):
         read_placement(mpirun(1, 4, 1, 2, PMIX_NAMESPACE="123"))
     with pytest.raises(ValueError, match="set MASTER_PORT"):

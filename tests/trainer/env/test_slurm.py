@@ -80,7 +80,7 @@ def test_one_count_is_that_of_every_node_and_others_must_fit():
         expand_task_counts("many", 3)
 
 
-def test_the_nodes_of_an_allocation_have_the_tasks_that_were_asked_for():
+def test_the_nodes_of_an_allocation_have_the_requested_tasks():
     environ = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "2,1"}
     assert read_nodes(environ) == [("n1", 2), ("n2", 1)]
     # --nodes=2 --ntasks=5 --ntasks-per-node=4

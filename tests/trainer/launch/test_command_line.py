@@ -227,14 +227,14 @@ def read_config(tmp_path, content):
     ("controller", "note"),
     [("gloo", ""), ("MPI", "--mpi has no effect on torch.distributed and is ignored: the ranks")],
 )
-def test_the_controller_of_a_configuration_file_is_gloo_or_said_to_be(capsys, tmp_path, controller, note):
+def test_another_controller_of_a_configuration_file_than_gloo_gives_a_note(capsys, tmp_path, controller, note):
     job, _ = read_config(tmp_path, {"controller": controller, "verbose": True})
     assert job.is_verbose
     said = capsys.readouterr().err
     assert (note in said) if note else not said
 
 
-def test_flags_about_time_stamps_are_heeded_or_accepted(capsys):
+def test_flags_about_time_stamps_have_their_effect_or_none(capsys):
     job = job_of("-np", "2", "-prefix-timestamp", "--no-log-hide-timestamp", "-p", "2222")
     assert job.stamps_lines
     assert job.variables == {"HOROVOD_LOG_HIDE_TIME": "0"}
@@ -287,7 +287,7 @@ def test_names_in_a_configuration_file_may_have_dashes(tmp_path):
         ('{"timeline": {"filename": false}}', "unrecognized arguments: --no-timeline-filename"),
     ],
 )
-def test_a_configuration_file_that_is_wrong_says_where(capsys, tmp_path, text, message):
+def test_the_error_of_a_wrong_configuration_file_names_the_place(capsys, tmp_path, text, message):
     (tmp_path / "c.json").write_text(text)
     assert message in refusal(capsys, "-np", "2", "--config-file", str(tmp_path / "c.json"))
 

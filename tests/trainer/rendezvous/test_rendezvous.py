@@ -44,7 +44,7 @@ def store():
         )
 
 
-def test_a_worker_asks_and_gets_the_answer_to_its_own_question(store):
+def test_a_worker_gets_the_answer_to_its_own_request(store):
     rendezvous = Rendezvous(WORKER, store.clone())
     rendezvous.serial, rendezvous.wants_sync = 5, False
     store.set(answer_key(WORKER, 1), encode(SEAT))
@@ -75,7 +75,7 @@ def test_what_is_no_message_is_a_value_error(data):
         decode(data)
 
 
-def test_a_worker_that_is_told_to_leave_ends_well(store, capsys):
+def test_a_worker_without_a_rank_exits_with_status_0(store, capsys):
     store.set(answer_key(WORKER, 1), encode(Leave("its slot is gone")))
     with pytest.raises(SystemExit) as caught:
         Rendezvous(WORKER, store).join_round()
@@ -128,7 +128,7 @@ def test_a_change_of_hosts_reaches_the_states_at_once_and_without_a_commit(store
     assert states[1].told.empty()
 
 
-def test_a_state_that_waits_when_it_is_told_does_not_keep_the_worker_from_the_next_round(store, seated):
+def test_a_listener_that_waits_does_not_keep_the_worker_from_the_next_round(store, seated):
     gate = Gate()
     store.set(answer_key(WORKER, 2), encode(RankAssignment(3, SEAT.placement, needs_sync=True, notice=5)))
     joining = threading.Thread(target=seated.join_round, daemon=True)
@@ -163,7 +163,7 @@ def test_changes_that_the_round_has_in_it_are_no_news(store, seated):
         assert state.told.empty()
 
 
-def test_a_state_that_comes_late_or_was_reset_is_told_of_what_came_before(store, seated):
+def test_a_state_that_is_new_or_was_reset_gets_the_newest_earlier_notice(store, seated):
     early, late = Notified(), Notified()
     with seated.notifying(early.on_hosts_updated):
         store.queue_push(notice_queue(WORKER), encode(Notice(5, 1)))
@@ -227,7 +227,7 @@ def test_a_program_without_a_training_function_has_finished_when_it_ends_in_orde
     assert not store.check([training_key(WORKER)])
 
 
-def test_who_waits_for_a_key_is_let_go_when_a_member_dies(store):
+def test_a_wait_for_a_key_ends_when_a_member_dies(store):
     member = RoundStore(store.clone(), prefix="trainer/2", broken_key=broken_key(2), timeout_s=60.0)
     thread, raised = in_thread(lambda: member.get("address"))
     store.set(broken_key(2), "rank 1 is gone")

@@ -23,7 +23,7 @@ from datasvc.trainer.rendezvous.round import join_round
 WORKER = "localhost:0:0"
 
 
-def test_a_worker_that_can_never_connect_gives_up_after_some_rounds_and_says_why(monkeypatch):
+def test_a_worker_that_can_never_connect_fails_after_some_rounds_with_the_reason(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-card")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         fd = os.dup(listener.fileno())

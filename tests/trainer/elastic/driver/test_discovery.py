@@ -30,7 +30,7 @@ def test_lines_are_hosts_with_or_without_slots():
         ("/no/such/script", "exited with status 127"),
     ],
 )
-def test_a_script_that_fails_is_told_apart_from_one_without_news(script, words):
+def test_a_script_that_fails_or_prints_no_hosts_is_an_error(script, words):
     with pytest.raises(DiscoveryError, match=words):
         discover(script)
 

@@ -122,7 +122,7 @@ def test_a_death_breaks_the_round_and_the_others_keep_their_order():
     assert world.seats["b:0:1"].round_number == 2
 
 
-def test_what_happened_on_the_way_to_a_host_is_said_where_the_return_code_does_not_say_it():
+def test_the_trouble_with_a_host_is_reported_in_place_of_the_return_code():
     world = running()
     world.end("b:0:1", 255, trouble="was lost: ssh to b exited with status 255")
     assert "worker b:0:1 was lost: ssh to b exited with status 255; host b gets no new ranks" in world.said[-1]
@@ -132,7 +132,7 @@ def test_what_happened_on_the_way_to_a_host_is_said_where_the_return_code_does_n
     assert world.finish.others == ("rank 0, worker a:0:0 was not started: no way to the launcher",)
 
 
-def test_the_round_is_not_made_before_all_living_members_have_asked():
+def test_a_round_begins_only_after_all_living_members_have_requested_a_rank():
     world = running(3, {"a": 1, "b": 1, "c": 1})
     world.end("c:0:2")
     world.ask("a:0:0", serial=5)
@@ -150,7 +150,7 @@ def test_rank_0_has_the_newest_commit_that_any_living_rank_has_seen():
     assert world.seats["b:0:1"].needs_sync
 
 
-def test_a_host_that_comes_gets_workers_at_once_and_the_members_hear_of_it_when_these_are_up():
+def test_a_new_host_gets_workers_at_once_and_the_members_get_a_notice_when_these_have_joined():
     world = running(hosts_can_change=True)
     assert [a.worker for a in world.hosts(a=1, b=1, c=1)] == ["c:0:2"]
     (announced,) = world.ask("c:0:2")
@@ -200,14 +200,14 @@ def test_when_all_hosts_are_replaced_the_old_ranks_hand_the_state_over_before_th
     assert world.ranks() == ["c:0:2", "d:0:3"]
 
 
-def test_a_slot_less_lets_the_youngest_of_its_host_go():
+def test_the_newest_worker_of_a_host_with_a_slot_less_leaves():
     world = running(3, {"a": 3}, hosts_can_change=True)
     world.hosts(a=2)
     world.ask(*world.started, serial=3, wants_sync=False)
     assert world.ranks() == ["a:0:0", "a:1:1"]
 
 
-def test_without_enough_ranks_the_job_waits_says_so_and_gives_up_in_the_end():
+def test_without_enough_ranks_the_job_waits_with_a_message_and_fails_after_the_limit():
     world = running(min_num_ranks=2, hosts_can_change=True)
     world.end("b:0:1")
     world.ask("a:0:0", serial=3)
@@ -241,7 +241,7 @@ def test_a_host_that_failed_gets_a_new_rank_after_its_cooldown_which_doubles():
         assert world.ranks() == ["a:0:0", start.worker]
 
 
-def test_the_end_of_a_cooldown_that_passes_before_it_is_asked_for_is_not_missed():
+def test_the_end_of_a_cooldown_before_the_next_deadline_is_read_is_not_missed():
     world = running(min_num_ranks=2, cooldown_range_s=(0.01, 0.01))
     world.end(world.started[-1])
     world.ask("a:0:0", serial=3)
@@ -253,7 +253,7 @@ def test_the_end_of_a_cooldown_that_passes_before_it_is_asked_for_is_not_missed(
     assert world.membership.next_deadline_s() > world.now_s
 
 
-def test_the_end_of_the_wait_for_slots_that_passes_before_it_is_asked_for_is_not_missed():
+def test_the_end_of_the_wait_for_slots_before_the_next_deadline_is_read_is_not_missed():
     world = World(first_num_ranks=2, elastic_timeout_s=5.0, hosts_can_change=True)
     world.hosts(a=1)
     assert world.membership.next_deadline_s() == 5.0
@@ -303,7 +303,7 @@ def test_ranks_that_die_together_on_a_host_are_one_failure_of_it():
     assert len(world.kinds(Start)) == 2
 
 
-def test_a_state_that_no_living_rank_has_ends_the_job_rather_than_begin_anew():
+def test_the_loss_of_the_only_state_ends_the_job():
     world = running(hosts_can_change=True)
     world.hosts(a=1, b=1, c=1)
     world.ask("c:0:2")
@@ -331,7 +331,7 @@ def test_an_error_that_no_round_would_mend_ends_the_job_with_its_words():
     assert world.finish == Finish(1, "exited with status 1: HorovodInternalError: no", "b:0:1")
 
 
-def test_an_exception_of_one_rank_is_its_death_and_the_others_go_on():
+def test_an_exception_of_one_rank_is_its_death_and_the_others_continue():
     world = running(3, {"a": 1, "b": 1, "c": 1})
     world.fail("b:0:1", "MemoryError: full")
     assert world.kinds(Break)
@@ -359,7 +359,7 @@ def test_when_all_ranks_of_a_round_raise_the_job_ends_with_the_first_error_and_n
     assert "go on" not in world.said[-1] or world.kinds(Start)
 
 
-def test_an_error_that_a_program_catches_itself_is_told_by_the_end_of_its_output():
+def test_an_error_that_a_program_catches_itself_is_reported_by_the_end_of_its_output():
     world = running(3, {"a": 1, "b": 1, "c": 1}, reset_limit=0)
     world.end("b:0:1", 1, last_line="MemoryError: full")
     said = 'rank 1, worker b:0:1 exited with status 1 (its output ended with "MemoryError: full")'
@@ -368,7 +368,7 @@ def test_an_error_that_a_program_catches_itself_is_told_by_the_end_of_its_output
     assert world.finish.others == (said,)
 
 
-def test_the_end_of_the_output_is_left_out_where_something_else_says_what_happened():
+def test_the_end_of_the_output_is_left_out_where_there_is_another_description():
     world = running(4, {"a": 1, "b": 1, "c": 1, "d": 1})
     world.end("a:0:0", last_line="step 3")
     world.membership.script_failed(ScriptError("b:0:1", "MemoryError: full"), world.now_s)
@@ -387,7 +387,7 @@ def test_of_many_that_fail_only_some_are_listed():
     assert world.finish.others[-1] == "and 3 more"
 
 
-def test_a_rank_that_raises_and_does_not_end_is_ended_so_that_the_others_can_go_on():
+def test_a_rank_that_raises_and_does_not_exit_is_terminated_and_the_others_continue():
     world = running()
     error = ScriptError("b:0:1", "MemoryError: full")
     world.take(world.membership.script_failed(error, world.now_s))
@@ -410,7 +410,7 @@ def test_an_error_that_ends_the_job_does_so_although_its_process_does_not_end():
     assert world.finish == Finish(1, reason, "b:0:1")
 
 
-def test_an_error_after_which_the_rank_asks_again_is_forgotten():
+def test_an_error_after_which_the_rank_requests_a_rank_again_is_discarded():
     world = running()
     error = ScriptError("b:0:1", "HorovodInternalError: no", ends_job=True)
     world.take(world.membership.script_failed(error, world.now_s))
@@ -584,7 +584,7 @@ def test_with_slots_for_the_least_the_job_begins_when_no_more_have_come_in_time(
     assert world.predicted == {worker: seat.placement for worker, seat in world.seats.items()}
 
 
-def test_one_that_was_told_to_leave_and_does_not_is_ended_once():
+def test_a_worker_that_must_leave_and_does_not_is_terminated_once():
     world = running(hosts_can_change=True)
     world.hosts(a=1)
     world.ask("a:0:0", "b:0:1", serial=3, wants_sync=False)
@@ -594,7 +594,7 @@ def test_one_that_was_told_to_leave_and_does_not_is_ended_once():
     assert not world.kinds(TerminateWorker)
 
 
-def test_ranks_that_finish_end_the_growth_and_the_rest_may_go_on_below_the_minimum():
+def test_ranks_that_finish_end_the_growth_and_the_rest_may_continue_below_the_minimum():
     world = running(min_num_ranks=2, cooldown_range_s=(0.0, 0.0))
     world.end("a:0:0", 0)
     assert not world.kinds(Start)
@@ -605,7 +605,7 @@ def test_ranks_that_finish_end_the_growth_and_the_rest_may_go_on_below_the_minim
     assert world.finish == Finish(0)
 
 
-def test_a_good_end_before_the_training_function_has_returned_is_said():
+def test_status_0_before_the_training_function_has_returned_gives_a_warning():
     world = running(hosts_can_change=True)
     world.end("a:0:0", 0, is_training=True)
     assert "rank 0, worker a:0:0 exited with status 0 before its training function returned" in world.said[-1]
@@ -618,7 +618,7 @@ def test_a_good_end_before_the_training_function_has_returned_is_said():
     assert world.finish == Finish(0)
 
 
-def test_nothing_is_said_of_a_rank_that_was_told_to_leave_nor_of_one_whose_training_function_returned():
+def test_a_rank_that_must_leave_or_whose_training_function_returned_gives_no_warning():
     world = running(3, {"a": 1, "b": 1, "c": 1}, min_num_ranks=1, hosts_can_change=True)
     world.hosts(b=1, c=1)
     world.ask("a:0:0", "b:0:1", "c:0:2", serial=1)
@@ -629,7 +629,7 @@ def test_nothing_is_said_of_a_rank_that_was_told_to_leave_nor_of_one_whose_train
     assert not [text for text in world.said if "warning" in text]
 
 
-def test_a_death_that_nobody_went_on_from_is_the_end_of_the_job():
+def test_a_death_after_which_no_rank_continues_ends_the_job():
     world = running()
     world.end("b:0:1")
     world.end("a:0:0", 0)

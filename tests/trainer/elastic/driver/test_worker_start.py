@@ -62,7 +62,7 @@ def test_a_worker_sees_the_place_that_it_will_have_and_none_of_another_launcher(
 
 
 @pytest.mark.parametrize("host", ["localhost", "node7"])
-def test_horovods_name_for_the_interface_is_heeded(plan, host):
+def test_horovods_variable_for_the_interface_is_used(plan, host):
     environ = plan(host, environ={"HOROVOD_GLOO_IFACE": "mine"}, other_hosts=["node7"]).environ
     assert environ["GLOO_SOCKET_IFNAME"] == "mine"
 

@@ -32,7 +32,7 @@ def test_what_began_first_is_completed_first_and_short_ones_wait_their_turn():
     completions.close()
 
 
-def test_an_error_is_told_once_and_what_came_after_is_dropped():
+def test_an_error_is_reported_once_and_later_work_is_discarded():
     errors, told = [], threading.Event()
 
     def on_error(error):
@@ -67,7 +67,7 @@ def test_a_buffer_in_use_is_not_handed_out_again_and_the_third_waits():
     assert got[0].shape == (6,)
 
 
-def test_whoever_waits_for_a_buffer_hears_that_none_comes_back():
+def test_a_wait_for_a_buffer_fails_after_a_failure():
     buffers, kind = FusionBuffers(), (torch.float32, torch.device("cpu"))
     taken = [buffers.take(*kind, 4), buffers.take(*kind, 4)]
     buffers.fail("Connection closed by peer")

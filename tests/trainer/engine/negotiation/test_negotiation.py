@@ -98,7 +98,7 @@ def test_any_interleaving_gives_every_rank_the_same_list_with_every_name_once(su
         assert ranks[0].negotiation.missing_ranks() == {}
 
 
-def test_an_operation_waits_for_the_last_rank_and_knows_who_is_missing():
+def test_an_operation_waits_for_the_last_rank_and_the_missing_ranks_are_listed():
     negotiation = Negotiation(3)
     assert negotiation.advance([[allreduce("a")], [], [allreduce("a"), allreduce("b")]]) == []
     assert negotiation.missing_ranks() == {key("a"): (1,), key("b"): (0, 1)}
@@ -133,7 +133,7 @@ def test_an_operation_waits_for_the_last_rank_and_knows_who_is_missing():
         ([allgather(), allgather(), allgather()], "cannot be gathered"),
     ],
 )
-def test_a_disagreement_names_which_rank_said_what(requests, words):
+def test_a_disagreement_names_the_value_of_each_rank(requests, words):
     (outcome,) = Negotiation(3).advance([[request] for request in requests])
     assert isinstance(outcome, Refused)
     assert words in outcome.reason
@@ -270,7 +270,7 @@ def test_uneven_epochs_end_with_every_step_of_the_longest_rank_once_and_then_the
         assert set(outcome.requests) >= {rank for rank, (steps, _) in enumerate(plan) if steps > step}
 
 
-def test_a_rank_knows_whether_it_waits_and_whether_it_is_waited_for():
+def test_the_negotiation_has_which_ranks_wait_and_for_which():
     negotiation = Negotiation(2)
     assert [negotiation.waiting(rank) for rank in (0, 1)] == [(False, False)] * 2
     negotiation.advance([[allreduce("x")], []])
@@ -300,7 +300,7 @@ def test_requests_that_were_agreed_on_before_are_settled_as_new_ones_are(num_ran
     assert outcomes[0] == outcomes[1]
 
 
-def test_one_rank_is_told_what_cannot_run_however_often_it_asks():
+def test_one_rank_gets_the_refusal_each_time_it_submits():
     negotiation, request = Negotiation(1), allgather()
     for _ in range(2):
         (outcome,) = negotiation.advance([[request]])

@@ -17,7 +17,7 @@ def test_an_operation_is_reported_with_its_missing_ranks_once_per_period():
     assert stalled.describe() == "'grad' has waited 120 s for rank 3, which did not submit it"
 
 
-def test_an_operation_that_completed_starts_anew_under_the_same_name():
+def test_the_wait_of_a_later_operation_of_the_same_name_starts_at_zero():
     watch = StallWatch(60.0)
     watch.check(0.0, {GRAD: (1,)})
     watch.check(59.0, {})

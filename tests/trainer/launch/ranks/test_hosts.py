@@ -31,7 +31,7 @@ def test_a_host_that_comes_twice_adds_its_slots(hosts):
     assert parse_hosts(text) == tuple(Host(host.name, 2 * host.num_slots) for host in hosts)
 
 
-def test_a_host_without_slots_has_one_or_as_many_as_asked():
+def test_a_host_without_slots_has_one_or_the_default():
     assert parse_hosts("a,b:3") == (Host("a", 1), Host("b", 3))
     assert parse_host_file("a\nb max_slots=9\n", default_slots=4) == (Host("a", 4), Host("b", 4))
 

@@ -86,7 +86,7 @@ def test_a_line_without_end_is_passed_on_in_pieces_and_the_file_has_it_whole(tmp
 
 
 @pytest.mark.parametrize("length", [0, 5, *range((1 << 16) - 20, (1 << 16) + 20), 1 << 17])
-def test_a_report_after_a_line_of_any_length_is_heard_and_not_shown(length):
+def test_a_report_after_a_line_of_any_length_is_handled_and_not_shown(length):
     reports = []
     content = b"y" * length + MARK + b"ended 0\n"
     shown, _ = pump_all(content, mark=MARK, on_report=reports.append)
@@ -94,7 +94,7 @@ def test_a_report_after_a_line_of_any_length_is_heard_and_not_shown(length):
     assert shown.replace(b"[0] ", b"").replace(b"\n", b"") == b"y" * length
 
 
-def test_a_file_that_cannot_be_written_is_given_up_with_a_word_and_the_rank_goes_on(capfd, tmp_path):
+def test_an_output_file_that_cannot_be_written_is_closed_with_a_message_and_the_rank_continues(capfd, tmp_path):
     with Path("/dev/full").open("wb") as full, (tmp_path / "good").open("wb") as good:
         shown, last_lines = pump_all(b"a\nb\nc\n", files=[full, good])
     assert (shown, last_lines) == (b"[0] a\n[0] b\n[0] c\n", ["a", "b", "c"])

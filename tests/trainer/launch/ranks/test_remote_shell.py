@@ -20,7 +20,7 @@ def test_this_machine_is_known_by_its_names():
     assert is_local("node7", {"SLURMD_NODENAME": "node7"})
 
 
-def test_ssh_asks_no_questions_and_takes_a_name_for_a_name():
+def test_ssh_prompts_for_nothing_and_takes_no_host_for_an_option():
     settings = RemoteSettings(ssh_port=2222, ssh_identity_file=Path("my key"))
     command = plan_remote_command("node1", settings)
     assert command[0] == "ssh"

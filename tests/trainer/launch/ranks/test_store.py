@@ -19,7 +19,7 @@ def test_addresses_are_this_machines_without_repetition_and_loopback_last():
         socket.create_server((address, 0)).close()
 
 
-def test_a_chosen_interface_gives_the_only_address_and_is_told_to_gloo_and_nccl():
+def test_a_chosen_interface_gives_the_only_address_and_is_set_for_gloo_and_nccl():
     assert list_addresses(["127.0.0.1"], ["lo"]) == ("127.0.0.1",)
     variables = plan_interfaces(RemoteSettings(network_interfaces=("lo", "eth7")), (), {})
     assert variables == {"GLOO_SOCKET_IFNAME": "lo,eth7", "NCCL_SOCKET_IFNAME": "lo,eth7"}
@@ -46,7 +46,7 @@ def test_the_first_address_that_answers_is_taken():
             assert choose_address(["127.0.0.2", "127.0.0.1"], here_only.getsockname()[1])[0] == "127.0.0.1"
 
 
-def test_a_port_that_answers_nowhere_is_an_error_that_says_what_to_do():
+def test_the_error_of_a_port_that_is_not_reachable_has_advice():
     message = "cannot reach the launcher's port .* at 127.0.0.1, 127.0.0.2 .*--network-interface"
     with reserved_ports(1) as (port,), pytest.raises(ValueError, match=message):
         choose_address(["127.0.0.1", "127.0.0.2"], port)

@@ -111,7 +111,7 @@ def test_ranks_that_stop_counting_are_reported_by_all_others_and_end_them(watch)
     assert text.endswith("(gloo: closed)")
 
 
-def test_a_rank_that_fails_asks_which_rank_is_lost(watch, monkeypatch):
+def test_a_rank_that_fails_reports_which_rank_is_lost(watch, monkeypatch):
     monkeypatch.setattr(lost_ranks, "_ANSWER_S", 60.0)
     store = SharedStore()
     watches = {rank: watch(store, rank, lost_after_s=1e6, kind=WatchWithoutRank1) for rank in (0, 2)}
