@@ -141,13 +141,6 @@ def test_a_global_batch_does_not_depend_on_how_many_ranks_share_it(sizes, config
         assert sorted(served(order, np.concatenate(parts))) == whole
 
 
-@given(st.integers(0, 1000), st.integers(1, 64), st.integers(1, 16))
-def test_slices_differ_by_at_most_one_sample(start, size, world_size):
-    step = Step(start, start + size, start + size)
-    lengths = [len(slice_step(step, rank=rank, world_size=world_size)[0]) for rank in range(world_size)]
-    assert max(lengths) - min(lengths) <= 1
-
-
 def test_ranks_take_whole_lanes_where_the_sizes_divide():
     order = AccessOrder([50] * 16, OrderConfig(shuffle="windowed", lanes=4, block=20), 0)
     for start in (0, 8, 13):
@@ -302,15 +295,20 @@ def test_a_state_of_another_version_or_order_is_refused_naming_both():
         state.check_matches("a" * 64, OrderConfig(seed=2), 10)
     with pytest.raises(StateMismatchError, match=r"position 3 is outside 0\.\.2"):
         state.check_matches("a" * 64, OrderConfig(seed=1), 2)
+    state.check_matches("a" * 64, OrderConfig(seed=1), 3)  # at the very end of an epoch
 
 
-@pytest.mark.parametrize("change", [{"format": 2}, {"extra": 1}, {"seed": None}])
-def test_a_state_of_a_later_format_or_with_other_fields_is_refused(change):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2}, {"extra": 1}, {"position": ...}, {"epoch": 1.5}, {"position": -1}, {"epoch": "1"},
+        {"position": None},
+    ],
+)  # fmt: skip
+def test_a_state_with_other_fields_or_numbers_is_refused(change):
     state = OrderState("a", 0, 0, OrderConfig()).to_dict() | change
-    if change == {"seed": None}:
-        del state["position"]
     with pytest.raises(ConfigError):
-        OrderState.from_dict(state)
+        OrderState.from_dict({name: value for name, value in state.items() if value is not ...})
 
 
 @pytest.mark.parametrize(
@@ -337,15 +335,11 @@ def test_a_shard_is_live_from_its_first_position_to_its_last():
     assert live_shards(order, 9, 21).tolist() == [0, 1, 2]
 
 
-@given(st.integers(0, 1000), st.integers(1, 64), st.integers(1, 8), st.integers(1, 4))
-def test_slices_differ_by_at_most_one_sample_with_lanes_too(start, size, world_size, lanes_per_rank):
-    step, lanes = Step(start, start + size, start + size), world_size * lanes_per_rank
+@given(st.integers(0, 1000), st.integers(1, 64), st.integers(1, 16), st.integers(0, 4))
+def test_slices_differ_by_at_most_one_sample(start, size, world_size, lanes_per_rank):
+    step, lanes = Step(start, start + size, start + size), max(1, world_size * lanes_per_rank)
     lengths = [len(slice_step(step, rank=rank, world_size=world_size, lanes=lanes)[0]) for rank in range(world_size)]
     assert max(lengths) - min(lengths) <= 1
-
-
-def test_a_state_at_the_very_end_of_an_epoch_is_accepted():
-    OrderState("a", 0, 10, OrderConfig()).check_matches("a", OrderConfig(), 10)
 
 
 @pytest.mark.parametrize("change", [{"lanes": 3}, {"block": 5}, {"sticky": True}, {"shuffle": None}])
@@ -360,9 +354,3 @@ def test_sticky_lanes_take_their_shards_in_another_order_each_epoch():
     config = OrderConfig(seed=1, shuffle="windowed", lanes=2, block=1, sticky=True)
     first, second = (served(AccessOrder([1] * 200, config, epoch), np.arange(200)) for epoch in (0, 1))
     assert sum(one == other for one, other in zip(first, second, strict=True)) < 20
-
-
-@pytest.mark.parametrize("change", [{"epoch": 1.5}, {"position": -1}, {"epoch": "1"}, {"position": None}])
-def test_a_state_whose_numbers_are_none_is_refused(change):
-    with pytest.raises(ConfigError, match="is not a loader state"):
-        OrderState.from_dict(OrderState("a", 0, 0, OrderConfig()).to_dict() | change)

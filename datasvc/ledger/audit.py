@@ -125,7 +125,11 @@ def audit(folders: Sequence[Sequence[LedgerFile]], *, epoch: int | None = None, 
     comparable, disagreements = _same_order(files, header)
     attempts = split_into_attempts(comparable)
     # Epochs without records between two others are audited too: all their positions are missing.
-    recorded = sorted(set(_epochs_of(attempts)))
+    # All records of an attempt may be damaged, so its first epoch counts too.
+    recorded = sorted(
+        {attempt.begin[0] for attempt in attempts}
+        | {record.epoch for attempt in attempts for file in attempt.files.values() for record in file.records}
+    )
     if not recorded:
         raise NotFoundError("the ledger has no records: no rank has served a batch")
     epochs = range(recorded[0], recorded[-1] + 1)
@@ -184,13 +188,6 @@ def _differences(attempt: Attempt) -> Iterator[str]:
         )
 
 
-def _epochs_of(attempts: Iterable[Attempt]) -> Iterator[int]:
-    """Yield the epoch of each record and, because all records of an attempt may be damaged, its first epoch."""
-    for attempt in attempts:
-        yield attempt.begin[0]
-        yield from (record.epoch for file in attempt.files.values() for record in file.records)
-
-
 class _History:
     """Records of all attempts, by epoch. Positions of an attempt count up to its limit, where the next one began."""
 
@@ -224,6 +221,7 @@ class _History:
         # In an unfinished epoch, only positions that every rank has passed count as missing: the run may go on.
         is_finished = self._end >= (epoch, self._num_samples)
         reached = self._num_samples if is_finished else self._reached(epoch, passed)
+        # Every rank records all dropped positions, so their ranges overlap.
         dropped = _union(counted[RecordKind.DROPPED], self._num_samples)
         coverage = cover([*counted[RecordKind.SERVED], *dropped], 0, reached)
         num_dropped = _num_below(reached, dropped)
@@ -268,10 +266,8 @@ class _History:
                     yield epoch, strided.stop
 
     def _reached(self, epoch: int, passed: dict[tuple[int, int], list[StridedRange]]) -> int:
-        """Return the position of an unfinished epoch up to which all ranks of the last attempt have served.
-
-        The positions before the first one of the last attempt were served by the attempts that it continues.
-        """
+        """Return the position of an unfinished epoch up to which all ranks of the last attempt have served."""
+        # Earlier positions were served by the attempts that the last one continues.
         last = self._attempts[-1]
         start, _ = last.range_in(epoch, self._num_samples)
         ends = [max((span.stop for span in passed[id(last), rank]), default=start) for rank in last.files]
@@ -307,10 +303,7 @@ def _num_below(stop: int, ranges: Iterable[StridedRange]) -> int:
 
 
 def _union(ranges: Sequence[StridedRange], num_samples: int) -> list[StridedRange]:
-    """Return the union of contiguous ranges in range(num_samples) as disjoint ranges.
-
-    The audit needs it for dropped positions: every rank records all of them, so the ranges overlap.
-    """
+    """Return the union of contiguous ranges in range(num_samples) as disjoint ranges."""
     gaps = cover(ranges, 0, num_samples).never.ranges
     # The union starts and stops where gaps stop and start.
     edges = [0, *chain.from_iterable((gap.start, gap.stop) for gap in gaps), num_samples]

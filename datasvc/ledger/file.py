@@ -90,8 +90,7 @@ class LedgerRecord:
         """Return the record from the result of `encode`.
 
         Raises:
-            CorruptDataError: the checksum does not match, or the fields are inconsistent. The message is only the
-                reason; `_parse_file` adds the file and the record.
+            CorruptDataError: the checksum or the fields are inconsistent; `_parse_file` adds the place.
         """
         checksum, kind, epoch, start, stop, period, offset, length, count = _RECORD.unpack(content)
         if zlib.crc32(content[4:]) != checksum:

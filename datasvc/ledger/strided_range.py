@@ -117,16 +117,10 @@ def split_runs(positions: Integers | Sequence[int]) -> list[StridedRange]:
 
 
 def describe_positions(start: int, stop: int, positions: Integers) -> list[StridedRange]:
-    """Return ranges with exactly the given positions; the window of the last range ends at `stop`.
+    """Return ranges with exactly the given positions, `int64[n]` of one rank in the global batch [start, stop).
 
-    Args:
-        start: first position of a global batch.
-        stop: first position after the batch.
-        positions: `int64[n]` in [start, stop), the positions of one rank.
-
-    Returns:
-        One range over the whole window if the positions are strided, as the results of `order.slice_step` are.
-        Otherwise one range per run, and then a range without positions, with a window that ends at `stop`.
+    It is one range over the whole window if the positions are strided, as the results of `order.slice_step` are.
+    Otherwise one range per run, and then a range without positions, with a window that ends at `stop`.
     """
     # Candidates are derived from the first runs only, so compare each with all positions.
     for candidate in _candidates(start, stop, positions):
@@ -208,16 +202,7 @@ class Coverage:
 
 
 def cover(ranges: Sequence[StridedRange], start: int, stop: int) -> Coverage:
-    """Return the positions of [start, stop) that are not in exactly one of the ranges.
-
-    Args:
-        ranges: strided ranges, in any order.
-        start: first position to check.
-        stop: first position after those to check.
-
-    Returns:
-        The positions as ranges, in ascending order of their windows.
-    """
+    """Return the positions of [start, stop) that are not in exactly one of the ranges, by ascending windows."""
     result = Coverage()
     # Between two window edges, the coverage repeats after the least common multiple of the periods, called a lap.
     # Compute only the first lap, because all laps are alike. It may be long, so compute it in chunks.
@@ -259,11 +244,7 @@ def _chunks(active: Sequence[StridedRange], start: int, stop: int) -> Iterator[t
 def _add_uneven(
     result: Coverage, active: Sequence[StridedRange], start: int, stop: int, laps: tuple[int, int, int] | None
 ) -> None:
-    """Add the positions of [start, stop) that are not covered once.
-
-    If `laps` is given, as (window start, window stop, lap), [start, stop) is in the first lap of this window. Then
-    add the same positions of all its laps.
-    """
+    """Add the positions of [start, stop) that are not covered once; `laps` repeats them, see `cover`."""
     edges, counts = _count_ranges(active, start, stop)
     for uneven, is_uneven in ((result.never, counts == 0), (result.repeated, counts > 1)):
         for index in np.flatnonzero(is_uneven).tolist():
@@ -276,11 +257,7 @@ def _add_uneven(
 
 
 def _count_ranges(active: Sequence[StridedRange], start: int, stop: int) -> tuple[Integers, Integers]:
-    """Divide [start, stop) into n intervals.
-
-    Returns:
-        Edges of the intervals, `int64[n + 1]`, and the number of ranges that cover each interval, `int64[n]`.
-    """
+    """Return the edges of intervals of [start, stop), `int64[n + 1]`, and the number of ranges over each of them."""
     runs = [strided.clip(start, stop).runs() for strided in active]
     # The empty array is for a window without ranges: `concatenate` needs at least one array.
     starts = np.concatenate([np.empty(0, np.int64), *(run_starts for run_starts, _ in runs)])

@@ -83,10 +83,7 @@ class ExportFormat(ABC):
     def join(self, split: Split, written: Sequence[WrittenFiles], destination: Destination) -> WrittenFiles:
         """Write the files that describe a split as a whole, such as an index; the default writes none.
 
-        Args:
-            split: the split.
-            written: results of `write` for the units of the split, in order.
-            destination: destination of the export.
+        `written` are the results of `write` for the units of the split, in order.
 
         Raises:
             ConfigError: the format cannot hold the units together.
@@ -165,10 +162,7 @@ def _live_rows(split: Split, shard: int) -> Integers | None:
 
 
 def _take(batch: pa.RecordBatch, live_rows: Integers, start: int) -> pa.RecordBatch:
-    """Return the samples of `batch` that are not deleted.
-
-    `live_rows` has ascending rows of the shard; `batch` starts at row `start` of the shard.
-    """
+    """Return the samples of `batch`, which starts at row `start` of its shard, that are in `live_rows`."""
     first, stop = np.searchsorted(live_rows, [start, start + batch.num_rows])
     return batch.take(pa.array(live_rows[first:stop] - start))
 
@@ -233,12 +227,7 @@ def is_json(data_type: pa.DataType) -> bool:
 
 
 def encode_json(value: Any, key: str) -> bytes:
-    """Return `value` as compact JSON.
-
-    Raises:
-        ConfigError: `value` holds NaN or an infinity, which JSON cannot represent. The message names the sample by
-            `key`, the key of the sample.
-    """
+    """Return `value` as compact JSON. Raise ConfigError, with the sample's `key`, for NaN or an infinity."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     except ValueError as error:

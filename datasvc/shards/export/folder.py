@@ -99,10 +99,7 @@ def _extra_columns(split: Split) -> list[str]:
 
 
 def _file_name(sample: Mapping[str, Any], split: Split) -> str:
-    """Return the path of a sample's image, relative to the folder of its split.
-
-    Raises ConfigError: the image or label is null, or the label has no class.
-    """
+    """Return the path of a sample's image in the folder of its split. Raise ConfigError for a null."""
     image = sample[IMAGE]
     key: str = sample[KEY]
     if image is None:

@@ -35,7 +35,7 @@ class ExportRecords:
     Args:
         destination: destination of the export.
         plan: JSON values that identify the export: version, format and shard tables.
-        summary: summary of an export that is finished, but whose records were not yet removed; None: unfinished.
+        summary: summary of an export of which only the records are left; None: unfinished.
     """
 
     def __init__(
@@ -93,14 +93,7 @@ def open_records(destination: Destination, plan: Mapping[str, Any]) -> Iterator[
 
 
 def _inspect(destination: Destination, plan: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, bool]:
-    """Check that the plan can be started or continued in the destination.
-
-    Returns:
-        The summary if this export is finished but still has its records, else None; and whether it was started.
-
-    Raises:
-        ConfigError: the destination holds other files, a finished export or another export.
-    """
+    """Return the summary of this export if only its records are left, else None; and whether it was started."""
     names = set(destination.storage.list(""))
     if SUMMARY_FILE in names:
         summary = _read_json(destination, SUMMARY_FILE)

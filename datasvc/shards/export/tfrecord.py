@@ -97,10 +97,7 @@ def _example(sample: dict[str, Any], columns: Sequence[pa.Field]) -> bytes:
 
 
 def _encoder(data_type: pa.DataType) -> _Encoder | None:
-    """Return the function that encodes values of `data_type` as a Feature; None if a Feature cannot hold the type.
-
-    The function takes the values of one sample: the elements of a list, or a single value.
-    """
+    """Return the function that encodes the values of a sample as a Feature; None if none can hold the type."""
     inner = data_type.value_type if is_list(data_type) else data_type
     if is_blob(inner):
         return _bytes_feature

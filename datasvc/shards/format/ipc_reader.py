@@ -180,13 +180,10 @@ def _read_blocks(file: pa.NativeFile) -> list[Block]:
 
 
 def _check_type(field: pa.Field, depth: int = 0, *, is_viewed: bool = False) -> None:
-    """Raise ValueError for a type whose values may take more memory than their bytes.
-
-    `is_viewed` is whether the type is part of a list view. Views may overlap, so views in views can have many more
-    values than bytes. The values of one level of views are counted by `_num_viewed`.
-    """
+    """Raise ValueError for a type whose values may take more memory than their bytes."""
     data_type = field.type
     is_view = pa.types.is_list_view(data_type) or pa.types.is_large_list_view(data_type)
+    # Views may overlap, so views in views can have many more values than bytes; `_num_viewed` counts one level.
     is_expanding = (
         (is_view and is_viewed)
         or pa.types.is_dictionary(data_type)

@@ -49,14 +49,9 @@ class MappedFile:
         self._start_address = _address_of(np.frombuffer(self.mapping, np.uint8))
 
     def read(self, view: Bytes, buffer: Bytes) -> Bytes:
-        """Read from the file the bytes that `view` shows, into `buffer`.
+        """Read from the file the bytes that `view` shows, into `buffer` of the same size, and return `buffer`.
 
-        Args:
-            view: `uint8[size]`. Its address in the mapping gives the offset in the file.
-            buffer: `uint8[size]`.
-
-        Returns:
-            `buffer`. If `view` is not part of the mapping, nothing is read, and `view` itself is returned.
+        If `view` is not part of the mapping, nothing is read, and `view` itself is returned.
 
         Raises:
             CorruptDataError: the file was truncated.

@@ -75,10 +75,8 @@ class FramedBatch:
         self.readable = np.asarray((self._stops == self._starts).all(axis=0))
 
     def _check_spans(self) -> None:
-        """Raise CorruptDataError if the layout's blobs are not those of the batch.
-
-        `add` writes blobs at the layout's positions, but readers take them from the positions in the batch.
-        """
+        """Raise CorruptDataError if the layout's blobs are not those of the batch, at the same positions."""
+        # `add` writes blobs at the layout's positions, but readers take them from the positions in the batch.
         start = _address_of(self._memory)
         buffers = [self.batch.column(name).buffers()[2] for name in self._columns]
         spans = [

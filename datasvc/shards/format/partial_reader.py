@@ -112,9 +112,7 @@ class PartialShard(Shard):
     def plan(self, rows: Integers, *, gap_bytes: int = GAP_BYTES) -> list[PartialRead]:
         """Return the reads that make all of `rows` readable, in the order of the file; [] if they are already.
 
-        Args:
-            rows: `int64[n]` in range(num_samples).
-            gap_bytes: maximum gap between samples of a record batch that are read together; the gap is read too.
+        Samples of a record batch with a gap of at most `gap_bytes` between them are read together, with the gap.
         """
         missing = np.unique(rows[~self._is_readable[rows]])
         batches = np.searchsorted(self._starts, missing, side="right") - 1
@@ -146,15 +144,7 @@ class PartialShard(Shard):
             self._is_readable[first + read.start : first + read.stop] = True
 
     def fetch(self, objects: RangedObjects, rows: Integers, *, pool: Executor | None = None) -> int:
-        """Read those of `rows` that are not readable yet, and make them readable.
-
-        Args:
-            objects: source of the shard's bytes.
-            rows: `int64[n]` in range(num_samples).
-            pool: executor for concurrent reads; None for one read after the other.
-
-        Returns:
-            Number of bytes read.
+        """Read those of `rows` that are not readable yet, in threads of `pool`; return the number of bytes read.
 
         Raises:
             NotFoundError: the shard does not exist.
@@ -205,15 +195,7 @@ class PartialShard(Shard):
 
 
 def open_partial(objects: Objects, info: ObjectInfo, index: Digest | None) -> PartialShard | None:
-    """Read the sample index of a shard, and return the shard for reading single samples.
-
-    Args:
-        objects: objects of the repository.
-        info: digest and size of the shard.
-        index: digest of its sample index, as in the shard table; None for a shard without one.
-
-    Returns:
-        The shard; None without a sample index, or if the index has no layout.
+    """Return a shard for reading single samples; None without a sample index, or if the index has no layout.
 
     Raises:
         NotFoundError, CorruptDataError, UnavailableError: the sample index cannot be read.

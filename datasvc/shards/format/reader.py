@@ -71,18 +71,11 @@ class Shard:
         return _open_file(pa.py_buffer(content), name)
 
     def read(self, view: Bytes, buffer: Bytes) -> Bytes:
-        """Return the bytes of a view of this shard, read from the file and not from the mapped pages.
+        """Return the bytes of a view from `blobs`, read into the start of `buffer`, which is at least as long.
 
         An access to a mapped page maps up to 2 MiB around it. Accesses at random positions would soon map complete
         shards, which count against the memory limit of the process. A disk error raises an exception here, but an
-        access to a mapped page then kills the process.
-
-        Args:
-            view: a view from `blobs`.
-            buffer: memory to read into, at least as long as `view`; not used by a shard that is held in memory.
-
-        Returns:
-            The start of `buffer`, filled; or `view` itself for a shard that is held in memory.
+        access to a mapped page then kills the process. A shard in memory returns `view` itself.
 
         Raises:
             CorruptDataError: the file was truncated.
@@ -101,14 +94,9 @@ class Shard:
         return pa.chunked_array([batch.column(name) for batch in self._batches], field.type)
 
     def blobs(self, column: str, rows: npt.NDArray[np.int64]) -> list[Bytes]:
-        """Return the blobs of `rows`, in that order.
+        """Return the blobs of `rows`, `int64[n]`, in that order: views, `uint8[size]`, empty for null.
 
-        Args:
-            column: a blob column. If the shard does not have it, all its values are null.
-            rows: `int64[n]` in range(num_samples).
-
-        Returns:
-            Views, `uint8[size]` each, empty for null; they keep the mapping open.
+        The views keep the mapping open. If the shard does not have the column, all its values are null.
         """
         if column not in self._blob_parts:
             return [_NO_BYTES] * len(rows)
@@ -227,11 +215,7 @@ def _open_file(content: pa.Buffer, name: str) -> Shard:
 
 @contextmanager
 def text_errors(name: str) -> Iterator[None]:
-    """Convert the error that Arrow raises for a text that is not UTF-8; `name` is the shard's, for the message.
-
-    Raises:
-        CorruptDataError: a text that became a Python value in the block is not UTF-8.
-    """
+    """Raise CorruptDataError for a text in the block that is not UTF-8; `name` is the shard's, for the message."""
     try:
         yield
     except UnicodeDecodeError as error:

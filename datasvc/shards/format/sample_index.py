@@ -81,8 +81,7 @@ class SampleIndex:
     ) -> SampleIndex:
         """Return the index of samples with these keys and digests, and with the layout of their shard.
 
-        It has format 3 only if the shard has a column that this format hashes otherwise, so that earlier releases of
-        datasvc read all other indexes.
+        It has format 3 only if this format hashes a column otherwise: earlier releases read all other indexes.
         """
         has_format_3 = layout is not None and any(map(has_units, layout.schema.types))
         number = INDEX_FORMAT if has_format_3 else _TEXT_FORMAT

@@ -18,7 +18,7 @@ import pyarrow as pa
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
-from datasvc.repository import Digest, ObjectInfo
+from datasvc.repository import Digest, ObjectInfo, Objects
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.shards.format.ipc_reader import (
     PARSE_ERRORS,
@@ -29,6 +29,7 @@ from datasvc.shards.format.ipc_reader import (
     read_table,
 )
 from datasvc.shards.format.reader import Shard
+from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import HEIGHT, WIDTH, measured_columns
 from datasvc.shards.format.writer import ShardStatistics
 
@@ -256,6 +257,25 @@ class ShardTable:
         """Return the digest of a shard's sample index; None if it has none."""
         index = self.rows.column("index")[number].as_py()
         return Digest(index.hex()) if index is not None else None
+
+    def read_index(self, objects: Objects, number: int) -> SampleIndex | None:
+        """Return a shard's sample index; None if it has none.
+
+        Raises:
+            CorruptDataError: the index is corrupt, or lists another number of samples than this table.
+            NotFoundError, UnavailableError: see `Objects.read`.
+        """
+        digest = self.index(number)
+        if digest is None:
+            return None
+        index = SampleIndex.decode(objects.read(digest), objects.location(digest))
+        listed = int(self.rows.column("samples")[number].as_py())
+        if index.num_samples != listed:
+            raise CorruptDataError(
+                f"{objects.location(digest)} lists {count_text(index.num_samples, 'sample')}, the shard table "
+                f"{listed}: restore both from another copy"
+            )
+        return index
 
     def objects(self) -> set[Digest]:
         """Return the digests of all objects that the table refers to: shards, sample indexes, deletions."""

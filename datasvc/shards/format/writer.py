@@ -88,11 +88,9 @@ class ShardWriter:
         self._label_counts: Counter[int] = Counter()
 
     def append(self, sample: Mapping[str, Any]) -> None:
-        """Add a sample.
+        """Add a sample: one value for every column; blobs as bytes or memoryview.
 
-        Args:
-            sample: one value for every column; blobs as bytes or memoryview. They are copied before this returns,
-                unless they are the last result of `blob_buffer` for that column.
+        Blobs are copied before this returns, unless they are the last result of `blob_buffer` for that column.
 
         Raises:
             ConfigError: columns are missing or unknown.
@@ -106,13 +104,9 @@ class ShardWriter:
             self._flush()
 
     def append_blobs(self, *blobs: bytes | memoryview | None) -> bool:
-        """Add the blobs of a sample; `end_batch` adds its other values. Do not mix this with `append`.
+        """Add the blobs of a sample, in the schema's order; `end_batch` adds the others. Do not mix with `append`.
 
-        Args:
-            blobs: one per blob column, in the schema's order; copied as by `append`.
-
-        Returns:
-            Whether the record batch is full, so that `end_batch` must be called now.
+        Return whether the record batch is full, so that `end_batch` must be called now.
         """
         for column, blob in zip(self._blob_columns, blobs, strict=True):
             self._batch_bytes += column.append(blob)
@@ -120,10 +114,7 @@ class ShardWriter:
         return self._batch_bytes >= BATCH_BYTES or self._batch_samples >= BATCH_SAMPLES
 
     def end_batch(self, values: Mapping[str, Sequence[Any]]) -> None:
-        """Write a record batch with the samples whose blobs were appended since the last record batch.
-
-        Args:
-            values: values of these samples by column, for all columns that are not blobs.
+        """Write a record batch of the samples whose blobs were appended since the last one, and their `values`.
 
         Raises:
             ConfigError: the values of a column do not have the type in the schema.
@@ -145,8 +136,7 @@ class ShardWriter:
         """Add many samples, column by column.
 
         Args:
-            blobs: for each column of blobs or text (`is_gathered`), the bytes of each sample, None for null. They are
-                copied before this returns.
+            blobs: for each column of blobs or text (`is_gathered`), the bytes of each sample, copied; None for null.
             values: all other columns of the same samples.
             as_one: write all samples as one record batch of any size, so that a rewritten shard keeps its batches.
 

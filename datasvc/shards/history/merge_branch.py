@@ -219,12 +219,13 @@ class _BranchMergeBuild:
             shared = accepted_counts(theirs.entry.content)
         else:
             splits, shared = self._merge(ours, theirs)
-        change = {
+        change: dict[str, Any] = {
             "kind": "merge",
             "bases": [str(base) for base in self.bases],
-            **self._describe_counts(),
-            **self._describe_conflicts(),
+            **{kind: by_split for kind in _KINDS if (by_split := self.plan.count(kind))},
         }
+        if taken := Counter(conflict.taken for conflict in self.plan.conflicts):
+            change["conflicts"] = {side: taken[side] for side in ("ours", "theirs") if taken[side]}
         return derived_entry(
             splits,
             change,
@@ -311,14 +312,6 @@ class _BranchMergeBuild:
             "some keys from each with --ours FILE and --theirs FILE (on_conflict=, ours=, theirs=)"
         )
         raise ConflictError("\n".join([head, *sides, *more, advice]))
-
-    def _describe_counts(self) -> dict[str, Any]:
-        counts = {kind: self.plan.count(kind) for kind in _KINDS}
-        return {kind: by_split for kind, by_split in counts.items() if by_split}
-
-    def _describe_conflicts(self) -> dict[str, Any]:
-        taken = Counter(conflict.taken for conflict in self.plan.conflicts)
-        return {"conflicts": {side: taken[side] for side in ("ours", "theirs") if taken[side]}} if taken else {}
 
 
 _KINDS: Final[tuple[Literal["added", "changed", "deleted"], ...]] = ("added", "changed", "deleted")

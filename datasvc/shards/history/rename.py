@@ -86,7 +86,11 @@ def rename(repository: Repository, name: str, new_name: str, *, dry_run: bool = 
         if committed:
             raise _NothingToCommitError
         repository.resolve("datasets", name)  # raises NotFoundError, which lists the existing names
-        _check_free(repository, new_name)
+        if repository.versions("datasets", new_name).head():
+            raise ConfigError(
+                f"the name {new_name!r} has versions, and their numbers are never used again; choose a name that "
+                "never had a version"
+            )
         _check_readable(repository, name, head)
         entry = derived_entry({}, {"kind": "rename", "to": new_name}, message=message, parent=None, source=new_name)
         return {**entry, **fields_on_line(repository, name, MAIN, head)}
@@ -103,13 +107,7 @@ def rename(repository: Repository, name: str, new_name: str, *, dry_run: bool = 
 
 
 def _find_rename(repository: Repository, name: str, new_name: str, head: int) -> Entry | None:
-    """Return the newest entry up to `head` that renames the data set to `new_name`, and may be unfinished.
-
-    A removed one counts only if it is the newest entry, and was not taken back: its tags may be unfinished.
-
-    Raises:
-        ConflictError: the data set is being renamed to another name.
-    """
+    """Return the newest entry up to `head` that renames the data set to `new_name`, and may be unfinished."""
     numbers = range(1, head + 1)
     entries, _ = repository.versions("datasets", name).try_entries(numbers)
     renames = [(entry, target) for entry in entries if (target := renamed_to(entry))]
@@ -125,21 +123,13 @@ def _find_rename(repository: Repository, name: str, new_name: str, head: int) ->
                 f"{name} is being renamed to {target}; if that rename was interrupted, finish it first: `datasvc "
                 f"rename {name} {target}`"
             )
+        # A removed rename counts only if it is the newest entry: its tags may be unfinished.
         if entry.number == head and target == new_name:
             removal = removals.find(head)
             # Step 4 removes all versions together with the entry. A removal of the entry alone took the rename back.
             removed_together = decode_numbers(removal.content["removed"], among=numbers) if removal else frozenset()
             return entry if removed_together == set(numbers) else None
     return None
-
-
-def _check_free(repository: Repository, new_name: str) -> None:
-    """Raise ConfigError if the new name has versions."""
-    if repository.versions("datasets", new_name).head():
-        raise ConfigError(
-            f"the name {new_name!r} has versions, and their numbers are never used again; choose a name that never "
-            "had a version"
-        )
 
 
 def _check_readable(repository: Repository, name: str, head: int) -> None:

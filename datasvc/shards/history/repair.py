@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -28,7 +29,7 @@ from datasvc.shards.lines.commit import check_newest, commit_on_line, find_line,
 from datasvc.shards.versions.combine import write_shard
 from datasvc.shards.versions.dataset import open_dataset
 from datasvc.shards.versions.delete import DeleteReport
-from datasvc.shards.versions.deletions import Deletions, Flags, load_deletions, with_deletions
+from datasvc.shards.versions.deletions import Flags, load_deletions, with_deletions
 from datasvc.shards.versions.verify import DatasetProblem, VerifyReport, read_unverified, verify
 from datasvc.shards.versions.version_entry import changed_entry
 
@@ -175,7 +176,9 @@ class _Salvage:
         indexes: list[Digest | None] = []
         is_damaged, num_kept = False, 0
         for number in range(self.table.num_shards):
-            live = self._live(deletions, number, stored[number])
+            if number in deletions.shards:
+                self._flags[number] = deletions.flags(number)
+            live = ~self._flags.get(number, np.zeros(stored[number], np.bool_))
             info, index = self.table.shard(number), self.table.index(number)
             batches = self._intact(number, live)
             if batches is None:
@@ -206,23 +209,12 @@ class _Salvage:
         salvaged = with_deletions(self.objects, replace(table, label_counts=labels), self._flags)
         return _Salvaged(salvaged, num_live - num_kept)
 
-    def _live(self, deletions: Deletions, number: int, count: int) -> Flags:
-        """Return which samples of a shard are live: `bool[stored]`; remember its deletions."""
-        if number not in deletions.shards:
-            return np.ones(count, np.bool_)
-        self._flags[number] = deletions.flags(number)
-        return ~self._flags[number]
-
     def _intact(self, number: int, live: Flags) -> list[pa.RecordBatch] | None:
         """Return the intact live samples of a damaged shard; None if the shard and its index are good."""
         index: SampleIndex | None = None
-        digest = self.table.index(number)
-        try:
-            if digest is not None:
-                index = SampleIndex.decode(self.objects.read(digest), self.objects.location(digest))
-        except (NotFoundError, CorruptDataError):
-            digest = None
-        is_index_good = (digest is not None) == (self.table.index(number) is not None)  # good, or there is none
+        with suppress(NotFoundError, CorruptDataError):
+            index = self.table.read_index(self.objects, number)
+        is_index_good = (index is None) == (self.table.index(number) is None)  # good, or there is none
         try:
             shard = self.table.check_shard(number, open_shard(self.objects, self.table.shard(number)))
             shard.check_texts()

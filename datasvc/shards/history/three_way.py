@@ -88,14 +88,9 @@ class MergePlan:
 def plan_three_way(
     objects: Objects, ours: Splits, theirs: Splits, bases: Sequence[Splits], choose: Choose
 ) -> MergePlan:
-    """Return what a merge of `theirs` changes in `ours`.
+    """Return what a merge of `theirs` changes in `ours`; `choose` settles a key in conflict.
 
-    Args:
-        objects: objects of the repository.
-        ours: splits of the line that is merged into, by name.
-        theirs: splits of the merged version.
-        bases: splits of each common ancestor. A key for which two of them lead to different results is in conflict.
-        choose: settles a key in conflict.
+    A key for which two of the common ancestors, `bases`, lead to different results is in conflict.
 
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a sample index or deletions object cannot be read.

@@ -154,10 +154,7 @@ class _ImageAppender:
 
 
 def _blob_sources(schema: pa.Schema, value_positions: Mapping[str, int]) -> tuple[int | None, ...] | None:
-    """Return for each blob column its position in `ImageFile.values`, or None for the image itself.
-
-    In the usual case that the image is the only blob column, return None instead of a tuple.
-    """
+    """Return each blob column's position in `ImageFile.values`; None for the image, and if it is the only blob."""
     columns = [field.name for field in schema if is_blob(field.type)]
     if columns == [IMAGE]:
         return None

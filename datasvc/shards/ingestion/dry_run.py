@@ -72,10 +72,9 @@ class DryRun:
 
 @dataclass
 class _SourceProbe:
-    """Measurements of the samples that were read. Stored bytes are their bytes after decompression.
+    """Measurements of the samples that were read; stored bytes are those after decompression.
 
-    The fields `complete_*` count only parts of a streamed source that were read to their end. For other parts, it is
-    unknown how many source bytes were read.
+    The fields `complete_*` count only parts of a streamed source that were read to their end.
     """
 
     stored_bytes: int = 0

@@ -153,9 +153,9 @@ def _read_indexes(objects: Objects, table: ShardTable, shards: range | list[int]
     """Yield the sample indexes of `shards`, in the same order."""
 
     def read(shard: int) -> SampleIndex:
-        digest = table.index(shard)
-        assert digest is not None, shard
-        return SampleIndex.decode(objects.read(digest), objects.location(digest))
+        index = table.read_index(objects, shard)
+        assert index is not None, shard
+        return index
 
     # Indexes are read in groups, so that memory holds a bounded number of them.
     for start in range(0, len(shards), _MAX_PARALLEL_READS):
@@ -180,14 +180,9 @@ def check_bad(
     *,
     fails: bool,
 ) -> None:
-    """Raise if bad samples prevent the commit.
+    """Raise if bad samples prevent the commit: any of them if `fails`, and otherwise a split without any good sample.
 
-    Args:
-        bad: samples that could not be stored.
-        repeated: samples that were stored, but have the key of another sample.
-        tables: shard tables of the stored samples by split.
-        source: the source, for messages.
-        fails: whether any bad sample prevents the commit. If False, only a split without any good sample does.
+    `bad` could not be stored. `repeated` are stored, in `tables`, but have the key of another sample.
 
     Raises:
         NotFoundError: the source has no samples, not even bad ones.

@@ -47,11 +47,7 @@ _previous_pool: pa.MemoryPool | None = None
 def build_unit(
     work: IngestWork, unit: IngestUnit, repository: Repository, earlier: EarlierShards, progress: Progress
 ) -> UnitResult:
-    """Build and store the shards of one unit in the current process. `repository` must be opened by this process.
-
-    Raises:
-        DatasvcError: `build_listed` or `build_streamed` failed.
-    """
+    """Build and store the shards of one unit in this process, which must have opened `repository` itself."""
     if unit.files:  # a unit of a streamed source has parts instead
         return build_listed(work, unit, repository, progress)
     return build_streamed(work, unit, repository, progress, earlier)
@@ -68,17 +64,10 @@ def run_units(
     progress: Progress,
     cleanup: ExitStack,
 ) -> Iterator[UnitResult]:
-    """Build all units, and yield the result of each one as soon as it is finished.
+    """Build all units in `workers` processes, and yield the result of each one as soon as it is finished.
 
-    Args:
-        work: description of the ingest.
-        units: the units to build.
-        repository: the repository, opened by the current process.
-        earlier: shards that an interrupted run stored, by number of the unit.
-        engine: "local" or "ray".
-        workers: number of units to build at once.
-        progress: counts the bytes, samples and shards that all workers have built.
-        cleanup: stack that the caller closes at the end; closing it waits until all worker processes have exited.
+    Shards in `earlier`, by number of the unit, are not built again. `progress` counts bytes, samples and shards of
+    all workers. When the caller closes `cleanup`, this waits until all worker processes have exited.
 
     Raises:
         ConfigError: the engine is not installed.

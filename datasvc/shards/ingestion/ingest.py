@@ -161,7 +161,9 @@ def ingest(repository: Repository, source: AnySource, name: str, **options: Unpa
     num_workers = count_workers(opened, settings.workers, settings.engine)
     # An append keeps the labels of the newest version. With other labels, it would have to write the existing shards
     # again. `stored_classes[i]` is the class that is stored with label i.
-    newest_classes = _newest_classes(repository, newest) if newest is not None and opened.classes else ()
+    newest_classes: tuple[str, ...] = ()
+    if newest is not None and opened.classes:
+        newest_classes = max((split.classes for split in open_dataset(repository, str(newest)).values()), key=len)
     stored_classes = combine_classes(newest_classes, [opened.classes])
     settings.progress.begin(opened.size_bytes)
     plan = _make_plan(repository, name, opened, build_options, stored_classes)
@@ -312,10 +314,7 @@ def _check_unchanged(plan: _Plan, options: SourceOptions | None) -> None:
 def _build(
     plan: _Plan, engine: EngineName, workers: int, progress: Progress, cleanup: ExitStack
 ) -> tuple[list[UnitResult], int]:
-    """Build the units that the journal lacks.
-
-    Return the results of all units in order, and the number of shards that an interrupted run stored.
-    """
+    """Build the units that the journal lacks; return all results, and the number of shards of an earlier run."""
     done, earlier = _read_journal(plan)
     results = {result.number: result for result in done}
     num_resumed = sum(len(result.shards) for result in done) + sum(map(len, earlier.values()))
@@ -341,10 +340,7 @@ def _build(
 
 
 def _read_journal(plan: _Plan) -> tuple[list[UnitResult], dict[int, dict[tuple[str, int], BuiltShard]]]:
-    """Return finished units; and stored shards of unfinished units, by unit number, then by split and ordinal.
-
-    The ordinal is the shard's position in its unit and split. A unit is unfinished if a shard of it is not stored.
-    """
+    """Return finished units; and stored shards of unfinished units, by unit number, then by split and ordinal."""
     done: list[UnitResult] = []
     earlier: dict[int, dict[tuple[str, int], BuiltShard]] = {}
     for name, content in sorted(plan.journal.read_all().items()):
@@ -397,11 +393,6 @@ def find_newest(repository: Repository, line: LineName) -> Resolved | None:
         return repository.newest("datasets", line.name)
     find_branch(repository, line.name, line.branch)
     return repository.resolve("datasets", str(line))
-
-
-def _newest_classes(repository: Repository, newest: Resolved) -> tuple[str, ...]:
-    """Return the longest list of class names of a split of the newest version."""
-    return max((split.classes for split in open_dataset(repository, str(newest)).values()), key=len)
 
 
 def count_workers(source: Source, workers: int | None, engine: EngineName = "local") -> int:

@@ -62,12 +62,6 @@ def choose_val_fractions(
     The first is `requested`. If that is None, it is the recorded fraction for an append, and otherwise 0. The second
     equals the first, but it is 0 if `requested` is None and the source has "val" or no "train".
 
-    Args:
-        repository: repository of the data set; may be None without `newest`.
-        newest: the version to append to; None: it is no append, or there is no version.
-        source: the source.
-        requested: the fraction that the caller gave, if any.
-
     Raises:
         ConfigError: `requested` differs from the recorded fraction of the data set appended to.
         CorruptDataError, UnavailableError: the entries of the data set cannot be read.
@@ -184,10 +178,7 @@ class IngestCommit:
             return already.entry
 
     def _build(self, newest: Resolved | None) -> dict[str, Any]:
-        """Return the log entry that follows version `newest` of the line (None: none), see `commit_on_line`.
-
-        Raise _CommittedError if the log already has the version of this ingest.
-        """
+        """Return the log entry that follows `newest`. Raise _CommittedError if the log has this ingest already."""
         # Checked at every call, because an identical ingest may have committed since the last call.
         committed = self._find_committed()
         if committed is not None:
@@ -223,11 +214,7 @@ class IngestCommit:
         )
 
     def _build_append(self, continued: Resolved) -> dict[str, Any]:
-        """Return the log entry of the version `continued` with the new samples appended.
-
-        Raise ConflictError if that version holds out another fraction, or what `settle_overlaps` and `append_splits`
-        raise.
-        """
+        """Return the log entry of the version `continued` with the new samples appended."""
         objects = self.repository.objects
         newest = open_dataset(self.repository, str(continued))
         if read_val_fraction(self.repository, newest.resolved) != self.metadata[VAL_FRACTION]:

@@ -22,7 +22,7 @@ from datasvc.errors import ConfigError
 from datasvc.printable import json_value
 from datasvc.repository import Repository
 from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob, measured_columns
-from datasvc.shards.query.query import choose_shards, open_query, open_sizes
+from datasvc.shards.query.query import choose_shards, open_query, open_sizes, quote_name, quote_text
 from datasvc.shards.query.sample_page import default_split
 from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.versions.dataset import Split, open_dataset
@@ -148,7 +148,9 @@ def histogram_of(
     values = read(split, column, where, shards)
     facts |= {"num_samples": len(values), "read_shards": len(shards)}
     if column == LABEL and table.label_counts:
-        return _of_labels(values, split, bins, facts)
+        counted = pc.value_counts(values.drop_null()).to_pylist()
+        counts = {int(item["values"]): int(item["counts"]) for item in counted}
+        return _of_classes(split, counts, bins, {**facts, "null": values.null_count})
     expression = (
         size_expression(column) if _is_blob(split, column) else quoted(column, split.table.sample_schema.names)
     )
@@ -188,7 +190,7 @@ def quoted(text: str, columns: Collection[str]) -> str:
     if text not in columns:
         # A comment would hide the bracket, so the bracket gets a line of its own.
         return f"({text}\n)" if "--" in text else f"({text})"
-    return text if text in _UNQUOTED else '"' + text.replace('"', '""') + '"'
+    return text if text in _UNQUOTED else quote_name(text)
 
 
 def plan_edges(low: float, high: float, bins: int, *, is_whole: bool) -> list[float]:
@@ -246,12 +248,6 @@ def _sizes_of_shards(split: Split, column: str, shards: Sequence[int]) -> pa.Arr
     with open_sizes(split, shards) as samples:
         values = samples.scanner([column]).to_reader().read_all().column(column)
     return pa.concat_arrays([pa.nulls(0, pa.int64()), *values.chunks])
-
-
-def _of_labels(labels: pa.Array, split: Split, bins: int, facts: Mapping[str, Any]) -> Histogram:
-    counted = pc.value_counts(labels.drop_null()).to_pylist()
-    counts = {int(item["values"]): int(item["counts"]) for item in counted}
-    return _of_classes(split, counts, bins, {**facts, "null": labels.null_count})
 
 
 def _of_classes(split: Split, counts: Mapping[int, int], bins: int, facts: Mapping[str, Any]) -> Histogram:
@@ -323,8 +319,3 @@ def _range_text(start: float, stop: float, *, is_whole: bool) -> str:
 
 def _text(number: float) -> str:
     return str(int(number)) if number.is_integer() and abs(number) < _MAX_EXACT else repr(number)
-
-
-def quote_text(text: str) -> str:
-    """Return a text as a literal of SQL."""
-    return "'" + text.replace("'", "''") + "'"

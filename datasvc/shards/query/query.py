@@ -119,9 +119,9 @@ def check_reads_live_samples(connection: duckdb.DuckDBPyConnection) -> None:
 def _union(dataset: DatasetVersion) -> str:
     """Return the SQL of the view of all splits, with a column for the split's name."""
     columns = {name.lower() for split in dataset.values() for name in split.table.sample_schema.names}
-    column = _quoted(SPLIT_COLUMN if SPLIT_COLUMN not in columns else f"{SPLIT_COLUMN}_name")
+    column = quote_name(SPLIT_COLUMN if SPLIT_COLUMN not in columns else f"{SPLIT_COLUMN}_name")
     return " UNION ALL BY NAME ".join(
-        f"SELECT {_literal(name)} AS {column}, * FROM {_quoted(name)}"  # noqa: S608 - names are quoted
+        f"SELECT {quote_text(name)} AS {column}, * FROM {quote_name(name)}"  # noqa: S608 - names are quoted
         for name in dataset
     )
 
@@ -138,11 +138,13 @@ def check_names(where: str, names: Sequence[str]) -> None:
         raise ConfigError(f"{where} has names that differ in case only, and SQL ignores case: {names}")
 
 
-def _quoted(name: str) -> str:
+def quote_name(name: str) -> str:
+    """Return a name as an identifier of SQL."""
     return '"' + name.replace('"', '""') + '"'
 
 
-def _literal(text: str) -> str:
+def quote_text(text: str) -> str:
+    """Return a text as a literal of SQL."""
     return "'" + text.replace("'", "''") + "'"
 
 

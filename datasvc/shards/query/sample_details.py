@@ -13,7 +13,6 @@ import pyarrow.compute as pc
 
 from datasvc.repository import Digest, Repository
 from datasvc.shards.format.digests import DIGEST_BYTES
-from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.query.query import choose_shards
@@ -153,9 +152,7 @@ def _find_duplicates(
 
 def _in_shard(reader: NumberedSamples, shard: int, payload: pa.Scalar) -> list[SampleRef]:
     """Return the live samples of a shard with this payload digest."""
-    objects, digest = reader.split.repository.objects, reader.split.table.index(shard)
-    assert digest is not None, "only shards with an index are searched"
-    index = SampleIndex.decode(objects.read(digest), objects.location(digest)).table
+    index = _read_index(reader, shard)
     rows = np.flatnonzero(pc.equal(index.column("payload"), payload).to_numpy())
     live = reader.live_numbers(shard, rows) if len(rows) else {}
     return [SampleRef(reader.split.name, number, index.column(KEY)[row].as_py()) for row, number in live.items()]
@@ -226,9 +223,7 @@ def find_samples(reader: NumberedSamples, prefix: str) -> list[SampleMatch]:
 
 
 def _find_in_shard(reader: NumberedSamples, shard: int, prefix: str) -> list[SampleMatch]:
-    objects, index_digest = reader.split.repository.objects, reader.split.table.index(shard)
-    assert index_digest is not None, "only shards with an index are searched"
-    index = SampleIndex.decode(objects.read(index_digest), objects.location(index_digest)).table
+    index = _read_index(reader, shard)
     # Without blobs, both digests may be equal: such a sample is found once.
     found: dict[tuple[int, str], str] = {}
     for kind in ("sample", "payload"):
@@ -241,6 +236,12 @@ def _find_in_shard(reader: NumberedSamples, shard: int, prefix: str) -> list[Sam
         for (row, digest), kind in found.items()
         if row in live
     ]
+
+
+def _read_index(reader: NumberedSamples, shard: int) -> pa.Table:
+    index = reader.split.table.read_index(reader.split.repository.objects, shard)
+    assert index is not None, "only shards with an index are searched"
+    return index.table
 
 
 def _find_rows(digests: pa.ChunkedArray, prefix: str) -> list[tuple[int, str]]:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import NotFoundError
 from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Digest
@@ -221,20 +221,13 @@ class _OpenShard:
 
     @classmethod
     def open(cls, split: Split, number: int) -> _OpenShard:
-        objects, info, digest = split.repository.objects, split.table.shard(number), split.table.index(number)
-        if digest is not None:
-            index = SampleIndex.decode(objects.read(digest), objects.location(digest))
-            if index.num_samples != int(split.table.stored_per_shard[number]):
-                raise CorruptDataError(
-                    f"{objects.location(digest)} lists {count_text(index.num_samples, 'sample')}, the shard table "
-                    f"{split.table.stored_per_shard[number]}: restore both from another copy"
-                )
-            if index.layout is not None:
-                shard: Shard = PartialShard(info, index, objects.location(info.digest))
-                return cls(split, split.table.check_shard(number, shard), index)
+        objects, info = split.repository.objects, split.table.shard(number)
+        index = split.table.read_index(objects, number)
+        if index is not None and index.layout is not None:
+            shard: Shard = PartialShard(info, index, objects.location(info.digest))
         else:
-            index = None
-        return cls(split, split.table.check_shard(number, split.origin.open_shard(info)), index)
+            shard = split.origin.open_shard(info)
+        return cls(split, split.table.check_shard(number, shard), index)
 
     def values(self, rows: Integers) -> list[dict[str, Any]]:
         """Return samples by column, in the order of `rows`; a blob is represented by its size, None for null."""

@@ -55,15 +55,13 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         number_column: str | None = None,
         sizes: bool = False,
     ) -> Self:
-        """Return the live samples of a split. `files` opens its shards.
+        """Return the live samples of a split, whose shards `files` opens.
 
         Args:
             split: the split.
             files: files of its shards.
             shards: numbers of the shards to read, in this order; None for all.
-            number_column: name of a further column, int64: the number of each sample, as in `split[number]`. The
-                split must not have a column of this name. None: no such column.
-
+            number_column: name of a further column: the number of each sample, as in `split[number]`.
             sizes: have the sizes of blobs, int64, in place of the blobs. From local shards, no blob is read for it.
 
         Raises:
@@ -98,12 +96,7 @@ class LiveSamples(arrow_dataset.InMemoryDataset):  # type: ignore[misc]
         filter: arrow_dataset.Expression | None = None,  # noqa: A002 - the name in Arrow's interface
         **_options: Any,
     ) -> _Scanner:
-        """Return a scanner for one scan, in table order.
-
-        Args:
-            columns: names of columns; None for all.
-            filter: condition that samples must satisfy; None for all samples.
-        """
+        """Return a scanner for one scan, in table order, of the samples that satisfy `filter`; None for all."""
         schema = pa.schema([self.schema.field(name) for name in (self.schema.names if columns is None else columns)])
         batches = self._batches(schema.names, filter)
         self._scans.append(batches)
@@ -196,11 +189,7 @@ def _read_live(
     num_samples: int,
     where: str,
 ) -> ShardScan:
-    """Yield the live samples of one shard, with the columns of `schema`, in parts of about `_MAX_BYTES_AHEAD` bytes.
-
-    `deleted` returns `bool[num_samples]`, True for deleted samples; it is None for a shard without deletions.
-    `num_samples` is the number that the shard table lists. `where` is the version and the split, for messages.
-    """
+    """Yield the live samples of a shard, with the columns of `schema`, in parts of about `_MAX_BYTES_AHEAD` bytes."""
     part: list[pa.RecordBatch] = []
     size_bytes = start = 0
     # Made only now: the flags take a byte per sample, eight times the memory of the stored bitmap.

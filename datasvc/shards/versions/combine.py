@@ -179,9 +179,10 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
     """
     tokenizers = [(schema.metadata or {}).get(TOKENIZER) for schema in (head, new)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
+        digests = [(tokenizer or b"").decode() for tokenizer in tokenizers]
         raise ConfigError(
-            f"the data set's tokens were made by the tokenizer {_short_digest(tokenizers[0])}, those of the added "
-            f"data by {_short_digest(tokenizers[1])}; ingest it with the same --tokenizer"
+            f"the data set's tokens were made by the tokenizer {digests[0][:12]}..., those of the added "
+            f"data by {digests[1][:12]}...; ingest it with the same --tokenizer"
         )
     missing = [name for name in _REQUIRED_IF_PRESENT if name in head.names and name not in new.names]
     if missing:
@@ -207,10 +208,6 @@ def combine_schemas(head: pa.Schema, new: pa.Schema) -> pa.Schema:
         nullable = len(sides) == 1 or any(side.nullable for side in sides)
         fields.append(sides[0].with_nullable(nullable))
     return pa.schema(fields, metadata=head.metadata)
-
-
-def _short_digest(digest: bytes | None) -> str:
-    return f"{(digest or b'').decode()[:12]}..."
 
 
 def relabel_shards(objects: Objects, table: ShardTable, labels: Mapping[int, int]) -> ShardTable:
@@ -337,14 +334,7 @@ def _concatenate(objects: Objects, head: ShardTable, new: ShardTable) -> ShardTa
 
 
 def _sum_counts(head: ShardTable, new: ShardTable, counts: str, column: str) -> dict[Any, int]:
-    """Return the sum of both sides' counts; {} if one side has samples with the column but no counts of it.
-
-    Args:
-        head: the existing split.
-        new: the added split.
-        counts: attribute of a shard table, such as "label_counts".
-        column: column whose values are counted.
-    """
+    """Return the sums of a count, such as "label_counts"; {} if one side has the column but no counts of it."""
     for table in (head, new):
         # A sum over some of the samples would be mistaken for the count of all.
         if column in table.sample_schema.names and table.num_samples and not getattr(table, counts):

@@ -88,10 +88,13 @@ def delete(
         raise ConfigError(
             "expected either keys or a condition that selects the samples to delete, not both or neither"
         )
+    refuse_text(keys, "keys", "keys")
     base, line = find_line(repository, ref)
     log = repository.versions("datasets", base.name)
     check_newest(base, line, head_of_line(repository, line, log.head()))
-    build = _DeleteBuild(repository, base, _checked_keys(keys), where, split, ignore_missing, message)
+    build = _DeleteBuild(
+        repository, base, None if keys is None else frozenset(keys), where, split, ignore_missing, message
+    )
     if dry_run:
         build.select(base)
         return DeleteReport(base, build.deleted, build.missing, dry_run=True)
@@ -206,11 +209,6 @@ class _DeleteBuild:
             )
 
 
-def _checked_keys(keys: Iterable[str] | None) -> frozenset[str] | None:
-    refuse_text(keys, "keys", "keys")
-    return None if keys is None else frozenset(keys)
-
-
 class Condition:
     """A boolean SQL expression over the columns of a split, such as `label = 3 and width < 100`.
 
@@ -273,7 +271,9 @@ class Condition:
 
     def _evaluate(self, samples: pa.Table) -> Integers:
         """Return the positions of the samples that satisfy the condition: `int64[n]`, ascending."""
-        column = _unused_column_name(samples.schema)
+        column = "datasvc_row"
+        while column in samples.schema.names:
+            column += "_"
         numbered = samples.append_column(column, pa.array(np.arange(samples.num_rows)))
         relation = self._connection.from_arrow(numbered)
         with self._map_errors():
@@ -315,10 +315,3 @@ class Condition:
             raise ConfigError(
                 f"the condition {self._expression!r} cannot be evaluated: {reason}; the columns are {columns}"
             ) from error
-
-
-def _unused_column_name(schema: pa.Schema) -> str:
-    name = "datasvc_row"
-    while name in schema.names:
-        name += "_"
-    return name

@@ -233,11 +233,7 @@ def _class_distance(a: ShardTable, b: ShardTable) -> float | None:
 def _unshared(
     objects: Objects, a: ShardTable, b: ShardTable, labels: Mapping[int, int]
 ) -> tuple[SplitKeys, SplitKeys, int]:
-    """Return the samples of each side that are not shared, and the number of shared samples.
-
-    A sample is shared if it is in a shard that both sides have, and is live (not deleted) on both. Shared samples are
-    equal, so only the others are compared by key. `labels`: see `diff_tables`; {} if no label changes.
-    """
+    """Return the samples of each side that are not live in a shard of both, and the number of the others."""
     if labels and LABEL in b.sample_schema.names:
         # Renumbered labels change the samples of `b`, so equal shards do not have equal samples.
         return SplitKeys(objects, a), SplitKeys(objects, b, labels=labels), 0
@@ -283,10 +279,7 @@ def find_partners(a: ShardTable, b: ShardTable) -> dict[int, int]:
 
 
 def _or_empty(table: ShardTable | None, other: ShardTable | None) -> ShardTable:
-    """Return `table`; if it is None, an empty table.
-
-    The empty table has the columns and classes of `other`, so that only the samples of the split differ.
-    """
+    """Return `table`; if it is None, an empty one with the columns and classes of `other`."""
     if table is not None:
         return table
     assert other is not None, "at least one of two versions has the split"

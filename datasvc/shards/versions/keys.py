@@ -16,13 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from datasvc.errors import CorruptDataError
 from datasvc.keyed_random import Integers
-from datasvc.printable import count_text
-from datasvc.repository import Digest, Objects
+from datasvc.repository import Objects
 from datasvc.shards.format.digests import DIGEST_BYTES, digest_batch, has_units
 from datasvc.shards.format.reader import Shard, open_shard
-from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, Flags, load_deletions
@@ -84,13 +81,12 @@ class SplitKeys:
     def read(self, shard: int) -> ShardKeys:
         """Return the live samples of one shard, except those in `without`. Raise what `__iter__` raises."""
         rows = self.live_rows(shard)
-        digest = self.table.index(shard)
-        if digest is None:
+        decoded = self.table.read_index(self._objects, shard)
+        if decoded is None:
             # The shard was written before sample indexes existed, so read keys and digests from the samples.
             opened = self._open(shard)
             keys = take_keys(opened.column(KEY), rows)
             return ShardKeys(shard, rows, keys, lambda: take_keys(self._digest(opened), rows))
-        decoded = self.read_index(shard, digest)
         index = decoded.table
         keys = take_keys(index.column("key"), rows)
         is_comparable = not (decoded.hashes_text and any(map(has_units, self.table.sample_schema.types)))
@@ -98,25 +94,10 @@ class SplitKeys:
             return ShardKeys(shard, rows, keys, lambda: take_keys(index.column("sample"), rows))
         # The digests in the index include the stored labels, and in old indexes they are those of the text of a date.
         # For other labels, and to compare with new indexes, compute digests from the samples.
-        return ShardKeys(
-            shard,
-            rows,
-            keys,
-            lambda: take_keys(self._digest(self._open(shard)), rows),
-        )
+        return ShardKeys(shard, rows, keys, lambda: take_keys(self._digest(self._open(shard)), rows))
 
     def _open(self, shard: int) -> Shard:
         return self.table.check_shard(shard, open_shard(self._objects, self.table.shard(shard)))
-
-    def read_index(self, shard: int, digest: Digest) -> SampleIndex:
-        """Return the sample index of a shard; raise CorruptDataError if it has another number of samples."""
-        index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
-        if index.num_samples != self._stored[shard]:
-            raise CorruptDataError(
-                f"{self._objects.location(digest)} lists {count_text(index.num_samples, 'sample')}, the shard table "
-                f"{self._stored[shard]}: restore both from another copy"
-            )
-        return index
 
     def live_rows(self, shard: int) -> Integers:
         """Return the rows in a shard's file that are live and not in `without`: `int64[n]`, ascending."""

@@ -87,9 +87,7 @@ def plan_labels(names: Sequence[str], combined: Sequence[str]) -> dict[int, int]
 
 
 def map_labels(labels: pa.Array, mapping: Mapping[int, int]) -> pa.Array:
-    """Return the labels changed by `mapping`. Null and negative labels, which have no class, stay unchanged.
-
-    `mapping` has all labels from 0 to its length - 1, as `plan_labels` returns them.
+    """Return the labels changed by a result of `plan_labels`. Null and negative labels (no class) stay unchanged.
 
     Raises:
         ConfigError: a label is not in the mapping.
@@ -117,12 +115,9 @@ def relabel_batch(batch: pa.RecordBatch, mapping: Mapping[int, int]) -> pa.Recor
 
 
 def check_unnamed(label_counts: Mapping[int, int], names: Sequence[str], what: str) -> None:
-    """Raise ConfigError if data with plain integer labels are combined with too few class names for these labels.
+    """Raise ConfigError if labels without names are combined with too few class names, `names`, for them.
 
-    Args:
-        label_counts: number of samples by label, for labels without names.
-        names: the class names that the labels are combined with.
-        what: subject of the message, such as "the added data".
+    `what` is the subject of the message, such as "the added data".
     """
     outside = sorted(label for label in label_counts if label >= len(names))
     # If there are no class names, labels are plain numbers, and any number is valid.
@@ -141,12 +136,7 @@ def with_class(schema: pa.Schema, classes: Sequence[str]) -> pa.Schema:
 
 
 def class_of_labels(labels: pa.Array, names: pa.Array) -> pa.Array:
-    """Return the class names of labels: `string[n]`, null for a label without a name.
-
-    Args:
-        labels: integers; null for no label.
-        names: class names, by label.
-    """
+    """Return the class names of labels: `string[n]`, null for a null label or one without a name."""
     is_named = pc.and_(pc.greater_equal(labels, 0), pc.less(labels, len(names)))
     return names.take(pc.if_else(is_named, labels, pa.scalar(None, labels.type)))
 

@@ -187,20 +187,16 @@ class _MergeBuild:
         self.label_conflicts = find_label_conflicts(objects, self.tables, checked=tables_by_version[0])
         merged_tables = [table for tables in stored_tables for table in tables.values()]
         merged_refs = [str(version) for version in self.versions]
+        change: dict[str, Any] = {"kind": "merge", "versions": merged_refs}
+        if any(self.prefixes.values()):
+            change["key_prefixes"] = [self.prefixes.get(ref, "") for ref in self.refs]
         # The new version continues the newest version of `name` only if that version was merged too.
         continued = parent if parent in self.versions else None
         return derived_entry(
             describe_tables(objects, self.tables, before=merged_tables),
-            {"kind": "merge", "versions": merged_refs} | self._describe_prefixes(),
+            change,
             message=self.message,
             parent=continued,
             source=", ".join(merged_refs),
-            **{
-                VAL_FRACTION: read_val_fraction(self.repository, continued or self.versions[0]),
-                ENTRY_FIELD: shared,
-            },
+            **{VAL_FRACTION: read_val_fraction(self.repository, continued or self.versions[0]), ENTRY_FIELD: shared},
         )
-
-    def _describe_prefixes(self) -> dict[str, Any]:
-        prefixes = [self.prefixes.get(ref, "") for ref in self.refs]
-        return {"key_prefixes": prefixes} if any(prefixes) else {}

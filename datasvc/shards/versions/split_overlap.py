@@ -252,10 +252,7 @@ def _find_shared(
     table: tuple[ShardTable, Integers | None],
     other: tuple[ShardTable, Integers | None],
 ) -> Iterator[SharedSamples]:
-    """Yield one result, the samples of `table` that `other` has too; yield nothing if there are none.
-
-    `table` and `other` are each a shard table and the numbers of the shards to compare; None stands for all shards.
-    """
+    """Yield the samples of `table` that `other` has too, if any; None stands for all shards of a table."""
     if kind == "payload" and not (has_blobs(table[0]) and has_blobs(other[0])):
         return
     side = _key_side if kind == "key" else payload_side
@@ -280,18 +277,14 @@ def _key_side(objects: Objects, table: ShardTable, shards: Integers | None) -> S
 
 
 def payload_side(objects: Objects, table: ShardTable, shards: Integers | None) -> Side:
-    """Return the samples with blobs of some shards, to be matched by payload digest; their keys are attached.
-
-    Shards without a sample index are left out.
-    """
+    """Return the samples with blobs of indexed shards, to be matched by payload digest; their keys are attached."""
     numbers = np.arange(table.num_shards) if shards is None else shards
     keys = SplitKeys(objects, table, numbers[_is_indexed(table)[numbers]])
 
     def read() -> Iterator[ShardValues]:
         for shard in keys.shards.tolist():
-            digest = table.index(shard)
-            assert digest is not None, "`keys` has only shards with a sample index"
-            index = keys.read_index(shard, digest)
+            index = table.read_index(objects, shard)
+            assert index is not None, "`keys` has only shards with a sample index"
             rows = keys.live_rows(shard)
             # The payload digest of a sample without blobs equals its sample digest; such samples are left out.
             rows = rows[(index.digests("payload") != index.digests("sample"))[rows]]

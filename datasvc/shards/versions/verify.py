@@ -217,28 +217,15 @@ class _SplitCheck:
     def _check_shard(self, number: int) -> Iterator[DatasetProblem]:
         index: SampleIndex | None = None
         try:
-            index = self._read_index(number)
+            index = self._table.read_index(self._objects, number)
         except (NotFoundError, CorruptDataError) as error:
             digest = self._table.index(number)
-            assert digest is not None, "`_read_index` reads nothing for a shard without an index"
+            assert digest is not None, "nothing is read for a shard without an index"
             yield DatasetProblem(_kind_of(error), "sample index", self._split.name, digest, str(error), number)
         check = self._check_content if self._deep else self._check_structure
         problem = check(number, self._table.shard(number), index)
         if problem is not None:
             yield problem
-
-    def _read_index(self, number: int) -> SampleIndex | None:
-        digest = self._table.index(number)
-        if digest is None:
-            return None
-        index = SampleIndex.decode(self._objects.read(digest), self._objects.location(digest))
-        if index.num_samples != self._stored[number]:
-            raise CorruptDataError(
-                f"the sample index lists {count_text(index.num_samples, 'sample')}, the shard table "
-                f"{self._stored[number]}: "
-                "restore both from another copy"
-            )
-        return index
 
     # `index` in the methods below is the sample index of the shard; None if there is none, or if it cannot be read.
 

@@ -28,15 +28,10 @@ def read_tables(repository: Repository, version: Resolved) -> dict[str, ShardTab
 
 
 def name_table(repository: Repository, digest: str, *, dataset: str) -> str:
-    """Return the splits that have a shard table, such as "pets@1/train", for a message about that table.
+    """Return the splits that have a shard table, such as "pets@1/train", for a message; `dataset` is searched first.
 
     If no version of the repository has it, or the entries cannot be read, the text has the digest: the message must
     not fail because of its details.
-
-    Args:
-        repository: repository to search.
-        digest: digest of the shard table.
-        dataset: name of the data set to search first.
     """
     unknown = f"a data-set version that is not in this repository (shard table {digest[:12]}...)"
     try:
@@ -45,7 +40,7 @@ def name_table(repository: Repository, digest: str, *, dataset: str) -> str:
             found = [
                 f"{name}@{entry.number}/{split}"
                 for entry in entries
-                for split, fields in _splits_of(entry.content)
+                for split, fields in _mapping(entry.content, "splits").items()
                 if isinstance(fields, Mapping) and fields.get("table") == digest
             ]
             if found:
@@ -54,11 +49,6 @@ def name_table(repository: Repository, digest: str, *, dataset: str) -> str:
     except DatasvcError:
         return unknown
     return unknown
-
-
-def _splits_of(content: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    splits = content.get("splits")
-    return splits.items() if isinstance(splits, Mapping) else ()
 
 
 def describe_tables(
@@ -119,11 +109,7 @@ def read_ingest_options(repository: Repository, version: Resolved) -> Mapping[st
 def _find_origin(
     repository: Repository, version: Resolved, parent_of: Callable[[Mapping[str, Any]], str | None]
 ) -> tuple[Resolved, Mapping[str, Any]]:
-    """Return the first of a version and its ancestors for whose entry `parent_of` is None, and that entry's content.
-
-    Raises:
-        CorruptDataError, NotFoundError, UnavailableError: an entry cannot be read, or a version is its own ancestor.
-    """
+    """Return the first of a version and its ancestors for whose entry `parent_of` is None, and the content."""
     seen: set[Resolved] = set()
     while True:
         if version in seen:  # otherwise a changed repository would keep its readers in this loop
@@ -217,7 +203,7 @@ def derived_entry(
         splits: result of `describe_tables`.
         change: kind of the change and its details.
         message: text given by the user.
-        parent: the version of the same data set that it continues; None if it continues none.
+        parent: the version of the same data set that it continues, if any.
         source: the versions it was made from, as text.
         **more: further fields.
     """

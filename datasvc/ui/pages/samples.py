@@ -9,7 +9,8 @@ import json
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.models.provenance.find_consumers import find_consumers
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.query.histogram import list_columns, quote_text
+from datasvc.shards.query.histogram import list_columns
+from datasvc.shards.query.query import quote_text
 from datasvc.shards.query.sample_details import details_of
 from datasvc.shards.query.sample_page import PAGE_SAMPLES, SamplePage, find_key, no_page, page_of, summary_to_json
 from datasvc.shards.query.sample_reader import NumberedSamples

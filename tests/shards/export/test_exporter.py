@@ -112,18 +112,6 @@ def test_the_summary_says_what_is_there(repository, tmp_path):
     assert sorted(files(tmp_path / "out")) == ["datasvc-export.json", "val-000000.tar"]
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "train/x.jpg", ".hidden"])
-def test_a_folder_that_holds_something_else_is_left_alone(repository, tmp_path, name):
-    (tmp_path / "out" / name).parent.mkdir(parents=True)
-    (tmp_path / "out" / name).write_text("mine")
-    before = files(tmp_path / "out")
-    with pytest.raises(
-        ConfigError, match=f"is not empty \\({name.split('/')[0]}\\), and an export overwrites nothing"
-    ):
-        exported(write_photos(repository), tmp_path / "out", "webdataset")
-    assert files(tmp_path / "out") == before
-
-
 def test_a_file_is_no_folder(repository, tmp_path):
     (tmp_path / "out").write_text("mine")
     with pytest.raises(ConfigError, match="is a file, not a folder"):

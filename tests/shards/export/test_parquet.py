@@ -4,7 +4,9 @@ import json
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
+from datasvc.errors import ConfigError
 from datasvc.shards import open_dataset
 from datasvc.shards.format.schema import shard_schema
 from tests.shards.export.contents import (
@@ -54,7 +56,7 @@ def test_what_no_other_format_holds_comes_back(repository, tmp_path):
     TestParquetExport().check_round_trip(dataset, tmp_path / "out")
 
 
-def test_hugging_face_is_told_the_names_of_the_classes(repository, tmp_path):
+def test_hugging_face_gets_the_names_of_the_classes(repository, tmp_path):
     exported(write_photos(repository), tmp_path / "out", "parquet")
     schema = pq.read_schema(tmp_path / "out" / "val-00000-of-00001.parquet")
     features = json.loads(schema.metadata[b"huggingface"])["info"]["features"]
@@ -63,9 +65,20 @@ def test_hugging_face_is_told_the_names_of_the_classes(repository, tmp_path):
     assert schema.field("label") == pa.field("label", pa.int64())
 
 
-def test_hugging_face_is_told_nothing_without_classes(repository, tmp_path):
+def test_a_split_without_classes_has_no_metadata_for_hugging_face(repository, tmp_path):
     exported(write_tokens(repository), tmp_path / "out", "parquet")
     assert b"huggingface" not in pq.read_schema(tmp_path / "out" / "train-00000-of-00002.parquet").metadata
+
+
+def test_a_struct_without_fields_is_refused(repository, tmp_path):
+    write_version(
+        repository,
+        "made",
+        {"train": [[{"key": "a", "meta": {}}]]},
+        shard_schema([KEY_FIELD, pa.field("meta", pa.struct([]))]),
+    )
+    with pytest.raises(ConfigError, match="'meta'"):
+        exported(open_dataset(repository, "made"), tmp_path / "out", "parquet")
 
 
 def test_row_groups_are_bounded_by_the_batches_of_the_shard(repository, tmp_path):

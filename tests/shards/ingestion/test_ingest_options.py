@@ -19,17 +19,13 @@ import datasvc
 from datasvc.errors import BadSampleError, ConfigError, ConflictError, NotFoundError
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.export import export
-from datasvc.shards.format.schema import stored_schema
 from datasvc.shards.ingestion import dry_run
-from datasvc.shards.ingestion.build import IngestWork
-from datasvc.shards.ingestion.build_streamed import check_batch, value_bytes
+from datasvc.shards.ingestion.build_streamed import value_bytes
 from datasvc.shards.ingestion.dry_run import dry_run_ingest
-from datasvc.shards.ingestion.plan import BuildOptions, is_held_out
+from datasvc.shards.ingestion.plan import is_held_out
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.choose import open_source
 from datasvc.shards.sources.python_samples import PythonSource
-from datasvc.shards.versions.delete import delete
 from datasvc.testing import check_source
 from tests.samples import class_sorted, jpeg, write_folder, write_tars
 
@@ -156,12 +152,6 @@ def test_nothing_is_lost_when_a_dropped_key_holds_what_another_sample_holds(repo
         "1": b"X",
         "2": b"Y",
     }
-
-
-def test_an_append_says_by_how_much_each_split_grew(repository):
-    ingest(repository, [{"key": str(number)} for number in range(5)], "made")
-    more = [{"key": str(number)} for number in range(3, 8)]
-    assert ingest(repository, more, "made", append=True, on_common="keep").num_added == {"train": 3}
 
 
 def test_columns_called_width_are_the_user_s_own_without_an_image(repository):
@@ -447,16 +437,6 @@ def test_a_dry_run_estimates_the_time_of_what_an_ingest_reads(tmp_path, monkeypa
     assert limited.seconds == pytest.approx(0.25)
 
 
-def test_a_batch_without_samples_is_checked_to_one_without_samples(tars):
-    source = open_source(str(tars))
-    work = IngestWork("", "", "", "", source, stored_schema(source.schema), BuildOptions(), source.classes)
-    batch = next(iter(source.read(source.parts[0])))
-    bad = []
-    checked = check_batch(work, batch.slice(0, 0), "train", bad)
-    assert (checked.num_samples, checked.columns.schema, list(checked.kinds), bad) == (0, work.schema, [], [])
-    assert (checked.sizes_bytes.sum(), [len(column) for column in checked.digests]) == (0, [0, 0])
-
-
 def test_the_shards_of_a_source_that_knows_its_samples_are_an_estimate(tmp_path):
     pq.write_table(pa.table({"key": ["a", "b"], "text": ["x", "y"]}), tmp_path / "rows.parquet")
     plan = dry_run_ingest(None, open_source(str(tmp_path / "rows.parquet")), "texts")
@@ -505,12 +485,6 @@ def test_labels_outside_the_classes_are_bad_and_negative_ones_are_none(repositor
         ingest(repository, given, "made")
 
 
-def test_a_condition_over_columns_that_differ_in_case_alone_is_refused(repository):
-    ingest(repository, [{"Label": 3, "label": 0}, {"Label": 0, "label": 3}], "made")
-    with pytest.raises(ConfigError, match="differ in case only"):
-        delete(repository, "made", where="label = 3")
-
-
 def test_two_classes_of_one_name_are_refused(repository, folder):
     source = open_source(str(folder))
     with pytest.raises(ConfigError, match="two classes have the name 'a'"):
@@ -532,20 +506,6 @@ def test_an_image_without_a_label_in_its_manifest_is_ingested(repository, folder
     split = open_dataset(repository, "pets")["train"]
     assert {sample["key"]: sample["label"] for sample in split} == {"train/a/00000.jpg": 0, "train/a/00001.jpg": None}
     assert split.table.label_counts == {0: 1}
-
-
-def test_a_struct_without_fields_is_refused_by_an_export(repository, tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"meta": {}, "a": 1}\n', encoding="utf-8")
-    ingest(repository, str(tmp_path / "a.jsonl"), "made")
-    with pytest.raises(ConfigError, match="'meta'"):
-        export(repository, "made", str(tmp_path / "out"), "parquet")
-
-
-def test_an_image_without_a_label_is_refused_by_an_lmdb_export(repository, tmp_path):
-    samples = [{"key": "1", "image": jpeg(), "label": 1}, {"key": "2", "image": jpeg(seed=2), "label": None}]
-    ingest(repository, samples, "made")
-    with pytest.raises(ConfigError, match="label"):
-        export(repository, "made", str(tmp_path / "out"), "lmdb")
 
 
 def test_postscript_is_no_image(repository, folder):

