@@ -1,5 +1,6 @@
 import io
 import os
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -127,11 +128,13 @@ def test_a_range_is_exactly_the_bytes_that_were_requested(objects, monkeypatch):
         assert stream(objects, info.digest, offset, length) == expected
 
 
+@pytest.mark.parametrize("read", ["range", "stream"])
 @pytest.mark.parametrize(("offset", "length"), [(0, 11), (9, 2), (10, 1), (5000, 4)])
-def test_a_range_that_the_object_ends_before_is_corrupt(objects, offset, length):
+def test_a_range_that_the_object_ends_before_is_corrupt(objects, read, offset, length, monkeypatch):
+    monkeypatch.setattr("datasvc.repository.store.retries.FIRST_PAUSE_S", 0.001)
     info = objects.put(b"0123456789")
     with pytest.raises(CorruptDataError, match="is corrupt: 10 bytes long"):
-        objects.read_range(info.digest, offset, length)
+        (objects.read_range if read == "range" else partial(stream, objects))(info.digest, offset, length)
 
 
 def test_a_missing_object_is_not_found(objects):
@@ -171,17 +174,6 @@ def stream(objects, digest, offset, length, interrupt=None):
     pieces = bytearray()
     objects.stream_range(digest, offset, length, pieces.extend, interrupt or CancellationToken())
     return pieces
-
-
-@pytest.mark.parametrize(
-    ("offset", "length"),
-    # The clients of stores try again a few times, with pauses.
-    [(9, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in [(0, 11), (10, 1), (5000, 4)])],
-)
-def test_a_stream_that_the_object_ends_before_is_corrupt(objects, offset, length):
-    info = objects.put(b"0123456789")
-    with pytest.raises(CorruptDataError, match="is corrupt: 10 bytes long"):
-        stream(objects, info.digest, offset, length)
 
 
 def test_a_stream_that_was_interrupted_is_unavailable(objects):
