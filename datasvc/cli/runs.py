@@ -55,13 +55,14 @@ def show(run: RunArgument, repo: RepoOption, as_json: JsonOption = False) -> Non
     from datasvc.repository import Repository
     from datasvc.runs import read_run, resolve_run
     from datasvc.views.run_words import facts, mean_times, warnings
+    from datasvc.views.view import fact_texts
 
     repository = Repository.open(repo)
     history = read_run(repository, *resolve_run(repository, run))
     if as_json:
         print_json(history.to_dict())
         return
-    print_facts({"run": history.summary.ref, **facts(history), "versions": ", ".join(history.versions)})
+    print_facts(fact_texts(facts(history)))
     for problem in (*warnings(history), *history.problems):
         print_line(f"problem: {problem}")
     means = {name: f"{1000 * value:.2f} ms" for name, value in mean_times(history).items()}

@@ -21,7 +21,7 @@ from datasvc.errors import ConfigError
 from datasvc.models.registry.graph import draw_history
 from datasvc.models.registry.registry import ModelVersion
 from datasvc.models.versions.entry_fields import tree_leaves
-from datasvc.sizes import format_size
+from datasvc.views.view import Fact, FactPart, fact, fact_texts, references
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,26 +30,48 @@ _MAX_GRAPH: Final = 50  # versions that a notebook shows
 _MAX_VALUES: Final = 500
 
 
+def describe(version: ModelVersion) -> list[Fact]:
+    """Return the facts of a version, from its entry; nothing is read."""
+    entry, code, origin = version.entry, version.entry["code"] or {}, version.entry.get("origin") or {}
+    bad = entry.get("num_nonfinite")
+    data = dict.fromkeys(f"{use['dataset']}/{use['split']}" for use in entry["data"])
+    return [
+        fact("version", f"{version}{' (removed)' if version.removed else ''}"),
+        fact("tags", ", ".join(version.tags)),
+        fact("created", FactPart(entry["created"], "time")),
+        fact("message", entry["message"]),
+        fact("step", FactPart(entry["step"], "number"), help="optimizer steps of its weights"),
+        fact("run", FactPart(entry.get("run") or "not recorded: the save had no run=", "runs")),
+        fact("parent", *references("models", version.parents), help="versions that it continues"),
+        fact("origin", *(origin and (origin.get("version"), " of ", origin.get("repository"))), help="copied from"),
+        fact("metrics", metrics_text(entry["metrics"] or {})),
+        fact("code", *_code_parts(code)),
+        fact("tensors", FactPart(entry["num_tensors"], "number"), ", ", FactPart(entry["bytes"], "bytes"),
+             " in memory, table ", FactPart(entry["tensors"], "digest")),
+        fact("stored_bytes", FactPart(entry.get("stored_bytes"), "bytes"), help="newly stored by its save"),
+        fact("data", ", ".join(data) or "no consumed samples were recorded: the save had no data="),
+        fact("NOT FINITE", value_text(bad or None), help="tensors with NaN or infinite elements"),
+    ]  # fmt: skip
+
+
+def _code_parts(code: Mapping[str, Any]) -> list[object]:
+    if not code.get("revision"):
+        return ["not in a git checkout"]
+    parts: list[object] = [FactPart(code["revision"], "digest")]
+    parts += [f" {word} {code[name]}" for word, name in (("on", "branch"), ("of", "remote")) if code.get(name)]
+    if code.get("dirty"):
+        stored = [", stored as ", FactPart(code["diff"], "digest")] if code.get("diff") else [" that were not stored"]
+        parts += [", with local changes", *stored]
+    return parts
+
+
 def version_html(version: ModelVersion) -> Markup:
     """Return the metadata of a version as HTML."""
-    entry = version.entry
-    facts = {
-        "model version": f"{version}{' (removed)' if version.removed else ''}",
-        "tags": ", ".join(version.tags) or None,
-        "created": str(entry["created"]),
-        "message": str(entry["message"]) or None,
-        "step": entry["step"],
-        "parents": ", ".join(version.parents) or None,
-        "tensors": f"{entry['num_tensors']:,}, {format_size(entry['bytes'])}",
-        "data": ", ".join(f"{use['dataset']}/{use['split']}" for use in entry["data"]) or "none recorded",
-        "code": entry["code"].get("revision") if entry["code"] else None,
-        "NOT FINITE": value_text(entry.get("num_nonfinite") or None) or None,
-    }
     folds = [
-        folded(part, _tree(entry.get(part)), is_open=part == "metrics")
+        folded(part, _tree(version.entry.get(part)), is_open=part == "metrics")
         for part in ("metrics", "config", "environment")
     ]
-    return standalone(facts_table(facts), *folds)
+    return standalone(facts_table(fact_texts(describe(version))), *folds)
 
 
 def versions_html(versions: Sequence[ModelVersion]) -> Markup:

@@ -17,6 +17,7 @@ import numpy as np
 from datasvc.printable import count_text, text_value
 from datasvc.runs.facts import RunEvent
 from datasvc.runs.history import RunHistory, RunSummary
+from datasvc.views.view import Fact, FactPart, fact, references
 
 STEP_PARTS: Final[Mapping[str, str]] = {
     "wait_s": "waiting for data",
@@ -28,6 +29,7 @@ STEP_PARTS: Final[Mapping[str, str]] = {
 }
 """Curves with the parts of a step's time, in the order in which they are shown, with their titles."""
 _RANKS_LISTED: Final = 8
+_VERSIONS_LISTED: Final = 20
 _NOT_TIMES: Final = frozenset({"rank", "num_ranks", "stragglers", "host", "step"})  # facts of a `ranks` event
 
 
@@ -111,30 +113,32 @@ def warnings(history: RunHistory) -> list[str]:
     return found
 
 
-def facts(history: RunHistory) -> dict[str, str | float]:
-    """Return the main facts of a run by name, without those that are not known."""
+def facts(history: RunHistory) -> list[Fact]:
+    """Return the main facts of a run."""
     run, header = history.summary, history.header
     code, layout = as_mapping(header.get("code")), as_mapping(header.get("layout"))
-    revision, dirty = code.get("revision"), " with local changes" if code.get("dirty") else ""
     progress = as_number(run.latest.get("progress"))
-    known: dict[str, str | float | None] = {
-        "state": run.state,
-        "message": run.message or None,
-        "step": run.step,
-        "progress": None if progress is None else f"{progress:.1%}",
-        "started": time_text(run.started_s),
-        "last written": time_text(run.last_s),
-        "attempts": run.num_attempts,
-        "data": ", ".join(run.data) or None,
-        "parent": _text(header.get("parent")),
-        "ranks": run.world_size,
-        "layout": ", ".join(f"{axis} {size}" for axis, size in layout.items() if size != 1) or None,
-        "host": _text(header.get("host")),
-        "code": None if revision is None else f"{revision}{dirty}",
-        "datasvc": _text(header.get("package")),
-        "diagnosis": _text(newest_fact(history, "diagnosis", "verdict")),
-    }
-    return {name: value for name, value in known.items() if value is not None}
+    axes = ", ".join(f"{axis} {size}" for axis, size in layout.items() if size != 1)
+    revision = code.get("revision")
+    return [
+        fact("run", run.ref),
+        fact("state", run.state),
+        fact("message", run.message),
+        fact("step", FactPart(run.step, "number")),
+        fact("progress", None if progress is None else f"{progress:.1%}"),
+        fact("started", FactPart(time_text(run.started_s), "time")),
+        fact("last written", FactPart(time_text(run.last_s), "time")),
+        fact("attempts", FactPart(run.num_attempts, "number")),
+        fact("data", *references("datasets", [ref for each in run.data for ref in each.split(", ")])),
+        fact("parent", *(references("models", [str(header["parent"])]) if header.get("parent") else ())),
+        fact("ranks", FactPart(run.world_size, "number")),
+        fact("layout", axes, help="ranks of each axis of the layout"),
+        *(fact(name, FactPart(header.get(name))) for name in ("host", "pid", "python")),
+        fact("code", revision, revision and " with local changes" if code.get("dirty") else None),
+        fact("datasvc", FactPart(header.get("package"))),
+        fact("diagnosis", FactPart(newest_fact(history, "diagnosis", "verdict"))),
+        fact("versions", *references("models", history.versions[-_VERSIONS_LISTED:]), help="the newest ones"),
+    ]
 
 
 def mean_times(history: RunHistory) -> dict[str, float]:
@@ -198,7 +202,3 @@ def as_mapping(value: object) -> Mapping[str, Any]:
 def as_number(value: object) -> float | None:
     """Return a value of a log if it is a number; else None."""
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _text(value: Any) -> str | None:
-    return None if value is None else text_value(value)

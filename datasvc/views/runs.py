@@ -32,6 +32,7 @@ from datasvc.views.run_words import (
     time_text,
     warnings,
 )
+from datasvc.views.view import fact_texts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,18 +51,9 @@ summary { cursor: pointer; font-weight: 600; }
 
 def history_html(history: RunHistory) -> Markup:
     """Return the state of a run and its first curves as HTML."""
-    run = history.summary
-    facts = {
-        "run": run.ref,
-        "state": f"{run.state}: {run.message}" if run.message else run.state,
-        "step": run.step,
-        "attempts": run.num_attempts,
-        "versions": ", ".join(history.versions[-5:]) or "none",
-        "problems": "; ".join(history.problems) or None,
-    }
     curves = [_line(name, series) for name, series in history.series.items()][:_CURVES_SHOWN]
-    drawn = [small_multiples(curves, title=f"curves of {run.ref}", num_columns=3)] if curves else []
-    return standalone(facts_table(facts), *drawn)
+    drawn = [small_multiples(curves, title=f"curves of {history.summary.ref}", num_columns=3)] if curves else []
+    return standalone(facts_table(fact_texts(facts(history))), _list("Problems", history.problems), *drawn)
 
 
 def plot_curve(history: RunHistory, name: str, *, ax: Axes | None) -> Axes:
@@ -89,7 +81,7 @@ def make_report(history: RunHistory) -> str:
         element("h1", title),
         element("p", describe(history)),
         _list("Problems", [*warnings(history), *history.problems]),
-        facts_table(facts(history), caption="What was trained"),
+        facts_table(fact_texts(facts(history)), caption="What was trained"),
         *(chart["svg"] for chart in line_charts(history)),
         *([] if left_out is None else [element("p", left_out)]),
         *([] if drawn is None else [drawn["svg"]]),

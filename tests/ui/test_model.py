@@ -137,7 +137,7 @@ def test_signatures_are_listed(kept):
 def test_a_version_without_a_run_says_why(kept):
     with running_ui(kept) as server:
         html = server.get("/models/net@4")[2]
-    assert "<dt>run</dt><dd>not recorded: the save had no <code>run=</code></dd>" in html
+    assert "<dt>run</dt><dd>not recorded: the save had no run=</dd>" in html
 
 
 def test_the_parts_of_a_note_are_divided_in_the_graph_of_versions(kept, ui):

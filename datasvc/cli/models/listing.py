@@ -150,6 +150,8 @@ def _show_metadata(ref: str, repo: str, *, as_json: bool) -> None:
     from datasvc.models import describe_model
     from datasvc.models.registry.registry import show_facts
     from datasvc.repository import Repository
+    from datasvc.views.models import describe
+    from datasvc.views.view import fact_texts
 
     repository = Repository.open(repo)
     version = describe_model(repository, ref)
@@ -158,22 +160,11 @@ def _show_metadata(ref: str, repo: str, *, as_json: bool) -> None:
         print_json(facts)
         return
     entry = version.entry
-    print_facts({"version": str(version)} | removal_line(facts.get("removal")))
-    print_facts(
-        {
-            "tags": "; ".join(_tag_line(repository, version.name, tag) for tag in version.tags) or "-",
-            "created": entry["created"],
-            "message": entry["message"] or "-",
-            "step": entry["step"],
-            "parent": ", ".join(version.parents) or "-",
-            "tensors": _tensors_line(entry),
-            "code": _code_line(entry["code"]),
-        }
-    )
-    if entry.get("num_nonfinite"):
-        print_facts({"NOT FINITE (NaN or infinite elements)": entry["num_nonfinite"]})
-    if not entry["data"]:
-        print_facts({"data": "no consumed samples were recorded"})
+    tags = "; ".join(_tag_line(repository, version.name, tag) for tag in version.tags)
+    described = fact_texts(describe(version)) | ({"tags": tags} if tags else {})
+    # All digits of the metrics follow below.
+    described.pop("metrics", None)
+    print_facts(described | {"version": str(version)} | removal_line(facts.get("removal")))
     for artefact in facts.get("artefacts", ()):
         print_facts({f"artefact {artefact['name']}": _artefact_line(artefact)})
     for use in entry["data"]:
@@ -229,15 +220,6 @@ def _tag_line(repository: Repository, name: str, tag: str) -> str:
     return f"{tag} since {newest.content['created']}" + (f", before on {', '.join(versions)}" if versions else "")
 
 
-def _tensors_line(entry: Mapping[str, Any]) -> str:
-    from datasvc.sizes import format_size
-
-    stored = (
-        f", {format_size(entry['stored_bytes'])} of them newly stored by its save" if "stored_bytes" in entry else ""
-    )
-    return f"{entry['num_tensors']}, {entry['bytes']} bytes{stored}, table {entry['tensors']}"
-
-
 def _artefact_line(artefact: Mapping[str, Any]) -> str:
     from datasvc.sizes import format_size
 
@@ -245,10 +227,3 @@ def _artefact_line(artefact: Mapping[str, Any]) -> str:
     files = [f"{len(artefact['files'])} files"] if len(artefact["files"]) > 1 else []
     parts = [artefact["format"], *details, *files, format_size(artefact["bytes"]), f"digest {artefact['digest']}"]
     return ", ".join([*parts, *filter(None, [artefact["message"]])])
-
-
-def _code_line(code: Mapping[str, Any]) -> str:
-    if code.get("revision") is None:
-        return "not in a git checkout"
-    diff = f", stored as object {code['diff']}" if code.get("diff") else ""
-    return f"{code['revision']}" + (f" (with local changes{diff})" if code.get("dirty") else "")

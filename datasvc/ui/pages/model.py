@@ -24,6 +24,7 @@ from datasvc.ui.pages.model_history import (
 from datasvc.ui.web.links import model_link, with_query
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
+from datasvc.views.models import describe
 
 # The tensor table of more tensors is megabytes; it is read only on request.
 _MAX_TENSORS: Final = 20_000
@@ -75,6 +76,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
             "site": site,
             "ref": ref,
             "version": version,
+            "facts": describe(version),
             "newest": state.living[-1] if state.living else None,
             "num_versions": len(state.versions),
             "num_removed": len(state.removed),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -18,6 +19,7 @@ from datasvc.printable import count_text, escape_controls
 from datasvc.sizes import format_size
 from datasvc.ui.web import links
 from datasvc.ui.web.page import Page, Problem
+from datasvc.views.view import FactPart
 
 NAVIGATION = (
     ("home", "Home", "/"),
@@ -51,6 +53,7 @@ def make_environment() -> Environment:
         "metric": metric,
         "money": format_money,
         "number": number,
+        "part": show_part,
         "size": size,
         "words": words,
     }
@@ -153,6 +156,16 @@ def digest(value: str) -> Markup:
     algorithm, colon, digits = str(value).rpartition(":")
     short = f"{algorithm}{colon}{digits[:_SHORT_DIGEST_CHARS]}"
     return Markup('<code class="digest" tabindex="0" title="{}" data-copy="{}">{}</code>').format(value, value, short)
+
+
+def show_part(part: FactPart) -> Markup | str:
+    """Return a part of a fact: a time relative to now, a size with its bytes, a reference as a link."""
+    formats: dict[str, Callable[[Any], Markup | str]] = {"time": ago, "bytes": size, "digest": digest}
+    if part.kind in formats:
+        return formats[part.kind](part.value)
+    of_kinds = {"datasets": links.dataset_link, "models": links.model_link, "runs": links.run_ref_link}
+    address = of_kinds[part.kind](str(part.value)) if part.kind in of_kinds else None
+    return str(part) if address is None else Markup('<a href="{}">{}</a>').format(address, str(part))
 
 
 def words(name: str) -> Markup:
