@@ -11,7 +11,7 @@ from datasvc.errors import ConfigError
     [
         (lambda repo: repo.datasets.remove("pets@1"), "refs is the string 'pets@1'"),
         (lambda repo: repo.datasets.mark_lost("pets@1"), "refs is the string 'pets@1'"),
-        (lambda repo: repo.datasets.merge("pets", "all"), "refs is the string 'pets'"),
+        (lambda repo: repo.datasets.combine("pets", "all"), "refs is the string 'pets'"),
         (lambda repo: repo.datasets.repair("pets", "/backup"), "copies is the string '/backup'"),
         (lambda repo: repo.models.mark_lost("m@1"), "refs is the string 'm@1'"),
         (lambda repo: repo.models.compare("m@1"), "refs is the string 'm@1'"),

@@ -45,7 +45,7 @@ def use_datasets(folder: Path, images: Path) -> None:
     keys = [sample.key for sample in repo.datasets.head("pets@stable", 2, split="train")]
     assert repo.datasets.delete("pets", keys=keys, message="two fewer").num_deleted == 2
     assert len(repo.datasets.diff("pets@1", "pets@2").splits["train"].deleted) == 2
-    assert repo.datasets.merge(["pets@2", "pets@1"], "all", on_common="drop", on_split_overlap="keep").num_samples
+    assert repo.datasets.combine(["pets@2", "pets@1"], "all", on_common="drop", on_split_overlap="keep").num_samples
     assert repo.datasets.name_classes("pets", ["a", "b", "c", "d"], message="names").version == 3
     assert repo.datasets.revert("all@1", message="again").is_new is False
     assert str(repo.datasets.rename("all", "everything", message="a better name")) == "everything@1"
@@ -93,7 +93,7 @@ def use_datasets(folder: Path, images: Path) -> None:
     assert repo.datasets.delete("again@trial", keys=[first], message="one fewer").num_deleted == 1
     assert [branch.start.version for branch in repo.datasets.branches("again").values()] == [1]
     assert len(repo.datasets.branch_history("again", "trial")) == 1
-    assert repo.datasets.merge_branch("again@trial", "again", message="merged").deleted == {"train": 1}
+    assert repo.datasets.merge("again@trial", "again", message="merged").deleted == {"train": 1}
     assert repo.datasets.remove_branch("again", "trial", message="merged")
 
 

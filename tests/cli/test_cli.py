@@ -14,7 +14,7 @@ from tests.cli.command import run, run_apart
 
 COMMANDS = [
     ["ingest"], ["ls"], ["show"], ["samples"], ["sample"], ["histogram"],
-    ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["revert"], ["rename"], ["rm"],
+    ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["combine"], ["revert"], ["rename"], ["rm"],
     ["stage"], ["cache", "status"],
     ["plan", "cache"], ["cache", "pin"], ["cache", "unpin"], ["cache", "scrub"], ["cache", "quota"],
     ["serve"], ["top"], ["doctor"],

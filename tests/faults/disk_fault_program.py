@@ -128,7 +128,7 @@ def grow(at):
 
 
 def merge(at):
-    at.open().datasets.merge_branch("dogs@work", "dogs")
+    at.open().datasets.merge("dogs@work", "dogs")
 
 
 def save(at):

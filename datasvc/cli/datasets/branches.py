@@ -1,4 +1,4 @@
-"""`datasvc branch`: create, list and remove branches; the merge of a branch for `datasvc merge`."""
+"""`datasvc branch | merge`: create, list, remove and merge branches."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.datasets.ingest import format_counts, overlap_facts, print_conflicts
+from datasvc.cli.datasets.ingest import format_counts, overlap_facts, print_conflicts, read_keys
 from datasvc.cli.datasets.listing import NameArgument
+from datasvc.cli.terminal.completion import reference
+from datasvc.cli.terminal.derived_options import options_from
 from datasvc.cli.terminal.output import JsonOption, RepoOption, print_json, print_line, print_result, print_table
 from datasvc.errors import ConfigError
 from datasvc.printable import count_text, text_value
 
 if TYPE_CHECKING:
-    from datasvc.repository import Entry, Repository
+    from datasvc.repository import Entry
     from datasvc.repository.branching import BranchState
     from datasvc.shards.history.merge_branch import BranchMergeReport
 
@@ -93,11 +95,43 @@ def _print_branches(branches: Sequence[BranchState], *, as_json: bool) -> None:
         print_table(("branch", "head", "begins at"), [(each.name, each.head, each.start) for each in branches])
 
 
-def merge_one(repository: Repository, name: str, ref: str, *, dry_run: bool, as_json: bool, **options: Any) -> None:
-    """Merge a version into another line of its data set, and print the report; for `options`, see `merge_branch`."""
+@options_from(
+    "shards.history.merge_branch.merge_branch",
+    in_order="name ref repo on_conflict ours theirs base dry_run on_split_overlap message as_json",
+    on_conflict=typer.Option(
+        help="If both sides changed a sample: fail, or keep that of NAME (ours), or take that of REF (theirs)."
+    ),
+    base=typer.Option(metavar="REF", help="Version that both sides come from; default: found in their history."),
+)
+def merge(
+    name: Annotated[str, reference("Data set to commit to, or NAME@BRANCH.", "NAME")],
+    ref: Annotated[str, reference("Version of another line of NAME, such as NAME@BRANCH.")],
+    repo: RepoOption,
+    ours: Annotated[
+        str | None, typer.Option("--ours", metavar="FILE", help="Keys of conflicts to take from NAME, one per line.")
+    ] = None,
+    theirs: Annotated[
+        str | None, typer.Option("--theirs", metavar="FILE", help="Keys of conflicts to take from REF, one per line.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the changes and conflicts, and commit nothing.")
+    ] = False,
+    as_json: JsonOption = False,
+    **options: Any,
+) -> None:
+    """Merge a branch into another line of its data set, as the next version of NAME.
+
+    Example: datasvc merge pets pets@experiment --repo ./repo
+
+    The changes that REF has since the common ancestor are merged, sample by sample, by key. A sample that both sides
+    changed differently is a conflict. Only shards whose labels or keys change are copied. `combine` takes all samples
+    of several versions.
+    """
+    from datasvc.repository import Repository
     from datasvc.shards.history.merge_branch import merge_branch
 
-    report = merge_branch(repository, ref, name, dry_run=dry_run, **options)
+    options |= {side: [] if path is None else read_keys(path) for side, path in (("ours", ours), ("theirs", theirs))}
+    report = merge_branch(Repository.open(repo), ref, name, dry_run=dry_run, **options)
     if as_json:
         print_json(
             {

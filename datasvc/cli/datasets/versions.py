@@ -1,4 +1,4 @@
-"""`datasvc delete | classes | diff | merge | revert`: derive data-set versions from others, and compare them."""
+"""`datasvc delete | classes | diff | combine | revert`: derive data-set versions from others, and compare them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from datasvc.cli.datasets.branches import merge_one
 from datasvc.cli.datasets.ingest import format_counts, overlap_facts, print_conflicts, read_keys, read_lines
 from datasvc.cli.terminal.completion import reference
 from datasvc.cli.terminal.derived_options import options_from
@@ -154,28 +153,13 @@ def diff(
 
 @options_from(
     "shards.versions.merge.merge",
-    "shards.history.merge_branch.merge_branch",
-    in_order="name refs repo on_common on_conflict ours theirs base dry_run on_split_overlap key_prefix message "
-    "as_json",
+    in_order="name refs repo on_common on_split_overlap key_prefix message as_json",
     on_common=typer.Option(help="If several versions have the same key: the choices are described above."),
-    on_conflict=typer.Option(
-        help="With one REF, if both sides changed a sample: fail, or keep that of NAME, or take that of REF."
-    ),
-    base=typer.Option(metavar="REF", help="With one REF: version that both sides come from."),
 )
-def merge(
+def combine(
     name: Annotated[str, reference("Data set to commit to, created if missing; or NAME@BRANCH.", "NAME")],
-    refs: Annotated[list[str], reference("One version of another line of NAME; or two or more versions.", "REF...")],
+    refs: Annotated[list[str], reference("Two or more versions.", "REF...")],
     repo: RepoOption,
-    ours: Annotated[
-        str | None, typer.Option("--ours", metavar="FILE", help="Keys of conflicts to take from NAME, one per line.")
-    ] = None,
-    theirs: Annotated[
-        str | None, typer.Option("--theirs", metavar="FILE", help="Keys of conflicts to take from REF, one per line.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With one REF: print the changes and conflicts, and commit nothing.")
-    ] = False,
     key_prefix: Annotated[
         list[str] | None,
         typer.Option(
@@ -186,40 +170,19 @@ def merge(
     as_json: JsonOption = False,
     **options: Any,
 ) -> None:
-    """Merge a branch, or combine the samples of several versions, as the next version of NAME.
+    """Combine all samples of several versions as the next version of NAME.
 
-    Example: datasvc merge pets pets@experiment --repo ./repo
+    Example: datasvc combine animals pets zoo@3 --repo ./repo
 
-    Example: datasvc merge animals pets zoo@3 --repo ./repo
-
-    With one REF, the changes that REF has since the common ancestor are merged, sample by sample, by key. A sample
-    that both sides changed differently is a conflict. Only shards whose labels or keys change are copied.
-
-    With several, all samples are taken. If several versions have a key in the same split: "fail" commits nothing;
-    "drop" keeps one of equal samples and fails if they differ; "first" and "last" keep the sample of the first or of
-    the last version.
+    If several versions have a key in the same split: "fail" commits nothing; "drop" keeps one of equal samples and
+    fails if they differ; "first" and "last" keep the sample of the first or of the last version. `merge` is for the
+    changes of a branch.
     """
     from datasvc.repository import Repository
     from datasvc.shards.versions.merge import merge as run_merge
 
-    repository, on_common, of_branch = Repository.open(repo), options.pop("on_common"), {}
-    for option in ("on_conflict", "base"):
-        of_branch[option] = options.pop(option)
-    if len(refs) == 1:
-        if on_common != "fail" or key_prefix:
-            raise ConfigError("--on-common and --key-prefix are for a merge of several versions; leave them out")
-        sides = {
-            "ours": [] if ours is None else read_keys(ours),
-            "theirs": [] if theirs is None else read_keys(theirs),
-        }
-        merge_one(repository, name, refs[0], as_json=as_json, dry_run=dry_run, **sides, **of_branch, **options)
-        return
-    if of_branch["on_conflict"] != "fail" or dry_run or not (ours is theirs is of_branch["base"] is None):
-        raise ConfigError(
-            "--on-conflict, --ours, --theirs, --base and --dry-run are for the merge of one version; leave them out"
-        )
     prefixes = _parse_prefixes(key_prefix or [])
-    report = run_merge(repository, refs, name, on_common=on_common, key_prefixes=prefixes, **options)
+    report = run_merge(Repository.open(repo), refs, name, key_prefixes=prefixes, **options)
     _print_merged(report, as_json=as_json)
 
 

@@ -120,8 +120,8 @@ def merge_branch(
     check_on_overlap(on_split_overlap)
     if merged.name != line.name:
         raise ConfigError(
-            f"{ref} and {into} are of different data sets, so they have no common ancestor; a merge of two versions "
-            f"or more combines all their samples: `datasvc merge {line} {into} {ref}`"
+            f"{ref} and {into} are of different data sets, so they have no common ancestor; this takes all their "
+            f"samples: `datasvc combine {line} {into} {ref}`"
         )
     given_base = None if base is None else repository.resolve("datasets", base, removed=True)
     sides = _SidesByKey.of(on_conflict, ours, theirs)

@@ -75,7 +75,7 @@ def merge(
 ) -> MergeReport:
     """Commit the next version of data set `name`, with the samples of all `refs`, split by split.
 
-    All samples of all versions are taken. `merge_branch` is for the changes that were made on a branch.
+    All samples of all versions are taken. `merge` of branches is for the changes that were made on one.
 
     A reference to `name` without a version or tag means the newest version at the time of the commit, so samples that
     other writers add during the merge are included.
@@ -104,7 +104,7 @@ def merge(
     if on_common not in _RULES:
         raise ConfigError(f"on_common is {on_common!r}; expected one of {', '.join(_RULES)}")
     if len(refs) < 2:
-        raise ConfigError(f"a merge needs at least two versions; got {len(refs)}")
+        raise ConfigError(f"expected at least two versions to combine; got {len(refs)}")
     check_on_overlap(on_split_overlap)
     prefixes = {ref: check_key_prefix(prefix) for ref, prefix in (key_prefixes or {}).items()}
     if unknown := sorted(prefixes.keys() - set(refs)):

@@ -109,8 +109,7 @@ def test_a_conflict_ends_with_status_4_and_names_the_keys_and_files_of_keys_sett
         (("branch", "pets", "try", "--from", "cats@1"), "is not a version of pets"),
         (("branch", "pets@1"), "is not a valid name of a data set"),
         (("branch", "pets", "main"), "cannot be the name of a branch"),
-        (("merge", "pets", "pets@1", "--on-common", "first"), "are for a merge of several versions"),
-        (("merge", "pets", "pets@1", "pets", "--dry-run"), "are for the merge of one version"),
+        (("merge", "pets", "pets@1", "--on-conflict", "any"), "--on-conflict"),
         (("merge", "pets", "cats"), "of different data sets"),
     ],
 )

@@ -117,11 +117,11 @@ def test_a_difference_is_counted_with_some_keys_or_all(pets):
 
 
 def test_data_sets_are_merged(pets):
-    done = datasvc("merge", "all", "pets", "wild", "--on-common", "last", repo=pets.url)
+    done = datasvc("combine", "all", "pets", "wild", "--on-common", "last", repo=pets.url)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("committed all@1 from pets@1, wild@1: 5 train, 1 val samples, 3 shards, ")
     assert keys_of(pets, "all") == ["a", "b", "c", "d", "w"]
-    facts = said(datasvc("merge", "all", "pets", "wild", "--on-common", "first", "--json", repo=pets.url))
+    facts = said(datasvc("combine", "all", "pets", "wild", "--on-common", "first", "--json", repo=pets.url))
     assert (facts["version"], facts["merged"]) == ("all@2", ["pets@1", "wild@1"])
     assert (facts["samples"], facts["shards"]) == ({"train": 5, "val": 1}, {"train": 3, "val": 1})
     assert facts["bytes"] > 0
@@ -140,9 +140,9 @@ def test_data_sets_are_merged(pets):
         (["delete", "pets", "--where", "true", "--split", "test"], 1, "has no split 'test'"),
         (["delete", "cats", "--where", "true"], 1, "no data set 'cats'"),
         (["diff", "pets", "cats"], 1, "no data set 'cats'"),
-        (["merge", "all", "pets"], 2, "of different data sets"),
-        (["merge", "all", "pets", "wild"], 4, "1 key is on both sides: 'd'"),
-        (["merge", "all", "pets", "wild", "--on-common", "any"], 2, "--on-common"),
+        (["combine", "all", "pets"], 2, "at least two versions"),
+        (["combine", "all", "pets", "wild"], 4, "1 key is on both sides: 'd'"),
+        (["combine", "all", "pets", "wild", "--on-common", "any"], 2, "--on-common"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -161,11 +161,11 @@ def test_a_delete_from_an_old_version_is_a_conflict(pets):
 
 
 def test_versions_with_equal_keys_are_merged_with_a_prefix(pets):
-    done = datasvc("merge", "all", "pets", "wild", "--key-prefix", "wild=wild/", repo=pets.url)
+    done = datasvc("combine", "all", "pets", "wild", "--key-prefix", "wild=wild/", repo=pets.url)
     assert done.returncode == 0, done.stderr
     assert keys_of(pets, "all") == ["a", "b", "c", "d", "wild/d", "wild/w"]
-    assert datasvc("merge", "all", "pets", "wild", "--key-prefix", "wild", repo=pets.url).returncode == 2
-    assert datasvc("merge", "all", "pets", "wild", "--key-prefix", "wild=", repo=pets.url).returncode == 2
+    assert datasvc("combine", "all", "pets", "wild", "--key-prefix", "wild", repo=pets.url).returncode == 2
+    assert datasvc("combine", "all", "pets", "wild", "--key-prefix", "wild=", repo=pets.url).returncode == 2
 
 
 def test_versions_are_reverted_removed_and_renamed(pets):
@@ -228,7 +228,7 @@ def test_tags_are_listed_moved_by_compare_and_set_removed_and_have_a_history(pet
 
 def test_the_log_as_a_picture_has_merges_and_tags(pets, tmp_path):
     datasvc("delete", "pets", "--where", "key = 'a'", "-m", "<script>", repo=pets.url)
-    datasvc("merge", "pets", "pets", "wild", "--on-common", "first", repo=pets.url)
+    datasvc("combine", "pets", "pets", "wild", "--on-common", "first", repo=pets.url)
     pets.tag("datasets", "pets@2", "stable")
     path = tmp_path / "pets.svg"
     done = datasvc("log", "pets", "--svg", path, repo=pets.url)

@@ -138,7 +138,7 @@ def test_a_version_that_is_named_is_taken_even_if_it_is_not_the_newest(zoo):
 @pytest.mark.parametrize(
     ("refs", "options", "error", "message"),
     [
-        (["pets"], {}, ConfigError, "needs at least two versions; got 1"),
+        (["pets"], {}, ConfigError, "at least two versions to combine; got 1"),
         (["pets", "wild"], {"on_common": "any"}, ConfigError, "expected one of fail, drop, first, last"),
         (["pets", "cats"], {}, NotFoundError, "no data set 'cats'"),
         (["pets", "wild@9"], {}, NotFoundError, "wild has no version 9"),
