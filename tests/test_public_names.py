@@ -178,7 +178,7 @@ def test_the_public_names_and_their_parameters_are_those_of_the_list():
 def test_every_module_of_integrations_that_users_import_lists_its_names_and_is_on_the_page():
     page, modules = find_page("integrations.md").read_text(), read_integrations()
     files = {path.stem for path in (ROOT / "datasvc/integrations").glob("*.py")}
-    assert files - set(modules) == {"__init__", "run_checkpoints", "tracked_version", "trainer_folder"}
+    assert files - set(modules) == {"__init__", "run_checkpoints", "tracked_version"}
     for module, (_, nodes) in modules.items():
         (names,) = re.findall(rf"`{module}`: ((?:`\w+`(?:, )?)+)", page)
         listed = set(re.findall(r"`(\w+)`", names))

@@ -3,8 +3,7 @@
 Nothing in the product imports this package.
 """
 
-from datasvc.testing.fake_clock import FakeClock
-from datasvc.testing.faulty_store import FaultyStore
+from datasvc.testing.faulty_store import FakeClock, FaultyStore
 from datasvc.testing.small_data import encode_jpeg, small_dataset
 from datasvc.testing.source_check import CheckedSamples, check_source
 

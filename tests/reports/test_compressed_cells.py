@@ -9,7 +9,7 @@ import pytest
 
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.sources.tabular.arrow_buffers import largest_batch
+from datasvc.shards.sources.tabular.arrow_files import largest_batch
 from datasvc.shards.sources.tabular.parquet_footer import largest_cells
 
 

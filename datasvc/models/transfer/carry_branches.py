@@ -16,7 +16,7 @@ from datasvc.repository import Repository, Resolved, parse_reference
 from datasvc.repository.branching import create_branch
 from datasvc.repository.logs.branches import BRANCH
 from datasvc.repository.store.redaction import redact_url
-from datasvc.shards.lines.ancestors import ancestors_of
+from datasvc.shards.lines.commit import ancestors_of
 
 
 @dataclass(frozen=True)

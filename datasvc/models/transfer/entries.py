@@ -23,7 +23,7 @@ from datasvc.repository import Kind, ObjectInfo, Repository, Resolved, parse_ref
 from datasvc.repository.branching import fields_on_line
 from datasvc.repository.logs.branches import BRANCH, LINES, MAIN, Branch, branch_line, branch_of
 from datasvc.repository.store.redaction import redact_url
-from datasvc.shards.lines.ancestors import ancestors_of
+from datasvc.shards.lines.commit import ancestors_of
 from datasvc.shards.versions.dataset import find_renamed
 from datasvc.shards.versions.version_entry import VAL_FRACTION, read_val_fraction
 

@@ -15,8 +15,7 @@ from datasvc.repository.logs.heads import MERGED
 from datasvc.repository.logs.references import LineName, parse_line, refuse_text
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.history.three_way import MergeConflict, MergePlan, Side, apply_plan, plan_three_way
-from datasvc.shards.lines.ancestors import find_common_ancestors
-from datasvc.shards.lines.commit import commit_on_line, head_of_line
+from datasvc.shards.lines.commit import commit_on_line, find_common_ancestors, head_of_line
 from datasvc.shards.versions.dataset import DatasetVersion, read_version
 from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
 from datasvc.shards.versions.split_overlap import (

@@ -6,19 +6,24 @@ next number, and its content stays. Only a commit to the same line makes the wri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import heapq
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError
 from datasvc.repository import Entry, Repository, Resolved
 from datasvc.repository.branching import continue_line
 from datasvc.repository.logs.branches import branch_of
+from datasvc.repository.logs.heads import parents_of
 from datasvc.repository.logs.references import LineName, is_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.resolved import warn_unreadable
 
 Build = Callable[[Resolved | None], Mapping[str, Any]]
 """Returns the content of the entry that continues a version; None: the line has no version that is not removed."""
+
+
+_OURS, _THEIRS, _STALE = 1, 2, 4
 
 
 def commit_on_line(
@@ -182,3 +187,51 @@ def check_splits(content: Mapping[str, Any], version: Resolved) -> Mapping[str, 
                     f"{problem}: {field!r} of split {name!r} is {split.get(field)!r}, expected a number"
                 )
     return splits
+
+
+# Numbers of versions are a topological order: a version has a higher number than what it continues.
+
+
+def find_common_ancestors(repository: Repository, ours: Resolved, theirs: Resolved) -> list[Resolved]:
+    """Return the newest common ancestors of two versions of a data set, newest first; [] if there are none.
+
+    A version is an ancestor of itself. A common ancestor that is an ancestor of another one is left out. There are
+    several after merges in both directions that did not include each other. Only entries that are newer than the
+    oldest result are read. The method is that of `git merge-base`.
+
+    Raises:
+        CorruptDataError, ConfigError, UnavailableError: see `Log.read`.
+    """
+    assert ours.name == theirs.name, (ours, theirs)
+    read = repository.positions(ours.name)
+    sides: dict[int, int] = {ours.version: _OURS}
+    sides[theirs.version] = sides.get(theirs.version, 0) | _THEIRS
+    pending = [-number for number in sides]
+    heapq.heapify(pending)
+    common = []
+    # All descendants of the highest number were looked at, so its sides are complete.
+    while pending:
+        number = -heapq.heappop(pending)
+        flags = sides[number]
+        if flags == _OURS | _THEIRS:
+            common.append(Resolved("datasets", ours.name, number))
+            flags |= _STALE
+        if flags & _STALE and all(sides[-other] & _STALE for other in pending):
+            break  # only ancestors of the results are left: they may be lost, and are not read
+        for parent in parents_of(read, number):
+            if parent not in sides:
+                heapq.heappush(pending, -parent)
+            sides[parent] = sides.get(parent, 0) | flags
+    return common
+
+
+def ancestors_of(repository: Repository, version: Resolved) -> Iterator[int]:
+    """Yield the numbers of a version and of all its ancestors, descending; for errors, see `Log.read`."""
+    read = repository.positions(version.name)
+    pending, seen = [-version.version], {version.version}
+    while pending:
+        number = -heapq.heappop(pending)
+        yield number
+        for parent in set(parents_of(read, number)) - seen:
+            seen.add(parent)
+            heapq.heappush(pending, -parent)

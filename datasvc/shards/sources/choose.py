@@ -20,12 +20,11 @@ from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.storage import resolve_url
 from datasvc.shards.images.header import EXTENSIONS as IMAGES
 from datasvc.shards.sources.common.file_checks import ICEBERG_METADATA, hidden_part, is_hidden_name
-from datasvc.shards.sources.common.labels import name_table_labels
 from datasvc.shards.sources.common.listing import expand_braces, is_marker
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import Source
 from datasvc.shards.sources.common.streams import COMPRESSIONS
-from datasvc.shards.sources.common.tables import TableSource
+from datasvc.shards.sources.common.tables import TableSource, name_table_labels
 
 # Source classes by format, as paths below `datasvc.shards.sources`. A class is imported only when it is chosen, so
 # that an image folder needs neither tokenizers nor lmdb.

@@ -17,9 +17,9 @@ from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.objects.objects import Digest, digest_of
 from datasvc.shards.format.schema import KEY
 from datasvc.shards.sources.common.columns import ColumnMap, SampleBatcher, bisect_errors, infer_table
-from datasvc.shards.sources.common.labels import name_labels
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, SourceOptions
 from datasvc.shards.sources.common.source import BadSample, SourcePart, StreamedSource, printable
+from datasvc.shards.sources.common.tables import name_labels
 
 _NUM_FIRST_SAMPLES: Final = 100  # from which the columns are inferred
 

@@ -22,8 +22,7 @@ from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.resolved import keep_valid
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.shard_table import ShardTable
-from datasvc.shards.lines.ancestors import ancestors_of
-from datasvc.shards.lines.commit import check_splits, newest_entries, renamed_to
+from datasvc.shards.lines.commit import ancestors_of, check_splits, newest_entries, renamed_to
 from datasvc.shards.lines.dataset_log import DatasetLog
 from datasvc.shards.versions.deletions import Deletions, load_deletions
 from datasvc.shards.versions.samples import Sample, choose_columns, image_columns, read_columns

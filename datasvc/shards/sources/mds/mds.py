@@ -24,8 +24,15 @@ from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BadSample, FileSource, SourcePart
 from datasvc.shards.sources.common.tensors import SHAPE
 from datasvc.shards.sources.mds.encodings import MdsColumn
-from datasvc.shards.sources.mds.index import INDEX_FILE, MdsShard, parse_index
-from datasvc.shards.sources.mds.shard import COMPRESSIONS, check_hashes, decode_sample, read_samples
+from datasvc.shards.sources.mds.shard import (
+    COMPRESSIONS,
+    INDEX_FILE,
+    MdsShard,
+    check_hashes,
+    decode_sample,
+    parse_index,
+    read_samples,
+)
 
 # The index lacks some types: the first readable sample gives them. About this many samples are tried per shard.
 _MAX_TRIED_SAMPLES: Final = 64

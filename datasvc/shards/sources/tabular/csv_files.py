@@ -34,12 +34,14 @@ from datasvc.shards.sources.tabular.csv_rows import (
     BLOCKS_BYTES,
     CsvRows,
     Skipped,
+    convert_values,
     header_of,
     is_too_long,
     open_csv,
+    quoted_columns,
     read_rows,
+    value_type,
 )
-from datasvc.shards.sources.tabular.csv_types import convert_values, quoted_columns, value_type
 
 EXTENSIONS: Final = frozenset({".csv", ".tsv"})
 _HEADER_BYTES: Final = 1 << 18  # the header must end within these first bytes of a file

@@ -18,10 +18,10 @@ from datasvc.errors import ConfigError
 from datasvc.shards.sources.common.column_types import sample_type
 from datasvc.shards.sources.common.columns import ColumnMap, bisect_errors
 from datasvc.shards.sources.common.files import FileReader
-from datasvc.shards.sources.common.line_blocks import LINE_BYTES, LineBlock, read_line_blocks
 from datasvc.shards.sources.common.listing import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
 from datasvc.shards.sources.common.source import BadSample, SourcePart
+from datasvc.shards.sources.common.streams import LINE_BYTES, LineBlock, read_line_blocks
 from datasvc.shards.sources.common.tables import (
     UNREADABLE,
     RawBatch,

@@ -8,7 +8,7 @@ and devices are never followed.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final, TypeVar, cast
 
@@ -16,13 +16,24 @@ from datasvc.errors import CorruptDataError
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.streams import DECOMPRESSION_ERRORS, decompress, read_up_to
-from datasvc.shards.sources.tar import tar_header
-from datasvc.shards.sources.tar.tar_header import BLOCK_BYTES, padded
 
 MAX_MEMBER_BYTES: Final = 1 << 30
 
 _T = TypeVar("_T")
-_ZEROS: Final = bytes(BLOCK_BYTES)
+_BLOCK_BYTES: Final = 512
+# Type flags of extensions, which describe the next member: pax headers, and GNU's long names and link targets.
+_PAX, _PAX_GLOBAL, _LONG_NAME, _LONG_LINK = (b"x", b"X"), b"g", b"L", b"K"
+# Type flags of members: regular files (7 means that the blocks are contiguous), and others.
+_FILE, _FOLDER, _SPARSE = (b"0", b"\0", b"7"), b"5", b"S"
+_WITHOUT_CONTENT: Final = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a character device",
+    b"4": "a block device",
+    b"6": "a named pipe",
+}
+_MAX_NUMBER: Final = (1 << 43) - 1  # 8 TiB: file systems cannot seek to offsets near 2 ** 63
+_ZEROS: Final = bytes(_BLOCK_BYTES)
 _PIECE_BYTES: Final = 4 << 20  # maximum size of a read that skips bytes
 _MIN_SEEK_BYTES: Final = 1 << 16  # minimum distance of a seek; a shorter distance is read
 _MAX_EXTENSION_BYTES: Final = 1 << 20  # maximum size of a pax header or a long name
@@ -83,23 +94,23 @@ class TarReader:
         # Extension headers come before the header of the member that they describe, so collect their values first.
         pax, long_name = dict(self._global_pax), None
         while (header := self._read_header()) is not None:
-            kind = tar_header.kind_of(header)
-            size_bytes = self._parsed(tar_header.size_of, header)
-            if kind in tar_header.PAX:
-                pax.update(self._parsed(tar_header.pax_values, self._read_extension(size_bytes)))
-            elif kind == tar_header.PAX_GLOBAL:
-                self._global_pax.update(self._parsed(tar_header.pax_values, self._read_extension(size_bytes)))
+            kind = _kind_of(header)
+            size_bytes = self._parsed(_size_of, header)
+            if kind in _PAX:
+                pax.update(self._parsed(_pax_values, self._read_extension(size_bytes)))
+            elif kind == _PAX_GLOBAL:
+                self._global_pax.update(self._parsed(_pax_values, self._read_extension(size_bytes)))
                 # Values that were read for the next member alone override global ones.
                 pax = {**self._global_pax, **pax}
-            elif kind == tar_header.LONG_NAME:
-                long_name = tar_header.terminated(self._read_extension(size_bytes))
-            elif kind == tar_header.LONG_LINK:
+            elif kind == _LONG_NAME:
+                long_name = _terminated(self._read_extension(size_bytes))
+            elif kind == _LONG_LINK:
                 self._read_extension(size_bytes)  # not used, because links are not followed
             else:
                 # The size in a pax header overrides that in the member's own header. An empty value counts as absent.
                 if pax.get(b"size"):
-                    size_bytes = self._parsed(tar_header.pax_size, pax[b"size"])
-                name = pax.get(b"path") or long_name or tar_header.short_name(header)
+                    size_bytes = self._parsed(_pax_size, pax[b"size"])
+                name = pax.get(b"path") or long_name or _short_name(header)
                 member = self._member(header, name, size_bytes, pax)
                 if member is not None:
                     return member
@@ -111,22 +122,22 @@ class TarReader:
 
         Set the position of the next header. After a member is returned, the stream is at its content.
         """
-        kind = tar_header.kind_of(header)
-        if kind == tar_header.FOLDER or (kind in tar_header.FILE and name.endswith(b"/")):
+        kind = _kind_of(header)
+        if kind == _FOLDER or (kind in _FILE and name.endswith(b"/")):
             return None
-        if kind == tar_header.SPARSE:
+        if kind == _SPARSE:
             self._skip_sparse_map(header)
-        if kind in tar_header.WITHOUT_CONTENT:
+        if kind in _WITHOUT_CONTENT:
             size_bytes = 0
-        self._next_header = self._position + padded(size_bytes)
-        problem = tar_header.problem_of_kind(kind, pax) or tar_header.problem_of_name(name)
+        self._next_header = self._position + _padded(size_bytes)
+        problem = _problem_of_kind(kind, pax) or _problem_of_name(name)
         return TarMember(name.decode(errors="backslashreplace"), self._position, size_bytes, problem)
 
     def _read_header(self) -> bytes | None:
         """Return the next header block; None at the end mark, a block of zeros. For errors, see the class."""
         self._skip_to(self._next_header)
         start = self._position
-        header = self._take(BLOCK_BYTES)
+        header = self._take(_BLOCK_BYTES)
         self._next_header = self._position
         if header == _ZEROS:
             self._check_end()
@@ -134,11 +145,11 @@ class TarReader:
         if not header:
             raise self._broken(start, "ends without an end mark: it is truncated" if start else "is empty")
         # A wrong checksum at the start means that the file is no tar; later, that the tar is damaged.
-        if start == 0 and not tar_header.has_right_checksum(header):
+        if start == 0 and not _has_right_checksum(header):
             raise self._broken(start, f"is not a tar: it starts with {header[:16]!r}")
-        if len(header) < BLOCK_BYTES:
+        if len(header) < _BLOCK_BYTES:
             raise self._broken(start, "ends within a header: it is truncated")
-        if not tar_header.has_right_checksum(header):
+        if not _has_right_checksum(header):
             raise self._broken(start, f"has a header with a wrong checksum; it starts with {header[:16]!r}")
         return header
 
@@ -164,7 +175,7 @@ class TarReader:
     def _skip_sparse_map(self, header: bytes) -> None:
         is_continued = header[_FLAG_OFFSET_IN_HEADER]
         while is_continued:
-            is_continued = self._read_exactly(BLOCK_BYTES)[_FLAG_OFFSET_IN_MAP]
+            is_continued = self._read_exactly(_BLOCK_BYTES)[_FLAG_OFFSET_IN_MAP]
 
     def _read_extension(self, length: int) -> bytes:
         """Return the content of an extension header. Raise CorruptDataError if it is too long or truncated."""
@@ -172,7 +183,7 @@ class TarReader:
             raise self._broken(
                 self._position, f"has a header of {length} bytes; expected at most {_MAX_EXTENSION_BYTES}"
             )
-        self._next_header = self._position + padded(length)
+        self._next_header = self._position + _padded(length)
         return self._read_exactly(length)
 
     def _read_exactly(self, length: int) -> bytes:
@@ -200,7 +211,7 @@ class TarReader:
                 raise
 
     def _parsed(self, parse: Callable[[bytes], _T], content: bytes) -> _T:
-        """Parse a header with a function of `tar_header`; raise CorruptDataError if it is damaged."""
+        """Parse a header with one of the functions below; raise CorruptDataError if it is damaged."""
         try:
             return parse(content)
         except ValueError as error:
@@ -225,3 +236,109 @@ def open_tar(reader: FileReader, path: str, *, start: int = 0, stop: int | None 
     if first.startswith(_GZIP_MAGIC):
         return decompress(stream, "gzip")
     return decompress(stream, "zstd") if first == _ZSTD_MAGIC else stream
+
+
+# Header blocks: ustar and its older forms, pax headers and GNU's long names, as in POSIX.1-2017, pax, "ustar Interchange
+# Format" and "pax Header Block", and in the GNU tar manual, "Basic Tar Format".
+
+
+def _padded(size_bytes: int) -> int:
+    """Return the bytes that a content of `size_bytes` takes in a tar: the next multiple of the block size."""
+    return -(-size_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+
+
+def _terminated(field: bytes) -> bytes:
+    """Return the bytes of a field before its first NUL."""
+    return field.partition(b"\0")[0]
+
+
+def _kind_of(header: bytes) -> bytes:
+    """Return the type flag."""
+    return header[156:157]
+
+
+def _short_name(header: bytes) -> bytes:
+    """Return the name that is stored in the header block itself."""
+    name = _terminated(header[:100])
+    # GNU's own format has other fields at the position of the ustar prefix.
+    prefix = _terminated(header[345:500]) if header[257:263] == b"ustar\0" else b""
+    return prefix + b"/" + name if prefix else name
+
+
+def _size_of(header: bytes) -> int:
+    """Return the size of the content: octal digits, or binary if the first bit is set.
+
+    Raise ValueError if the field holds no size of at most `_MAX_NUMBER`.
+    """
+    field = header[124:136]
+    if field[0] & 0x80:
+        # A first byte of 0xff starts a negative number. Without its sign bit, it is out of range and refused.
+        return _in_range(int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big"))
+    return _in_range(_unsigned(field.strip(b" \0") or b"0", 8))
+
+
+def _pax_size(value: bytes) -> int:
+    """Return the size in a pax header, which overrides that of the header block. Raise ValueError like `_size_of`."""
+    return _in_range(_unsigned(value, 10))
+
+
+def _pax_values(content: bytes) -> dict[bytes, bytes]:
+    """Return the values of a pax header by name. Raise ValueError if an entry is malformed.
+
+    An entry is its length in decimal digits, a blank, the name, "=", the value and a newline.
+    """
+    values, entries = {}, content
+    while entries.strip(b"\0"):
+        digits = entries[:20].partition(b" ")[0]
+        length = _unsigned(digits, 10)
+        name, equals, value = entries[len(digits) + 1 : length].partition(b"=")
+        if not (equals and value.endswith(b"\n")) or length > len(entries):
+            raise ValueError(f"{entries[:40]!r} is not a pax entry")
+        values[name] = value[:-1]
+        entries = entries[length:]
+    return values
+
+
+def _has_right_checksum(header: bytes) -> bool:
+    """Return whether `header` is a header block with a correct checksum."""
+    try:
+        stored = _unsigned(header[148:156].strip(b" \0"), 8)
+    except ValueError:
+        return False
+    summed = header[:148] + b" " * 8 + header[156:]  # the bytes of the checksum itself count as blanks
+    total = sum(summed)
+    if stored == total:
+        return True
+    return stored == total - 256 * sum(byte > 127 for byte in summed)  # old writers summed signed bytes
+
+
+def _problem_of_kind(kind: bytes, pax: Collection[bytes]) -> str | None:
+    """Return why a member of this type flag, with these pax names, is not a regular file; None if it is one."""
+    if kind == _SPARSE or any(name.startswith(b"GNU.sparse.") for name in pax):
+        return "is a sparse file; write the tar without --sparse"
+    if kind in _WITHOUT_CONTENT:
+        return f"is {_WITHOUT_CONTENT[kind]}; write the tar with --dereference --hard-dereference"
+    return None if kind in _FILE else f"is not a regular file but of type {kind!r}"
+
+
+def _problem_of_name(name: bytes) -> str | None:
+    """Return why a member name is refused; None if it is valid."""
+    try:
+        name.decode()
+    except UnicodeDecodeError:
+        return "has a name that is not UTF-8"
+    if name.startswith(b"/"):
+        return "has an absolute name"
+    return "has a name with '..', which leads out of the tar" if b".." in name.split(b"/") else None
+
+
+def _unsigned(digits: bytes, base: int) -> int:
+    if not digits.isdigit():  # int() would also accept signs, blanks and underscores
+        raise ValueError(f"{digits[:40]!r} is not a number")
+    return int(digits, base)
+
+
+def _in_range(number: int) -> int:
+    if number > _MAX_NUMBER:
+        raise ValueError(f"{number} is too large; expected at most {_MAX_NUMBER}")
+    return number

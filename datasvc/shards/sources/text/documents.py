@@ -14,9 +14,8 @@ from typing import Final
 from datasvc.errors import BadSampleError, ConfigError
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.shards.sources.common.files import FileReader
-from datasvc.shards.sources.common.line_blocks import LINE_BYTES, read_line_blocks
 from datasvc.shards.sources.common.listing import SourceFile, extension_of
-from datasvc.shards.sources.common.streams import DECOMPRESSION_ERRORS, read_up_to
+from datasvc.shards.sources.common.streams import DECOMPRESSION_ERRORS, LINE_BYTES, read_line_blocks, read_up_to
 
 TEXT, LINES = ".txt", (".jsonl", ".ndjson")
 # A tokenizer encodes a whole document in memory and needs some hundred bytes per token.

@@ -16,8 +16,7 @@ from datasvc.errors import BadSampleError, ConfigError, CorruptDataError, NotFou
 from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources import SourceOptions
 from datasvc.shards.sources.records.caffe import is_datum, parse_datum
-from datasvc.shards.sources.records.lmdb_database import LmdbSource
-from datasvc.shards.sources.records.lmdb_file import read_pairs
+from datasvc.shards.sources.records.lmdb_database import LmdbSource, read_pairs
 from tests.samples import jpeg
 from tests.shards.sources import reading
 from tests.shards.sources.source_laws import StreamedSourceLaws

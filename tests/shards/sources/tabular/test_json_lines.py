@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, NotFoundError
-from datasvc.shards.sources.common import line_blocks
-from datasvc.shards.sources.common.line_blocks import read_line_blocks
+from datasvc.shards.sources.common import streams
 from datasvc.shards.sources.common.options import SourceOptions
+from datasvc.shards.sources.common.streams import read_line_blocks
 from datasvc.shards.sources.tabular import json_lines
 from datasvc.shards.sources.tabular.json_lines import JsonLinesSource
 from tests.examples import examples
@@ -190,7 +190,7 @@ def test_a_mark_blank_lines_returns_and_a_missing_last_newline_do_no_harm(tmp_pa
 
 
 def test_a_line_that_is_too_long_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(line_blocks, "LINE_BYTES", 3 << 20)
+    monkeypatch.setattr(streams, "LINE_BYTES", 3 << 20)
     long = json.dumps({"t": "." * (5 << 20)}) + "\n"
     fitting = json.dumps({"t": "." * (2 << 20)}) + "\n"
     content = '{"t": "a"}\n' + long + fitting + '{"t": "b"}\n' + long
@@ -212,7 +212,7 @@ def test_too_long_lines_cost_no_line_beside_them(lengths, start, is_ended):
         for offset, length in zip(offsets, lengths, strict=True)
         if start <= offset < len(content)
     ]
-    with mock.patch.multiple(line_blocks, BLOCK_BYTES=4, LINE_BYTES=6):
+    with mock.patch.multiple(streams, BLOCK_BYTES=4, LINE_BYTES=6):
         found, first_line = [], 1
         for block in read_line_blocks(io.BytesIO(content[max(start - 1, 0) :]), start=start):
             assert block.line == first_line + len(found)

@@ -4,7 +4,7 @@ import pytest
 
 from datasvc.errors import ConfigError
 from datasvc.shards import ingest, open_dataset
-from datasvc.shards.sources.tabular.partitions import Partitions, partition_of
+from datasvc.shards.sources.tabular.parquet import Partitions, partition_of
 
 
 def write(folder, name, **columns):

@@ -19,8 +19,7 @@ from datasvc.shards.format.schema import is_image
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample
 from datasvc.shards.sources.tar import webdataset as module
-from datasvc.shards.sources.tar.webdataset import WebDatasetSource, split_name
-from datasvc.shards.sources.tar.webdataset_fields import choose_columns
+from datasvc.shards.sources.tar.webdataset import WebDatasetSource, choose_columns, split_name
 from tests.samples import jpeg
 from tests.shards.sources.source_laws import StreamedSourceLaws
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from datasvc.repository import Entry, Resolved
 from datasvc.repository.logs.branches import LinePosition
 from datasvc.repository.logs.heads import parents_of
-from datasvc.shards.lines.ancestors import ancestors_of, find_common_ancestors
+from datasvc.shards.lines.commit import ancestors_of, find_common_ancestors
 from tests.examples import examples
 
 
