@@ -59,13 +59,7 @@ _ENCODERS: Final = {"JPEG", "PNG", "WEBP"}  # formats that `reencode` keeps
 
 
 class ImageHeader(NamedTuple):
-    """Format and size of an image.
-
-    Attributes:
-        kind: Pillow's name of the format, such as "JPEG".
-        width: width in pixels after the EXIF rotation.
-        height: height in pixels after the EXIF rotation.
-    """
+    """Pillow's name of the format, such as "JPEG", and the size in pixels after the EXIF rotation."""
 
     kind: str
     width: int
@@ -148,10 +142,7 @@ def check_and_reencode(
 ) -> tuple[ImageHeader, bytes | None]:
     """Check an image, and encode it again if `settings` require it, or if it is HEIC.
 
-    Args:
-        content: the complete file.
-        settings: see `reencode`.
-        decode: see `read_header`. The file itself is decoded: a new encoding would hide its damage.
+    With `decode`, the file itself is decoded: a new encoding would hide its damage.
 
     Returns:
         The header of the image to store, and its new bytes; None in place of the bytes if `content` is stored.
@@ -178,11 +169,7 @@ def _is_heif(content: bytes | memoryview) -> bool:
 
 
 def _convert_heif(content: bytes | memoryview, settings: Reencoding) -> bytes:
-    """Return the main picture of a HEIC file, upright and in 8 bits, as JPEG, or as PNG if it has an alpha channel.
-
-    Raises:
-        BadSampleError: it does not decode, or pi-heif is not installed.
-    """
+    """Return the main picture of a HEIC file, upright and in 8 bits, as JPEG, or PNG if it has an alpha channel."""
     try:
         import pi_heif
     except ModuleNotFoundError:
@@ -224,10 +211,8 @@ def open_image(content: bytes | memoryview, *, formats: tuple[str, ...] = FORMAT
 
 
 def _in_continuous_tones(image: Image.Image, kind: str) -> Image.Image:
-    """Return an image in a mode whose values can be averaged, and that the encoder of its format has.
-
-    A palette or two levels cannot be averaged: Pillow would repeat single pixels.
-    """
+    """Return an image in a mode whose values can be averaged, and that the encoder of its format has."""
+    # A palette or two levels cannot be averaged: Pillow would repeat single pixels.
     if image.mode == "1":
         return image.convert("L")
     if image.mode in {"P", "PA"}:
@@ -325,7 +310,7 @@ def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
             return None
         if marker in _PLAIN_FRAMES:
             bits, height, width, components = _FRAME.unpack_from(raw, offset + 4)
-            is_plain = bits == 8 and components in (1, 3) and 0 < width * height < _max_pixels()
+            is_plain = bits == 8 and components in (1, 3) and 0 < width * height < (Image.MAX_IMAGE_PIXELS or 1 << 60)
             # A file with a second frame is not plain either.
             if size is not None or not is_plain:
                 return None
@@ -348,10 +333,6 @@ def _parse_plain_jpeg(raw: memoryview) -> ImageHeader | None:
             return None  # another coding process, or an unknown segment
         offset += 2 + length
     return None
-
-
-def _max_pixels() -> int:
-    return Image.MAX_IMAGE_PIXELS or 1 << 60  # None means no limit
 
 
 def _read_with_pillow(content: bytes | memoryview, *, decode: bool) -> ImageHeader:

@@ -59,12 +59,7 @@ def decode_jpeg(content: bytes | memoryview) -> bool:
 def check_scans(content: bytes | memoryview, offset: int, num_pixels: int) -> None:
     """Raise BadSampleError if a JPEG has so many scans that a decoder would take minutes.
 
-    A scan of a few bytes may cover all pixels, so a file of 33 kB can hold thousands.
-
-    Args:
-        content: the file.
-        offset: offset of its first scan.
-        num_pixels: width times height.
+    A scan of a few bytes may cover all pixels, so a file of 33 kB can hold thousands. `offset` is that of the first.
     """
     raw, num_scans = memoryview(content), 0
     while offset + 4 <= len(raw) and raw[offset] == 0xFF and raw[offset + 1] != _END_OF_IMAGE[1]:

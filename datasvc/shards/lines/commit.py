@@ -1,4 +1,4 @@
-"""Commits the next version of a line of a data set: of the main line, or of a branch.
+"""Commits the next version of a line of a data set, of the main line or of a branch; the ancestors of versions.
 
 All lines have one log, so a commit to another line takes the number that a writer wanted. Then the entry gets the
 next number, and its content stays. Only a commit to the same line makes the writer build its content again.
@@ -21,8 +21,6 @@ from datasvc.repository.resolved import warn_unreadable
 
 Build = Callable[[Resolved | None], Mapping[str, Any]]
 """Returns the content of the entry that continues a version; None: the line has no version that is not removed."""
-
-
 _OURS, _THEIRS, _STALE = 1, 2, 4
 
 
@@ -34,7 +32,7 @@ def commit_on_line(
     Args:
         repository: the repository that stores the data set.
         line: what to commit to.
-        build: function that returns the content of the entry; it is called again for each other version to continue.
+        build: returns the content of the entry; it is called again for each other version to continue.
         continues: whether the new version has samples of the one before. If not, it may begin a new data set under a
             name that a renamed one had.
         head: number of the newest version of all lines, see `Log.append`.
@@ -43,7 +41,6 @@ def commit_on_line(
         NotFoundError: there is no such branch.
         ConflictError: the data set was renamed, and has no version of this name since then; or see `Log.append`.
         CorruptDataError: see `continue_line`.
-        UnknownOutcomeError, UnavailableError: see `Log.append`.
     """
     built: dict[Resolved | None, Mapping[str, Any]] = {}
 

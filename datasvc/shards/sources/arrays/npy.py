@@ -44,7 +44,6 @@ class NpyArray:
     """Description of an array in a file. The samples are along its first axis.
 
     Attributes:
-        path: path of the file on the source's file system.
         member: member of an `.npz` archive; None for an `.npy` file.
         offset: offset of the first value in bytes from the start of the file or member.
         dtype: numpy type string, such as "<f4".
@@ -122,11 +121,7 @@ def read_npz_headers(reader: FileReader, file: SourceFile) -> dict[str, NpyArray
 
 @contextmanager
 def open_array(reader: FileReader, array: NpyArray, start: int, stop: int) -> Iterator[BinaryIO]:
-    """Open a stream of values that starts at sample `start` and contains at least all samples before `stop`.
-
-    Raises:
-        CorruptDataError: an archive does not decompress, or a checksum does not match.
-    """
+    """Open a stream of values that starts at sample `start` and contains at least all samples before `stop`."""
     if array.member is None:
         first = array.offset + start * array.sample_bytes
         with reader.open(array.path, start=first, stop=array.offset + stop * array.sample_bytes) as stream:
@@ -138,11 +133,7 @@ def open_array(reader: FileReader, array: NpyArray, start: int, stop: int) -> It
 
 
 def check_member(reader: FileReader, array: NpyArray) -> None:
-    """Verify the checksum of an array in an archive by reading the array to its end, where zipfile verifies it.
-
-    Raises:
-        CorruptDataError: the array does not decompress, or its checksum does not match.
-    """
+    """Verify the checksum of an array in an archive by reading the array to its end, where zipfile verifies it."""
     if array.member is not None:
         with _archive(reader, array.path, array.path) as archive, archive.open(array.member) as stream:
             # One byte more than the array has, because zipfile verifies the checksum at the end of the member.
@@ -161,10 +152,7 @@ def _archive(reader: FileReader, path: str, name: str) -> Iterator[zipfile.ZipFi
 
 
 def _parse_header(content: bytes, path: str, member: str | None, name: str) -> NpyArray:
-    """Return the array of a file or member that starts with `content`; `name` is for messages.
-
-    Raise CorruptDataError if `content` is not a header, and ConfigError if datasvc does not read such arrays.
-    """
+    """Return the array of a file or member that starts with `content`; `name` is for messages."""
     head = io.BytesIO(content)
     try:
         version = npy_format.read_magic(head)

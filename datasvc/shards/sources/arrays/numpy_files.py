@@ -45,14 +45,7 @@ _KEY_BYTES: Final = 32
 
 @dataclass(frozen=True)
 class _Table:
-    """The arrays of one split in one folder or archive.
-
-    Attributes:
-        split: split of its samples.
-        name: name of its first file, FILE in the keys `FILE#ROW`.
-        stamp: stamps of all its files; a stamp changes with the content, see `SourcePart`.
-        arrays: arrays by the name of their column.
-    """
+    """The arrays of one split in one folder or archive, by column; `name` is FILE in the keys `FILE#ROW`."""
 
     split: str
     name: str
@@ -147,10 +140,7 @@ class NumpySource(FileSource):
     def _batches(
         self, part: SourcePart, first: int, values: dict[str, npt.NDArray[Any]]
     ) -> Iterator[pa.RecordBatch | BadSample]:
-        """Yield samples as batches, and each sample that does not fit the columns as a bad sample.
-
-        `values` has the values of consecutive samples, by array name. `first` is the row number of the first sample.
-        """
+        """Yield samples as batches, and each sample that does not fit the columns as a bad sample."""
         num_samples = len(next(iter(values.values())))
         file_keys = [f"{part.where['file']}#{row}" for row in range(first, first + num_samples)]
 
@@ -236,11 +226,7 @@ def _parts(table: _Table) -> Iterator[SourcePart]:
 
 
 def _choose_key(table: _Table, key: str | None) -> str | None:
-    """Return the name of the array that holds the keys; None if no array does.
-
-    If `key` is None, an array named "key", if any, holds the keys. Raise ConfigError if the array `key` does not
-    exist, or if an array cannot hold keys.
-    """
+    """Return the name of the array that holds the keys: `key`, or one named "key"; None if no array does."""
     if key is None:
         key = KEY if KEY in table.arrays else None
     elif key not in table.arrays:
@@ -256,7 +242,11 @@ def _choose_key(table: _Table, key: str | None) -> str | None:
 
 def _schema(table: _Table, columns: Sequence[str]) -> pa.Schema:
     """Return the schema of the samples: the key, then a field for each of `columns`, in the same order."""
-    candidates = [name for name in columns if name.lower() in _LABELS and _holds_integers(table.arrays[name])]
+    candidates = []  # arrays of a usual name with a single integer per sample
+    for name in columns:
+        array, dtype = table.arrays[name], np.dtype(table.arrays[name].dtype)
+        if name.lower() in _LABELS and array.sample_bytes == dtype.itemsize and dtype.kind in "iu":
+            candidates.append(name)
     # The first candidate becomes the column "label". But an array of this name keeps it: no other is the label then.
     label = next((name for name in candidates if name == LABEL or LABEL not in columns), None)
     fields = [pa.field(KEY, pa.string(), nullable=False)]
@@ -264,11 +254,6 @@ def _schema(table: _Table, columns: Sequence[str]) -> pa.Schema:
         is_label = name == label
         fields.append(pa.field(LABEL, pa.int32(), nullable=False) if is_label else _field(name, table.arrays[name]))
     return pa.schema(fields)
-
-
-def _holds_integers(array: NpyArray) -> bool:
-    """Return whether each sample is a single integer."""
-    return array.sample_bytes == np.dtype(array.dtype).itemsize and np.dtype(array.dtype).kind in "iu"
 
 
 def _field(name: str, array: NpyArray) -> pa.Field:

@@ -59,9 +59,7 @@ def decode_column(column: pa.Array) -> pa.Array:
     """Return the values of a raw column without dictionary, run-end encoding, list views or file structs.
 
     Only the outermost type is decoded; `cast_column` also converts the inner ones. A file struct becomes its bytes.
-
-    Raises:
-        ConfigError: a file struct holds a path without bytes.
+    Raise ConfigError if it holds a path without bytes.
     """
     if pa.types.is_dictionary(column.type):
         return decode_column(column.dictionary_decode())
@@ -83,26 +81,20 @@ def decode_column(column: pa.Array) -> pa.Array:
 def cast_column(column: pa.Array, data_type: pa.DataType) -> pa.Array:
     """Return a raw column as `data_type`; it is not copied if it has this type already.
 
-    Raises:
-        pa.ArrowException: a value does not convert without loss.
-        ConfigError: see `decode_column`.
+    Raise pa.ArrowException if a value does not convert without loss, ConfigError as `decode_column` does.
     """
     values = decode_column(column)
     return values if values.type == data_type else values.cast(data_type)
 
 
 def join_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
-    """Return one schema for the raw columns of several files, in the column order of the first file.
+    """Return one schema for the raw columns of several files, in the column order of the first of them.
 
-    Integers of different widths become the widest, and so do floats; a column without values takes the type that it
-    has in another file.
-
-    Args:
-        schemas: pairs of a file's name, for messages, and its raw schema.
+    `schemas` are pairs of a file's name, for messages, and its raw schema. Integers of different widths become the
+    widest, and so do floats; a column without values takes the type that it has in another file.
 
     Raises:
-        ConfigError: the files differ in the names or types of their columns, or a name occurs twice in one file. The
-            message names the files and the difference.
+        ConfigError: the files differ in the names or types of their columns, or a name occurs twice in one file.
     """
     first_name, joined = "", None
     for name, schema in schemas:
@@ -130,14 +122,7 @@ def check_unique(names: list[str], location: str) -> None:
 
 
 def check_same_names(first: str, expected: Sequence[str], name: str, names: Sequence[str]) -> None:
-    """Raise ConfigError if two files differ in their columns; the order may differ.
-
-    Args:
-        first: name of the first file.
-        expected: names of its columns.
-        name: name of the file to check.
-        names: names of its columns.
-    """
+    """Raise ConfigError if the file `name` has other columns than the file `first`; the order may differ."""
     missing = [column for column in expected if column not in names]
     extra = [column for column in names if column not in expected]
     if missing or extra:

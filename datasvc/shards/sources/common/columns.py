@@ -13,6 +13,7 @@ Sources make the map when they list, and convert batches with it when they read.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeVar
 
@@ -96,7 +97,8 @@ class ColumnMap:
         image_names = [name for name, field in fields.items() if is_image(field)]
         if len(image_names) == 1 and IMAGE not in fields:
             fields[image_names[0]] = fields[image_names[0]].with_name(IMAGE)
-        self.label = _choose_label(fields, label)
+        integers = (name for name in _LABELS if name in fields and pa.types.is_integer(fields[name].type))
+        self.label = label or (LABEL if LABEL in fields else next(integers, None))
         self._classes: pa.Array | None = None
         if self.label is not None:
             fields[self.label] = fields[self.label].with_name(LABEL)
@@ -108,10 +110,8 @@ class ColumnMap:
     def with_labels(self, name: str, classes: Sequence[str] = ()) -> ColumnMap:
         """Return a map that makes `label` of the raw column `name`, as int32.
 
-        Args:
-            name: a column of whole numbers (NaN and null for no class), booleans, or class names. A column that was
-                `label` becomes `source_label`.
-            classes: the class names that the column holds; a label is the index of a name. () for numbers.
+        The column holds whole numbers (NaN and null for no class), booleans, or names in `classes`; the index of a
+        name is the label. A column that was `label` becomes `source_label`.
         """
         changed = copy.copy(self)
         changed.label, changed._classes = name, pa.array(classes, pa.string()) if classes else None  # noqa: SLF001 - a copy
@@ -131,7 +131,9 @@ class ColumnMap:
 
     def _sample_schema(self) -> pa.Schema:
         sample_fields = [pa.field(KEY, pa.string(), nullable=False), *self._fields.values()]
-        _check_names([field.name for field in sample_fields])
+        names = Counter(field.name for field in sample_fields)
+        if duplicates := sorted(name for name, count in names.items() if count > 1):
+            raise ConfigError(f"two columns would be called {duplicates}; rename one of them")
         return pa.schema(sample_fields)
 
     @property
@@ -146,11 +148,7 @@ class ColumnMap:
         return [*key, *(name for name, field in self._fields.items() if not field.nullable)]
 
     def convert(self, batch: pa.RecordBatch, keys: pa.Array | Sequence[str]) -> pa.RecordBatch:
-        """Return a batch of raw samples as a batch of `schema`.
-
-        Args:
-            batch: raw columns.
-            keys: `string[samples]`; used only if no raw column holds the keys.
+        """Return a batch of raw samples as a batch of `schema`; `keys` are used if no raw column holds the keys.
 
         Raises:
             ConfigError: a column is missing or does not convert, or a key or image is null.
@@ -185,12 +183,7 @@ class ColumnMap:
 
 
 class SampleBatcher:
-    """Collects samples given as dicts into batches; a sample that does not fit the schema becomes a `BadSample`.
-
-    Args:
-        schema: columns of the batches.
-        split: split of the samples, for `BadSample`.
-    """
+    """Collects samples given as dicts into batches; a sample that does not fit the schema becomes a `BadSample`."""
 
     def __init__(self, schema: pa.Schema, split: str) -> None:
         self._schema = schema
@@ -255,7 +248,7 @@ def to_batches(
         part: part that is read.
         contents: each sample's name, with its content or the error of reading it. If the iterator raises
             CorruptDataError, this error is the last `BadSample` of the part.
-        to_sample: function that makes a sample of a name and its content, or raises BadSampleError.
+        to_sample: makes a sample of a name and its content, or raises BadSampleError.
     """
     batcher = SampleBatcher(schema, part.split)
     try:
@@ -280,13 +273,8 @@ def bisect_errors(
 ) -> Iterator[tuple[int, _Converted | Exception]]:
     """Convert samples together; if this fails, convert each half alone, and so on. Only failing samples are lost.
 
-    Args:
-        num_samples: number of samples.
-        convert: function that converts the samples `start` to `stop`.
-        errors: exceptions that `convert` raises if one of the samples does not convert.
-
-    Yields:
-        In order: the number of a first sample, with the result of `convert` from there or the sample's own error.
+    `convert` converts the samples `start` to `stop`, and raises one of `errors` if one of them does not convert. In
+    order, yield the number of a first sample, with the result of `convert` from there or the sample's own error.
     """
     pending = [(0, num_samples)] if num_samples else []
     while pending:
@@ -335,7 +323,7 @@ def check_names(names: Iterable[Any]) -> None:
 
 
 def _choose_key(raw: pa.Schema, key: str | None) -> str | None:
-    """Return the raw column of the keys: `key`, else one called `key`, else None. For errors, see `ColumnMap`."""
+    """Return the raw column of the keys: `key`, else one called `key`, else None."""
     if key is None:
         if KEY not in raw.names:
             return None
@@ -346,13 +334,6 @@ def _choose_key(raw: pa.Schema, key: str | None) -> str | None:
     if not (is_text(key_type) or pa.types.is_integer(sample_type(key_type))):
         raise ConfigError(f"column {key!r} cannot hold keys: its type is {key_type}; expected text or integers")
     return key
-
-
-def _choose_label(fields: Mapping[str, pa.Field], label: str | None) -> str | None:
-    """Return the column of the labels: the given one, `label`, or an integer column of `_LABELS`; else None."""
-    if label is not None or LABEL in fields:
-        return label or LABEL
-    return next((name for name in _LABELS if name in fields and pa.types.is_integer(fields[name].type)), None)
 
 
 def _sample_field(raw: pa.Field, first: pa.Table | pa.RecordBatch | None, images: Collection[str]) -> pa.Field:
@@ -419,9 +400,3 @@ def _final_field(field: pa.Field, *, has_image: bool) -> pa.Field:
     if field.name == LABEL and pa.types.is_integer(field.type):
         return field.with_type(pa.int32())
     return field
-
-
-def _check_names(names: list[str]) -> None:
-    duplicates = sorted({name for name in names if names.count(name) > 1})
-    if duplicates:
-        raise ConfigError(f"two columns would be called {duplicates}; rename one of them")

@@ -70,12 +70,10 @@ def is_hidden_name(name: str) -> bool:
 
 
 def hidden_part(path: str, *, underscores: bool = False) -> str | None:
-    """Return the first hidden folder (with a slash at its end) or file in a path; None if nothing in it is hidden.
+    """Return the first hidden folder (with a slash at its end) or file in a path below the source's root, else None.
 
-    Args:
-        path: path below the source's root.
-        underscores: whether names with an underscore at the start are hidden too, as in tables of Spark and Hive. In
-            image folders they are data: cameras name their pictures `_DSC0001.jpg`.
+    `underscores`: names with an underscore at the start are hidden too, as in tables of Spark and Hive. In image
+    folders they are data: cameras name their pictures `_DSC0001.jpg`.
     """
     names = path.split("/")
     for number, name in enumerate(names, start=1):
@@ -104,10 +102,7 @@ def unread_pictures(extensions: Collection[str]) -> str:
 def check_complete(used: Iterable[str], others: Iterable[str], hidden: Iterable[str]) -> None:
     """Raise ConfigError if names show that files of a folder are missing or incomplete.
 
-    Args:
-        used: names of the files that hold the samples.
-        others: names of the other files.
-        hidden: results of `hidden_part`.
+    `used` are the files that hold the samples, `hidden` results of `hidden_part`.
     """
     numbers: defaultdict[tuple[str, int, str], set[int]] = defaultdict(set)
     examples: dict[tuple[str, int, str], str] = {}
@@ -168,13 +163,7 @@ def foreign_content(head: bytes) -> str | None:
 
 
 def check_no_table_log(file_system: AbstractFileSystem, root: str, paths: Iterable[str]) -> None:
-    """Raise ConfigError if Parquet files belong to a table whose log says which files and rows are valid.
-
-    Args:
-        file_system: file system of the files.
-        root: path of the source.
-        paths: paths of the files.
-    """
+    """Raise ConfigError if Parquet files belong to a table whose log says which files and rows are valid."""
     folders = {root} | {posixpath.dirname(path) for path in paths}
     # The log is in the folder of the table, above its partitions and above the folder `data` of Iceberg.
     seen: set[str] = set()
@@ -188,7 +177,10 @@ def check_no_table_log(file_system: AbstractFileSystem, root: str, paths: Iterab
             continue
         seen.add(folder)
         for log, (table, read) in _TABLE_LOGS.items():
-            if _is_folder(file_system, f"{folder}/{log}") and (log != "metadata" or _is_iceberg(file_system, folder)):
+            if not _is_folder(file_system, f"{folder}/{log}"):
+                continue
+            names = file_system.ls(f"{folder}/metadata", detail=False) if log == "metadata" else []
+            if log != "metadata" or any(str(name).endswith(ICEBERG_METADATA) for name in names):
                 raise ConfigError(
                     f"{folder} is {table}: its files hold rows that were deleted or replaced, and its {log} tells "
                     f"which. Read the current rows with {read}, write them as Parquet to another folder, ingest that"
@@ -200,8 +192,3 @@ def _is_folder(file_system: AbstractFileSystem, path: str) -> bool:
         return bool(file_system.isdir(path))
     except ValueError:  # the driver of hf:// has names that no repository can have
         return False
-
-
-def _is_iceberg(file_system: AbstractFileSystem, folder: str) -> bool:
-    names = file_system.ls(f"{folder}/metadata", detail=False)
-    return any(str(name).endswith(ICEBERG_METADATA) for name in names)

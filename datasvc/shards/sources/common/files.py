@@ -16,10 +16,7 @@ from fsspec.implementations.local import LocalFileSystem
 from datasvc.repository.store.redaction import redact_url
 from datasvc.repository.store.retries import map_exceptions
 from datasvc.repository.store.urls import resolve_url
-from datasvc.shards.sources.common.file_checks import (
-    HEAD_BYTES,
-    check_head,
-)
+from datasvc.shards.sources.common.file_checks import HEAD_BYTES, check_head
 from datasvc.shards.sources.common.listing import expand_braces
 from datasvc.shards.sources.common.streams import BUFFER_BYTES, COMPRESSIONS, WrappingStream, decompress
 
@@ -30,10 +27,7 @@ _BLOCKS_KEPT = 8  # blocks that a file opened for random access keeps in memory
 
 
 class FileReader:
-    """Reads the files of one source.
-
-    Args:
-        url: URL of the source, or of a file in it.
+    """Reads the files of the source at `url`.
 
     Attributes:
         file_system: file system of the URL.
@@ -60,19 +54,13 @@ class FileReader:
             return bytes(self.file_system.cat_file(path, start=offset, end=offset + length))
 
     def open(self, path: str, *, start: int = 0, stop: int | None = None) -> BinaryIO:
-        """Open a file as a stream, decompressed if its name has the extension of a compression.
+        """Open a file from `start` to `stop` as a stream, decompressed if its name says that it is compressed.
 
         The stream can seek only in a local, uncompressed file without `stop`. A remote file is read ahead.
 
-        Args:
-            path: path of the file.
-            start: offset of the first byte; only for files that are not compressed.
-            stop: offset after the last byte; None: the end of the file.
-
         Raises:
             ConfigError: the file holds a pointer or an error page in place of its data, see `check_head`.
-            NotFoundError: there is no such file; also raised by reads.
-            UnavailableError: the store does not respond; also raised by reads.
+            NotFoundError, UnavailableError: there is no such file, the store does not respond; also raised by reads.
         """
         compression = COMPRESSIONS.get(os.path.splitext(path)[1].lower())
         raw: Any

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from fsspec import AbstractFileSystem
@@ -34,6 +34,8 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 _MAX_DIGITS = 18  # of a number in a range
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 _MAX_EXPANDED = 1_000_000
+# Names that stores give to a value that changes with the content of a file.
+_STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created", "blob_id", "xet_hash")
 
 
 class SourceFile(NamedTuple):
@@ -42,7 +44,6 @@ class SourceFile(NamedTuple):
     Attributes:
         name: path below the source's root, with forward slashes; the file name for a single file.
         path: path on the source's file system.
-        size_bytes: size when it was listed.
         stamp: modification time or entity tag; another value means that the file may have changed.
     """
 
@@ -70,11 +71,6 @@ def extension_of(name: str) -> str:
     return os.path.splitext(base)[1] if last in COMPRESSIONS else last
 
 
-def count_extensions(files: Iterable[SourceFile]) -> Counter[str]:
-    """Return the number of files by extension, for `Source.ignored`."""
-    return Counter(file.extension or "(none)" for file in files)
-
-
 class Listing(list[SourceFile]):
     """The files of a source, ordered by name, without hidden ones.
 
@@ -97,7 +93,7 @@ class Listing(list[SourceFile]):
         others = [file for file in self if file not in used_files]
         if self.is_whole:
             check_complete([file.name for file in used_files], [file.name for file in others], self.hidden)
-        return count_extensions(others) + Counter(map(hidden_label, self.hidden))
+        return Counter(file.extension or "(none)" for file in others) + Counter(map(hidden_label, self.hidden))
 
 
 def list_files(url: str) -> Listing:
@@ -122,10 +118,8 @@ def list_files(url: str) -> Listing:
 def expand_braces(text: str) -> list[str]:
     """Expand brace notation: `a-{00..02}.tar` gives three texts, `{x,y}` two, in this order.
 
-    Braces in the names of existing local files and folders are not expanded.
-
-    Raises:
-        ConfigError: a range runs backwards, or there are more than a million texts.
+    Braces in the names of existing local files and folders are not expanded. Raise ConfigError if a range runs
+    backwards, or if there are more than a million texts.
     """
     existing, pattern = split_existing(text)
     return [existing + expanded for expanded in _expand(pattern)]
@@ -189,14 +183,16 @@ def _list_one(url: str) -> Listing:
     # A file that the URL itself names may be a link out of its folder, but not one that a pattern finds.
     if is_local and [*infos] != [root]:
         check_inside(base, visible)
-    files = [
-        SourceFile(
-            path[len(base) :].lstrip("/") if is_local else _shown_name(path[len(base) :]),
-            path,
-            *_size_and_stamp(file_system, path, infos[path]),
-        )
-        for path in visible
-    ]
+    files = []
+    for path in visible:
+        name = path[len(base) :].lstrip("/")
+        if is_local:
+            status = os.stat(path)  # of the target of a link, since the target is what is read
+            files.append(SourceFile(name, path, status.st_size, str(status.st_mtime_ns)))
+        else:
+            # Without the query of a web address, which may contain a secret.
+            name, info = name.partition("?")[0] or name, infos[path]
+            files.append(SourceFile(name, path, int(info["size"]), _stamp_of(info)))
     found_parts = {part for part in hidden_parts.values() if part is not None}
     return Listing(sorted(files, key=lambda file: file.name), found_parts, is_whole="*" in root[len(base) :])
 
@@ -206,13 +202,8 @@ def find_files(
 ) -> tuple[list[SourceFile], set[str]]:
     """Return every file below the folder `root`, unordered, and the hidden files and folders that were left out.
 
-    The files of a datasvc repository are left out too.
-
-    Args:
-        file_system: file system of the folder.
-        root: path of the folder.
-        underscores: see `hidden_part`.
-        with_hidden: return hidden files as well, except invalid links.
+    The files of a datasvc repository are left out too. `underscores`: see `hidden_part`. `with_hidden`: return hidden
+    files as well, except invalid links.
 
     Raises:
         ConfigError: a link leads out of the folder, to a missing file, or back to a parent folder.
@@ -239,10 +230,7 @@ def find_files(
 
 
 def _find_local(root: str, hidden: set[str], *, underscores: bool, with_hidden: bool) -> Iterator[SourceFile]:
-    """Yield every file below a local folder, about ten times faster than fsspec; add hidden names to `hidden`.
-
-    For arguments and errors, see `find_files`.
-    """
+    """Yield every file below a local folder, about ten times faster than fsspec; add hidden names to `hidden`."""
     real_root = os.path.realpath(root)
     # Folders to list: path, prefix of the names in it, whether it is hidden, and the real paths from the root down to
     # the folder.
@@ -267,16 +255,14 @@ def _find_local(root: str, hidden: set[str], *, underscores: bool, with_hidden: 
                         yield SourceFile(prefix + entry.name, entry.path, status.st_size, str(status.st_mtime_ns))
                     elif entry.is_dir():
                         real = os.path.realpath(entry.path) if entry.is_symlink() else f"{parents[-1]}/{entry.name}"
-                        _check_no_loop(entry.path, real, parents)
+                        if real in parents:
+                            raise ConfigError(  # noqa: TRY301
+                                f"{entry.path} is a link to one of its parent folders; remove this link"
+                            )
                         pending.append((entry.path, f"{prefix}{entry.name}/", is_hidden, (*parents, real)))
                 except ConfigError:
                     if not is_hidden:
                         raise
-
-
-def _check_no_loop(path: str, real: str, parents: Collection[str]) -> None:
-    if real in parents:
-        raise ConfigError(f"{path} is a link to one of its parent folders; remove this link")
 
 
 def check_inside(root: str, paths: Sequence[str]) -> None:
@@ -317,19 +303,6 @@ def find_below(url: str, *, with_hidden: bool = False) -> tuple[dict[str, Source
     return {file.name: file for file in files}, folder, Counter(map(hidden_label, files.hidden))
 
 
-def _shown_name(path: str) -> str:
-    """Return the name of a file from its path; without the query of a web address, which may contain a secret."""
-    return path.lstrip("/").partition("?")[0] or path.lstrip("/")
-
-
-def _size_and_stamp(file_system: AbstractFileSystem, path: str, info: dict[str, Any]) -> tuple[int, str]:
-    """Return size in bytes and stamp of a file; `info` is its description in the listing of `file_system`."""
-    if isinstance(file_system, LocalFileSystem):
-        status = os.stat(path)  # of the target of a link, since the target is what is read
-        return status.st_size, str(status.st_mtime_ns)
-    return int(info["size"]), _stamp_of(info)
-
-
 def _named_from_one_root(files: list[SourceFile]) -> list[SourceFile]:
     """Return the files with names below their common folder: `{train,val}/0.tar` gives two different names."""
     # The common prefix is cut at a folder; `commonpath` would turn "http://" into "http:/".
@@ -339,27 +312,11 @@ def _named_from_one_root(files: list[SourceFile]) -> list[SourceFile]:
 
 def _stamp_of(info: dict[str, Any]) -> str:
     """Return a value from a store's listing that differs if the content of the file differs; "" if there is none."""
-    for name in (
-        "ETag",
-        "etag",
-        "md5Hash",
-        "mtime",
-        "LastModified",
-        "last_modified",
-        "created",
-        "blob_id",
-        "xet_hash",
-    ):
-        if info.get(name) is not None:
-            return str(info[name])
-    return ""
+    return next((str(info[name]) for name in _STAMPS if info.get(name) is not None), "")
 
 
 def _choices(inner: str) -> Sequence[str]:
-    """Return the texts that `inner`, the text between two braces, stands for.
-
-    Raise ConfigError for a range that runs backwards or is too long.
-    """
+    """Return the texts that `inner`, the text between two braces, stands for."""
     match = _RANGE.fullmatch(inner)
     if match is None:
         return inner.split(",")

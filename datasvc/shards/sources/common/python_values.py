@@ -113,12 +113,9 @@ def _plain(value: Any) -> Any:
 
 
 def _check(values: Iterable[Any], data_type: pa.DataType) -> None:
-    """Raise ValueError for a value that would be changed by storing it as `data_type`.
-
-    Values are checked column by column, level by level; the classes of a column are compared as a set, in C.
-    """
+    """Raise ValueError for a value that would be changed by storing it as `data_type`."""
     filled = [value for value in values if value is not None]
-    classes = set(map(type, filled))
+    classes = set(map(type, filled))  # compared as a set, in C
     accepted = next((classes for is_kind, classes in _KINDS if is_kind(data_type)), None)
     if accepted is None or not filled:
         return  # Arrow checks the values of the other types, such as null

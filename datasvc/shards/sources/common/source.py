@@ -45,10 +45,9 @@ class SourcePart:
     """A part of a source that one worker reads from start to end: a tar, a row group, a range of a file.
 
     Attributes:
-        split: split of its samples.
         name: unique name in the source, for messages; in most sources the keys of its samples start with it.
         size_bytes: approximate number of bytes that are read for this part.
-        num_samples: number of samples; None: the listing does not give it.
+        num_samples: None: the listing does not give it.
         stamp: modification time or entity tag of its file; if it differs, the content may have changed.
         where: JSON values by which `StreamedSource.read` locates the part.
     """
@@ -240,6 +239,11 @@ def file_part(file: SourceFile, options: SourceOptions, **where: Any) -> SourceP
     """Return a part that is a whole file; `SourcePart.where` holds the file's path and the JSON values `where`."""
     where = {"path": file.path, **where}
     return SourcePart(split_of_file(file.name, options), file.name, file.size_bytes, stamp=file.stamp, where=where)
+
+
+def batch_samples(sample_bytes: float) -> int:
+    """Return the number of samples of this size that a batch may hold."""
+    return max(1, min(BATCH_SAMPLES, int(BATCH_BYTES / max(sample_bytes, 1))))
 
 
 def prefix_keys(batch: pa.RecordBatch, prefix: str) -> pa.RecordBatch:

@@ -55,11 +55,8 @@ def skip(stream: BinaryIO, length: int) -> int:
 def decompress(stream: BinaryIO, compression: str) -> BinaryIO:
     """Return a stream of the decompressed content of `stream`; closing it closes `stream`.
 
-    Reads raise one of `DECOMPRESSION_ERRORS` where the content is truncated or damaged.
-
-    Args:
-        stream: compressed stream, at its start.
-        compression: one of the values of `COMPRESSIONS`; "gzip" also reads zlib, as TensorFlow writes it.
+    Reads raise one of `DECOMPRESSION_ERRORS` where the content is truncated or damaged. `compression` is one of the
+    values of `COMPRESSIONS`; "gzip" also reads zlib, as TensorFlow writes it.
     """
     raw = _InflatedStream(stream) if compression == "gzip" else _ZstdStream(stream)
     return cast("BinaryIO", io.BufferedReader(raw, BUFFER_BYTES))
@@ -157,14 +154,10 @@ class LineBlock:
 
 
 def read_line_blocks(stream: BinaryIO, *, start: int = 0, stop: int | None = None) -> Iterator[LineBlock]:
-    """Yield the lines of a range of a file in order, about `BLOCK_BYTES` at a time.
+    """Yield the lines that start in a range of a file in order, about `BLOCK_BYTES` at a time.
 
-    A line belongs to the range that contains its first byte, so adjacent ranges yield each line exactly once.
-
-    Args:
-        stream: the file, positioned at the byte before `start`, or at its beginning if `start` is 0.
-        start: first byte of the range.
-        stop: first byte after the range; None: the end of the file.
+    Adjacent ranges yield each line exactly once. `stream` is positioned at the byte before `start`, or at its
+    beginning if `start` is 0.
     """
     lines = _Lines(stream, max(start - 1, 0))
     if start:

@@ -29,10 +29,10 @@ from datasvc.shards.sources.common.listing import SourceFile, list_files
 from datasvc.shards.sources.common.options import SourceOptions
 from datasvc.shards.sources.common.source import (
     BATCH_BYTES,
-    BATCH_SAMPLES,
     BadSample,
     FileSource,
     SourcePart,
+    batch_samples,
     printable,
 )
 from datasvc.shards.sources.common.streams import DECOMPRESSION_ERRORS
@@ -52,11 +52,9 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Samples as a format's reader yields them.
+    """Samples as a format's reader yields them: raw columns, and keys as `string[samples]`.
 
-    Attributes:
-        batch: raw columns.
-        keys: `string[samples]`; they name bad samples, and are the keys if no column holds keys.
+    The keys name bad samples, and are used if no column holds keys.
     """
 
     batch: pa.RecordBatch
@@ -98,10 +96,8 @@ class TableSource(FileSource):
 
 
 def _to_samples(columns: ColumnMap, raw: RawBatch, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
-    """Yield raw samples as batches of samples within the limits of a source.
-
-    Raise ConfigError if a column is missing: `_convert` would report each sample of the part as bad instead.
-    """
+    """Yield raw samples as batches of samples within the limits of a source."""
+    # `_convert` would report each sample of the part as bad instead.
     missing = [name for name in columns.raw_names if name not in raw.batch.schema.names]
     if missing:
         raise ConfigError(f"{part.name} has changed: the columns {missing} are missing now; list the source again")
@@ -118,7 +114,7 @@ def split_by_size(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         return
     # Estimate the decoded size, because dictionary columns may be much larger when decoded.
     sample_bytes = sum(map(_decoded_bytes, batch.columns)) / batch.num_rows
-    num_samples = max(1, min(BATCH_SAMPLES, int(BATCH_BYTES / max(sample_bytes, 1))))
+    num_samples = batch_samples(sample_bytes)
     for start in range(0, batch.num_rows, num_samples):
         yield batch.slice(start, num_samples)
 
@@ -145,21 +141,19 @@ def list_tables(
 ) -> tuple[list[SourceFile], Counter[str]]:
     """Return the files of a table source that are not empty, and the number of other files by extension.
 
-    If `url` names a single file, its extension is not checked.
-
-    Args:
-        url: URL of the source.
-        extensions: extensions of its files, with the dots.
-        compressed: whether files may be compressed as a whole.
+    If `url` names a single file, its extension is not checked. `compressed`: files may be compressed as a whole.
 
     Raises:
         NotFoundError: no file has one of the extensions, or all such files are empty.
         ConfigError: a file is compressed and `compressed` is false, or a name is not UTF-8; or see `list_files`.
-        UnavailableError: the store does not respond.
     """
     files = list_files(url)
     is_single_file = len(files) == 1 and files[0].path == resolve_url(url)[1]
-    tables = [file for file in files if is_single_file or _is_table(file, extensions)]
+    tables = [
+        file
+        for file in files
+        if is_single_file or (file.extension in extensions and file.name.rpartition("/")[2] not in _DESCRIPTIONS)
+    ]
     ignored = files.unused(tables)
     if not tables:
         raise NotFoundError(
@@ -186,11 +180,6 @@ def map_files(reader: FileReader, files: Sequence[SourceFile], func: Callable[[S
     if reader.is_local or len(files) == 1:
         return [func(file) for file in files]
     return map_in_threads(func, files, _FILE_THREADS)
-
-
-def _is_table(file: SourceFile, extensions: Collection[str]) -> bool:
-    """Return whether a file holds samples, by its name."""
-    return file.extension in extensions and file.name.rpartition("/")[2] not in _DESCRIPTIONS
 
 
 def _check_names(files: Sequence[SourceFile], *, compressed: bool) -> None:
@@ -251,11 +240,9 @@ def _halve(samples: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
 
 
 def name_table_labels(source: TableSource, options: SourceOptions) -> TableSource:
-    """Return a source whose labels are numbers, with the classes of a column of text. For errors, see `name_labels`.
+    """Return a source whose labels are numbers, with the classes of a column of text; errors: see `name_labels`."""
 
-    A column of text is read once for its class names, before the ingest reads the samples.
-    """
-
+    # A column of text is read once for its class names, before the ingest reads the samples.
     def read(name: str) -> Iterable[pa.Array]:
         for part in source.parts:
             yield from source.read_column(part, name)
@@ -324,9 +311,8 @@ def _class_names(pieces: Iterable[pa.Array | pa.ChunkedArray]) -> tuple[str, ...
 def _is_whole(pieces: Iterable[pa.Array | pa.ChunkedArray]) -> bool:
     """Return whether all labels that have a value are whole numbers, and one has a value.
 
-    All are read, because a target of a regression may be sorted: 1.0 for the first thousands of samples, then 1.5. Of
-    an iterator, only the first samples are known, and a later one that is not whole is a bad sample. NaN is no value
-    here: pandas writes it for a missing integer, so it becomes null.
+    All are read, because a target of a regression may be sorted: 1.0 for the first thousands of samples, then 1.5.
+    NaN is no value: pandas writes it for a missing integer, so it becomes null.
     """
     has_value = False
     for piece in pieces:

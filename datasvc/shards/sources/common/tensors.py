@@ -20,20 +20,21 @@ MAX_SAMPLE_BYTES: Final = 256 << 20  # a larger sample is refused
 def tensor_field(name: str, dtype: npt.DTypeLike, shape: Sequence[int]) -> pa.Field:
     """Return the field of a column with one tensor per sample; a single value per sample makes a scalar column.
 
-    Args:
-        name: name of the column.
-        dtype: type of the values: bool, integers or floats.
-        shape: shape of one sample.
+    `shape` is that of one sample.
 
     Raises:
         ConfigError: `dtype` is not supported, a dimension is not positive, or one sample is larger than
             `MAX_SAMPLE_BYTES`.
     """
-    value_type = _value_type(name, np.dtype(dtype))
+    dtype = np.dtype(dtype)
+    # bool, signed and unsigned integers, and floats. Arrow has none of more than 8 bytes.
+    if dtype.kind not in "biuf" or dtype.itemsize > 8:
+        raise ConfigError(f"{name!r} holds values of type {dtype}; expected bool, integers or floats")
+    value_type = pa.from_numpy_dtype(dtype.newbyteorder("="))
     num_values = math.prod(shape)
     if any(size < 1 for size in shape):
         raise ConfigError(f"samples of {name!r} have the shape {list(shape)}; expected positive dimensions")
-    if num_values * np.dtype(dtype).itemsize > MAX_SAMPLE_BYTES:
+    if num_values * dtype.itemsize > MAX_SAMPLE_BYTES:
         raise ConfigError(
             f"one sample of {name!r} has the shape {list(shape)}, over {MAX_SAMPLE_BYTES >> 20} MiB; "
             "expected the samples along the first axis"
@@ -51,11 +52,3 @@ def tensor_array(field: pa.Field, values: npt.NDArray[Any]) -> pa.Array:
     if not pa.types.is_fixed_size_list(field.type):
         return pa.array(native.reshape(-1), field.type)
     return pa.FixedSizeListArray.from_arrays(pa.array(native.reshape(-1)), type=field.type)
-
-
-def _value_type(name: str, dtype: np.dtype[Any]) -> pa.DataType:
-    """Return the Arrow type of the values of column `name`. Raise ConfigError if there is none for `dtype`."""
-    # bool, signed and unsigned integers, and floats. Arrow has none of more than 8 bytes.
-    if dtype.kind not in "biuf" or dtype.itemsize > 8:
-        raise ConfigError(f"{name!r} holds values of type {dtype}; expected bool, integers or floats")
-    return pa.from_numpy_dtype(dtype.newbyteorder("="))

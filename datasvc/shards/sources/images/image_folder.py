@@ -29,14 +29,7 @@ from datasvc.shards.sources.common.source import ImageFile, ListedSource, printa
 
 @dataclass(frozen=True)
 class ImageFolderSource(ListedSource):
-    """A listed image folder.
-
-    Attributes:
-        url: URL of the folder.
-        splits: files by split, ordered by key.
-        classes: names of the classes; the same in all splits.
-        ignored: number of files left out, by extension.
-    """
+    """A listed image folder. Its classes are the same in all splits."""
 
     kind: ClassVar[str] = "image-folder"
 

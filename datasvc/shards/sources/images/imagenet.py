@@ -3,6 +3,11 @@
 The tars are not extracted. The listing reads only the headers of the training tar: some 1,000 small sequential reads,
 which are slow on a remote store. Each class tar is a part: its range of bytes is known, so classes can be read in
 parallel and mixed. Images are kept unchanged, including the PNG and CMYK ones.
+
+A synset is the name of a class, such as n01440764. The classes are in alphabetical order of the synsets, as is usual
+for class folders; a label is an index in this order. The synset list of the devkit, the development kit of the tars,
+has another order: the ILSVRC id of a synset is its line number there, from 1. Line i of the ground truth is the
+ILSVRC id of validation image i.
 """
 
 from __future__ import annotations
@@ -84,16 +89,22 @@ class ImageNetSource(FileSource):
                 # If there is a training tar, it has set `classes`, and `labels_of` checks them against the synsets.
                 classes = classes or tuple(sorted(synsets))
                 val_labels = tuple(labels_of(ground_truth, synsets, classes))
-                parts.append(_val_part(tar, options.split or "val", val_labels))
+                # The stamp shows whether samples may have changed. It includes the labels, which another ground truth
+                # changes.
+                stamp = f"{tar.stamp} {digest_of(repr(val_labels).encode())}"
+                split, size_bytes, count = options.split or "val", tar.size_bytes, len(val_labels)
+                parts.append(SourcePart(split, tar.name, size_bytes, count, stamp, {"path": tar.path}))
             else:
                 class_tars = _class_tars(reader, tar, ignored)
                 classes = tuple(sorted(class_tars))
-                parts += [
-                    _class_part(tar, options.split or "train", class_tars[name], label)
-                    for label, name in enumerate(classes)
-                ]
-        label = pa.field(LABEL, pa.int32(), nullable=False)
-        schema = pa.schema([pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE), label])
+                for label, name in enumerate(classes):
+                    # `where` locates the class tar inside the training tar, so nothing is extracted or copied.
+                    member, split = class_tars[name], options.split or "train"
+                    size, path = member.size_bytes, f"{tar.name}/{member.name}"
+                    where = {"path": tar.path, "offset": member.offset, "length": size, "label": label}
+                    parts.append(SourcePart(split, path, size, stamp=tar.stamp, where=where))
+        key, label_field = (pa.field(KEY, pa.string(), nullable=False), pa.field(LABEL, pa.int32(), nullable=False))
+        schema = pa.schema([key, image_field(IMAGE), label_field])
         return cls(url=url, schema=schema, parts=parts, classes=classes, val_labels=val_labels, ignored=ignored)
 
     def read(self, part: SourcePart) -> Iterator[pa.RecordBatch | BadSample]:
@@ -116,10 +127,7 @@ class ImageNetSource(FileSource):
     def _members(
         self, tar: TarReader, part: SourcePart, label: int | None
     ) -> Iterator[tuple[str, TarMember | BadSampleError]]:
-        """Yield key and member of each image; at the end, an error if the validation tar has too few images.
-
-        Hidden members are left out. `label` is None for the validation tar.
-        """
+        """Yield key and member of each image; at the end, an error if the validation tar has too few images."""
         num_images = 0
         for member in tar:
             name = member.name.rpartition("/")[2]
@@ -134,10 +142,7 @@ class ImageNetSource(FileSource):
             yield part.name, BadSampleError(reason)
 
     def _val_label(self, name: str) -> int:
-        """Return the label of the validation image `name`.
-
-        Raise BadSampleError if the name has no number, ConfigError if no line of the ground truth has this number.
-        """
+        """Return the label of the validation image `name`."""
         match = _VAL_IMAGE.fullmatch(name)
         if match is None or int(match[1]) == 0:
             raise BadSampleError("its name has no image number; expected a name like ILSVRC2012_val_00000001.JPEG")
@@ -202,10 +207,7 @@ def _holds_images(reader: FileReader, tar: SourceFile) -> bool:
 
 
 def _class_tars(reader: FileReader, tar: SourceFile, ignored: Counter[str]) -> dict[str, TarMember]:
-    """Return the class tars in the training tar by synset; count the other members in `ignored`.
-
-    Raise ConfigError if the name of a class tar is not a synset, or occurs twice.
-    """
+    """Return the class tars in the training tar by synset; count the other members in `ignored`."""
     by_synset: dict[str, TarMember] = {}
     for member in _walk(reader, tar):
         base, extension = member.name.rpartition("/")[2], _extension(member.name)
@@ -225,18 +227,6 @@ def _class_tars(reader: FileReader, tar: SourceFile, ignored: Counter[str]) -> d
 def _walk(reader: FileReader, tar: SourceFile) -> TarReader:
     """Return an iterator over the members of a tar; it reads only their headers."""
     return TarReader(cast("BinaryIO", _HeaderFile(reader, tar)), reader.location(tar.path))
-
-
-def _class_part(tar: SourceFile, split: str, member: TarMember, label: int) -> SourcePart:
-    # `where` locates the class tar inside the training tar, so nothing is extracted or copied.
-    where = {"path": tar.path, "offset": member.offset, "length": member.size_bytes, "label": label}
-    return SourcePart(split, f"{tar.name}/{member.name}", member.size_bytes, stamp=tar.stamp, where=where)
-
-
-def _val_part(tar: SourceFile, split: str, labels: Sequence[int]) -> SourcePart:
-    # The stamp shows whether samples may have changed. It includes the labels, which another ground truth changes.
-    stamp = f"{tar.stamp} {digest_of(repr(labels).encode())}"
-    return SourcePart(split, tar.name, tar.size_bytes, len(labels), stamp, {"path": tar.path})
 
 
 def _open_part(reader: FileReader, part: SourcePart) -> BinaryIO:
@@ -269,15 +259,10 @@ def _extension(name: str) -> str:
 
 
 def read_synsets(folder: str, reader: FileReader, options: SourceOptions) -> list[str]:
-    """Return the synsets in the order of the ILSVRC ids, from the file in `options` or in `folder`.
+    """Return the synsets in the order of the ILSVRC ids, from the file in `options` or in `folder`, that of the tars.
 
     The synset is the first word of a line. Only the first 1,000 lines, the classes, are used; the lines after them
     list the inner nodes of the hierarchy of synsets.
-
-    Args:
-        folder: path of the folder that holds the tars.
-        reader: reader of the source.
-        options: options of the source.
 
     Raises:
         NotFoundError: there is no such file; the message tells how to get one.
@@ -322,12 +307,7 @@ def read_ground_truth(folder: str, reader: FileReader, options: SourceOptions) -
 
 
 def labels_of(ids: Sequence[int], synsets: Sequence[str], classes: Sequence[str]) -> list[int]:
-    """Return the label of each image.
-
-    Args:
-        ids: ILSVRC ids of the images; id 1 is the first of `synsets`.
-        synsets: synsets in the order of the ids.
-        classes: the same synsets in the order of the labels.
+    """Return the label of each image: `ids` count `synsets` from 1, labels are indices of `classes`.
 
     Raises:
         ConfigError: an id is beyond `synsets`, or `synsets` and `classes` differ.
@@ -352,11 +332,7 @@ def labels_of(ids: Sequence[int], synsets: Sequence[str], classes: Sequence[str]
 def _read_text(
     url: str | None, folder: str, reader: FileReader, names: Sequence[str], advice: str
 ) -> tuple[str, str]:
-    """Return location and text of the file at `url`; without a URL, of the first of `names` that exists.
-
-    `names` are looked up in `folder` and in the devkit's folder below it.
-    Raise NotFoundError if none exists; its message names the option to give (`advice`).
-    """
+    """Return location and text of the file at `url`, else of the first of `names` that exists beside the tars."""
     if url is not None:
         reader = FileReader(url)
         return redact_url(url), _decoded(reader.read(reader.root), redact_url(url), advice)

@@ -33,8 +33,6 @@ from datasvc.shards.sources.tabular.parquet import ParquetSource
 
 _UNLISTED: Final = "not in the manifest"
 _MAX_SHOWN_FILES: Final = 10
-
-
 FILE_COLUMNS: Final = ("file", "path", "filename", "file_name", "image")
 LABEL_COLUMNS: Final = ("label", "class")
 SPLIT_COLUMN: Final = "split"
@@ -45,15 +43,7 @@ _MAX_LABEL: Final = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class ManifestSource(ListedSource):
-    """A listed image folder with a manifest.
-
-    Attributes:
-        url: URL of the folder of the images.
-        schema: `key`, `image`, `label` if the manifest has one, and its other columns.
-        classes: sorted class names; empty if labels are integers.
-        ignored: number of files that are not in the manifest, all under one name.
-        has_keys: whether a column of the manifest holds the keys.
-    """
+    """A listed image folder with a manifest; `schema` has the other columns of the manifest too."""
 
     # A manifest is only an option of an image folder, so log entries name the format of the folder.
     kind: ClassVar[str] = "image-folder"
@@ -100,7 +90,10 @@ class ManifestSource(ListedSource):
         for files in files_by_split.values():
             files.sort(key=lambda file: file.key)
         _check_keys(files_by_split)
-        ignored = _count_unlisted(files_below, names, root, options.manifest)
+        # The manifest itself is not counted.
+        own, unlisted = resolve_url(options.manifest)[1], files_below.keys() - set(names)
+        num_unlisted = sum(f"{root}/{name}" != own for name in unlisted)
+        ignored = Counter({_UNLISTED: num_unlisted} if num_unlisted else {})
         return cls(url, manifest.schema(labels), files_by_split, classes, ignored, manifest.key is not None)
 
 
@@ -123,10 +116,8 @@ def _file_names(manifest: ManifestTable) -> list[str]:
 
 
 def _match_unicode_forms(names: Sequence[str], files: Mapping[str, Any]) -> list[str]:
-    """Return the names, those of missing files replaced by that of the file that has the same name in another form.
-
-    A Mac stores "é" in the name of a file as two characters (NFD), while a manifest usually has one (NFC).
-    """
+    """Return the names, where a file is missing that of the file with the same name in another Unicode form."""
+    # A Mac stores "é" in the name of a file as two characters (NFD), while a manifest usually has one (NFC).
     if all(name in files for name in names):
         return list(names)
     forms: dict[str, list[str]] = {}
@@ -172,30 +163,14 @@ def _check_keys(splits: Mapping[str, Sequence[ImageFile]]) -> None:
                 )
 
 
-def _count_unlisted(files: Mapping[str, Any], names: Sequence[str], root: str, manifest_url: str) -> Counter[str]:
-    """Count the files that are not in the manifest; the manifest itself is not counted."""
-    unlisted = files.keys() - set(names)
-    manifest_path = resolve_url(manifest_url)[1]
-    count = sum(f"{root}/{name}" != manifest_path for name in unlisted)
-    return Counter({_UNLISTED: count} if count else {})
-
-
 # The columns of files, keys, labels and splits are found by their names.
 
 
 @dataclass(frozen=True)
 class ManifestTable:
-    """The columns of a manifest.
+    """The columns of a manifest, found by their names and converted to the types that samples have.
 
-    Attributes:
-        table: all columns, converted to the types that samples have.
-        location: URL of the manifest for messages.
-        file: column of the file names.
-        key: column of the keys, if any.
-        label: column of class names or integers, if any.
-        split: column of the splits, if any.
-        extras: all other columns.
-        is_csv: whether it is a CSV file, which has a header line and no types.
+    `location` is its URL for messages. A CSV file has a header line and no types.
     """
 
     table: pa.Table
@@ -209,10 +184,7 @@ class ManifestTable:
 
     @classmethod
     def read(cls, options: SourceOptions) -> ManifestTable:
-        """Read a CSV, JSON lines or Parquet file.
-
-        Args:
-            options: `manifest` is its URL; `key` and `label` name columns, None: found by their usual names.
+        """Read the CSV, JSON lines or Parquet file `options.manifest`.
 
         Raises:
             NotFoundError: the manifest does not exist or is empty.
@@ -241,11 +213,7 @@ class ManifestTable:
         return f"line {index + 1 + self.is_csv} of {self.location}"
 
     def texts(self, name: str) -> list[str]:
-        """Return the values of a column of text or integers, as text.
-
-        Raises:
-            ConfigError: the column has another type, or a value is empty.
-        """
+        """Return the values of a column of text or integers, as text. Raise ConfigError if one is empty."""
         column = self.table.column(name)
         if not (is_text(column.type) or pa.types.is_integer(column.type)):
             raise ConfigError(
@@ -262,7 +230,9 @@ class ManifestTable:
         fields = [pa.field(KEY, pa.string(), nullable=False), image_field(IMAGE)]
         if self.label is not None:
             fields.append(pa.field(LABEL, pa.int32(), nullable=None in labels))
-        fields += [pa.field(_extra_name(name), self.table.schema.field(name).type) for name in self.extras]
+        for name in self.extras:
+            column = f"source_{name}" if name in _RESERVED_NAMES else name
+            fields.append(pa.field(column, self.table.schema.field(name).type))
         names = [field.name for field in fields]
         if len(set(names)) < len(names):
             raise ConfigError(f"the columns of {self.location} would be called {names}; rename the duplicates")
@@ -326,11 +296,6 @@ def _check_unmixed(names: Sequence[str | None], table: ManifestTable) -> None:
             f"labels mix integers and names: {integer!r} in {table.line(integer_index)}, "
             f"{other!r} in {table.line(other_index)}; use one or the other"
         )
-
-
-def _extra_name(name: str) -> str:
-    """Return the name of the sample column for the extra column `name`."""
-    return f"source_{name}" if name in _RESERVED_NAMES else name
 
 
 def _read_columns(url: str, location: str, options: SourceOptions) -> pa.Table:

@@ -149,10 +149,7 @@ def _numbers(content: memoryview, offset: int, dtype: str) -> npt.NDArray[Any]:
 
 
 def _type_and_decoder(column: MdsColumn) -> tuple[pa.DataType, Callable[[memoryview], Any]]:
-    """Return the type of the sample column, and the function that decodes a value.
-
-    Raise ConfigError for pickles and for an unknown encoding.
-    """
+    """Return the type of the sample column, and the function that decodes a value."""
     if column.encoding == "pkl":
         raise ConfigError(
             f"column {column.name!r} holds pickles, which run code when they are read, so datasvc never reads them; "
@@ -171,13 +168,11 @@ def _text(content: memoryview) -> str:
 
 
 def _raw_image(content: memoryview) -> bytes:
-    """Return an MDS "pil" image (uint32 width, height and size of mode; mode; pixels) as a PNG.
-
-    MDS stores no palette, so palette indices ("P", often classes of pixels) are kept as grey values.
-    """
+    """Return an MDS "pil" image (uint32 width, height and size of mode; mode; pixels) as a PNG."""
     width, height, mode_bytes = np.frombuffer(content[:12], "<u4").tolist()
     mode = bytes(content[12 : 12 + mode_bytes]).decode()
     pixels = content[12 + mode_bytes :]
+    # MDS stores no palette, so palette indices ("P", often classes of pixels) are kept as grey values.
     if mode not in _MODE_BITS:
         raise ValueError(f"mode {mode!r} is not supported by PNG; expected {', '.join(_MODE_BITS)}")
     if len(pixels) != (width * _MODE_BITS[mode] + 7) // 8 * height or not len(pixels):

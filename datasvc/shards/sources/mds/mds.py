@@ -129,10 +129,7 @@ def _list_shards(reader: FileReader, files: dict[str, SourceFile], url: str) -> 
 
 
 def _part(folder: str, shard: MdsShard, files: dict[str, SourceFile], options: SourceOptions, url: str) -> SourcePart:
-    """Return the part for a shard. Its `where` describes the file to read: the path and the fields of its `MdsFile`.
-
-    Raise NotFoundError if the shard has no file, ConfigError if its compression is not supported.
-    """
+    """Return the part for a shard. Its `where` has the path of the file to read, and the fields of its `MdsFile`."""
     # The uncompressed file is preferred; a data set may hold only one of the two.
     chosen = next((file for file in (shard.raw, shard.compressed) if file and folder + file.name in files), None)
     if chosen is None:

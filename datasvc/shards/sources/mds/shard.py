@@ -1,4 +1,4 @@
-"""Reads one shard of a MosaicML MDS data set.
+"""Reads the index and the shards of a MosaicML MDS data set.
 
 A shard consists of the number of samples, the offset of each sample and of the end (uint32, little-endian), a JSON
 description of the columns (not used here), and the samples. A sample begins with one size (uint32) for each column of
@@ -31,8 +31,6 @@ from datasvc.shards.sources.mds.encodings import MdsColumn
 
 COMPRESSIONS: Final = ("gz", "zstd")
 _STEP_BYTES: Final = 4 << 20
-
-
 INDEX_FILE: Final = "index.json"
 _VERSION: Final = 2  # of the index, and of each shard in it
 
@@ -103,11 +101,7 @@ class _ShardReadError(Exception):
 
 
 def _read_offsets(stream: BinaryIO, num_samples: int, raw_bytes: int) -> npt.NDArray[np.int64]:
-    """Return the offsets of the samples and of the end, `int64[num_samples + 1]`.
-
-    `stream` is then at the first sample. Raise `_ShardReadError` if the head of the shard is truncated or contradicts
-    the index.
-    """
+    """Return the offsets of the samples and of the end, `int64[num_samples + 1]`; `stream` is then at the first."""
     # The index and the shard must agree, since the index gives the size of the offset table.
     head = read_up_to(stream, 4)
     stored_samples = int.from_bytes(head, "little")
@@ -129,7 +123,6 @@ def _read_offsets(stream: BinaryIO, num_samples: int, raw_bytes: int) -> npt.NDA
 
 
 def _check_end(stream: BinaryIO, raw_bytes: int) -> None:
-    """Raise an error if `stream`, after the last sample, is not at the end of the shard, or is damaged there."""
     # This read also makes a compressed stream verify its checksum, which is at its end.
     if stream.read(1):
         raise _ShardReadError(f"it is longer than the {raw_bytes} bytes in the index")
@@ -156,13 +149,9 @@ def _open(reader: FileReader, path: str, compression: str | None) -> BinaryIO:
 
 @dataclass(frozen=True)
 class MdsFile:
-    """One file of a shard.
+    """One file of a shard: its path below the folder of the index, and size and hexadecimal hashes of the index.
 
-    Attributes:
-        name: path below the folder of the index.
-        size_bytes: size according to the index.
-        hashes: hexadecimal digests by name of the algorithm.
-        compression: such as "zstd" or "gz"; None: not compressed.
+    `compression` is such as "zstd" or "gz"; None: not compressed.
     """
 
     name: str
@@ -175,11 +164,7 @@ class MdsFile:
 class MdsShard:
     """One shard of an index: its uncompressed and its compressed file, of which at least one must exist.
 
-    Attributes:
-        raw: the uncompressed file.
-        compressed: the compressed file; None: the index has none.
-        num_samples: number of samples.
-        columns: columns in the order of the values of a sample.
+    The columns are in the order of the values of a sample.
     """
 
     raw: MdsFile

@@ -143,10 +143,7 @@ def _read_range(part: SourcePart) -> Iterator[tuple[str, bytes | BadSampleError]
 
 
 def _find_databases(root: str) -> dict[str, str]:
-    """Return the path of the data file of each database, by the name of its folder or file.
-
-    `root` is the folder of a database, a data file, or a folder of such folders and files.
-    """
+    """Return the path of the data file of each database, by the name of its folder or file."""
     with map_exceptions("open", root):
         if os.path.isfile(os.path.join(root, DATA_FILE)):
             return {os.path.basename(root): os.path.join(root, DATA_FILE)}
@@ -195,10 +192,7 @@ def _list_parts(name: str, path: str, split: str, prefix: str) -> tuple[list[byt
 def _scan_keys(
     env: lmdb.Environment, txn: lmdb.Transaction, samples_per_part: int, num_samples: int, path: str
 ) -> list[bytes]:
-    """Return the first key of each part. Only the sizes of the values are read.
-
-    Raise ConfigError if the file has named databases, CorruptDataError if its number of keys is not `num_samples`.
-    """
+    """Return the first key of each part. Only the sizes of the values are read."""
     starts, count = [], 0
     for key, value in txn.cursor():
         # Only a record of this size can be a named database, so `_is_named_database` is called for few keys.
@@ -226,10 +220,7 @@ def _is_named_database(env: lmdb.Environment, txn: lmdb.Transaction, key: bytes)
 
 
 def _schema_of(values: list[bytes]) -> pa.Schema:
-    """Return the columns of a database from its first values.
-
-    The columns are Caffe's if each value is a Datum, `image` if each is an image, else `value`.
-    """
+    """Return the columns of a database from its first values: Caffe's, `image` or `value`."""
     key = pa.field(KEY, pa.string(), nullable=False)
     if all(map(is_datum, values)):
         datum = parse_datum(values[0])
@@ -258,8 +249,7 @@ def _is_utf8(key: bytes) -> bool:
 def read_pairs(path: str, start: bytes, count: int, *, skip_first: bool) -> list[tuple[bytes, bytes]]:
     """Return copies of up to `count` pairs of key and value, from the first key that is not below `start`.
 
-    Stop earlier when the values reach `BATCH_BYTES`. With `skip_first`, leave out the key `start` itself. For errors,
-    see `open_lmdb`.
+    Stop earlier when the values reach `BATCH_BYTES`. With `skip_first`, leave out the key `start` itself.
     """
     pairs: list[tuple[bytes, bytes]] = []
     size_bytes = 0

@@ -62,13 +62,9 @@ def parse_example(message: bytes | memoryview) -> dict[str, Feature]:
 
 @dataclass(frozen=True)
 class FeatureColumn:
-    """The column for one feature.
+    """The column for one feature: its name in the source's schema, None if the feature is the key, and its values.
 
-    Attributes:
-        column: name in the source's schema; None: the feature is the key.
-        kind: type of its values.
-        is_list: whether a sample may have several values.
-        is_text: whether bytes are UTF-8 text.
+    A sample may have several values if `is_list`.
     """
 
     column: str | None
@@ -103,13 +99,10 @@ class FeatureColumn:
 def choose_columns(
     examples: Sequence[Mapping[str, Feature]], key: str | None
 ) -> tuple[dict[str, FeatureColumn], pa.Schema]:
-    """Return the column for each feature, and the schema, from the first samples of a source.
+    """Return the column for each feature, and the schema, from the first samples of a source, at least one.
 
-    A column is a list if some sample has several values, and text if the bytes of all samples are UTF-8.
-
-    Args:
-        examples: the first samples, at least one.
-        key: feature or column that holds the keys; None: the feature `key`, if any.
+    A column is a list if some sample has several values, and text if the bytes of all samples are UTF-8. `key` is the
+    feature or column that holds the keys; None: the feature `key`, if any.
 
     Raises:
         ConfigError: a feature is of two kinds, two columns would have the same name, or `key` is not a feature of
@@ -119,7 +112,9 @@ def choose_columns(
     inferred = {}
     for name in names:
         inferred[name] = _infer_column(name, [example[name] for example in examples if name in example])
-    renamed = {name: _usual_name(name, names) for name in names}
+    # The name that loaders expect for a feature, unless another feature has that name already.
+    usual = {name: _USUAL_NAMES.get(name, name) for name in names}
+    renamed = {name: name if usual[name] in names else usual[name] for name in names}
     arrays = {
         renamed[name]: pa.array([column.value(name, example.get(name)) for example in examples], _arrow_type(column))
         for name, column in inferred.items()
@@ -158,12 +153,6 @@ def _arrow_type(column: FeatureColumn) -> pa.DataType:
     return pa.list_(types[column.kind]) if column.is_list else types[column.kind]
 
 
-def _usual_name(name: str, names: Sequence[str]) -> str:
-    """Return the name that loaders expect for a feature, or `name` if another feature has that name already."""
-    usual = _USUAL_NAMES.get(name, name)
-    return name if usual in names else usual
-
-
 def _is_text(value: bytes) -> bool:
     """Return whether `value` is UTF-8 without NUL bytes. NUL bytes are valid UTF-8, but a sign of binary data."""
     try:
@@ -196,10 +185,6 @@ def _parse_feature(message: memoryview) -> Feature | None:
     return feature
 
 
-def _parse_bytes(message: memoryview) -> list[bytes]:
-    return [bytes(value) for _, value in _messages(message, "BytesList")]
-
-
 def _parse_floats(message: memoryview) -> npt.NDArray[np.float32]:
     pieces = []
     for number, wire_type, value in read_fields(message):
@@ -221,4 +206,8 @@ def _parse_ints(message: memoryview) -> npt.NDArray[np.int64]:
     return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
 
-_PARSERS: Final[dict[FeatureKind, Any]] = {"bytes": _parse_bytes, "float": _parse_floats, "int64": _parse_ints}
+_PARSERS: Final[dict[FeatureKind, Any]] = {
+    "bytes": lambda message: [bytes(value) for _, value in _messages(message, "BytesList")],
+    "float": _parse_floats,
+    "int64": _parse_ints,
+}

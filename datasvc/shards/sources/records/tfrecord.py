@@ -79,9 +79,8 @@ class TfRecordSource(FileSource):
         files = [file for file in listed if _NAME.fullmatch(file.name) or file.path == reader.root]
         if not files:
             raise NotFoundError(
-                f"cannot ingest {redact_url(url)}: none of its {count_text(len(listed), 'file')} has the name "
-                "of a TFRecord, "
-                "such as train.tfrecord or train-00000-of-00010"
+                f"cannot ingest {redact_url(url)}: none of its {count_text(len(listed), 'file')} has the name of a "
+                "TFRecord, such as train.tfrecord or train-00000-of-00010"
             )
         parts = [file_part(file, options) for file in files]
         features, schema = choose_columns(_first_examples(reader, parts, url), options.key)
@@ -123,10 +122,7 @@ def masked_crc(content: bytes) -> int:
 
 
 def _first_examples(reader: FileReader, parts: list[SourcePart], url: str) -> list[dict[str, Feature]]:
-    """Return the first samples of each split. They come from its first file that has a readable sample.
-
-    Raise NotFoundError if all files are empty, and ConfigError if no sample is readable or one is a SequenceExample.
-    """
+    """Return the first samples of each split. They come from its first file that has a readable sample."""
     examples: list[dict[str, Feature]] = []
     problem = ""
     for split in dict.fromkeys(part.split for part in parts):

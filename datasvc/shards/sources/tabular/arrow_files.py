@@ -47,8 +47,9 @@ _RELEASE_BYTES: Final = 16 << 20
 _MAX_CHECKED_BYTES: Final = 16 << 20
 # Image columns are detected in the first samples, up to this number.
 _FIRST_SAMPLES: Final = 32
-
-
+# A batch of 12 kB may hold 2 GiB of compressed zeros. Arrow decompresses a batch as a whole, and allocates what each
+# buffer announces in its first 8 bytes. pyarrow does not offer these numbers, so the messages are parsed here: tables
+# of FlatBuffers, see Message.fbs and File.fbs of Arrow.
 _MAX_BATCH_BYTES: Final = 256 << 20
 _MAX_RATIO: Final = 200  # as for Parquet: ordinary data is compressed to a tenth
 _DICTIONARY, _BATCH = 2, 3  # types of messages
@@ -119,10 +120,7 @@ def read_arrow(reader: FileReader, part: SourcePart) -> Iterator[RawBatch | BadS
 
 
 def _first_samples(reader: FileReader, parts: Sequence[SourcePart]) -> pa.RecordBatch | None:
-    """Return the first samples of the first readable part that has any; None if all parts are empty.
-
-    Raise ConfigError, with the first problem, if no part has a sample and one of them is unreadable.
-    """
+    """Return the first samples of the first readable part that has any; None if all parts are empty."""
     first_problem = None
     for part in parts:
         raw = next(read_arrow(reader, part), None)
@@ -181,10 +179,7 @@ def _open_batches(reader: FileReader, path: str) -> Iterator[tuple[Iterator[pa.R
 
 @contextmanager
 def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[], None]]]:
-    """Open a file or stream; yield pyarrow's reader and a function that releases the pages read so far.
-
-    Raise pa.ArrowException, without the name of the file, for an empty file, and for one in neither format.
-    """
+    """Open a file or stream; yield pyarrow's reader and a function that releases the pages read so far."""
     if reader.is_local:
         with map_exceptions("open", path), open(path, "rb") as file:
             # An empty file cannot be mapped.
@@ -192,22 +187,17 @@ def _open_ipc(reader: FileReader, path: str) -> Iterator[tuple[Any, Callable[[],
                 raise pa.ArrowInvalid("it is empty")
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)  # stays valid after `file` is closed
         content = pa.py_buffer(mapped)
-        open_reader = _reader_for(content[: len(_MAGIC)].to_pybytes())
+        is_file = _is_ipc_file(content[: len(_MAGIC)].to_pybytes())
+        opened: Any = pa.ipc.open_file(content) if is_file else pa.ipc.open_stream(content)
         # Safe while slices are in use: the kernel reads released pages from the file again.
-        yield open_reader(content), lambda: mapped.madvise(mmap.MADV_DONTNEED)
+        yield opened, lambda: mapped.madvise(mmap.MADV_DONTNEED)
         return
     if _is_ipc_file(reader.read_range(path, 0, len(_MAGIC))):
-        with reader.open_seekable(path) as opened:
-            yield pa.ipc.open_file(opened), _release_nothing
+        with reader.open_seekable(path) as seekable:
+            yield pa.ipc.open_file(seekable), _release_nothing
     else:
         with reader.open(path) as stream:
             yield pa.ipc.open_stream(stream), _release_nothing
-
-
-def _reader_for(start: bytes) -> Callable[[Any], Any]:
-    """Return the function of pyarrow that opens a file with these first bytes."""
-    opener: Callable[[Any], Any] = pa.ipc.open_file if _is_ipc_file(start) else pa.ipc.open_stream
-    return opener
 
 
 def _is_ipc_file(start: bytes) -> bool:
@@ -229,11 +219,8 @@ def _release_nothing() -> None:
 def largest_batch(content: memoryview, *, is_file: bool) -> int | None:
     """Return the bytes of a batch, or of all dictionaries, that are too large for the file; None if there are none.
 
-    Messages that cannot be parsed end the search: Arrow reports them.
-
-    Args:
-        content: the whole content.
-        is_file: whether it is an IPC file with a footer; otherwise it is a stream.
+    `content` is an IPC file with a footer, or a stream. Messages that cannot be parsed end the search: Arrow reports
+    them.
     """
     limit, dictionary_bytes = max(_MAX_BATCH_BYTES, _MAX_RATIO * len(content)), 0
     try:

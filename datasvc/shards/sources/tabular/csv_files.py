@@ -126,10 +126,7 @@ class CsvSource(TableSource):
 
 
 def _convert_column(values: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, list[tuple[int, str]]]:
-    """Return a column as `data_type`, and a list of the values that do not convert: the index and error of each.
-
-    In the returned column, these values are null.
-    """
+    """Return a column as `data_type`, with null for values that do not convert, and their indices and errors."""
     pieces, misfits = [], []
 
     def convert(start: int, stop: int) -> pa.Array:
@@ -211,8 +208,7 @@ def _infer_schema(reader: FileReader, files: Sequence[SourceFile], texts: Sequen
 def _infer_from_first_block(reader: FileReader, file: SourceFile) -> tuple[pa.Schema, int] | None:
     """Return the schema that Arrow infers from the first block of a file, and the size of this block in bytes.
 
-    Return None if the file has no row. Raise ConfigError if Arrow skips all rows of the block, because they have a
-    wrong number of columns.
+    Return None if the file has no row. Raise ConfigError if Arrow skips all rows of the block.
     """
     for block_bytes in BLOCKS_BYTES:
         skipped: Skipped = []

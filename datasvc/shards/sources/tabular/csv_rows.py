@@ -1,7 +1,11 @@
-"""Read the rows of a CSV file as columns of bytes, with their row numbers, for `csv_files`.
+"""Read the rows of a CSV file as columns of bytes with their row numbers, and convert them, for `csv_files`.
 
 Arrow skips rows with a wrong number of columns and returns no row numbers. This module finds the number of each row.
 So a message can name the row, and a key with the number stays the same when an earlier row is repaired.
+
+Arrow infers the types. Where a number would lose what the text says, the column is text, or a later value is bad:
+leading zeros and signs (`01234`, `+5`), codes such as `1E5` and `0x10`, quoted values, and integers that no float
+holds.
 """
 
 from __future__ import annotations
@@ -31,8 +35,6 @@ _TOO_LONG: Final = "straddling object"
 _EMPTY: Final = "Empty CSV file"
 _SHOWN_CHARACTERS: Final = 100
 _BYTE_ORDER_MARKS: Final = (b"\xff\xfe", b"\xfe\xff")
-
-
 # Values that Arrow's type inference treats as missing; in text columns they are kept as text.
 _NULLS: Final = pa.array(sorted(pyarrow.csv.ConvertOptions().null_values), pa.string())
 # Put before a time of day, to make the text of a timestamp.
@@ -72,12 +74,7 @@ class CsvRows:
 
 
 def read_rows(open_file: Callable[[], BinaryIO], names: Sequence[str], delimiter: str) -> Iterator[CsvRows]:
-    """Yield the rows of a file in order.
-
-    Args:
-        open_file: function that opens the file at its start; called once for each block size tried.
-        names: column names in the header.
-        delimiter: character between values.
+    """Yield the rows of a file in order; `open_file` is called once for each block size tried.
 
     Raises:
         pa.ArrowException, OSError, DECOMPRESSION_ERRORS: the file cannot be read, or a row exceeds the largest block.
@@ -111,24 +108,19 @@ def open_csv(
 ) -> pyarrow.csv.CSVStreamingReader | None:
     """Open a file for reading block by block; return None if it is empty.
 
-    Args:
-        stream: the file.
-        delimiter: character between values.
-        block_bytes: size of a block; a row must fit into one.
-        types: types of the columns; None: inferred from the first block.
-        skipped: list to which rows with too few or too many columns are appended.
-
-    Raises:
-        pa.ArrowInvalid: a row is longer than a block, or the file is not CSV.
+    Rows with too few or too many columns are appended to `skipped`. Without `types`, the types of the columns are
+    inferred from the first block. Raise pa.ArrowInvalid if a row is longer than a block, or the file is not CSV.
     """
 
     def skip(row: Any) -> str:
         if skipped is not None:
             counts = f"expected {count_text(row.expected_columns, 'column')}, found {row.actual_columns}"
             lines = row.text.count("\n") + 1
+            is_long = len(row.text) > _SHOWN_CHARACTERS
+            shown = f"{row.text[:_SHOWN_CHARACTERS]}..." if is_long else row.text
             spans = f" (it spans {lines} lines; check for a quote that is not closed)" if lines > 1 else ""
             # Arrow counts the header as row 1; `Skipped` counts the row after the header as 0.
-            skipped.append((row.number - 2, f"{counts}: {_shown(row.text)}{spans}"))
+            skipped.append((row.number - 2, f"{counts}: {shown!r}{spans}"))
         return "skip"
 
     try:
@@ -198,22 +190,15 @@ def _read_blocks(
         yield CsvRows(empty, np.arange(0), skipped, skipped[-1][0] + 1)
 
 
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}...")
-
-
 # Arrow infers the types. Where a number would lose what the text says, the column is text, or a later value is bad:
 # leading zeros and signs (`01234`, `+5`), codes such as `1E5` and `0x10`, quoted values, and integers that no float
 # holds.
 
 
 def value_type(inferred: pa.DataType, values: pa.Array, *, is_quoted: bool) -> pa.DataType:
-    """Return the type of a column.
+    """Return the type of a column, from the type that Arrow inferred and the first values as bytes.
 
-    Args:
-        inferred: the type that Arrow inferred.
-        values: the first values, as bytes.
-        is_quoted: whether these values are in quotes, unlike those of other columns.
+    `is_quoted`: these values are in quotes, unlike those of other columns.
     """
     # A column without values becomes text, because later rows may have any text in it.
     # Arrow infers bytes if some text is not UTF-8. The column becomes text, so only the rows with such text are bad.

@@ -30,13 +30,9 @@ def features_of(schema: pa.Schema) -> Mapping[str, Any]:
 
 
 def features_of_files(schemas: Iterable[tuple[str, pa.Schema]]) -> Mapping[str, Any]:
-    """Return the features by column of the first file that has any; {} if no file has them.
+    """Return the features by column of the first of the files (name, raw schema) that has any; {} if none has.
 
-    Args:
-        schemas: pairs of a file's name, for messages, and its raw schema.
-
-    Raises:
-        ConfigError: two files number their classes differently.
+    Raise ConfigError if two files number their classes differently.
     """
     first_name = ""
     first: Mapping[str, Any] = {}

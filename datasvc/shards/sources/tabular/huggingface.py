@@ -53,7 +53,11 @@ class HuggingFaceSource(TableSource):
         if saved:
             splits = {file.name: split for split, _, split_files in saved for file in split_files}
         else:
-            splits = {name: _hub_split(name, options) for name, file in files.items() if _is_parquet(file)}
+            splits = {
+                name: _hub_split(name, options)
+                for name, file in files.items()
+                if file.extension in EXTENSIONS and file.size_bytes
+            }
         # A hub repository has one description, in its root.
         features = _features(reader, files, [folder for _, folder, _ in saved] or [""])
         if not splits:
@@ -120,10 +124,6 @@ def _saved_files(reader: FileReader, files: Mapping[str, SourceFile], folder: st
             "whole folder"
         )
     return [files[f"{folder}{name}"] for name in names]
-
-
-def _is_parquet(file: SourceFile) -> bool:
-    return file.extension in EXTENSIONS and file.size_bytes > 0
 
 
 def _hub_split(name: str, options: SourceOptions) -> str:

@@ -164,10 +164,7 @@ def _line_positions(part: SourcePart, block: LineBlock, lines: Sequence[bytes]) 
 
 
 def _infer_schema(reader: FileReader, files: Sequence[SourceFile]) -> tuple[str, pa.Schema] | None:
-    """Return the name and the columns of the first readable file that holds a line; None if all are empty.
-
-    Raise ConfigError if a `.json` file holds an array, or if no file gives the columns and the last is unreadable.
-    """
+    """Return the name and the columns of the first readable file that holds a line; None if all are empty."""
     first = None
     for number, file in enumerate(files):
         # Every .json file is checked, because it may hold an array. Other files are read only until a line is found.

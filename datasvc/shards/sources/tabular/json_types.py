@@ -32,12 +32,9 @@ _ARROW_PREFIX: Final = "JSON parse error: "
 
 
 def parse_json(content: bytes, schema: pa.Schema | None, *, num_lines: int) -> pa.RecordBatch:
-    """Parse objects, one per line, and return them as one batch.
+    """Parse objects, one per line, and return them as one batch. Without `schema`, it is inferred.
 
-    Args:
-        content: lines; they may include blank ones.
-        schema: columns of the objects; None: inferred from `content`.
-        num_lines: number of lines that are not blank.
+    `num_lines` is the number of lines that are not blank.
 
     Raises:
         ValueError: a line does not parse or has several objects, or an integer is another number in its column of
@@ -81,7 +78,7 @@ def infer_json_types(content: bytes, name: str) -> pa.Schema:
 
     def infer(start: int, stop: int) -> pa.Schema:
         batch = parse_json(b"\n".join(shallow[start:stop]), None, num_lines=stop - start)
-        return _strings_for_timestamps(batch.schema)
+        return pa.schema([pa.field(field.name, _string_for_timestamp(field.type)) for field in batch.schema])
 
     schemas = []
     problem = "nested too deeply"  # the reason if no line is shallow enough to be parsed
@@ -128,11 +125,7 @@ def join_json_schemas(schemas: Iterable[tuple[str, pa.Schema]]) -> pa.Schema:
 
 
 def _with_long_integers(schema: pa.Schema, content: bytes, name: str) -> pa.Schema:
-    """Return an inferred schema with uint64 in place of float for columns of integers beyond int64.
-
-    Raises:
-        ConfigError: a column of integers does not fit uint64 either.
-    """
+    """Return an inferred schema with uint64 in place of float for columns of integers beyond int64."""
     if not _LONG_INTEGER.search(content):
         return schema
     objects = list(_objects(content))
@@ -201,11 +194,6 @@ def _reaches(column: pa.ChunkedArray | pa.Array, limit: float) -> bool:
     if pa.types.is_list(column.type):
         return _reaches(pc.list_flatten(column), limit)
     return pa.types.is_floating(column.type) and bool(pc.any(pc.greater_equal(pc.abs(column), limit)).as_py())
-
-
-def _strings_for_timestamps(schema: pa.Schema) -> pa.Schema:
-    """Return an inferred schema with strings in place of timestamps."""
-    return pa.schema([pa.field(field.name, _string_for_timestamp(field.type)) for field in schema])
 
 
 def _string_for_timestamp(inferred: pa.DataType) -> pa.DataType:

@@ -1,4 +1,7 @@
-"""Source of Parquet files. A part is a range of row groups; even large row groups are decoded in small batches."""
+"""Source of Parquet files. A part is a range of row groups; even large row groups are decoded in small batches.
+
+Partition columns are those that Hive and Spark write as folder names: `label=cat/part-0.parquet`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from datasvc.shards.sources.common.file_checks import HEAD_BYTES, check_head, ch
 from datasvc.shards.sources.common.files import FileReader
 from datasvc.shards.sources.common.listing import SourceFile
 from datasvc.shards.sources.common.options import SourceOptions, split_of_file
-from datasvc.shards.sources.common.source import BATCH_BYTES, BATCH_SAMPLES, BadSample, SourcePart
+from datasvc.shards.sources.common.source import BadSample, SourcePart, batch_samples
 from datasvc.shards.sources.common.tables import (
     EMPTY,
     RawBatch,
@@ -92,7 +95,11 @@ class ParquetSource(TableSource):
         schemas = [(file.name, footer.schema) for file, footer in filled]
         raw = join_schemas(schemas)
         partitions = Partitions([file.name for file, _ in filled])
-        partitions.check_no_duplicates(raw)
+        duplicates = sorted(set(partitions.schema.names) & set(raw.names))
+        if duplicates:
+            raise ConfigError(
+                f"the columns {duplicates} are both in the files and in folder names; remove one of them"
+            )
         raw = pa.schema([*raw, *partitions.schema], metadata=raw.metadata)
         features = features or features_of_files(schemas)
         label, classes = label_column(features, raw)
@@ -148,15 +155,12 @@ class Footer:
 
 
 def read_footer(reader: FileReader, file: SourceFile) -> Footer:
-    """Read the footer of a Parquet file.
-
-    Raises:
-        ConfigError: the file is not a Parquet file, or it is truncated.
-        NotFoundError: the file does not exist.
-        UnavailableError: the store does not respond.
-    """
+    """Read the footer of a Parquet file. Raise ConfigError if it is not a Parquet file, or truncated."""
     try:
-        with reader.open_seekable(file.path) as opened, _open_footer(opened) as parquet:
+        with (
+            reader.open_seekable(file.path) as opened,
+            pq.ParquetFile(opened, pre_buffer=False, coerce_int96_timestamp_unit=_INT96_UNIT) as parquet,
+        ):
             metadata = parquet.metadata
             _check_cells(opened, file, metadata.serialized_size)
             groups = tuple(_row_group(metadata.row_group(number)) for number in range(metadata.num_row_groups))
@@ -180,10 +184,6 @@ def _check_cells(opened: pa.NativeFile, file: SourceFile, footer_bytes: int) -> 
             "group, which would fill the memory: it is hostile, or its values repeat. Write smaller cells, or row "
             "groups of fewer rows"
         )
-
-
-def _open_footer(opened: pa.NativeFile) -> pq.ParquetFile:
-    return pq.ParquetFile(opened, pre_buffer=False, coerce_int96_timestamp_unit=_INT96_UNIT)
 
 
 def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]:
@@ -216,10 +216,7 @@ def plan_parts(file: SourceFile, footer: Footer, split: str) -> list[SourcePart]
 def read_parquet(
     reader: FileReader, part: SourcePart, names: Sequence[str] | None = None
 ) -> Iterator[RawBatch | BadSample]:
-    """Yield the raw samples of a part from `plan_parts`, with the columns `names`; None: all.
-
-    For errors, see `StreamedSource.read`.
-    """
+    """Yield the raw samples of a part with the columns `names`; None: all. For errors, see `StreamedSource.read`."""
     name, row = part.where["name"], part.where["row"]
     stop = row + (part.num_samples or 0)
     try:
@@ -253,18 +250,12 @@ def _batches(reader: FileReader, part: SourcePart, names: Sequence[str] | None) 
         groups = [_row_group(metadata.row_group(number)) for number in group_numbers]
         sample_bytes = sum(group.decoded_bytes for group in groups) / max(1, part.num_samples or 0)
         # A footer may count repeated values once, so decoded samples may be larger: measure a few of them.
-        num_probed = min(_PROBED_SAMPLES, _batch_samples(sample_bytes))
+        num_probed = min(_PROBED_SAMPLES, batch_samples(sample_bytes))
         read = {"row_groups": group_numbers, "columns": names, "use_threads": False}
         probe = next(_open(opened, metadata).iter_batches(num_probed, **read))
         sample_bytes = max(sample_bytes, probe.nbytes / max(1, probe.num_rows))
         del probe  # frees its memory before the part is read
-        batch_samples = _batch_samples(sample_bytes)
-        yield from _open(opened, metadata).iter_batches(batch_samples, **read)
-
-
-def _batch_samples(sample_bytes: float) -> int:
-    """Return the number of samples of this size that a batch may hold."""
-    return max(1, min(BATCH_SAMPLES, int(BATCH_BYTES / max(sample_bytes, 1))))
+        yield from _open(opened, metadata).iter_batches(batch_samples(sample_bytes), **read)
 
 
 def _open(opened: pa.NativeFile, metadata: Any) -> pq.ParquetFile:
@@ -291,10 +282,7 @@ def partition_of(name: str) -> dict[str, str | None]:
 
 
 class Partitions:
-    """The partition columns of a source's files. They hold text, except a label column, which holds class indices.
-
-    Args:
-        names: names of all files.
+    """The partition columns of the files `names`. They hold text, except a label column, which holds class indices.
 
     Attributes:
         schema: the partition columns.
@@ -325,15 +313,7 @@ class Partitions:
 
     def add(self, batch: pa.RecordBatch, name: str) -> pa.RecordBatch:
         """Return `batch` of the file `name` with its partition columns appended."""
-        for field, (column, text) in zip(self.schema, partition_of(name).items(), strict=True):
+        for column_field, (column, text) in zip(self.schema, partition_of(name).items(), strict=True):
             value = self.classes.index(text) if column == self._label_column and text is not None else text
-            batch = batch.append_column(field, pa.array([value] * batch.num_rows, field.type))
+            batch = batch.append_column(column_field, pa.array([value] * batch.num_rows, column_field.type))
         return batch
-
-    def check_no_duplicates(self, raw: pa.Schema) -> None:
-        """Raise ConfigError if a partition column is also a column of the files."""
-        duplicates = sorted(set(self.schema.names) & set(raw.names))
-        if duplicates:
-            raise ConfigError(
-                f"the columns {duplicates} are both in the files and in folder names; remove one of them"
-            )

@@ -126,7 +126,9 @@ class TarReader:
         if kind == _FOLDER or (kind in _FILE and name.endswith(b"/")):
             return None
         if kind == _SPARSE:
-            self._skip_sparse_map(header)
+            has_more = header[_FLAG_OFFSET_IN_HEADER]
+            while has_more:
+                has_more = self._read_exactly(_BLOCK_BYTES)[_FLAG_OFFSET_IN_MAP]
         if kind in _WITHOUT_CONTENT:
             size_bytes = 0
         self._next_header = self._position + _padded(size_bytes)
@@ -171,11 +173,6 @@ class TarReader:
         while self._position < offset:
             if not self._take(min(offset - self._position, _PIECE_BYTES)):
                 raise self._broken(self._position, "ends within a member: it is truncated")
-
-    def _skip_sparse_map(self, header: bytes) -> None:
-        is_continued = header[_FLAG_OFFSET_IN_HEADER]
-        while is_continued:
-            is_continued = self._read_exactly(_BLOCK_BYTES)[_FLAG_OFFSET_IN_MAP]
 
     def _read_extension(self, length: int) -> bytes:
         """Return the content of an extension header. Raise CorruptDataError if it is too long or truncated."""
@@ -238,8 +235,8 @@ def open_tar(reader: FileReader, path: str, *, start: int = 0, stop: int | None 
     return decompress(stream, "zstd") if first == _ZSTD_MAGIC else stream
 
 
-# Header blocks: ustar and its older forms, pax headers and GNU's long names, as in POSIX.1-2017, pax, "ustar Interchange
-# Format" and "pax Header Block", and in the GNU tar manual, "Basic Tar Format".
+# Header blocks: ustar and its older forms, pax headers and GNU's long names. Specified in POSIX.1-2017, pax, "ustar
+# Interchange Format" and "pax Header Block", and in the GNU tar manual, "Basic Tar Format".
 
 
 def _padded(size_bytes: int) -> int:
@@ -253,7 +250,6 @@ def _terminated(field: bytes) -> bytes:
 
 
 def _kind_of(header: bytes) -> bytes:
-    """Return the type flag."""
     return header[156:157]
 
 
@@ -266,10 +262,7 @@ def _short_name(header: bytes) -> bytes:
 
 
 def _size_of(header: bytes) -> int:
-    """Return the size of the content: octal digits, or binary if the first bit is set.
-
-    Raise ValueError if the field holds no size of at most `_MAX_NUMBER`.
-    """
+    """Return the size of the content: octal digits, or binary if the first bit is set. Raise ValueError."""
     field = header[124:136]
     if field[0] & 0x80:
         # A first byte of 0xff starts a negative number. Without its sign bit, it is out of range and refused.
@@ -278,7 +271,7 @@ def _size_of(header: bytes) -> int:
 
 
 def _pax_size(value: bytes) -> int:
-    """Return the size in a pax header, which overrides that of the header block. Raise ValueError like `_size_of`."""
+    """Return the size in a pax header, which overrides that of the header block. Raise ValueError."""
     return _in_range(_unsigned(value, 10))
 
 

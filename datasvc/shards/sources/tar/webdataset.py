@@ -2,11 +2,21 @@
 
 The key of a file is its path up to the first dot of its base name; its field is the rest in lower case: "a/b.seg.png"
 is the field "seg.png" of the sample "a/b". Files whose base name has no dot are skipped, as are hidden files, such as
-those of macOS, and WebDataset's own `__meta__` files. Fields become columns by their extensions, see
-`webdataset_fields`.
+those of macOS, and WebDataset's own `__meta__` files. WebDataset allows the same key in several tars; a data set does
+not, so the ingest reports the second sample.
 
-A field "key.txt" overrides the key: `datasvc export` writes it for keys that cannot be a path. WebDataset allows the
-same key in several tars; a data set does not, so the ingest reports the second sample.
+The last extension of a field gives its column:
+
+- Images (jpg, jpeg, png, webp, ...) are image columns. The column `image` is the field whose name is only an image
+  extension. Several such fields are one column if no sample has two of them (0.jpg and 1.png). Without such a field,
+  a single image field of another name becomes `image`. Other image fields ("seg.png") keep their names.
+- "cls" is an integer; the field with exactly this name is the column `label`.
+- "txt", "text" and "json" are text. JSON is not parsed: its structure may differ from sample to sample, while a
+  column has one type.
+- All others are bytes.
+
+The field "key.txt" is the key: `datasvc export` writes it for keys that cannot be a path. A field called `key`,
+`image`, `width`, `height` or `label` gets the prefix "source_" if the data set has another column of this name.
 """
 
 from __future__ import annotations
@@ -36,8 +46,6 @@ _TAR_EXTENSIONS: Final = frozenset({".tar", ".tgz"})
 # Limits of the samples, bytes and tars of each split that are read to choose the columns.
 _FIRST_SAMPLES, _FIRST_BYTES, _FIRST_PARTS = 1000, 32 << 20, 16
 _META: Final = re.compile(r"__[^/]*__(/|$)")
-
-
 KEY_FIELD: Final = "key.txt"
 _IMAGES: Final = frozenset(extension[1:] for extension in EXTENSIONS)  # without the dot
 _INTEGER, _TEXTS = "cls", frozenset({"txt", "text", "json"})
@@ -114,13 +122,9 @@ class WebDatasetSource(FileSource):
 
 @dataclass
 class Group:
-    """The files of one sample, as `group_by_key` collects them.
+    """The files of one sample, as `group_by_key` collects them, in the order of the tar.
 
-    Attributes:
-        key: key of the sample.
-        contents: content of each field, in the order of the tar.
-        size_bytes: size of all contents.
-        problem: reason why it is not a valid sample, and then `contents` is empty; None for a valid sample.
+    `problem` is the reason why it is not a valid sample, and then `contents` is empty.
     """
 
     key: str
@@ -130,11 +134,7 @@ class Group:
 
 
 def group_by_key(tar: TarReader, *, with_contents: bool = True) -> Iterator[Group]:
-    """Yield the samples of a tar, one at a time.
-
-    Args:
-        tar: tar to read.
-        with_contents: whether to read the contents; if not, they are empty and skipped where the stream can seek.
+    """Yield the samples of a tar, one at a time. Without `with_contents`, contents are empty, and skipped.
 
     Raises:
         CorruptDataError: see `TarReader`; the message names the incomplete sample, which is not yielded.
@@ -233,13 +233,10 @@ def _first_fields(reader: FileReader, parts: Sequence[SourcePart]) -> list[list[
 
 
 def choose_columns(samples: Sequence[Collection[str]]) -> tuple[dict[str, str], pa.Schema]:
-    """Return the column of each field, and the schema.
+    """Return the column of each field, and the schema, from the field names of each of the first samples.
 
     A field may be absent in later samples, except an image field that all of `samples` have. The column `image` is
     nullable only if at least one sample in ten lacks it: otherwise a sample without an image is a bad sample.
-
-    Args:
-        samples: field names of each of the first samples.
     """
     counts = Counter(name for names in samples for name in names if name != KEY_FIELD)  # number of samples by field
     images = _main_images(samples, [name for name in counts if _last(name) in _IMAGES])

@@ -24,14 +24,7 @@ MAX_DOCUMENT_BYTES: Final = LINE_BYTES
 
 @dataclass(frozen=True)
 class DocumentRange:
-    """A file, or the lines of it that start in a range.
-
-    Attributes:
-        name: path of the file below the source's root.
-        path: path on the source's file system.
-        start: offset of the first byte.
-        stop: offset after the last byte; None: the end of the file.
-    """
+    """A file, or the lines of it that start in a range; `stop` is None at the end of the file."""
 
     name: str
     path: str
@@ -107,11 +100,7 @@ def _read_text(reader: FileReader, piece: DocumentRange) -> tuple[str, str | Bad
 
 
 def _read_lines(reader: FileReader, piece: DocumentRange) -> Iterator[tuple[str, bytes | BadSampleError]]:
-    """Yield name and content of the lines that start in a piece, without blank lines.
-
-    For a line that is too long, yield an error as its content. If the rest of the file does not decompress, yield an
-    error once for this rest.
-    """
+    """Yield name and content of the lines that start in a piece, without blank lines, or an error as content."""
     offset = piece.start
     # Opened one byte early: this byte is a newline if a line starts at the first byte of the piece.
     with reader.open(piece.path, start=max(piece.start - 1, 0)) as stream:

@@ -185,10 +185,7 @@ class TokenSource(FileSource):
 
 
 def load_tokenizer(content: bytes, location: str) -> Tokenizer:
-    """Load a tokenizer from the content of a `tokenizer.json`, without its truncation and padding.
-
-    Raise ConfigError, with `location`, if the content is no tokenizer or the package `tokenizers` is missing.
-    """
+    """Load a `tokenizer.json` without its truncation and padding. Raise ConfigError, with `location`."""
     # Worker processes already run in parallel, and the tokenizer's own threads can deadlock after a fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
