@@ -1,4 +1,4 @@
-"""Create and remove branches of data sets.
+"""Create and remove branches of data sets, and find what a new version on a line continues.
 
 Invariants: a branch begins at a version that is not removed, and has another name than every tag. As for tags (see
 `repository`), each of two concurrent writers reads what the other writes after its own commit, and reverts this

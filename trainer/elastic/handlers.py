@@ -1,4 +1,4 @@
-"""Handlers that save, restore and synchronize the values of a `TorchState` that are not plain attributes."""
+"""The elastic state of a training with torch, and the handlers of its values that are not plain attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampler that continues its epoch when the number of ranks changes, as in `horovod.torch.elastic.sampler`."""
+"""A sampler and a loader that continue their epoch when the number of ranks changes."""
 
 from __future__ import annotations
 

@@ -154,9 +154,6 @@ def _checked(value: Any) -> Any:
     return value
 
 
-# The module does not import torch, so that it loads fast.
-
-
 class HostUpdateResult:
     """The kinds of changes of hosts, as bits."""
 

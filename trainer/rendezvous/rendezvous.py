@@ -1,4 +1,4 @@
-"""A worker's connection to the driver of an elastic job: requests for ranks, reports, and notices of changed hosts.
+"""A worker's connection to the driver of an elastic job, and the store through which the members of a round connect.
 
 A round is a period with a fixed assignment of ranks. Invariant: a process has at most one request for a rank without
 an answer, and sends a request only after it has left its last round.

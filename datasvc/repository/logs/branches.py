@@ -1,8 +1,8 @@
-"""Which branches a data set has: for each branch a log, whose entries begin and end it.
+"""The branches of a data set: a log for each, whose entries begin and end it; and the lines of versions.
 
-A branch begins at a version, and its own versions follow in the log of versions, see `lines`. So a branch that grows
-changes nothing here. These logs are below the folder of the versions for a reason: an object store lists names in
-order, so a listing that has a version of a branch has the log of the branch too. Without such a log, a reader need
+A branch begins at a version, and its own versions follow in the log of versions, on its *line*. So a branch that
+grows changes nothing here. These logs are below the folder of the versions for a reason: an object store lists names
+in order, so a listing that has a version of a branch has the log of the branch too. Without such a log, a reader need
 not look at entries to know that all of them are on the main line.
 """
 
@@ -47,7 +47,7 @@ class Branch:
 
     @property
     def line(self) -> str:
-        """Line of its own versions, see `lines`."""
+        """Line of its own versions."""
         return branch_line(self.name, self.begun)
 
 
@@ -183,9 +183,9 @@ def _branch(name: str, move: Entry) -> Branch | None:
 
 
 # All versions of a data set are entries of one log, so a number means one version, on whatever line. An entry on a
-# branch has the field `branch`, the *line* `NAME/N`: its branch, and the number of the move that began it (see
-# `branches`). So the versions of a branch that was removed are not those of a later branch of the same name. An entry
-# without this field is on the main line.
+# branch has the field `branch`, the *line* `NAME/N`: its branch, and the number of the move that began it. So the
+# versions of a branch that was removed are not those of a later branch of the same name. An entry without this field
+# is on the main line.
 #
 # The head of a line is its newest version that is not removed. It follows from the log alone: the entry is the only
 # commit, and nothing can be half-done. To find a head without reading all entries after it, an entry has the field

@@ -1,4 +1,4 @@
-"""Last check before a commit: all objects that the new entry references must exist.
+"""Checks that objects exist, before a commit references them, and that their bytes match their digests.
 
 A writer has stored or found each object earlier. Since then, a `gc` with `--no-writers` or with a wrong clock may
 have deleted an object. Or another rank may have stored its objects in another repository by mistake. A version with a

@@ -1,4 +1,4 @@
-"""The event loop on which the requests of obstore run; one thread per process.
+"""The event loop on which the requests of obstore run, one thread per process; and the conversion of their errors.
 
 obstore's own blocking calls are not used: they neither end by Ctrl-C nor by a `CancellationToken`. A request on the
 loop does: the thread that waits for it cancels it, and obstore then closes its connection.

@@ -1,4 +1,8 @@
-"""The workers of an elastic job, with their phases, states and deadlines, for `membership`."""
+"""The workers of an elastic job, with their phases, states and deadlines, and their deaths, for `membership`.
+
+A death is the unexpected end of a worker. The termination of a worker that missed a deadline also counts, unless the
+worker had to exit anyway. This module does no I/O.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handles and submissions of operations.
+"""Handles and submissions of operations, and the thread that completes their collectives.
 
 A handle is the future result of an operation; a submission is a request with its tensors. `job.submit` makes both for
 each call of a user; the engine finishes the handle.

@@ -1,7 +1,8 @@
-"""Timeline of the negotiation and execution of each operation, as a Chrome trace for chrome://tracing and Perfetto.
+"""Timeline of the negotiation and execution of each operation, as a Chrome trace, and ranges for profilers.
 
-Rank 0 writes the file: every rank receives the requests of all ranks, so one file is enough. The negotiation of an
-operation has an instant event for each rank, so the trace shows which rank was the last to submit it.
+Rank 0 writes the file, for chrome://tracing and Perfetto: every rank receives the requests of all ranks, so one file
+is enough. The negotiation of an operation has an instant event for each rank, so the trace shows which rank was the
+last to submit it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conversions of tensors to the form in which they are sent, the wire form: dtypes and layouts of gloo and NCCL."""
+"""The form in which tensors are sent: dtypes and layouts of gloo and NCCL, and the tensors of a fusion buffer."""
 
 from __future__ import annotations
 

@@ -246,8 +246,7 @@ class Negotiation:
         return [*refusals, Ready(ready.requests, ready.members, value=number)]
 
 
-# `negotiation` uses this module. The functions depend only on their arguments, so every rank gets the same result and
-# the same error message.
+# The following functions depend only on their arguments, so every rank gets the same result and error message.
 
 
 def find_disagreement(requests: Mapping[int, Request]) -> str | None:
@@ -286,8 +285,7 @@ def _one_or_all(values: Sequence[object]) -> object:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-# Without this detection, a missing submission would look like a hang without a cause. The module reads no clock: the
-# engine passes the time.
+# Without the detection of stalls, a missing submission would look like a hang without a cause.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Reads the hosts of a job and their slots: from `-H a:2,b:2`, a host file, or the launcher's Slurm allocation.
+"""The hosts of a job and their slots, and the command and the variables for a rank on another host.
 
 A slot is the place of one rank. `default_slots` is the number for hosts whose slots are not given. The slots of
 repeated hosts add up, and hosts keep the order in which they first appear.
@@ -158,9 +158,6 @@ def _merge_repeated(hosts: Iterable[Host]) -> tuple[Host, ...]:
     for host in hosts:
         num_slots[host.name] += host.num_slots
     return tuple(starmap(Host, num_slots.items()))
-
-
-# A guard (`remote_guard`) is a process that runs the rank, and terminates it if the launcher is lost.
 
 
 def is_local(name: str, environ: Mapping[str, str] | None = None) -> bool:

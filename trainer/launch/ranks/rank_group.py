@@ -1,4 +1,4 @@
-"""The processes of a job on all its hosts. Invariant: no process outlives the launcher."""
+"""The processes of a job on all its hosts, with the class for other hosts. Invariant: none outlives the launcher."""
 
 from __future__ import annotations
 
