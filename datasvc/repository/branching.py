@@ -214,8 +214,9 @@ def fields_on_line(
         # The field may be left out: the search for a head then looks at the entry before.
     if not lines and line != MAIN:
         # All versions are on the main line; or a release without branches has committed the newest entry.
-        first = _first_on_branch(repository, name, newest)
-        lines = find_lines(read, newest, _removed(repository, name, newest), after=first - 1)
+        branches = repository.branch_logs(name)
+        after = min((branches.first_after(branch) for branch in branches.list_moves()), default=newest)
+        lines = find_lines(read, newest, _removed(repository, name, newest), after=after)
     return line_fields(line, lines)
 
 
@@ -233,10 +234,3 @@ def find_branch(repository: Repository, name: str, branch: str) -> Branch:
 
 def _removed(repository: Repository, name: str, newest: int) -> frozenset[int]:
     return repository.removals("datasets", name).removed(range(1, newest + 1))
-
-
-def _first_on_branch(repository: Repository, name: str, newest: int) -> int:
-    """Return a number such that no version before it is on a branch."""
-    branches = repository.branch_logs(name)
-    firsts = [branches.first_after(branch) for branch in branches.list_moves()]
-    return 1 + min(firsts, default=newest)
