@@ -240,11 +240,7 @@ class CacheJob:
         prefetch: NextUse | None = None,
         evict: bool = True,
     ) -> Outcome:
-        """Make an object resident in the catalogue.
-
-        `prefetch` is the next use of the object; with it, the call does not wait for other fetches. Without it, the
-        caller needs the object now, and the result is neither "busy" nor "later".
-        """
+        """Make an object resident. Without `prefetch`, its next use, wait for other fetches until it is."""
         catalogue, files = opened.catalogue, opened.files
         try:
             while True:

@@ -12,15 +12,6 @@ from datasvc.repository import Repository
 from datasvc.shards import ingest
 from tests.cli.command import run, run_apart
 
-COMMANDS = [
-    ["ingest"], ["ls"], ["show"], ["samples"], ["sample"], ["histogram"],
-    ["log"], ["tag"], ["delete"], ["diff"], ["merge"], ["combine"], ["revert"], ["rename"], ["rm"],
-    ["stage"], ["cache", "status"],
-    ["plan", "cache"], ["cache", "pin"], ["cache", "unpin"], ["cache", "scrub"], ["cache", "quota"],
-    ["serve"], ["top"], ["doctor"],
-    ["models", "ls"], ["models", "show"], ["models", "log"], ["models", "restore"],
-]  # fmt: skip
-
 
 def datasvc(*arguments, repo=None, cache=None):
     return run(*arguments, DATASVC_REPO=repo, DATASVC_CACHE=cache)
@@ -40,14 +31,6 @@ def pets(repository, folder):
     use = DataUse("pets@1", "train", {"epoch": 1, "position": 3})
     save(repository, "cnn", state, step=7, data=[use], config={"lr": 0.1}, metrics={"acc": 0.5})
     return repository
-
-
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
-def test_every_command_has_help_with_an_example(command):
-    done = datasvc(*command, "--help")
-    assert done.returncode == 0
-    assert f"Example: datasvc {' '.join(command)}" in done.stdout
-    assert "--json" in done.stdout
 
 
 def test_a_data_set_from_folder_to_cache(folder, tmp_path):

@@ -26,13 +26,6 @@ def models(repository):
     return repository
 
 
-@pytest.mark.parametrize("command", ["verify", "sign", "keygen", "restore"])
-def test_every_command_has_help_with_an_example(command):
-    done = run("models", command, "--help")
-    assert f"Example: datasvc models {command}" in done.stdout
-    assert "--json" in done.stdout
-
-
 def test_verify_ends_with_3_and_names_the_tensor_until_it_is_repaired(models, tmp_path):
     copy = copy_of(models, tmp_path / "copy")
     done = run("models", "verify", "--all", "--repo", models.url)
@@ -67,11 +60,6 @@ def test_what_a_bad_table_hid_is_found_once_it_is_repaired_and_is_left_where_no_
         "models", "verify", "m@2", "--repair-from", copy_of(models, tmp_path / "again").url, "--repo", models.url
     )
     assert done.stdout.splitlines()[-1] == "1 problem"
-
-
-def test_verify_wants_to_know_what(models):
-    done = run("models", "verify", "--repo", models.url)
-    assert "or --all" in str(done.exception)
 
 
 def test_a_signed_version_is_restored_by_way_of_the_cache_and_an_unsigned_one_refused(models, tmp_path, monkeypatch):

@@ -34,3 +34,18 @@ def describe_parameter(parameter, context):
 def test_every_command_has_the_options_that_it_had():
     described = "".join(f"{line.rstrip()}\n" for line in describe_commands(typer.main.get_command(make_app())))
     assert described == GOLDEN.read_text().replace("{processors}", str(min(8, os.cpu_count() or 1)))
+
+
+def leaves(command, title="datasvc"):
+    for name, nested in getattr(command, "commands", {}).items():
+        yield from leaves(nested, f"{title} {name}")
+    if not hasattr(command, "commands"):
+        yield title, command
+
+
+def test_every_command_has_an_example_and_json():
+    found = dict(leaves(typer.main.get_command(make_app())))
+    assert [title for title, command in found.items() if f"Example: {title} " not in f"{command.help} "] == []
+    without = {title for title, command in found.items() if not any("--json" in each.opts for each in command.params)}
+    # The training program has options of its own, and a report is one file.
+    assert without == {"datasvc train", "datasvc plan layouts", "datasvc report"}

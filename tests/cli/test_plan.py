@@ -22,13 +22,6 @@ def data_bytes(digits):
     return digits["train"].table.size_bytes
 
 
-def test_the_command_has_help_with_an_example(digits):
-    done = plan(digits, "--help")
-    assert done.returncode == 0
-    assert "Example: datasvc plan cache" in done.stdout
-    assert "--json" in done.stdout
-
-
 def test_a_plan_says_what_will_be_resident_and_where_bytes_come_from(digits, data_bytes):
     done = plan(digits, "--budget", data_bytes + BLOCKS, "--nodes", 4, "--images-per-second", 1000)
     assert done.returncode == 0, done.stderr

@@ -56,12 +56,15 @@ def test_a_list_names_what_it_leaves_out(damaged, words, listed, left_out):
     assert as_json.returncode == 3
 
 
-def test_a_removal_of_a_damaged_version_says_what_gc_needs(damaged):
+def test_a_removal_of_a_damaged_version_names_the_command_that_gives_it_up(damaged):
     done = run("rm", "pets@2", "--repo", damaged.url)
     assert done.returncode == 0
     assert "gc deletes nothing" in done.stderr
     assert "`datasvc mark-lost pets@2`" in done.stderr
     assert "frees" not in done.stdout
+    as_json = run("models", "rm", "cnn@3", "--json", "--repo", damaged.url)
+    assert json.loads(as_json.stdout) == {"removed": ["cnn@3"], "untagged": [], "damaged": ["cnn@3"]}
+    assert "`datasvc models mark-lost cnn@3` gives it up" in as_json.stderr
 
 
 def test_a_comparison_leaves_out_what_it_cannot_read(damaged):
@@ -110,12 +113,6 @@ def test_a_version_with_a_field_of_an_odd_type_is_one_line_and_status_3(plain, c
     finally:
         path.write_bytes(kept)
     assert num_refused > 20
-
-
-def test_the_removal_of_a_damaged_version_says_what_gc_needs_also_with_json(damaged):
-    done = run("models", "rm", "cnn@3", "--json", "--repo", damaged.url)
-    assert json.loads(done.stdout) == {"removed": ["cnn@3"], "untagged": [], "damaged": ["cnn@3"]}
-    assert "`datasvc models mark-lost cnn@3` gives it up" in done.stderr
 
 
 def test_mark_lost_is_the_way_out(damaged):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -12,12 +11,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from datasvc.repository import Repository
-from datasvc.shards import ingest, open_dataset
 from tests.cluster.network import refusal
 from tests.cluster.node import ROOT
 from tests.cluster.program import wait_for_end
-from tools.bench.origin import Limits, Origin
+from tools.bench.origin import Origin
 
 on_both = pytest.mark.parametrize("network", ["namespaces", "loopback"], indirect=True)
 
@@ -44,12 +41,6 @@ try:
             print(len(stream.read()))
 except OSError as error:
     print(type(error).__name__)
-"""
-# Leaves a child that has its own session and outlives it.
-DAEMON = """
-import os, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-print("started", flush=True)
 """
 SLEEPER = "import time; print('sleeping', flush=True); time.sleep(600)"
 
@@ -123,16 +114,6 @@ def test_a_killed_machine_says_nothing_to_those_it_talked_to(separate_network):
     assert "TimeoutError" in client.errors()
 
 
-def test_not_even_a_daemon_survives_its_machine(separate_network):
-    node = separate_network.nodes[0]
-    node.run("sh", "-c", f"exec {sys.executable} -c '{DAEMON}' >out")
-    (pid,) = node.processes()
-    pidfd = os.pidfd_open(pid)
-    node.kill()
-    assert wait_for_end(pidfd)
-    os.close(pidfd)
-
-
 @on_both
 def test_a_frozen_node_holds_its_connections_and_answers_once_thawed(network):
     node, other = network.nodes[:2]
@@ -150,50 +131,6 @@ def test_a_frozen_node_holds_its_connections_and_answers_once_thawed(network):
     server.kill()
 
 
-@on_both
-def test_a_frozen_node_can_be_killed(network):
-    node = network.nodes[0]
-    serve(node)
-    node.freeze()
-    node.kill()
-    node.boot()
-    assert node.processes() == []
-
-
-@on_both
-def test_a_program_can_be_stopped_terminated_and_killed_alone(network):
-    node = network.nodes[0]
-    killed, terminated, left = (node.start(sys.executable, "-c", SLEEPER) for _ in range(3))
-    for program in (killed, terminated, left):
-        program.read_line("sleeping")
-    killed.send_signal(signal.SIGSTOP)
-    killed.kill()
-    terminated.send_signal(signal.SIGTERM)
-    assert (killed.wait(), terminated.wait()) == (-signal.SIGKILL, -signal.SIGTERM)
-    assert node.processes() == [left.pid]
-    killed.kill()
-
-
-@on_both
-def test_a_program_that_fails_is_reported_with_its_last_words(network):
-    node = network.nodes[0]
-    with pytest.raises(AssertionError, match=r"(?s)ended with 3: .*spoken.*last words"):
-        node.run("sh", "-c", "echo spoken; echo last words >&2; exit 3")
-    with pytest.raises(AssertionError, match=r"(?s)no line 'ready': .*last words"):
-        node.start("sh", "-c", "echo up; echo last words >&2").read_line("ready")
-    with pytest.raises(AssertionError, match="runs after"):
-        node.run(sys.executable, "-c", SLEEPER, timeout_s=0.1)
-    with pytest.raises((AssertionError, FileNotFoundError)):
-        node.run("no-such-program")
-
-
-@on_both
-def test_a_program_runs_in_the_folder_of_its_node_with_what_is_added_to_the_environment(network):
-    node = network.nodes[3]
-    assert node.run("sh", "-c", "pwd; echo $WORD", environ={"WORD": "given"}).split() == [str(node.folder), "given"]
-    assert "Usage" in node.datasvc("--help").finish()
-
-
 def test_cut_groups_lose_each_other_and_no_one_else_until_healed(separate_network):
     network = separate_network
     ports = [serve(node)[1] for node in network.nodes]
@@ -204,17 +141,6 @@ def test_cut_groups_lose_each_other_and_no_one_else_until_healed(separate_networ
         assert ask(client, server, port, timeout_s=0.3) == "TimeoutError"
     network.heal()
     assert ask(a, c, ports[2]) == ask(d, b, ports[1]) == "10"
-
-
-def test_a_cut_outlasts_a_reboot_of_a_node(separate_network):
-    a, b = separate_network.nodes[:2]
-    separate_network.partition([a], [b])
-    a.kill()
-    a.boot()
-    _, port = serve(a)
-    assert ask(b, a, port, timeout_s=0.3) == "TimeoutError"
-    separate_network.heal()
-    assert ask(b, a, port) == "10"
 
 
 @pytest.mark.parametrize("slow_one", ["server", "client"])
@@ -272,18 +198,3 @@ def test_a_machine_that_refuses_namespaces_says_what_it_refused(tmp_path, monkey
     (tmp_path / "unshare").write_text("#!/bin/sh\necho unshare failed: Operation not permitted >&2\nexit 1\n")
     (tmp_path / "unshare").chmod(0o755)
     assert "Operation not permitted" in refusal(tmp_path / "b")
-
-
-@pytest.mark.slow
-def test_nodes_stage_from_a_real_store_through_the_origin(network, s3_bucket, folder):
-    repository = Repository.create(f"{s3_bucket}/harness")
-    ingest(repository, str(folder), "pets")
-    num_bytes = sum(split.table.size_bytes for split in open_dataset(repository, "pets").values())
-    limits = Limits(connection_rate=35e6, latency_s=0.02)
-    with Origin(os.environ["AWS_ENDPOINT_URL"], limits, host=network.origin_address) as origin:
-        words = ["stage", "pets", "--repo", repository.url, "--cache", "cache", "--budget", "1GB"]
-        programs = [node.datasvc(*words, environ={"AWS_ENDPOINT_URL": origin.url}) for node in network.nodes]
-        for program in programs:
-            program.finish()
-        assert origin.num_bytes("/objects/") >= 4 * num_bytes
-        assert all(exchange.status < 500 for exchange in origin.exchanges())

@@ -156,11 +156,7 @@ def _is_of_this_boot(folder: Path) -> bool:
 
 
 def _is_truncated(folder: Path) -> bool:
-    """Return whether the database's file has lost its end: LMDB maps the file, and would crash with a bus error.
-
-    An intact file may be a little shorter than expected, because LMDB has never written some pages at its end. This
-    function then extends the file with zeros.
-    """
+    """Return whether the database's file has lost its end: LMDB maps the file, and would crash with a bus error."""
     path = folder / "data.mdb"
     if not path.exists():
         return False
@@ -174,6 +170,7 @@ def _is_truncated(folder: Path) -> bool:
         if expected_bytes > _MAX_SIZE_RATIO * file_bytes:
             return True
         if expected_bytes > file_bytes:
+            # The file is intact: LMDB has never written some pages at its end.
             file.truncate(expected_bytes)
     return False
 

@@ -113,10 +113,7 @@ class Fetcher:
 
 
 def _allocate(descriptor: int, size_bytes: int) -> None:
-    """Allocate disk space before the transfer, so that a full disk is reported before bytes are received.
-
-    If the file system cannot allocate space, set only the size of the file.
-    """
+    """Allocate disk space, so that a full disk is reported before the transfer; or else set only the file's size."""
     if size_bytes:
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)

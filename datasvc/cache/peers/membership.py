@@ -97,11 +97,7 @@ class FileMembership:
         return self._current[1]
 
     def _read(self, to_nodes: Callable[[tuple[str, ...], str | None], Nodes]) -> tuple[tuple[int, int, int], Nodes]:
-        """Return the identity of the file, and its nodes.
-
-        Args:
-            to_nodes: `_nodes_at_start` or `_nodes_while_running`.
-        """
+        """Return the identity of the file, and its nodes."""
         try:
             with self._path.open(encoding="utf-8") as file:
                 # Taken before the content is read, so that the next call notices a change during the read.

@@ -206,14 +206,7 @@ class PeerSource:
             raise ConnectionError(f"it sends {response.getheader('Content-Range')!r}, expected {content_range!r}")
 
     def _wait_for_answer(self, connected_socket: socket.socket) -> float:
-        """Wait until an answer begins, as long as health checks succeed. The peer may be fetching the object.
-
-        Returns:
-            Time limit for the first byte of the answer, in seconds.
-
-        Raises:
-            TimeoutError: no answer begins, or the peer does not answer a health check.
-        """
+        """Wait until an answer begins, as long as health checks succeed; return the time limit of its first byte."""
         deadline = time.monotonic() + self._settings.answer_timeout_s
         poll = select.poll()
         poll.register(connected_socket, select.POLLIN)

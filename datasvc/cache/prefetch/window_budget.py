@@ -143,14 +143,8 @@ def _max_in_sequence(counts: Integers, sizes: Integers, run: int, skipped: int) 
 
 
 def _max_boundary_samples(short: int, long: int, block: int, run: int) -> int:
-    """Return the largest number of samples of a lane in the last blocks of an epoch and the first ones of the next.
-
-    Args:
-        short: samples of most lanes.
-        long: samples of the other lanes, if there are any.
-        block: samples of a block.
-        run: positions of the lane in both epochs together, at least 2.
-    """
+    """Return the largest number of samples of a lane in the last blocks of an epoch and first ones of the next."""
+    # Lanes have `short` or `long` samples. `run` counts the lane's positions in both epochs together, at least 2.
     best = 0
     for size in {short, long}:
         # Each possible division of the positions: `at_end` of them in the ending epoch, the others in the next one.
@@ -163,15 +157,9 @@ def _max_boundary_samples(short: int, long: int, block: int, run: int) -> int:
 
 
 def _max_of_spans(counts: Integers, sizes: Integers, span: int, lanes: int, num_cut: int) -> int:
-    """Return an upper bound of the sum of sizes of the shards that overlap one span of samples in each lane.
-
-    Args:
-        counts: `int64[n]`, samples of each shard, at least 1.
-        sizes: `int64[n]`, bytes of each shard.
-        span: upper bound of the samples of all shards completely inside the span of one lane; negative counts as 0.
-        lanes: number of spans.
-        num_cut: upper bound of the number of shards that are only partly inside, of all spans together.
-    """
+    """Return an upper bound of the sum of sizes of the shards that overlap one span of samples in each lane."""
+    # The shards completely inside the span of one lane have at most `span` samples. In all spans together, at most
+    # `num_cut` shards are only partly inside. `counts` has the samples of each shard, at least 1.
     span = max(span, 0)
     by_count = np.argsort(counts, kind="stable")
     # At index i: the bytes of the i shards with the fewest samples, and the bytes of the i largest shards.
@@ -294,10 +282,7 @@ def _describe(order: OrderConfig, batches: BatchesAtOnce) -> str:
 def _advise(
     order: OrderConfig, batches: BatchesAtOnce, need: Need, budget_bytes: int, samples_per_shard: Integers
 ) -> str:
-    """Return advice for an order that does not fit: the largest lanes, block and batch, or another order.
-
-    Each of these values fits while the others are unchanged.
-    """
+    """Return advice for an order that does not fit: the largest lanes, block and batch, or another order."""
 
     def fits(order: OrderConfig, batches: BatchesAtOnce = batches) -> bool:
         return need(order, batches) <= budget_bytes

@@ -130,10 +130,7 @@ class RemoteFile:
         return RangeReader(self._driver[0])
 
     def _look_up(self) -> tuple[object, int | None]:
-        """Return what the store reports of the file's state, and its size; None for each that it does not report.
-
-        A folder has no size. For errors, see `RemoteFile`.
-        """
+        """Return the file's state and size; None for each that the store does not report. A folder has no size."""
         if (objects := self._usable_objects) is not None:
             try:
                 meta = objects.details(self._object_path)
@@ -154,11 +151,8 @@ class RemoteFile:
 
 
 def _share_bucket(url: str) -> tuple[ObjectStoreFiles | None, str]:
-    """Return the files of the bucket of `url`, which all remote files of a process share, and the path in it.
-
-    Without obstore, or without a path in the bucket, the first is None. One client for all files needs few
-    connections, and its credentials once.
-    """
+    """Return the files of the bucket of `url` (None without obstore or without a path in it), and the path in it."""
+    # One client for all files of a process needs few connections, and its credentials once.
     with _sharing:
         bucket = choose_bucket(url)
         if isinstance(bucket, str) or not bucket.prefix:

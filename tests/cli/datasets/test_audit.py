@@ -28,13 +28,6 @@ def file_of_rank(ledger, rank):
     return path
 
 
-def test_help_has_an_example():
-    done = datasvc("audit", "--help")
-    assert done.returncode == 0
-    assert "Example: datasvc audit" in done.stdout
-    assert "--json" in done.stdout
-
-
 def test_a_whole_epoch_is_proven_with_status_0(ledger):
     done = datasvc("audit", ledger)
     assert done.returncode == 0, done.stderr

@@ -22,14 +22,6 @@ def pets(repository):
     return repository
 
 
-@pytest.mark.parametrize("command", ["verify", "gc"])
-def test_every_command_has_help_with_an_example(command):
-    done = datasvc(command, "--help")
-    assert done.returncode == 0
-    assert f"Example: datasvc {command}" in done.stdout
-    assert "--json" in done.stdout
-
-
 @pytest.mark.parametrize("deep", [[], ["--deep"]])
 def test_a_whole_version_verifies_with_status_0(pets, deep):
     done = datasvc("verify", "pets", *deep, repo=pets.url)

@@ -21,13 +21,6 @@ def pets(repository):
     return repository
 
 
-@pytest.mark.parametrize("command", ["samples", "sample", "histogram"])
-def test_every_command_has_help_with_an_example(command, repository):
-    done = datasvc(command, "--help", repo=repository)
-    assert f"Example: datasvc {command}" in done.stdout
-    assert "--json" in done.stdout
-
-
 def test_json_has_the_values_of_the_library(pets):
     page = read_page(pets, "pets", where="label = 1", count=3)
     key = page.samples[0].key

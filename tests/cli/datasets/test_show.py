@@ -45,14 +45,6 @@ def pets(repository):
     return repository
 
 
-@pytest.mark.parametrize("command", ["show", "head", "sql"])
-def test_every_command_has_help_with_an_example(command):
-    done = datasvc(command, "--help")
-    assert done.returncode == 0
-    assert f"Example: datasvc {command}" in done.stdout
-    assert "--json" in done.stdout
-
-
 def test_show_says_where_a_version_came_from_and_what_is_in_it(pets):
     delete(pets, "pets", keys=["k0"], split="train")
     shown = datasvc("show", "pets", repo=pets.url).stdout
