@@ -30,7 +30,7 @@ def test_a_miss_is_fetched_and_verified_and_a_hit_is_not_fetched_again(cache, or
     assert cache.acquire(infos[0], repository) == (path, "resident")
 
 
-def test_the_budget_is_never_exceeded_and_what_nobody_holds_makes_room(cache, origin):
+def test_the_budget_is_never_exceeded_and_objects_without_holds_are_evicted(cache, origin):
     repository, infos = origin
     for info in infos:
         path, _ = cache.acquire(info, repository)
@@ -98,7 +98,7 @@ def test_releasing_what_is_not_held_is_refused(cache, origin):
         cache.release(origin[1][0].digest)
 
 
-def test_a_table_that_gives_another_size_is_wrong_and_harms_nobody(cache, origin):
+def test_a_wrong_size_in_a_table_is_refused_and_the_object_stays(cache, origin):
     repository, infos = origin
     path, _ = cache.acquire(infos[0], repository)
     with pytest.raises(CorruptDataError, match="has 4096 bytes, but 99 were requested"):
@@ -225,14 +225,14 @@ def test_a_cache_from_before_a_fork_is_refused_in_the_child(cache, origin):
     assert cache.acquire(infos[0], repository).outcome == "origin"  # the parent's is unharmed
 
 
-def test_a_forked_child_that_lets_go_of_the_cache_takes_nothing_from_the_parent(cache, origin):
+def test_a_forked_child_that_closes_the_cache_takes_nothing_from_the_parent(cache, origin):
     repository, infos = origin
     cache.acquire(infos[0], repository)
     assert in_a_fork(cache.close) == "None"
     assert cache.status().held_bytes == 4096
 
 
-def test_a_forked_child_is_told_to_spawn_whatever_it_tries(cache, origin):
+def test_every_call_in_a_forked_child_is_refused_with_advice_to_spawn(cache, origin):
     repository, infos = origin
     cache.acquire(infos[0], repository)
 

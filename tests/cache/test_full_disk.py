@@ -45,7 +45,7 @@ def read_all(cache, repository, infos):
         cache.release(info.digest)
 
 
-def test_a_budget_larger_than_the_disk_shrinks_and_the_run_goes_on(small_disk, megabytes):
+def test_a_budget_larger_than_the_disk_shrinks_and_all_objects_are_read(small_disk, megabytes):
     repository, infos = megabytes
     with Cache(small_disk / "cache", budget=100 * MIB) as cache:
         read_all(cache, repository, infos)
@@ -107,7 +107,7 @@ def use_all_inodes(disk):
             (disk / str(number)).touch()
 
 
-def test_a_disk_without_inodes_lets_the_cache_evict_and_the_run_goes_on(disk_with_few_inodes, megabytes):
+def test_a_disk_without_inodes_makes_the_cache_evict_and_all_objects_are_read(disk_with_few_inodes, megabytes):
     repository, infos = megabytes
     with Cache(disk_with_few_inodes / "cache", budget=50 * MIB) as cache:
         read_all(cache, repository, infos)

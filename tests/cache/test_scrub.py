@@ -84,7 +84,7 @@ def test_a_bad_file_put_away_by_a_process_killed_before_it_said_so_counts_when_i
     assert cache.status().quarantined_bytes == 0
 
 
-def test_the_holder_of_a_bad_object_lets_go_of_it_as_of_any_other(cache, origin):
+def test_a_hold_on_a_bad_object_is_released_like_any_other(cache, origin):
     repository, infos = origin
     cache.acquire(infos[0], repository)
     flip(cache, infos[0])

@@ -157,7 +157,7 @@ def test_the_best_by_a_loss_is_the_lowest(run_json, repository):
     assert found["kept"]["2"] == ["lowest val/loss"]
 
 
-def test_retention_says_why_each_stays_and_removes_when_told_to(cnn, run, run_json):
+def test_retention_gives_a_reason_for_each_kept_version_and_removes_the_others_with_yes(cnn, run, run_json):
     rows = [line.split("\t") for line in run("retain", "cnn", "--last", 1, "--metric", "acc").splitlines()[1:]]
     assert [(row[0], row[3]) for row in rows] == [
         ("cnn@4", "newest, last 1"), ("cnn@3", "REMOVE"), ("cnn@2", "highest acc"), ("cnn@1", "REMOVE"),

@@ -65,7 +65,7 @@ def test_every_format_comes_back_through_the_command_line(run, repository, tmp_p
     assert torch.equal(a["model"]["w"], b["model"]["w"])
 
 
-def test_onnx_wants_to_know_the_module(run, repository, tmp_path):
+def test_an_export_to_onnx_without_a_module_is_refused(run, repository, tmp_path):
     save(repository, "net", {}, step=0)
     with pytest.raises(ConfigError, match="give it with --model"):
         run(repository, "export", "net", tmp_path / "out", "--format", "onnx")

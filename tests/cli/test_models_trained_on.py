@@ -22,7 +22,7 @@ def trained(repository):
     return repository, truth
 
 
-def test_who_saw_a_deleted_sample_is_said_with_epoch_and_step(trained):
+def test_versions_that_read_a_deleted_sample_are_listed_with_epoch_and_step(trained):
     repository, truth = trained
     ((key, data, epoch, position, step), version), = [
         (event, name) for name, own in truth.own.items() for event in own if event[0] == "4" and event[2] == 0
@@ -42,7 +42,7 @@ def test_who_saw_a_deleted_sample_is_said_with_epoch_and_step(trained):
     assert (refused.returncode, "give the samples with --sample KEY" in refused.stderr) == (2, True)
 
 
-def test_lineage_is_told_down_to_the_source(trained):
+def test_lineage_goes_down_to_the_source(trained):
     repository, _ = trained
     done = datasvc("models", "lineage", "cnn@3", "--shards", repo=repository.url)
     assert done.returncode == 0, done.stderr

@@ -52,7 +52,7 @@ def test_a_windowed_plan_without_numbers_has_those_that_a_loader_derives(digits,
 
 
 @pytest.mark.slow
-def test_a_run_that_will_starve_is_told_so(digits, data_bytes):
+def test_a_plan_reports_that_a_run_will_starve(digits, data_bytes):
     needed = ("--budget", data_bytes + BLOCKS, "--images-per-second", 1000)
     done = plan(digits, *needed, "--origin-rate", "1kB")
     assert done.returncode == 0, done.stderr

@@ -111,7 +111,7 @@ def test_of_a_cluster_that_is_cut_in_two_each_half_reads_the_origin_once(separat
 
 
 @pytest.mark.slow
-def test_jobs_that_are_cut_off_from_the_origin_go_on_once_the_way_is_free(separate_network, origin):
+def test_jobs_that_are_cut_off_from_the_origin_continue_once_it_is_reachable(separate_network, origin):
     network = separate_network
     serving = Serving(network, f"{origin.url}/repo")
     cut_off, others = network.nodes[:2], network.nodes[2:]

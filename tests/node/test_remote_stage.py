@@ -68,7 +68,7 @@ def test_the_bytes_of_a_staging_job_are_its_progress(run, pets):
     ],
     ids=str,
 )
-def test_what_a_node_cannot_stage_is_said_as_it_says_it(run, pets, wanted, kind, message):
+def test_the_error_of_a_node_that_cannot_stage_is_passed_on(run, pets, wanted, kind, message):
     node = run(repositories=(pets.url,))
     with pytest.raises(kind, match=message):
         NodeClient(node.url).stage(**wanted)

@@ -76,7 +76,7 @@ def serving(origin, tmp_path):
         process.stdout.close()
 
 
-def test_a_node_serves_until_it_is_told_to_stop(serving, origin):
+def test_a_node_serves_until_a_stop_signal(serving, origin):
     repository, infos, contents = origin
     process, url = serving()
     query = f"?origin={repository.url}&size={OBJECT_BYTES}"
@@ -280,7 +280,7 @@ def connect_silently(node, source, opened):
     return connection
 
 
-def test_strangers_who_send_no_request_keep_nobody_out(run):
+def test_connections_without_a_request_keep_no_client_out(run):
     node = run(max_connections=4, token=TOKEN)
     with ExitStack() as opened:
         silent = [connect_silently(node, "127.0.0.2", opened) for _ in range(8)]

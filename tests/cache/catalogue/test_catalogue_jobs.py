@@ -24,7 +24,7 @@ def record(cache, info):
     return cache._opened.catalogue.read(lambda tables: tables.get(info.digest))
 
 
-def test_what_another_job_needs_soon_stays_when_one_that_needs_it_later_lets_go(cache, origin, orders):
+def test_an_object_that_one_job_needs_soon_stays_when_another_releases_it(cache, origin, orders):
     repository, infos = origin
     train, validation = orders
     bring(cache, origin, train, [10, 900, 900, 900, 900])
@@ -111,7 +111,7 @@ def test_what_an_order_that_ended_left_goes_first_also_while_its_process_lives(c
     assert are_there(cache, infos[:5]) == [False, False, True, True, True]
 
 
-def test_an_order_that_ended_stays_so_when_it_lets_go_late_or_nothing_is_left_of_it(cache, origin, orders):
+def test_an_ended_order_stays_ended_when_it_releases_an_object_late(cache, origin, orders):
     repository, infos = origin
     orders[0].end()
     for info in infos[:6]:  # full: whoever left nothing is forgotten

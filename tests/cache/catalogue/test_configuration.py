@@ -206,7 +206,7 @@ def test_a_budget_is_kept_for_the_node_and_may_be_changed(tmp_path):
         assert cache.budget_bytes == 4000
 
 
-def test_lowering_the_budget_evicts_at_once_what_nobody_holds(cache, origin):
+def test_lowering_the_budget_evicts_objects_without_holds_at_once(cache, origin):
     repository, infos = origin
     for info in infos[:5]:
         cache.acquire(info, repository)

@@ -53,7 +53,7 @@ def test_a_prefetch_spares_what_is_needed_as_soon_or_sooner(found, size, nearest
 
 
 @given(candidates, st.integers(1, 500), st.integers(0, 300), st.integers(0, 300))
-def test_nobody_else_is_evicted_below_a_guarantee(found, size, of_a, of_b):
+def test_other_tenants_are_not_evicted_below_their_guarantees(found, size, of_a, of_b):
     quotas = {"a": Quota(of_a), "b": Quota(of_b)}
     account = account_of(found, budget=600, quotas=quotas)
     before = dict(account.used_bytes)

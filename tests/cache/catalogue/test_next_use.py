@@ -38,7 +38,7 @@ def test_the_clock_counts_the_bytes_that_the_order_served():
     assert uses.stop.tolist() == [4000, 8000, 12000, 16000]
 
 
-def test_the_clock_goes_on_even_where_samples_are_smaller_than_a_byte():
+def test_the_clock_advances_for_samples_smaller_than_a_byte():
     assert bytes_per_position(np.array([8]), np.array([7])) == 1
     assert bytes_per_position(np.array([0]), np.array([0])) == 1
 

@@ -56,7 +56,7 @@ def test_two_processes_hold_one_object(tmp_path, holds):
     assert not holds.is_held(ONE)
 
 
-def test_who_wants_to_hold_waits_until_what_was_seized_is_let_go(tmp_path, holds):
+def test_a_hold_waits_until_the_exclusive_lock_is_released(tmp_path, holds):
     other = ObjectLocks(tmp_path / "holds")
     assert other.try_lock_exclusive(ONE)
     acquired = threading.Event()
@@ -195,7 +195,7 @@ def test_a_child_gives_up_nothing_of_its_parent(cache, origin):
     assert cache.status().held_bytes == 4096
 
 
-def test_what_one_thread_has_seized_it_lets_go_before_another_of_its_process_seizes(cache, origin, monkeypatch):
+def test_one_thread_of_a_process_at_a_time_has_exclusive_locks(cache, origin, monkeypatch):
     """Both use one descriptor: letting go would free what the other has just seized, under its eviction."""
     repository, infos = origin
     for info in infos[:2]:
@@ -223,7 +223,7 @@ def test_what_one_thread_has_seized_it_lets_go_before_another_of_its_process_sei
     assert order == ["let go", "writes"]
 
 
-def test_a_process_that_may_open_no_more_files_is_told_so(tmp_path):
+def test_a_process_that_may_open_no_more_files_gets_advice(tmp_path):
     holds = ObjectLocks(tmp_path / "holds")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = os.open("/dev/null", os.O_RDONLY)

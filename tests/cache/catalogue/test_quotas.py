@@ -43,7 +43,7 @@ def test_nothing_is_missing_exactly_where_budget_guarantees_and_maximum_are_kept
 
 
 @given(accounts, st.sampled_from(TENANTS), st.sampled_from(TENANTS), st.integers(1, 50), st.integers(0, 100))
-def test_an_eviction_takes_nobody_below_a_guarantee_and_brings_room_nearer(account, owner, tenant, freed, size):
+def test_an_eviction_takes_no_tenant_below_its_guarantee_and_brings_room_nearer(account, owner, tenant, freed, size):
     before = account.missing(tenant, size)
     freed = min(freed, account.used(owner))
     if before <= 0 or not account.helps(owner, tenant, freed, size):
@@ -67,7 +67,7 @@ def test_a_tenant_gets_its_guarantee_while_the_others_kept_to_the_rules(account,
 
 
 @given(accounts, st.sampled_from(TENANTS))
-def test_what_is_said_to_be_available_fits_once_the_others_are_down_to_their_guarantees(account, tenant):
+def test_available_bytes_fit_once_the_others_are_down_to_their_guarantees(account, tenant):
     account.is_limited_by_disk, account.quarantined_bytes = False, 0
     available = account.available(tenant)
     account.used_bytes = {name: quota.guaranteed_bytes for name, quota in account.quotas.items() if name != tenant}

@@ -233,7 +233,7 @@ def test_tenants_keep_what_they_had_when_the_catalogue_is_made_again(tmp_path, o
 
 
 @pytest.mark.parametrize("budget", [None, 5 * 4096])
-def test_what_fits_the_budget_is_not_evicted_by_a_restart_whoever_had_it(tmp_path, origin, monkeypatch, budget):
+def test_objects_of_all_tenants_that_fit_the_budget_survive_a_restart(tmp_path, origin, monkeypatch, budget):
     repository, infos = origin
     folder = tmp_path / "cache"
     with Cache(folder, budget=5 * 4096) as cache:

@@ -122,7 +122,7 @@ def test_room_that_another_process_has_on_its_way_is_waited_for_also_when_it_die
     assert got == ["origin"]
 
 
-def test_a_prefetch_that_may_evict_nothing_of_use_takes_what_nobody_will_need(cache, origin):
+def test_a_prefetch_that_may_evict_nothing_of_use_evicts_objects_without_a_next_use(cache, origin):
     """What dead jobs left, and what is never used again."""
     repository, infos = origin
     process = hold_in_a_process(cache, repository, infos[:1])

@@ -252,7 +252,7 @@ def test_a_prefetch_is_not_held_and_evicts_nothing_that_is_needed_sooner(cache, 
     assert cache.prefetch(infos[5], repository, NextUse(0, 450)) == "resident"
 
 
-def test_a_prefetch_does_not_wait_for_whoever_fetches_already(cache, origin, monkeypatch):
+def test_a_prefetch_does_not_wait_for_a_fetch_in_progress(cache, origin, monkeypatch):
     repository, infos = origin
     real, answers = repository.objects.read_range, []
 

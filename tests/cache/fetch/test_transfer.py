@@ -223,7 +223,7 @@ def test_an_object_without_bytes_is_right_or_wrong_at_once(incoming, requests):
         fetch(incoming, [origin], info=ObjectInfo(INFO.digest, 0))
 
 
-def test_a_file_that_is_complete_already_asks_nobody(incoming, requests):
+def test_a_file_that_is_complete_already_requests_nothing(incoming, requests):
     fetch(incoming, [OriginSource(Origin(), INFO.digest, requests)])
     origin = Origin()
     done = fetch(incoming, [OriginSource(origin, INFO.digest, requests)])
@@ -231,7 +231,7 @@ def test_a_file_that_is_complete_already_asks_nobody(incoming, requests):
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_bytes_that_were_lost_behind_their_note_are_blamed_on_nobody(incoming, complete):
+def test_bytes_that_were_lost_behind_their_note_count_against_no_source(incoming, complete):
     incoming.write_bytes(CONTENT)
     with ReceivedParts(incoming.with_suffix(".parts"), len(CONTENT)) as parts:
         for number in range(parts.num_parts if complete else 2):

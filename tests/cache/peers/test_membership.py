@@ -70,14 +70,14 @@ def test_the_node_of_this_machine_is_found_by_its_address_or_name():
     assert FixedMembership([A, "http://no-such-host.invalid:1"]).nodes().local_url is None
 
 
-def test_several_nodes_on_this_machine_want_to_be_told_apart():
+def test_several_nodes_on_this_machine_need_a_local_url():
     urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     with pytest.raises(ConfigError, match="give the URL of this node"):
         FixedMembership(urls)
     assert FixedMembership(urls, local_url=urls[1]).nodes().local_url == urls[1]
 
 
-def test_a_node_that_is_not_in_the_list_is_told_to_spell_it_as_there():
+def test_a_local_url_that_is_not_in_the_list_is_refused():
     with pytest.raises(ConfigError, match=r"10\.255\.0\.3.*the list of nodes"):
         FixedMembership([A, B], local_url=C)
 

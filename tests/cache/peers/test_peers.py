@@ -67,7 +67,7 @@ class TestPeerSource(ObjectSourceLaws):
             yield lambda info: peers.sources(info, ORIGIN)[0]
 
 
-def test_a_peer_gives_the_object_and_is_told_where_it_comes_from(peer):
+def test_a_request_to_a_peer_names_the_origin_of_the_object(peer):
     peers = peers_at(peer.url)
     assert ask(peers) == CONTENT
     assert peer.requests == [(INFO.digest, None, {"origin": [ORIGIN], "size": [str(len(CONTENT))]})]
@@ -152,7 +152,7 @@ def test_a_peer_that_lives_but_never_answers_is_given_up_in_the_end(peer):
         ask(peers_at(peer.url, settings))
 
 
-def test_a_port_where_nobody_listens_and_one_that_never_accepts_are_given_up():
+def test_a_closed_port_and_one_that_never_accepts_are_given_up():
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
         clients = [socket.socket() for _ in range(8)]
@@ -329,7 +329,7 @@ def test_when_the_origin_has_failed_those_that_rank_below_are_asked_for_what_the
     assert [source.name for source in peers.fallback_sources(INFO)] == [lower]
 
 
-def test_a_holder_is_not_told_to_fetch_and_is_left_alone_like_any_other(peer):
+def test_a_fallback_peer_gets_no_origin_and_is_paused_after_a_failure(peer):
     others = (f"http://node-{number}:1" for number in count())  # One ranks above the peer, whatever port that has.
     own = next(url for url in others if rank_nodes(INFO.digest, [url, peer.url])[0] == url)
     peers = Peers(FixedMembership([own, peer.url], local_url=own), PATIENT)
@@ -346,7 +346,7 @@ def test_a_holder_is_not_told_to_fetch_and_is_left_alone_like_any_other(peer):
 
 
 @pytest.mark.parametrize("peer", ["lie"], indirect=True)
-def test_a_peer_whose_bytes_are_wrong_is_told_to_look_at_them(peer):
+def test_a_peer_whose_bytes_are_wrong_gets_a_request_to_check_them(peer):
     (source,) = peers_at(peer.url).sources(INFO, ORIGIN)
     source.record_integrity(intact=False)
     source.record_integrity(intact=True)

@@ -105,7 +105,7 @@ def test_what_is_needed_first_is_fetched_first_and_pushed_out_by_nothing_that_is
         assert ahead.next_shard() is None  # until the job goes on
 
 
-def test_the_stager_goes_on_with_the_job_and_across_the_end_of_the_epoch(tmp_path, split):
+def test_the_stager_follows_the_job_across_the_end_of_the_epoch(tmp_path, split):
     room = 8 * int(footprint(split.table.bytes_per_shard).max())
     with Cache(tmp_path / "cache", budget=room) as cache:
         running = job(cache, split)
@@ -160,7 +160,7 @@ def test_a_job_served_through_a_small_cache_gets_every_sample_and_never_more_tha
         assert cache.counters()["misses"] < 3 * split.table.num_shards * 0.85
 
 
-def test_data_that_fits_is_fetched_once_whoever_of_job_and_stager_is_faster(tmp_path, split):
+def test_data_that_fits_is_fetched_once_by_job_or_stager(tmp_path, split):
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
         shards = PrefetchingShardStore(cache, split, CONFIG)
         for epoch in (0, 1):
@@ -293,7 +293,7 @@ def test_two_ranks_of_one_order_agree_on_when_a_shard_is_needed_again(tmp_path, 
             )
 
 
-def test_a_job_whose_stager_died_goes_on(tmp_path, split):
+def test_a_job_whose_stager_was_killed_reads_all_samples(tmp_path, split):
     with Cache(tmp_path / "cache", budget=used_bytes(split)) as cache:
         shards = PrefetchingShardStore(cache, split, CONFIG)
         infos = split.table.shards()

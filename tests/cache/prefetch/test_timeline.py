@@ -71,7 +71,7 @@ def test_a_shard_let_go_of_is_needed_again_in_the_next_epoch():
     assert timeline.reuse(last, 0, 4).next_use == timeline.clock(1, again)
 
 
-def test_a_rank_fetches_for_its_own_lanes_and_knows_when_any_lane_needs_a_shard_again():
+def test_a_rank_fetches_for_its_own_lanes_and_a_released_shard_has_the_next_use_of_any_lane():
     table, config = Table([8] * 8, [4096] * 8), OrderConfig(seed=1, shuffle="windowed", lanes=2, block=8, sticky=True)
     whole, halves = UseTimeline(table, config), [UseTimeline(table, config, [lane]) for lane in (0, 1)]
     shards = [{piece.shard for piece in half.needed_shards(0, 0)} for half in halves]
@@ -84,7 +84,7 @@ def test_a_rank_fetches_for_its_own_lanes_and_knows_when_any_lane_needs_a_shard_
 
 
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_the_clock_goes_on_with_each_sample_and_never_back(epoch):
+def test_the_clock_increases_with_each_sample(epoch):
     table = Table([3, 5], [3000, 5000])
     timeline = UseTimeline(table, OrderConfig(shuffle=None))
     assert timeline.clock(epoch, 8) == timeline.clock(epoch + 1, 0) == (epoch + 1) * 8 * 1000

@@ -140,7 +140,7 @@ def test_a_budget_below_the_window_is_refused_with_its_parts_and_the_largest_val
         assert need(order if more is not batches else replace(order, **{name: value + 1}), more) > budget
 
 
-def test_a_global_shuffle_that_does_not_fit_is_told_a_windowed_one_that_does():
+def test_the_refusal_of_a_global_shuffle_names_a_windowed_one_that_fits():
     counts = np.array([100] * 40)
     message = refusal_of(OrderConfig(), BatchesAtOnce(16), 20 * 100 * BLOCK, counts)
     lanes, block = map(int, re.search(r"use shuffle='windowed', lanes=(\d+), block=(\d+)", message).groups())

@@ -42,7 +42,7 @@ def test_a_stream_that_is_the_only_one_of_its_object_is_longer():
     st.sampled_from([GATHERED_PARTS, STREAMED_PARTS]),
     st.lists(st.integers(1, 16), min_size=1),
 )
-def test_all_of_a_range_is_asked_for_once_whoever_asks(start, length, most_parts, shares):
+def test_each_byte_of_a_range_is_requested_once_by_several_threads(start, length, most_parts, shares):
     spans, stop, found = RangeRequests(start, start + length, most_parts), start + length, []
     while (span := spans.take(shares[len(found) % len(shares)])) is not None:
         found.append(span)

@@ -123,7 +123,7 @@ def test_a_damaged_ledger_ends_with_3_and_is_named(ledger):
     assert "does not start with the header of a ledger" in done.stderr
 
 
-def test_an_end_that_a_crash_cut_off_is_said(ledger):
+def test_a_ledger_whose_end_a_crash_cut_off_is_reported(ledger):
     path = file_of_rank(ledger, 1)
     path.write_bytes(path.read_bytes()[:-10])
     done = datasvc("audit", ledger)

@@ -44,7 +44,7 @@ def test_an_empty_file_is_named_as_such_when_images_are_scaled_down(folder, tmp_
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_an_interrupted_ingest_ends_with_one_line_and_goes_on_with_the_same_command(tmp_path, workers):
+def test_an_interrupted_ingest_ends_with_one_line_and_continues_with_the_same_command(tmp_path, workers):
     folder = write_folder(tmp_path / "images", {"train": {"cat": 40}})
     words = ["ingest", str(folder), "pets", "--repo", str(tmp_path / "repo"), "--shard-size", "1kB", "--json"]
     script = "import os, signal; from datasvc.shards.ingestion import ingest as module\n"

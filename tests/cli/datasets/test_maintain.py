@@ -45,7 +45,7 @@ def test_a_damaged_one_ends_with_3_and_names_shard_and_samples(pets):
     assert (problem["kind"], problem["shard"], problem["keys"]) == ("missing", 1, ["k2", "k3"])
 
 
-def test_gc_says_what_it_would_remove_and_removes_it_when_told_to(pets):
+def test_gc_lists_what_it_would_remove_and_removes_it_with_yes(pets):
     lost = pets.objects.put(b"nobody names me")
     for path in Path(pets.url).rglob("*"):
         os.utime(path, (time.time() - 8 * 24 * 3600,) * 2)

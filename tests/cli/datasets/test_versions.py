@@ -77,7 +77,7 @@ def test_samples_that_meet_a_condition_are_deleted_and_the_facts_come_as_json(pe
     assert keys_of(pets, "pets") == ["b", "d"]
 
 
-def test_deleting_nothing_says_so(pets):
+def test_a_delete_without_samples_commits_nothing(pets):
     done = datasvc("delete", "pets", "--where", "label > 5", repo=pets.url)
     assert (done.returncode, done.stdout) == (0, "nothing to delete: pets@1 stays the newest version\n")
     facts = said(datasvc("delete", "pets", "--where", "label > 5", "--json", repo=pets.url))

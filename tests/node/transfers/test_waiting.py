@@ -21,7 +21,7 @@ def test_a_result_is_returned_and_an_error_raised():
     asyncio.run(run())
 
 
-def test_what_stands_still_is_not_waited_for_and_goes_on():
+def test_a_wait_without_progress_ends_and_its_work_continues():
     async def run():
         future = asyncio.get_running_loop().create_future()
         with pytest.raises(UnavailableError, match="try another node"):
