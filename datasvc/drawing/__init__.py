@@ -5,18 +5,24 @@ Every function is pure: values in, markup out. All text of data is escaped in on
 classes name the colours (`colours`). `standalone` adds the style sheet for a file or a notebook.
 """
 
-from datasvc.drawing.areas import stacked_areas
-from datasvc.drawing.bars import HistogramBin, NamedBar, bar_chart, bar_table, histogram, histogram_table
-from datasvc.drawing.charts import chart_table, line_chart, separate_charts, small_multiples
+from datasvc.drawing.bars import (
+    HistogramBin,
+    NamedBar,
+    bar_chart,
+    bar_table,
+    histogram,
+    histogram_table,
+    number_head,
+    value_head,
+)
+from datasvc.drawing.charts import chart_table, line_chart, separate_charts, small_multiples, stacked_areas
 from datasvc.drawing.colours import style_sheet
-from datasvc.drawing.column_heads import number_head, value_head
 from datasvc.drawing.elements import Markup, element, link, markup, standalone
 from datasvc.drawing.flow import FlowEdge, FlowNode, flow_graph, flow_table
-from datasvc.drawing.fragments import facts_table, figure, folded
+from datasvc.drawing.frame import ChartMark, ChartSeries
 from datasvc.drawing.heat_maps import heat_map, heat_map_table
 from datasvc.drawing.numbers import format_quantity
-from datasvc.drawing.series import ChartMark, ChartSeries
-from datasvc.drawing.table import TableColumn, html_table
+from datasvc.drawing.table import TableColumn, facts_table, figure, folded, html_table
 from datasvc.drawing.versions import VersionNode, version_graph, version_table
 
 __all__ = [

@@ -17,6 +17,11 @@ _TOP: Final = 26
 _BAR_ROW: Final = 22
 _RIGHT: Final = 12
 _LABELS: Final = 0.4  # of the width, for the names of bars at most
+_HEAD_WIDTH: Final = 144
+_HEAD_HEIGHT: Final = 40
+_MAX_HEAD_BARS: Final = 5
+_HEAD_ROW: Final = 16
+_HEAD_BAR: Final = 36  # length of the longest bar
 
 
 @dataclass(frozen=True)
@@ -265,3 +270,51 @@ def _bar(bar: NamedBar, unit: str, at: tuple[float, float], length: float) -> Ma
         + element("text", format_quantity(bar.value, unit), x=x + length + _GAP, y=y + 15, class_="quiet")
     )
     return element("g", link(row, bar.href, title=text), class_="row")
+
+
+def number_head(bins: Sequence[HistogramBin], *, title: str, unit: str = "", count_unit: str = "samples") -> Markup:
+    """Return a histogram of numbers without axes; for arguments, see `histogram`."""
+    return histogram(
+        bins, title=title, unit=unit, count_unit=count_unit, width=_HEAD_WIDTH, height=_HEAD_HEIGHT, is_small=True
+    )
+
+
+def value_head(bars: Sequence[NamedBar], *, title: str, unit: str = "samples") -> tuple[Markup, int]:
+    """Return the first values as short horizontal bars with their names behind them, and how many are drawn.
+
+    Args:
+        bars: the values, the most frequent first; five are drawn.
+        title: what they count.
+        unit: unit of the counts.
+    """
+    shown = bars[:_MAX_HEAD_BARS]
+    most = max((_length(bar.value) for bar in shown), default=0.0) or 1.0
+    picture = svg(
+        *(
+            _head_row(bar, number * _HEAD_ROW, _length(bar.value) / most * _HEAD_BAR, unit)
+            for number, bar in enumerate(shown)
+        ),
+        width=_HEAD_WIDTH,
+        height=max(len(shown), 1) * _HEAD_ROW,
+        title=title,
+        description="; ".join(_bar_text(bar, unit) for bar in shown),
+        interactive=any(bar.href for bar in shown),
+    )
+    return picture, len(shown)
+
+
+def _head_row(bar: NamedBar, y: int, length: float, unit: str) -> Markup:
+    colour = "c1" if bar.is_selected else "accent"
+    row = Markup(
+        element("title", _bar_text(bar, unit))
+        + element(
+            "rect", x=0, y=y + 3, width=max(length, 0.5), height=_HEAD_ROW - 6, class_=f"bar mark fill {colour}"
+        )
+        + element("text", shorten_to_width(bar.label, _HEAD_WIDTH - _HEAD_BAR - 6), x=_HEAD_BAR + 6, y=y + 12)
+        + element("rect", x=0, y=y, width=_HEAD_WIDTH, height=_HEAD_ROW, fill="transparent")
+    )
+    return element("g", link(row, bar.href, title=_bar_text(bar, unit)), class_="row")
+
+
+def _bar_text(bar: NamedBar, unit: str) -> str:
+    return f"{bar.label}: {format_quantity(bar.value, unit)}"

@@ -1,4 +1,4 @@
-"""Charts of numbers over steps or time: lines, small multiples, and their numbers as a table."""
+"""Charts of numbers over steps or time: lines, stacked areas, small multiples, and their numbers as a table."""
 
 from __future__ import annotations
 
@@ -7,15 +7,24 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from datasvc.drawing.elements import Markup, element, link, markup, number_text, svg
-from datasvc.drawing.frame import ChartFrame, hover_strips, legend
+from datasvc.drawing.frame import (
+    ChartFrame,
+    ChartMark,
+    ChartSeries,
+    describe_series,
+    describe_values,
+    hover_strips,
+    legend,
+    names_and_colours,
+)
 from datasvc.drawing.numbers import drawable, format_quantity, thin_points
-from datasvc.drawing.series import ChartMark, ChartSeries, describe_series, describe_values, names_and_colours
 from datasvc.drawing.table import TableColumn, html_table
 
 _MAX_POINTS: Final = 1000  # of a line; more would not be visible
 _MAX_DOTS: Final = 60  # up to this number, each point is a dot with its values on hover
 _MAX_ROWS: Final = 1000
 _MINOR_MARK: Final = 10  # pixels
+_MAX_AREA_POINTS: Final = 1000  # more would not be visible
 
 
 def line_chart(
@@ -271,3 +280,71 @@ def _mark(mark: ChartMark, frame: ChartFrame) -> Markup:
     top, dashes = (frame.base - _MINOR_MARK, None) if mark.is_minor else (frame.top, "3 3")
     line = element("line", x1=x, y1=top, x2=x, y2=frame.base, class_=f"mark line {colour}", stroke_dasharray=dashes)
     return link(markup([element("g", element("title", mark.label), line)]), mark.href, title=mark.label)
+
+
+def stacked_areas(
+    series: Sequence[ChartSeries],
+    *,
+    title: str,
+    unit: str = "",
+    x_label: str = "step",
+    width: int = 640,
+    height: int = 240,
+) -> Markup:
+    """Return areas on top of each other as SVG, the first at the bottom: the parts of a whole, such as a step's time.
+
+    Args:
+        series: the parts, with equal `xs`. Points whose x is not finite are left out. Gaps and negative values count
+            as zero.
+        title: what it shows.
+        unit: unit of the values.
+        x_label: name of the x axis, with its unit.
+        width: pixels.
+        height: pixels.
+    """
+    numbered = [(number, drawable(x)) for number, x in enumerate(series[0].xs if series else ())]
+    points = [(number, x) for number, x in numbered if x is not None]
+    points = [points[place] for place in _kept_numbers(len(points))]
+    kept, xs = [number for number, _ in points], [x for _, x in points]
+    levels = [[0.0] * len(xs)]
+    for each in series:
+        levels.append(
+            [below + _at_least_zero(each.ys[number]) for below, number in zip(levels[-1], kept, strict=True)]
+        )
+    names, colours = names_and_colours(series)
+    frame = ChartFrame.of(xs, levels[-1], (width, height), names, unit=unit, from_zero=True)
+    areas = []
+    for each, colour, below, above in zip(series, colours, levels, levels[1:], strict=False):
+        outline = [*zip(xs, above, strict=True), *reversed(list(zip(xs, below, strict=True)))]
+        corners = " ".join(f"{number_text(frame.x(x))},{number_text(frame.y(y))}" for x, y in outline)
+        areas.append(
+            element(
+                "polygon",
+                element("title", each.name),
+                points=corners,
+                class_=f"part area fill {colour}",
+                fill_opacity=0.85,
+            )
+        )
+    return svg(
+        *frame.axes(title, unit, x_label),
+        *areas,
+        *hover_strips(frame, points, lambda number: describe_values(series, number, unit, x_label)),
+        *legend(names, colours, [each.href for each in series], width),
+        width=width,
+        height=height,
+        title=title,
+        description=describe_series(series, unit),
+        interactive=any(each.href for each in series),
+    )
+
+
+def _at_least_zero(value: float | None) -> float:
+    return max(drawable(value) or 0.0, 0.0)
+
+
+def _kept_numbers(count: int) -> list[int]:
+    """Return the numbers of the points that are drawn, evenly, with the first and the last."""
+    if count <= _MAX_AREA_POINTS:
+        return list(range(count))
+    return sorted({round(number * (count - 1) / (_MAX_AREA_POINTS - 1)) for number in range(_MAX_POINTS)})

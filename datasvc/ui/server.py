@@ -26,38 +26,36 @@ from datasvc.ui.pages import (
     cluster,
     compare,
     dataset,
-    datasets,
     diff,
     home,
     lineage,
     model,
-    models,
+    planner,
     run_comparison,
     runs,
     samples,
+    search,
 )
-from datasvc.ui.pages.planning import planner
-from datasvc.ui.pages.searching import search
 from datasvc.ui.registry.routes import add_registry
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.access import ACCESS, LOGIN_PATH, STATIC_PATH, Access
 from datasvc.ui.web.live import LivePage
 from datasvc.ui.web.rendering import make_environment
 from datasvc.ui.web.routes import PageRoutes
+from datasvc.ui.web.seen_faults import catch_unreadable
 from datasvc.ui.web.site import Load, Site
-from datasvc.ui.web.unreadable import catch_unreadable
 
 # Function of each page by path. Its JSON twin has the same path below `/api`.
 PAGES: Final[Mapping[str, Load]] = {
     "/": home.load,
     "/search": search.load,
-    "/datasets": datasets.load_list,
+    "/datasets": home.load_datasets,
     "/datasets/{ref}": dataset.load,
     "/diff/{old}/{new}": diff.load,
     "/datasets/{ref}/samples/{split}": samples.load_page,
     "/datasets/{ref}/samples/{split}/{position}": samples.load_sample,
     "/datasets/{ref}/samples/{split}/{position}/image/{column}": samples.load_image,
-    "/models": models.load_list,
+    "/models": home.load_models,
     "/models/{ref}": model.load,
     "/lineage/{ref}": lineage.load,
     "/audit/{ledger}": audit.load,

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.drawing import FlowEdge, FlowNode, VersionNode, flow_graph, flow_table, version_graph, version_table
-from datasvc.drawing.lanes import plan_lanes
-from datasvc.drawing.layers import plan_layers
+from datasvc.drawing.flow import plan_layers
+from datasvc.drawing.versions import plan_lanes
 from tests.drawing.hostile import local_name, parsed, text_of, texts, with_class
 
 

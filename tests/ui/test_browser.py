@@ -33,12 +33,6 @@ def test_keys_search_and_move_in_tables(ui, page):
     page.get_by_role("dialog").wait_for()
 
 
-def test_the_menu_of_a_panel_has_the_command(ui, page):
-    page.goto(ui.url + "/")
-    page.get_by_text("as …").first.click()
-    assert page.get_by_text("datasvc ls --json").first.is_visible()
-
-
 def test_a_user_logs_in_with_the_token_and_the_cookie_is_strict(filled, page):
     with running_ui(filled, token=TOKEN) as server:
         page.goto(server.url)

@@ -8,8 +8,8 @@ import torch
 
 import datasvc
 from datasvc.errors import UnavailableError
-from datasvc.ui.caches import measured_changes
-from datasvc.ui.caches.measured_changes import MeasuredChanges
+from datasvc.ui import caches
+from datasvc.ui.caches import MeasuredChanges
 from datasvc.ui.pages.compare import describe_change
 from tests.support.gate import Gate
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
@@ -45,10 +45,10 @@ def test_values_and_tensors_are_what_the_command_line_prints(ui, filled):
 
 
 def test_one_comparison_is_measured_at_a_time_and_kept(layers, monkeypatch):
-    monkeypatch.setattr(measured_changes, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(caches, "_PATIENCE_S", 0.0)
     changes = MeasuredChanges(str(layers))
     gate = Gate()
-    monkeypatch.setattr(measured_changes, "diff_in_process", gate.before(lambda *compared: compared))
+    monkeypatch.setattr(caches, "diff_in_process", gate.before(lambda *compared: compared))
     with ThreadPoolExecutor() as pool:
         first = pool.submit(changes.diff, "net@1", "net@2")
         gate.begun.wait()
@@ -56,7 +56,7 @@ def test_one_comparison_is_measured_at_a_time_and_kept(layers, monkeypatch):
             changes.diff("net@2", "net@1")
         gate.open()
         assert first.result() == (str(layers), "net@1", "net@2")
-    monkeypatch.delattr(measured_changes, "diff_in_process")
+    monkeypatch.delattr(caches, "diff_in_process")
     assert changes.diff("net@1", "net@2") is first.result()
 
 

@@ -16,9 +16,8 @@ from datasvc.errors import UnavailableError
 from datasvc.repository import Repository
 from datasvc.shards.format.schema import image_schema
 from datasvc.testing import small_dataset
-from datasvc.ui.caches.kept_pages import KeptPages
-from datasvc.ui.pages import datasets as datasets_page
-from datasvc.ui.pages.planning import planner
+from datasvc.ui.caches import KeptPages
+from datasvc.ui.pages import home, planner
 from datasvc.ui.web import node_monitor, routes
 from tests.cli.command import run
 from tests.samples import jpeg
@@ -113,7 +112,7 @@ def test_pages_that_are_loaded_at_once_have_their_own_problems(repo, monkeypatch
         small_dataset(repo, "pets", samples=8)
     Path(repo.repository.storage.local_path("datasets/pets/versions/00000002.json")).write_text("{}")
     both = threading.Barrier(2)
-    summarize = datasets_page.summarize_datasets
+    summarize = home.summarize_datasets
 
     def summarize_together(repository):
         both.wait(60)
@@ -121,7 +120,7 @@ def test_pages_that_are_loaded_at_once_have_their_own_problems(repo, monkeypatch
         both.wait(60)
         return facts
 
-    monkeypatch.setattr(datasets_page, "summarize_datasets", summarize_together)
+    monkeypatch.setattr(home, "summarize_datasets", summarize_together)
     with running_ui(repo.repository.url) as server, ThreadPoolExecutor(2) as threads:
         pages = list(threads.map(server.json, ["/", "/datasets"]))
         for page in pages:
@@ -241,7 +240,7 @@ def test_a_store_that_is_slow_shows_the_last_good_page_meanwhile(filled, monkeyp
     with running_ui(filled) as server:
         assert "The store has not" not in server.get("/datasets")[2]
         monkeypatch.setattr(routes, "_PATIENCE_S", 0.05)
-        monkeypatch.setattr(datasets_page, "summarize_datasets", gate.before(datasets_page.summarize_datasets))
+        monkeypatch.setattr(home, "summarize_datasets", gate.before(home.summarize_datasets))
         status, _, html = server.get("/datasets")
         gate.open()
         assert status == 200
@@ -253,7 +252,7 @@ def test_a_store_that_is_slow_shows_what_is_waited_for_and_the_next_request_gets
     filled, monkeypatch
 ):
     answers, readings = threading.Event(), []
-    summarize = datasets_page.summarize_datasets
+    summarize = home.summarize_datasets
 
     def read(repository):
         readings.append(repository)
@@ -261,7 +260,7 @@ def test_a_store_that_is_slow_shows_what_is_waited_for_and_the_next_request_gets
         return summarize(repository)
 
     monkeypatch.setattr(routes, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(datasets_page, "summarize_datasets", read)
+    monkeypatch.setattr(home, "summarize_datasets", read)
     with running_ui(filled) as server:
         for _ in range(2):
             status, headers, html = server.get("/datasets?sort=-name", Accept="text/html")

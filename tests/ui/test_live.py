@@ -16,7 +16,7 @@ import datasvc
 from datasvc.errors import UnavailableError
 from datasvc.runs import RunLog
 from datasvc.testing import small_dataset
-from datasvc.ui.caches import run_cache
+from datasvc.ui import caches
 from datasvc.ui.web import live, site
 from datasvc.ui.web.live import RenderedParts, changed_parts, split_parts
 from tests.cli.command import ROOT
@@ -87,7 +87,7 @@ def test_a_rendering_that_fails_is_tried_again_and_few_are_kept():
 @pytest.fixture
 def followed(tmp_path, monkeypatch):
     """The pages of a repository with a live run; each page reads the log as it is."""
-    monkeypatch.setattr(site, "RunCache", lambda: run_cache.RunCache(max_age_s=0.0))
+    monkeypatch.setattr(site, "RunCache", lambda: caches.RunCache(max_age_s=0.0))
     repository = datasvc.open(str(tmp_path / "repo"), create=True).repository
     with running_ui(tmp_path / "repo") as server, RunLog.open(repository, "cnn", flush_s=3600) as log:
         report_steps(log, range(1, 4))
@@ -141,7 +141,7 @@ def test_a_store_that_stops_to_respond_is_an_event(followed, monkeypatch):
         def fail(*_):
             raise UnavailableError("the store did not answer")
 
-        monkeypatch.setattr(run_cache, "_read", fail)
+        monkeypatch.setattr(caches, "_read", fail)
         assert stream.readline() == b"event: failing\n"
         assert json.loads(stream.readline().partition(b": ")[2]) == {"error": "the store did not answer"}
         monkeypatch.undo()

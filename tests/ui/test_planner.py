@@ -13,7 +13,7 @@ from datasvc.planning.cluster import Cluster, Link
 from datasvc.planning.cost import format_money
 from datasvc.planning.prediction import predict
 from datasvc.planning.step import StepCosts
-from datasvc.ui.pages.planning.planner_form import PlannerForm
+from datasvc.ui.pages.planner_form import PlannerForm
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.web.page import Query
 from tests.cli.command import run

@@ -15,7 +15,7 @@ from datasvc.errors import NotFoundError
 from datasvc.runs import RunLog, RunSummary, list_runs, read_run
 from datasvc.runs.part import PartRange
 from datasvc.testing import small_dataset
-from datasvc.ui.caches import run_cache
+from datasvc.ui import caches
 from datasvc.ui.pages import runs as runs_page
 from datasvc.ui.pages.problems import recent_run_problems, run_problems
 from datasvc.ui.web import table_view
@@ -145,8 +145,8 @@ def test_a_run_that_does_not_exist_is_an_error_with_those_that_do(logged):
 def test_the_log_of_a_run_is_read_again_only_if_it_has_new_parts(tmp_path, monkeypatch):
     repository = datasvc.open(str(tmp_path / "repo"), create=True).repository
     reads = []
-    monkeypatch.setattr(run_cache, "read_run", lambda *run: reads.append(run) or read_run(*run))
-    runs = run_cache.RunCache(max_age_s=0.0)
+    monkeypatch.setattr(caches, "read_run", lambda *run: reads.append(run) or read_run(*run))
+    runs = caches.RunCache(max_age_s=0.0)
     with RunLog.open(repository, "cnn", flush_s=3600) as log:
         report_steps(log, [1])
         assert log.flush()
@@ -161,7 +161,7 @@ def test_the_log_of_a_run_is_read_again_only_if_it_has_new_parts(tmp_path, monke
     shutil.rmtree(tmp_path / "repo/runs")
     with pytest.raises(NotFoundError):
         runs.read(repository, "cnn", log.id)
-    recent = run_cache.RunCache(max_age_s=3600.0)
+    recent = caches.RunCache(max_age_s=3600.0)
     again = RunLog.open(repository, "cnn")
     again.close()
     assert recent.read(repository, "cnn", again.id) is recent.read(repository, "cnn", again.id)

@@ -9,7 +9,7 @@ import datasvc
 from datasvc.repository import Repository
 from datasvc.runs import RunLog
 from datasvc.shards import open_dataset
-from datasvc.ui.pages.searching import digest_search, search
+from datasvc.ui.pages import search
 from tests.shards.written_versions import TEXT_SCHEMA, write_version
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts
 from tests.ui.test_faults import damage
@@ -59,13 +59,13 @@ def test_the_beginning_of_the_digest_of_a_shard_finds_the_versions_that_have_it(
     assert ("digest (sample index)", f"{table.index(0)} of pets@1/train, shard 0") in found(ui, table.index(0)[:6])
     deletions = repo.dataset("pets@2")["train"].table.deletions
     assert found(ui, deletions) == [("digest (deletions)", f"{deletions} of pets@2/train")]
-    monkeypatch.setattr(digest_search, "_MAX_PLACES", 1)
+    monkeypatch.setattr(search, "_MAX_PLACES", 1)
     assert len(found(ui, shard)) == 1
     assert ui.json(f"/search?q={shard}", "notes") == [f"{shard} is at 2 places, of which 1 are shown."]
-    monkeypatch.setattr(digest_search, "_MAX_DIGESTS", 0)
+    monkeypatch.setattr(search, "_MAX_DIGESTS", 0)
     html = ui.get(f"/search?q={shard}")[2]
     assert f"{shard} is the beginning of 1 digest, of which the first 0 are shown: type more digits." in texts(html)
-    monkeypatch.setattr(digest_search, "_MAX_ROWS", 1)
+    monkeypatch.setattr(search, "_MAX_ROWS", 1)
     left_out = ui.json(f"/search?q={shard}", "not_searched")
     assert {"kind": "split", "name": "shards of pets@1/train", "link": "/datasets/pets@1"} in left_out
 
@@ -85,7 +85,7 @@ def test_the_beginning_of_the_digest_of_a_sample_finds_it_in_the_newest_versions
     number = next(row["number"] for row in rows if row["key"] not in keys)
     deleted = ui.json(f"/datasets/pets@1/samples/train/{number}", "sample")["place"]["sample_digest"]
     assert not [name for _, name in found(ui, deleted) if name.endswith("pets@2/train")]
-    monkeypatch.setattr(digest_search, "_MAX_SAMPLES", 1)
+    monkeypatch.setattr(search, "_MAX_SAMPLES", 1)
     left_out = [each["name"] for each in ui.json(f"/search?q={digest}", "not_searched")]
     assert "digests of the samples of pets@2/train, which has 5 shards" in left_out
 
@@ -94,10 +94,10 @@ def left_out_of(server, text):
     return [each["name"] for each in server.json(f"/search?q={text}", "not_searched")]
 
 
-def test_data_sets_after_the_last_one_searched_are_told(ui, monkeypatch):
+def test_data_sets_after_the_last_one_searched_are_listed(ui, monkeypatch):
     assert left_out_of(ui, "abcdef") == []
-    monkeypatch.setattr(digest_search, "_MAX_DATASETS", 1)
-    assert left_out_of(ui, "abcdef") == ["digests of the samples of 1 more"]
+    monkeypatch.setattr(search, "_MAX_DATASETS", 1)
+    assert left_out_of(ui, "abcdef") == ["digests of the samples of 1 more", "keys of 1 more"]
 
 
 def test_splits_without_sample_indexes_do_not_count_as_searched(tmp_path):
@@ -154,7 +154,7 @@ def test_what_was_not_searched_is_told_with_a_link_that_does(filled, monkeypatch
 def test_a_search_for_digests_says_how_many_names_it_covers(filled, monkeypatch):
     with running_ui(filled) as server:
         assert "of each data set and model" in server.json("/search?q=abcdef", "searched")[2]
-        monkeypatch.setattr(digest_search, "_MAX_ENTRIES", 2)
+        monkeypatch.setattr(search, "_MAX_ENTRIES", 2)
         line = server.json("/search?q=abcdef", "searched")[2]
         assert line.startswith("digests in the newest 1 version of the first 2 of 3 data sets and models")
 

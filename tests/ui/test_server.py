@@ -43,11 +43,6 @@ def test_home_says_that_no_problems_were_found_unless_there_are_some(tmp_path):
     assert none not in html
 
 
-def test_every_panel_names_a_command_that_gives_the_same(ui, filled):
-    _, _, html = ui.get("/datasets")
-    assert f"datasvc ls --json --repo {filled}" in html
-
-
 @pytest.mark.parametrize(
     ("path", "num_programs"), [("/", 4), ("/runs", 1), ("/models/cnn?last=2", 6), ("/cluster", 1)]
 )
@@ -146,7 +141,7 @@ def test_an_error_is_a_page_and_below_api_json(ui):
 
 
 def test_a_store_that_does_not_respond_shows_the_last_good_page(filled, monkeypatch):
-    from datasvc.ui.pages import datasets
+    from datasvc.ui.pages import home
 
     with running_ui(filled) as server:
         assert "pets@2" in server.get("/")[2]
@@ -154,7 +149,7 @@ def test_a_store_that_does_not_respond_shows_the_last_good_page(filled, monkeypa
         def fail(_):
             raise UnavailableError("the store did not answer in 30 s")
 
-        monkeypatch.setattr(datasets, "summarize_datasets", fail)
+        monkeypatch.setattr(home, "summarize_datasets", fail)
         status, _, html = server.get("/")
         assert status == 200
         assert "The store does not respond, so this page is" in html

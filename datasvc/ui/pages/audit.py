@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +26,7 @@ from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawRe
 from datasvc.ui.web.site import Site
 
 _SAMPLES_LISTED: Final = 10  # of each kind; the default of `datasvc audit`
+_MAX_FILES: Final = 2000  # of a ledger that is read while a page waits; a run has a file for each rank and start
 
 
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:
@@ -155,3 +157,44 @@ def _describe_epoch(result: Audit, number: int) -> dict[str, Any]:
         "lines": [*describe_counts(epoch), *epoch.reasons],
         "is_faultless": epoch.is_faultless,
     }
+
+
+@dataclass(frozen=True)
+class CurrentEpoch:
+    """The newest epoch of a ledger, as its audit has it.
+
+    Attributes:
+        ledger: name of the ledger, of its page.
+        epoch: number of the epoch; None if there is none to show.
+        share: part of its positions that all ranks have passed.
+        text: what the audit has found, or why there is no audit.
+        panel: the audit of this epoch as values; None if there is none.
+    """
+
+    ledger: str
+    epoch: int | None
+    share: float
+    text: str
+    panel: Panel | None
+
+
+def audit_current_epoch(folder: Path, ledger: str) -> CurrentEpoch:
+    """Audit the newest epoch of a ledger. Errors, such as those of a ledger without records, are text.
+
+    Args:
+        folder: folder of the ledgers.
+        ledger: name of the ledger, its path in this folder.
+    """
+    path = folder / ledger
+    try:
+        if sum(1 for _ in path.iterdir()) > _MAX_FILES:
+            return CurrentEpoch(ledger, None, 0.0, "the ledger has too many files to be read here", None)
+        # The number of the epoch is that of the ledger: a program may count its epochs from another one.
+        newest = audit_folders([path]).epochs[-1]
+        result = audit_folders([path], epoch=newest.epoch)
+    except (DatasvcError, OSError) as error:
+        return CurrentEpoch(ledger, None, 0.0, str(error), None)
+    command = shlex.join(["datasvc", "audit", str(path), "--epoch", str(newest.epoch), "--json"])
+    panel = Panel(audit_facts(result, _SAMPLES_LISTED, None), command)
+    share = newest.reached / newest.num_samples if newest.num_samples else 0.0
+    return CurrentEpoch(ledger, newest.epoch, share, f"{describe_conclusion(newest)}.", panel)

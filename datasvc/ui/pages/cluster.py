@@ -13,7 +13,7 @@ from typing import Any, Final
 from datasvc.cache.peers.placement import count_shard_owners
 from datasvc.drawing import ChartSeries, chart_table, format_quantity, line_chart, separate_charts
 from datasvc.errors import DatasvcError, NotFoundError
-from datasvc.ui.pages.charts.histogram_charts import CHART_WIDTH
+from datasvc.ui.pages.histogram_charts import CHART_WIDTH
 from datasvc.ui.pages.problems import node_problems
 from datasvc.ui.web.links import cluster_link
 from datasvc.ui.web.live import PageState

@@ -16,13 +16,12 @@ from datasvc.shards.query.histogram import list_columns
 from datasvc.shards.query.sample_page import page_of
 from datasvc.shards.query.sample_reader import SampleSummary
 from datasvc.shards.versions.describe import describe_log, describe_version, read_bad_samples, shared_bytes
-from datasvc.ui.pages.charts.histogram_charts import count_columns, draw_histogram
+from datasvc.ui.pages.histogram_charts import count_columns, draw_histogram
 from datasvc.ui.web.links import dataset_link, diff_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Query, RawResponse
-from datasvc.ui.web.seen_faults import Failures
+from datasvc.ui.web.seen_faults import Failures, collect_unreadable
 from datasvc.ui.web.site import Site
 from datasvc.ui.web.table_view import Column, view_table
-from datasvc.ui.web.unreadable import collect_unreadable
 from datasvc.views.datasets import dataset_nodes
 
 _MAX_VERSIONS = 50  # of the graph

@@ -1,4 +1,4 @@
-"""Home: what the repository has, and what needs attention."""
+"""Home: what the repository has, and what needs attention; and the lists of data sets and of models."""
 
 from __future__ import annotations
 
@@ -7,20 +7,37 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from datasvc.models.registry.registry import list_models
 from datasvc.runs import RunSummary, list_runs
-from datasvc.ui.caches.recent_runs import MAX_RUNS
+from datasvc.shards.lines.commit import summarize_datasets
+from datasvc.ui.caches import MAX_RUNS
 from datasvc.ui.pages.cluster import nodes_panel
-from datasvc.ui.pages.datasets import count_names, datasets_panel, datasets_table
-from datasvc.ui.pages.models import models_panel, models_table
 from datasvc.ui.pages.problems import disk_problems, node_problems, recent_run_problems
 from datasvc.ui.pages.runs import runs_panel, runs_table
 from datasvc.ui.web.live import PageState
 from datasvc.ui.web.node_monitor import NodeState
-from datasvc.ui.web.page import Page, Panel, Parts, Problem, Query, RawResponse
+from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
+from datasvc.ui.web.seen_faults import collect_unreadable
 from datasvc.ui.web.site import Site
+from datasvc.ui.web.table_view import Column, TableView, view_table
 
 _NUMBER: Final = re.compile(r"\d[\d,.]*")
 _MAX_ENDED: Final = 5  # that are listed if no run is live
+_MODEL_COLUMNS = (
+    Column("model", "name"),
+    Column("step", "step", "number"),
+    Column("created", "created", "time"),
+    Column("data"),
+    Column("metrics"),
+    Column("tags"),
+)
+_DATASET_COLUMNS = (
+    Column("data set", "name"),
+    Column("samples", "samples", "number"),
+    Column("bytes", "bytes", "number", "bytes"),
+    Column("created", "created", "time"),
+    Column("tags"),
+)
 
 
 def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
@@ -85,3 +102,58 @@ def _live_view(site: Site, runs: Sequence[RunSummary], nodes: Sequence[NodeState
         "num_live": len(live),
         "runs_table": runs_table(live or runs[:_MAX_ENDED], query, path="/", prefix="runs_"),
     }
+
+
+def load_models(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
+    """Return all models with their newest version."""
+    panel = models_panel(site)
+    return Page(
+        template="models.html",
+        title="Models",
+        section="models",
+        crumbs=(Crumb("Models", "/models"),),
+        panels={"models": panel},
+        view={"site": site, "num_models": count_names(panel), "models_table": models_table(panel, query)},
+    )
+
+
+def models_table(panel: Panel, query: Query, *, path: str = "/models", prefix: str = "") -> TableView:
+    """Return the page of the table of models that the address names; for arguments, see `view_table`."""
+    return view_table(panel.values, _MODEL_COLUMNS, query, path=path, prefix=prefix)
+
+
+def models_panel(site: Site) -> Panel:
+    """Return the newest version of each model, and the versions that cannot be read, as `models ls --json` does."""
+    with collect_unreadable() as unreadable:
+        models = [version.to_dict() for version in list_models(site.repo.repository)]
+    return Panel([*models, *unreadable.facts()], site.command("models", "ls", "--json"), site.python("models.ls"))
+
+
+def load_datasets(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa: ARG001 - the signature of all pages
+    """Return all data sets with their newest version."""
+    panel = datasets_panel(site)
+    return Page(
+        template="datasets.html",
+        title="Data sets",
+        section="datasets",
+        crumbs=(Crumb("Data sets", "/datasets"),),
+        panels={"datasets": panel},
+        view={"site": site, "num_datasets": count_names(panel), "datasets_table": datasets_table(panel, query)},
+    )
+
+
+def datasets_panel(site: Site) -> Panel:
+    """Return the newest version of each data set, and the versions that cannot be read, as `datasvc ls --json`."""
+    with collect_unreadable() as unreadable:
+        datasets = summarize_datasets(site.repo.repository)
+    return Panel([*datasets, *unreadable.facts()], site.command("ls", "--json"), site.python("datasets.ls"))
+
+
+def datasets_table(panel: Panel, query: Query, *, path: str = "/datasets", prefix: str = "") -> TableView:
+    """Return the page of the table of data sets that the address names; for arguments, see `view_table`."""
+    return view_table(panel.values, _DATASET_COLUMNS, query, path=path, prefix=prefix)
+
+
+def count_names(panel: Panel) -> int:
+    """Return the number of data sets, or of models, in a list that names a data set for each unreadable version."""
+    return len({row["name"] for row in panel.values})

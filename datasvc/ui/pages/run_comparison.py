@@ -17,7 +17,7 @@ from datasvc.printable import escape_controls
 from datasvc.runs import RunHistory, list_runs
 from datasvc.runs.history import Series
 from datasvc.runs.step_table import Floats
-from datasvc.ui.pages.charts.histogram_charts import CHART_WIDTH
+from datasvc.ui.pages.histogram_charts import CHART_WIDTH
 from datasvc.ui.web.links import run_link, run_ref_link, runs_link, with_query
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.seen_faults import Failures

@@ -8,9 +8,8 @@ from typing import Any, Final
 
 from datasvc.ledger.audit import find_ledgers
 from datasvc.runs import RunHistory, RunSummary, list_runs
-from datasvc.ui.pages.audit import find_ledger_of
-from datasvc.ui.pages.charts.histogram_charts import CHART_WIDTH
-from datasvc.ui.pages.epoch_audit import audit_current_epoch
+from datasvc.ui.pages.audit import audit_current_epoch, find_ledger_of
+from datasvc.ui.pages.histogram_charts import CHART_WIDTH
 from datasvc.ui.pages.problems import STARVED_SHARE, run_problems, starved_share
 from datasvc.ui.web.links import run_link, runs_link
 from datasvc.ui.web.live import PageState

@@ -17,8 +17,7 @@ from datasvc.shards.query.sample_reader import NumberedSamples
 from datasvc.shards.versions.dataset import Split
 from datasvc.shards.versions.labels import CLASS, with_class
 from datasvc.sql_sandbox import warm
-from datasvc.ui.pages.charts.histogram_charts import Selection
-from datasvc.ui.pages.charts.sample_columns import describe_counted, list_sample_columns, sample_cell
+from datasvc.ui.pages.histogram_charts import Selection, describe_counted, list_sample_columns, sample_cell
 from datasvc.ui.thumbnails import make_thumbnail
 from datasvc.ui.web.links import dataset_link, sample_link, samples_link
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse

@@ -1,7 +1,8 @@
-"""Names of data sets and models, their tags, and lists of their versions: what changes with each commit."""
+"""Names of data sets and models, their tags, versions and training runs: what changes with each commit."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 
 from datasvc.errors import ConfigError, NotFoundError
@@ -11,6 +12,7 @@ from datasvc.repository import Kind, Repository, Resolved
 from datasvc.repository.logs.branches import branch_of
 from datasvc.repository.logs.references import check_name, is_name
 from datasvc.repository.resolved import KIND_NAMES, NameState, keep_valid
+from datasvc.runs import RunSummary, list_runs
 from datasvc.shards.lines.commit import check_splits
 from datasvc.ui.registry.records import (
     DatasetRow,
@@ -20,14 +22,18 @@ from datasvc.ui.registry.records import (
     NamesPage,
     RegisteredName,
     RegisteredTag,
+    RunFacts,
+    RunsPage,
     TagHistory,
     TagList,
     TagMove,
 )
 from datasvc.ui.registry.route import MAX_VERSION, cut_page, read_limit
 from datasvc.ui.web.page import Parts, Query
+from datasvc.ui.web.seen_faults import collect_unreadable
 from datasvc.ui.web.site import Site
-from datasvc.ui.web.unreadable import collect_unreadable
+
+_MAX_START = 100_000
 
 
 def list_names(kind: Kind, site: Site, _: Parts, query: Query) -> NamesPage:
@@ -142,3 +148,19 @@ def _page_of_numbers(state: NameState, query: Query) -> tuple[list[int], int | N
     older = [number for number in reversed(state.versions) if number < after]
     limit = read_limit(query)
     return older[:limit], older[limit - 1] if len(older) > limit else None
+
+
+def list_run_facts(site: Site, _: Parts, query: Query) -> RunsPage:
+    """Return a page of the runs, newest first, or of those with `name`."""
+    last = query.number("after", 0, high=_MAX_START) + read_limit(query) + 1
+    runs, following = cut_page(list_runs(site.repo.repository, query.text("name"), last=last), query)
+    return RunsPage(tuple(map(_describe, runs)), following)
+
+
+def read_run_facts(site: Site, parts: Parts, _: Query) -> RunFacts:
+    """Return one run."""
+    return _describe(site.runs.read(site.repo.repository, parts["name"], parts["id"]).summary)
+
+
+def _describe(run: RunSummary) -> RunFacts:
+    return RunFacts(**{field.name: getattr(run, field.name) for field in fields(RunFacts)})

@@ -18,14 +18,15 @@ from datasvc.ui.registry.names import (
     list_dataset_versions,
     list_model_versions,
     list_names,
+    list_run_facts,
     list_tags,
     read_name,
+    read_run_facts,
     read_tag,
     read_tag_history,
 )
 from datasvc.ui.registry.openapi import json_of, openapi_document
 from datasvc.ui.registry.route import PAGING, RegistryRoute, RouteParameter
-from datasvc.ui.registry.training_runs import list_run_facts, read_run_facts
 from datasvc.ui.registry.versions import (
     list_artefacts,
     list_objects,

@@ -36,8 +36,8 @@ from datasvc.ui.registry.records import (
 )
 from datasvc.ui.registry.route import cut_page, read_version
 from datasvc.ui.web.page import Parts, Query
+from datasvc.ui.web.seen_faults import collect_unreadable
 from datasvc.ui.web.site import Site
-from datasvc.ui.web.unreadable import collect_unreadable
 
 
 def read_model(site: Site, parts: Parts, query: Query) -> ModelDetails:

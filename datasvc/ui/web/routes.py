@@ -20,13 +20,13 @@ from jinja2 import Environment
 from datasvc.errors import CorruptDataError, DatasvcError, UnavailableError
 from datasvc.node.http.error_responses import status_of
 from datasvc.sql_sandbox import QueryLimits, limited
-from datasvc.ui.caches.kept_pages import KeptPages
+from datasvc.ui.caches import KeptPages
 from datasvc.ui.web.access import API, PARTS, REGISTRY, is_for_programs
 from datasvc.ui.web.live import PARTS_HEADER, LivePage, RenderedParts, changed_parts, stream_states
 from datasvc.ui.web.page import Page, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.rendering import render, render_problems
+from datasvc.ui.web.seen_faults import collect_unreadable
 from datasvc.ui.web.site import Load, Site
-from datasvc.ui.web.unreadable import collect_unreadable
 
 _YEAR_S: Final = 365 * 86400
 _PATIENCE_S: Final = 5.0  # before a kept page is shown, or one that says what is waited for

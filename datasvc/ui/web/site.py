@@ -12,10 +12,7 @@ from typing import Any
 from datasvc.api import DataRepository
 from datasvc.repository import Repository
 from datasvc.repository.store.redaction import redact_url
-from datasvc.ui.caches.measured_changes import MeasuredChanges
-from datasvc.ui.caches.recent_runs import RecentRuns
-from datasvc.ui.caches.run_cache import RunCache
-from datasvc.ui.caches.split_cache import RecentResults, SplitCache
+from datasvc.ui.caches import MeasuredChanges, RecentResults, RecentRuns, RunCache, SplitCache
 from datasvc.ui.settings import UiSettings
 from datasvc.ui.thumbnails import ThumbnailCache
 from datasvc.ui.web.node_monitor import NodeMonitor

@@ -15,8 +15,8 @@ from datasvc.planning.prediction import StepPrediction
 from datasvc.planning.run_plan import PlanOptions, RunPlan, plan_run
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.sizes import format_size
-from datasvc.ui.pages.charts.histogram_charts import CHART_WIDTH
-from datasvc.ui.pages.planning.planner_form import NUMBERS, SLIDERS, PlannerForm
+from datasvc.ui.pages.histogram_charts import CHART_WIDTH
+from datasvc.ui.pages.planner_form import NUMBERS, SLIDERS, PlannerForm
 from datasvc.ui.web.page import Crumb, Page, Panel, Parts, Problem, Query, RawResponse
 from datasvc.ui.web.site import Site
 
@@ -62,7 +62,7 @@ def load(site: Site, parts: Parts, query: Query) -> Page | RawResponse:  # noqa:
         steps = None
         problems.append(Problem(f"the time of steps is not predicted: {error}"))
     if steps is not None:
-        line = "from datasvc.ui.pages.planning.planner_form import PlannerForm"
+        line = "from datasvc.ui.pages.planner_form import PlannerForm"
         panels["steps"] = Panel(steps.to_dict(), python=f"{line}\n{form!r}.predict_steps().to_dict()")
         view["charts"] += _step_charts(steps, form)
     if data is not None:

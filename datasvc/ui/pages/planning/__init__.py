@@ -1,1 +1,0 @@
-"""The page Planner: its form, the forecast of the caches, and the prediction of steps."""

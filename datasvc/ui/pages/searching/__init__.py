@@ -1,1 +1,0 @@
-"""The search box: names and references, runs, keys of samples, and digests."""
