@@ -29,7 +29,7 @@ def repo(tmp_path):
     return datasvc.open(str(tmp_path / "repo"))
 
 
-@pytest.fixture(params=["jax", "torch"])
+@pytest.fixture(params=[pytest.param("jax", marks=pytest.mark.long), "torch"])
 def backend(request):
     if find_spec(request.param) is None:
         pytest.skip(f"{request.param} is not installed")

@@ -18,6 +18,8 @@ HEADINGS = {
     "ray.md": ["Ray Data", "Ray Train", "RayExecutor"],
     "jax.md": ["JAX", "Keras"],
 }
+# Run by `make test-long`: test_ray.py trains with Ray Train and reads with Ray Data at each landing.
+LONG = {"Ray Train", "Ray Data"}
 NOT_RUN = {
     "torchtitan": "its Trainer needs GPUs; examples/torchtitan_llama.py is run",
     "The Hugging Face Hub": "needs the Hub; tests/integrations/test_hub.py calls the same functions",
@@ -47,7 +49,14 @@ def test_the_pages_have_a_program_of_each_framework():
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("without_an_experiment")
-@pytest.mark.parametrize("heading", [heading for heading in PROGRAMS if heading not in NOT_RUN])
+@pytest.mark.parametrize(
+    "heading",
+    [
+        pytest.param(heading, marks=[pytest.mark.long] if heading in LONG else [])
+        for heading in PROGRAMS
+        if heading not in NOT_RUN
+    ],
+)
 def test_a_program_runs(heading, digits, tmp_path, monkeypatch):
     (program,) = PROGRAMS[heading]
     needed = re.findall(r"^(?:import|from) (\w+)", program, re.MULTILINE)

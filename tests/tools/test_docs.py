@@ -68,6 +68,7 @@ def check_ingested(folder, bucket, made):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_command_of_the_pages_on_ingest_runs_on_s3_and_on_ray(tmp_path, s3_bucket):
     bucket = f"{s3_bucket}/docs"
     blocks = [block for page in INGEST for block in read_blocks(page)]

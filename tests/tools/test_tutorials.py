@@ -19,6 +19,7 @@ def runnable(page):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_tutorial_on_s3_and_eight_gpus_runs_with_two_ranks_on_a_processor(tmp_path, s3_bucket):
     blocks = replace_in(
         runnable("s3-gpus.md"),
