@@ -29,9 +29,6 @@ class AcceleratorVersions:
     which divides the samples among the ranks itself; `skip_first_batches` is not needed.
 
     Args:
-        accelerator: accelerator of the run.
-        repo: repository of the versions.
-        name: name of the model.
         objects: models, optimizers, schedules and others with `state_dict` and `load_state_dict`, by the name that
             they have in a version; prepared or not.
         loader: loader of datasvc for the training data; its position and the consumed samples are saved too. None:

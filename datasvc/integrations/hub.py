@@ -89,14 +89,7 @@ def push_dataset(
 ) -> str:
     """Push a data-set version as Parquet files `data/SPLIT-00000-of-00004.parquet`; see `push_model`.
 
-    Args:
-        repo: repository of the version.
-        ref: NAME, NAME@VERSION or NAME@TAG.
-        repo_id: OWNER/NAME on the Hub.
-        private: whether a repository that is created is private.
-        tag: tag of the Hub to create at the commit.
-        api: see `push_model`.
-        workers: number of processes that write the files.
+    `workers` processes write the files.
     """
     version = str(repo.repository.resolve("datasets", ref))
     with TemporaryDirectory() as temporary:

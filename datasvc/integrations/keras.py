@@ -111,8 +111,6 @@ class KerasVersions(keras.callbacks.Callback):
     epoch Keras warns that the input ran out of data, because this epoch is shorter than the others.
 
     Args:
-        repo: repository of the versions.
-        name: name of the model.
         batches: batches that `fit` gets.
         **options: see `RunCheckpoints`.
 

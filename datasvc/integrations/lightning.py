@@ -34,9 +34,7 @@ class SplitsModule(lightning.LightningDataModule):
         dataset: version of a data set, as `repo.dataset("digits@1")` returns it, or splits by name.
         make_loader: makes a loader: `make_loader(split, training=True, ranks=DataRanks(0, 1))`, such as
             `functools.partial(ImageLoader, batch_size=64)`.
-        train: split to train on.
-        val: split to validate on; None: none.
-        test: split to test on; None: none.
+        train: name of the split to train on; `val` and `test` are those to validate and test on, if any.
     """
 
     def __init__(
@@ -92,8 +90,6 @@ class VersionCallback(lightning.Callback):
     stay files. A signal ends the fit after the step, with a last commit, if `grace` is set.
 
     Args:
-        repo: repository of the versions.
-        name: name of the model.
         **options: see `RunCheckpoints`.
 
     Attributes:

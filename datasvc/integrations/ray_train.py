@@ -36,8 +36,6 @@ class WorkerVersions:
     starts the function again on all workers, and `restore` returns the version that was reported last.
 
     Args:
-        repo: repository of the versions.
-        name: name of the model.
         loader: loader of datasvc for the training data; its position and the consumed samples are saved too. None:
             another loader is used.
         report_every: steps from one report to the next, the same on all workers; saves are reported too. Ray Train

@@ -33,8 +33,6 @@ class RunCheckpoints:
     """Saves the state of a run as versions of a model. In a job of several ranks, every rank calls each method.
 
     Args:
-        repo: repository of the versions.
-        name: name of the model.
         config: configuration of the run, JSON values, which each version keeps.
         **options: arguments of `repo.models.manager`, such as `every="10min"`, `max_stall="3%"`, `grace="30s"`; not
             `local`.
@@ -123,7 +121,7 @@ class RunCheckpoints:
         Args:
             state: state that all ranks share.
             step: number of optimizer steps so far.
-            metrics: metric values by name, numbers or tensors of one element.
+            metrics: numbers or tensors of one element.
             again: save also if `step` is saved, because the state has changed without a step.
         """
         if step == self._saved_step and not again:
@@ -137,7 +135,10 @@ class RunCheckpoints:
             step=step,
             data=() if self._tracker is None else [self._tracker.use()],
             config=self._config,
-            metrics=metrics and {name: _detached(value) for name, value in metrics.items()},
+            metrics=metrics
+            and {
+                name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()
+            },
             parent=self._parent,
         )
         self._saved_step, self._parent = step, None  # each version continues the one before
@@ -153,10 +154,6 @@ class RunCheckpoints:
         if manager is not None:
             manager.__exit__(None, error, None)
             self._version = manager.version
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def is_reference(path: Any) -> bool:

@@ -20,14 +20,10 @@ COMMIT: Final = "datasvc.commit"
 
 @dataclass(frozen=True)
 class ReadSplit:
-    """A split that a model version read.
+    """A split that a model version read, such as "digits@1/train", for "training" or "evaluation".
 
-    Attributes:
-        name: such as "digits@1/train".
-        digest: digest of the shard table, which identifies the samples.
-        context: "training" or "evaluation".
-        epoch: epoch that the run had reached.
-        position: position in it; for a mixture that of the mixture.
+    `digest` is that of the shard table, which identifies the samples. The position that the run had reached is that
+    of the mixture, if there is one.
     """
 
     name: str
@@ -40,9 +36,9 @@ class ReadSplit:
 def find_run(repo: DataRepository, name: str, tracker: str) -> str | None:
     """Return the id of the tracker's run that the newest version of a model has in its configuration; None: none."""
     newest = repo.repository.newest("models", name)
-    return (
-        None if newest is None else runs_in_config(repo.repository.entry(newest).content.get("config")).get(tracker)
-    )
+    if newest is None:
+        return None
+    return runs_in_config(repo.repository.entry(newest).content.get("config")).get(tracker)
 
 
 def describe_reference(repo: DataRepository, ref: str) -> tuple[str, Mapping[str, Any], dict[str, str]]:
@@ -60,21 +56,15 @@ def describe_reference(repo: DataRepository, ref: str) -> tuple[str, Mapping[str
 def find_version(repo: DataRepository, tags: Mapping[str, Any], owner: str) -> str:
     """Return the model version that tags of `describe_reference` name, such as "net@3"; also a copy by push or pull.
 
-    Numbers are those of one repository, and its URL may change. So the version is identified by the id of its commit.
-
-    Args:
-        repo: repository to look in.
-        tags: tags or metadata that a tracker has.
-        owner: what has the tags, for messages.
-
     Raises:
-        ConfigError: `owner` has no such tags, or this repository does not have the version.
+        ConfigError: `owner`, the name in messages, has no such tags, or this repository does not have the version.
     """
     if VERSION not in tags or COMMIT not in tags:
         raise ConfigError(
             f"{owner} is no model version of datasvc: it has no {VERSION!r} and {COMMIT!r}; give one that "
             "datasvc.integrations has registered or logged"
         )
+    # Numbers are those of one repository, and its URL may change, so the id of the commit identifies the version.
     name, commit = str(tags[VERSION]).partition("@")[0], tags[COMMIT]
     try:
         candidates = [repo.repository.resolve("models", str(tags[VERSION]))]

@@ -66,8 +66,6 @@ class VersionsOfTrainer(transformers.TrainerCallback):
     rank; with `OrderedTrainer` also the consumed samples. `args.save_strategy` of the trainer may be "no".
 
     Args:
-        repo: repository of the versions.
-        name: name of the model.
         **options: see `RunCheckpoints`.
 
     Attributes:
@@ -204,8 +202,7 @@ def write_folder(folder: Path, state: Mapping[str, Any]) -> None:
     """Write the state of a version as a checkpoint folder, in place of an earlier one.
 
     Raises:
-        ConfigError: the folder has files that this function does not write; `Trainer` would read some of them in
-            place of the version's.
+        ConfigError: the folder has other files, some of which `Trainer` would read in place of the version's.
     """
     _clear(folder)
     for part, file in _FILES.items():

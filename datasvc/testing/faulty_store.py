@@ -1,4 +1,4 @@
-"""A store in memory for tests, with its own URL, that fails on request and records its requests."""
+"""Fakes for tests: a store in memory that fails on request and records its requests, and a clock."""
 
 from __future__ import annotations
 
@@ -134,10 +134,8 @@ _stores: weakref.WeakValueDictionary[str, FaultyStore] = weakref.WeakValueDictio
 
 
 def _request(operation: Operation, path: str, action: Callable[[], Any]) -> Any:
-    """Record a request, and return the result of `action`, which executes it; if a fault matches, apply the fault.
-
-    `path` starts with the name of the store.
-    """
+    """Record a request, and return the result of `action`, which executes it, or apply the fault that matches."""
+    # `path` starts with the name of the store.
     name, _, path_in_store = path.strip("/").partition("/")
     store = _stores.get(name)
     fault = None if store is None else store._record(operation, path_in_store)  # noqa: SLF001 - same module

@@ -40,7 +40,11 @@ def check_source(source: StreamedSource, *, is_read_once: bool = False) -> Check
         pa.concat_tables([source.schema.empty_table(), *(read.table for read in reads)]),
         [bad for read in reads for bad in read.bad],
     )
-    keys = [(part.split, key) for part, read in zip(source.parts, reads, strict=True) for key in _keys(read)]
+    keys = [
+        (part.split, key)
+        for part, read in zip(source.parts, reads, strict=True)
+        for key in read.table.column(KEY).to_pylist()
+    ]
     _require(len(keys) == len(set(keys)), source.url, "keys are unique in a split")
     if not is_read_once:
         copy = pickle.loads(pickle.dumps(source))  # noqa: S301 - made in the same call
@@ -82,15 +86,10 @@ def _check_batch(batch: pa.RecordBatch, schema: pa.Schema, name: str) -> None:
     _require(all(schema.field(column).nullable for column in nulls), name, "only nullable columns have nulls")
 
 
-def _keys(samples: CheckedSamples) -> list[str]:
-    keys: list[str] = samples.table.column(KEY).to_pylist()
-    return keys
-
-
 def _content(samples: CheckedSamples) -> tuple[list[str], list[bytes], list[BadSample]]:
     """Return values that are equal for equal samples. For Arrow, tables with NaN are not equal, but digests are."""
     digests = [digest for batch in samples.table.to_batches() for digest in digest_batch(batch)[0]]
-    return _keys(samples), digests, samples.bad
+    return samples.table.column(KEY).to_pylist(), digests, samples.bad
 
 
 def _require(holds: bool, subject: str, rule: str) -> None:

@@ -44,7 +44,7 @@ def run(program, *words, expected=0):
     assert done.returncode == expected, done.stderr
 
 
-def test_a_killed_training_goes_on_to_the_same_bits_and_serves_each_sample_once(repo):
+def test_a_killed_training_continues_to_the_same_bits_and_reads_each_sample_once(repo):
     run("jax_training.py", repo.repository.url, "whole", 0)
     run("jax_training.py", repo.repository.url, "killed", 5, expected=-signal.SIGKILL)
     run("jax_training.py", repo.repository.url, "killed", 0)

@@ -50,7 +50,7 @@ def train(backend, repo, name, folder, *, after=0, number=0):
     assert done.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 0), done.stderr
 
 
-def test_a_training_that_is_killed_and_told_to_end_goes_on_to_the_same_bits(backend, repo, tmp_path):
+def test_a_killed_and_a_stopped_training_continue_to_the_same_bits(backend, repo, tmp_path):
     train(backend, repo, "whole", tmp_path)
     whole = repo.models.restore("whole")
     assert whole.entry["step"] == EPOCHS * STEPS_OF_EPOCH

@@ -89,7 +89,7 @@ def mlflow(tmp_path_factory):
     mlflow.set_tracking_uri(None)
 
 
-def test_a_killed_run_of_mlflow_goes_on_with_equal_losses(mlflow, repo, tmp_path):
+def test_a_killed_run_of_mlflow_continues_with_equal_losses(mlflow, repo, tmp_path):
     uri = {"MLFLOW_TRACKING_URI": mlflow.get_tracking_uri()}
     for killed_after in (3, 0):  # the newest version is older than the newest point
         run("mlflow", repo, tmp_path, killed_after, **uri)
@@ -215,7 +215,7 @@ def wandb(tmp_path, monkeypatch):
     wandb.teardown()
 
 
-def test_a_killed_run_of_wandb_goes_on_under_its_id_with_equal_losses(wandb, repo, tmp_path):
+def test_a_killed_run_of_wandb_continues_under_its_id_with_equal_losses(wandb, repo, tmp_path):
     run("wandb", repo, tmp_path, 3)
     rmtree(tmp_path / "wandb")  # the second process writes a file of its own
     run("wandb", repo, tmp_path, 0)

@@ -87,7 +87,7 @@ def check_equal(one, other, place=""):
         assert one == other, place
 
 
-def test_a_training_that_is_killed_and_told_to_end_goes_on_to_the_same_bits(framework, url):
+def test_a_killed_and_a_stopped_training_continue_to_the_same_bits(framework, url):
     assert run(framework, url, "whole-" + framework, STEPS_OF_EPOCH) == 0
     whole = newest(url, "whole-" + framework)
     # Killed in the middle of an epoch: at the third save the first is committed, there is room for two that are not.

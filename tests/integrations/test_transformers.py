@@ -85,7 +85,7 @@ def train(repo, tmp_path):
 
 
 @pytest.mark.parametrize("stop", [2, STEPS_OF_EPOCH], ids=["middle", "end of an epoch"])
-def test_a_run_that_ends_early_goes_on_to_the_same_bits(repo, train, stop):
+def test_a_run_that_ends_early_continues_to_the_same_bits(repo, train, stop):
     whole = train("whole")
     parts = [*train("parts", stop=stop), *train("parts")]
     assert parts == whole

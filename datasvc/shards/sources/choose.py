@@ -194,16 +194,8 @@ def _format_of_file_name(name: str) -> str | None:
     return "tfrecord" if is_numbered else None
 
 
-def _is_hidden(path: str) -> bool:
-    """Return whether a file below the source's root is hidden in a source of its format, see `hidden_part`."""
-    return hidden_part(path, underscores=_format_of_file_name(path) != "image-folder") is not None
-
-
 def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
-    """Return the names of files below a folder (without their folders), those in parent folders first.
-
-    The scan ends after the folder with which `_MAX_SCANNED_FILES` names are reached.
-    """
+    """Return the names of files below a folder (without their folders), those in parent folders first."""
     names: list[str] = []
     repositories: list[str] = []  # paths of the repositories below `root`, each with a slash at its end
     is_local = isinstance(file_system, LocalFileSystem)
@@ -226,7 +218,10 @@ def _scan_names(file_system: AbstractFileSystem, root: str) -> list[str]:
         # Not descended into: a hidden folder may have more files than the data.
         folders[:] = filterfalse(is_hidden_name, folders)
         prefix = f"{folder[len(root) :].strip('/')}/".lstrip("/")
-        names += [name for name in files if not _is_hidden(prefix + name) and name != _EXPORT_SUMMARY]
+        for name in files:
+            is_image = _format_of_file_name(name) == "image-folder"
+            if hidden_part(prefix + name, underscores=not is_image) is None and name != _EXPORT_SUMMARY:
+                names.append(name)
         if len(names) >= _MAX_SCANNED_FILES:
             break
     return names

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Final
 
 import pyarrow as pa
@@ -87,12 +87,14 @@ class PythonSource(StreamedSource):
             value = sample.get(self._columns.key or KEY)
             # A sample without a key is named by its position; the text of a nested value may take any time.
             key = f"sample {number}" if value is None or isinstance(value, (list, tuple, Mapping)) else str(value)
-            missing = [name for name in required if sample.get(name) is None]
-            reason = _rejection_reason(key, sample.keys() - names, missing)
-            if reason:
-                yield BadSample(part.split, printable(key), reason)
-                continue
-            yield from self._convert(batcher.add(sample))
+            if unknown := sample.keys() - names:
+                yield BadSample(part.split, printable(key), f"has unknown columns {sorted(unknown, key=str)}")
+            elif missing := [name for name in required if sample.get(name) is None]:
+                yield BadSample(part.split, printable(key), f"has no {' and no '.join(missing)}")
+            elif printable(key) != key:
+                yield BadSample(part.split, printable(key), "its key is not UTF-8")
+            else:
+                yield from self._convert(batcher.add(sample))
         yield from self._convert(batcher.flush())
 
     def _convert(self, pieces: Iterator[pa.RecordBatch | BadSample]) -> Iterator[pa.RecordBatch | BadSample]:
@@ -118,15 +120,6 @@ def _with_number(sample: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return a sample with its number as its key."""
     # Bad samples are numbered too, so that the repair of one does not change the keys of the others.
     return {**sample, KEY: f"{number:09d}"}
-
-
-def _rejection_reason(key: str, unknown: Collection[str], missing: Sequence[str]) -> str | None:
-    """Return why a sample with this key and these unknown and missing columns is rejected; None if it is not."""
-    if unknown:
-        return f"has unknown columns {sorted(unknown, key=str)}"
-    if missing:
-        return f"has no {' and no '.join(missing)}"
-    return None if printable(key) == key else "its key is not UTF-8"
 
 
 def _check_mapping(sample: Any) -> None:

@@ -66,7 +66,7 @@ def test_of_several_tags_in_a_jpeg_the_last_counts():
 
 
 @pytest.mark.parametrize("decode", [False, True])
-def test_what_is_no_exif_is_not_followed_however_an_image_is_checked(decode):
+def test_orientations_outside_of_exif_are_ignored_with_and_without_decoding(decode):
     xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     text = PngImagePlugin.PngInfo()
     text.add_text("Raw profile type exif", f"\nexif\n{len(EXIF_TIFF):8}\n{(EXIF_TIFF % 6).hex()}\n", zip=True)
@@ -79,7 +79,7 @@ def test_what_is_no_exif_is_not_followed_however_an_image_is_checked(decode):
 
 
 @pytest.mark.parametrize("value", [0, 9, 255])
-def test_values_that_the_standard_does_not_know_turn_nothing(value):
+def test_values_outside_of_the_standard_are_upright(value):
     assert parse_orientation(memoryview(EXIF_TIFF % value)) == 1
 
 
@@ -96,18 +96,18 @@ def test_values_that_the_standard_does_not_know_turn_nothing(value):
         (b"", None),
     ],
 )
-def test_a_block_is_understood_or_not(tiff, expected):
+def test_the_orientation_is_parsed_or_the_header_is_invalid(tiff, expected):
     assert parse_orientation(memoryview(tiff)) == expected
 
 
 @given(st.binary(max_size=200), st.sampled_from(["JPEG", "PNG", "WEBP", "TIFF", "GIF"]))
-def test_whatever_the_bytes_are_there_is_an_answer(content, kind):
+def test_any_bytes_give_a_valid_orientation(content, kind):
     for start in (b"", b"\xff\xd8", encode(Image.new("L", (1, 1)), "PNG")[:33], b"RIFF\0\0\0\0WEBP"):
         assert read_orientation(start + content, kind) in TURNS
 
 
 @given(st.data())
-def test_damage_anywhere_in_a_tag_does_no_harm(data):
+def test_a_damaged_tag_gives_a_valid_orientation(data):
     content = bytearray(encode(picture(), "JPEG", exif=exif(6)))
     for _ in range(data.draw(st.integers(1, 4))):
         content[data.draw(st.integers(2, 60))] = data.draw(st.integers(0, 255))

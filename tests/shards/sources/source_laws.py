@@ -111,7 +111,7 @@ class SourceLaws:
         (tmp_path / "b").rename(tmp_path / "a")
         assert self.list(tmp_path / "a").fingerprint() != before
 
-    def test_nothing_is_said_to_be_nothing(self, tmp_path):
+    def test_a_source_without_samples_is_not_found(self, tmp_path):
         with pytest.raises(NotFoundError):
             self.list(tmp_path / "gone")
         (tmp_path / "empty").mkdir()

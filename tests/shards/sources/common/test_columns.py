@@ -48,7 +48,7 @@ def test_two_image_columns_keep_their_names():
     assert [field.name for field in columns.schema if is_image(field)] == ["left", "right"]
 
 
-def test_a_file_struct_gives_its_bytes_and_minds_its_nulls():
+def test_a_file_struct_gives_its_bytes_and_nulls():
     files = pa.array(
         [None, {"bytes": jpeg(), "path": "a.jpg"}], pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     )
@@ -93,7 +93,7 @@ def test_types_are_kept_but_for_their_encoding(name):
         assert batch.column("column").to_pylist() == values.to_pylist()
 
 
-def test_list_views_are_lists_whatever_their_order_and_nulls():
+def test_list_views_become_lists_in_any_order_and_with_nulls():
     views = pa.ListViewArray.from_arrays(
         [3, 0, 1, 0], [1, 2, 0, 1], pa.array([1, 2, 3, 4]), mask=pa.array([False, False, False, True])
     )
@@ -132,7 +132,7 @@ def test_sizes_of_the_source_make_way_for_measured_ones_only_beside_an_image():
 @pytest.mark.parametrize(
     "values", [["7", "8"], [7, 8], pa.array(["7", "8"]).dictionary_encode(), pa.array(["7", "8"], pa.large_string())]
 )
-def test_a_column_called_key_or_named_as_such_holds_the_keys(values):
+def test_a_column_called_key_or_the_one_of_the_option_holds_the_keys(values):
     for name, options in (("key", {}), ("id", {"key": "id"})):
         columns, batch = mapped({name: values, "x": [1, 2]}, **options)
         assert columns.schema.names == ["key", "x"]

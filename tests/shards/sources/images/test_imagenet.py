@@ -129,7 +129,7 @@ def test_the_training_tar_gives_a_part_per_class_and_every_image_with_its_label(
     assert read(source) == (expected_train(), [])
 
 
-def test_any_part_can_be_read_before_another_and_tells_where_it_lies(root):
+def test_parts_can_be_read_in_any_order_and_have_their_ranges_of_bytes(root):
     url = put(f"{root}/{TRAIN}", train_tar())
     source = ImageNetSource.list(url)
     with fsspec.open(url, "rb") as file:

@@ -228,7 +228,7 @@ def test_raw_images_become_png_without_loss(tmp_path, mosaicml, mode):
     assert opened.convert("L" if mode == "P" else mode).tobytes() == image.tobytes()
 
 
-def test_a_raw_image_that_lies_about_its_size_is_a_bad_sample(tmp_path, mosaicml):
+def test_a_raw_image_with_a_false_size_is_a_bad_sample(tmp_path, mosaicml):
     good = Image.new("RGB", (3, 2))
     bomb = np.array([1 << 31, 1 << 31, 3], np.uint32).tobytes() + b"RGB" + b"x" * 100
     float_image = Image.new("F", (3, 2))
@@ -320,7 +320,7 @@ def test_a_flipped_byte_is_found_by_the_hash_of_the_index(tmp_path, mosaicml, al
     assert f"its {algorithm} is {hashlib.new(algorithm, content).hexdigest()}; the index has" in bad[0].reason
 
 
-def test_hashes_that_hashlib_lacks_are_passed_over(tmp_path):
+def test_hashes_that_hashlib_lacks_are_ignored(tmp_path):
     by_hand(tmp_path)
     index = json.loads((tmp_path / "index.json").read_text())
     index["shards"][0]["raw_data"]["hashes"] = {"xxh64": "0" * 16, "shake_128": "0"}
@@ -366,7 +366,7 @@ def test_bytes_behind_the_last_sample_are_reported(tmp_path):
 
 
 @pytest.mark.parametrize("offsets", [(20, 10, 34, 43), (8, 27, 34, 43), (20, 27, 34, 4_000_000_000)])
-def test_offsets_that_make_no_sense_are_no_crash(tmp_path, offsets):
+def test_invalid_offsets_make_a_bad_sample(tmp_path, offsets):
     raw = bytearray(by_hand(tmp_path))
     source = MdsSource.list(str(tmp_path))
     raw[4:20] = np.array(offsets, "<u4").tobytes()
@@ -398,7 +398,7 @@ def test_keys_come_from_a_column_where_one_is_named(tmp_path, mosaicml):
     assert source.fingerprint() != MdsSource.list(url, SourceOptions(key="t")).fingerprint()
 
 
-def test_a_merged_index_speaks_for_the_folders_below_it(tmp_path):
+def test_a_merged_index_lists_the_shards_of_the_folders_below_it(tmp_path):
     by_hand(tmp_path / "train")
     by_hand(tmp_path / "val", contents=[b"four"])
     shards = []

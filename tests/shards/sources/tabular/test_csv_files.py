@@ -228,7 +228,7 @@ def test_files_without_rows_are_passed_over_unless_all_are(tmp_path):
     assert values(CsvSource.list(str(tmp_path))) == ([{"x": 1}], {})
 
 
-def test_a_header_that_changed_since_is_noticed(tmp_path):
+def test_a_header_that_changed_after_the_listing_is_an_error(tmp_path):
     source = listed(tmp_path, "x\n1\n")
     write(tmp_path, "a.csv", "y\n1\n")
     with pytest.raises(ConfigError, match="changed since it was listed"):

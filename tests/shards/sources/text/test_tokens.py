@@ -136,7 +136,7 @@ def test_the_schema_and_the_fingerprint_name_the_tokenizer(tmp_path, tokenizer_u
     assert len({source.fingerprint(), changed.fingerprint(), smaller.fingerprint()}) == 3
 
 
-def test_a_document_longer_than_a_block_goes_on_in_the_next_without_a_start(tmp_path, tokenizer_url):
+def test_a_document_longer_than_a_block_continues_in_the_next_without_a_start(tmp_path, tokenizer_url):
     (tmp_path / "one.txt").write_text("the cat sat on the mat " * 10)
     source = TokenSource.list(str(tmp_path), SourceOptions(tokenizer=tokenizer_url, block_tokens=8))
     batches, _ = read_all(source)
@@ -268,7 +268,7 @@ def test_a_document_that_is_absurdly_large_is_left_out_with_advice(tmp_path, tok
     assert len(unpack(batches)) == 1
 
 
-def test_what_is_missing_is_said_before_anything_is_read(tmp_path, tokenizer_url):
+def test_missing_files_are_reported_before_a_document_is_read(tmp_path, tokenizer_url):
     write_lines(tmp_path / "a.jsonl", TEXTS, column="content")
     url = str(tmp_path / "a.jsonl")
     with pytest.raises(ConfigError, match=r"expected the URL of a Hugging Face tokenizer.json"):
@@ -287,7 +287,7 @@ def test_what_is_missing_is_said_before_anything_is_read(tmp_path, tokenizer_url
         TokenSource.list(str(tmp_path / "empty"), SourceOptions(tokenizer=tokenizer_url))
 
 
-def test_a_tokenizer_that_changes_after_the_listing_is_noticed(tmp_path):
+def test_a_tokenizer_that_changes_after_the_listing_is_an_error(tmp_path):
     train(tmp_path / "tokenizer.json")
     (tmp_path / "a.txt").write_text("the cat")
     options = SourceOptions(tokenizer=str(tmp_path / "tokenizer.json"))
