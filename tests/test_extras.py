@@ -55,7 +55,7 @@ def test_every_extra_that_a_message_asks_for_exists():
     assert {"onnx", "sign", "ray", "text", "gpu", "images"} <= asked <= EXTRAS.keys()
 
 
-def test_nothing_tells_to_install_datasvc_from_an_index():
+def test_no_message_installs_datasvc_from_an_index():
     for path in [*SOURCES, *GUIDES]:
         text = path.read_text()
         assert re.findall(r"pip install[^\n`]*?['\" ]datasvc(?:\[[\w,-]+\])?['\"\s`]", text) == [], path
@@ -67,7 +67,7 @@ def test_nothing_tells_to_install_datasvc_from_an_index():
     ("url", "package"),
     [("s3://b/k", "s3fs"), ("gs://b/k", "gcsfs"), ("abfs://b/k", "adlfs"), ("hf://b/k", "huggingface_hub")],
 )
-def test_a_store_without_its_driver_says_what_to_install(url, package, monkeypatch):
+def test_the_error_of_a_missing_driver_has_the_packages_to_install(url, package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, url.partition(":")[0], raising=False)
     with pytest.raises(ConfigError, match=rf"pip install '{package}>="):

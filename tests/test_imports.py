@@ -325,7 +325,7 @@ def test_no_modules_import_each_other():
 PACKAGES = sorted(path.parent for path in FILES if path.name == "__init__.py")
 
 
-def test_a_room_says_its_role_and_is_not_too_large():
+def test_a_package_describes_its_role_and_is_not_too_large():
     for package in PACKAGES:
         assert ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))), package
         modules = [path for path in package.glob("*.py") if path.name not in ("__init__.py", "__main__.py")]

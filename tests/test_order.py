@@ -56,7 +56,7 @@ def test_every_epoch_is_a_permutation_and_the_inverse_inverts(sizes, config, epo
 
 
 @given(shard_sizes, configs(), st.integers(0, 50), st.data())
-def test_any_positions_in_any_order_are_what_the_whole_epoch_says(sizes, config, epoch, data):
+def test_any_positions_in_any_order_are_those_of_the_whole_epoch(sizes, config, epoch, data):
     whole = served(AccessOrder(sizes, config, epoch), np.arange(sum(sizes)))
     positions = data.draw(st.lists(st.integers(0, sum(sizes) - 1), max_size=50))
     assert served(AccessOrder(sizes, config, epoch), positions) == [whole[position] for position in positions]

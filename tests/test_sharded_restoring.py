@@ -63,7 +63,7 @@ def size_of(objects):
     return sum(map(len, objects.values()))
 
 
-def test_bad_and_missing_objects_come_from_the_other_repository_and_are_told(stored, tmp_path, caplog):
+def test_bad_and_missing_objects_come_from_the_other_repository_and_are_logged(stored, tmp_path, caplog):
     copy = copy_of(stored, tmp_path / "copy")
     objects = contents(stored)
     gone, *bad = objects

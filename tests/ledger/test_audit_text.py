@@ -38,11 +38,11 @@ def epoch_audit(served, *, masked=0, dropped=0, is_finished=True, never=NONE, re
         (epoch_audit(1406, masked=2, dropped=17), "1,406 of 1,425 served once, 2 masked, 17 dropped by the tail"),
     ],
 )
-def test_a_proof_tells_masked_and_dropped_samples_from_those_that_were_served(epoch, outcome):
+def test_a_proof_counts_masked_and_dropped_samples_apart_from_served_ones(epoch, outcome):
     assert describe_conclusion(epoch) == f"proven: no sample was lost or served twice; {outcome}"
 
 
-def test_an_epoch_that_goes_on_is_described_as_far_as_all_ranks_are():
+def test_an_unfinished_epoch_is_described_up_to_the_position_of_all_ranks():
     text = describe_conclusion(epoch_audit(990, masked=10, is_finished=False))
     assert text == (
         "not finished: in the first 1,000 of 2,000 positions, no sample was lost or served twice; "

@@ -92,7 +92,7 @@ def test_a_new_file_has_a_higher_number_than_all_before(path):
 
 
 @pytest.mark.parametrize("cut", [1, 63, 64, 100])
-def test_an_end_that_a_crash_cut_off_is_said_and_what_is_whole_counts(path, cut):
+def test_records_before_an_end_that_a_crash_cut_off_count(path, cut):
     content = path.read_bytes()
     path.write_bytes(content[:-cut])
     (found,) = read_ledger(path)
@@ -108,7 +108,7 @@ def test_a_hole_at_the_end_is_that_of_a_power_cut(path):
 
 
 @pytest.mark.parametrize("content", [b"", bytes(10), bytes(5 * RECORD_BYTES)])
-def test_a_file_that_a_power_cut_left_empty_says_nothing(path, content):
+def test_a_file_that_a_power_cut_left_empty_is_ignored(path, content):
     (whole,) = read_ledger(path)
     empty, _ = create_ledger_file(path.parent, HEADER)
     empty.write_bytes(content)
@@ -161,7 +161,7 @@ def test_a_later_format_is_refused(path):
         list(read_ledger(path))
 
 
-def test_what_is_no_ledger_is_said(tmp_path, path):
+def test_a_path_without_a_ledger_is_refused(tmp_path, path):
     with pytest.raises(NotFoundError, match="no files of a ledger"):
         list(read_ledger(tmp_path))
     with pytest.raises(NotFoundError, match="neither a folder nor a file"):

@@ -88,7 +88,7 @@ def test_a_file_that_changed_on_the_hub_has_another_stamp(hub):
     assert "" not in stamps
 
 
-def test_what_is_not_on_the_hub_is_not_found_and_the_error_tells_of_the_token(hub, repository):
+def test_a_missing_dataset_of_the_hub_is_not_found_and_the_error_names_the_token(hub, repository):
     with pytest.raises(NotFoundError, match=r"hf://datasets/lab/none.*private.*HF_TOKEN"):
         ingest(repository, "hf://datasets/lab/none", "x")
     write_parquet(hub.folder / "lab" / "pets")

@@ -11,19 +11,15 @@ from datasvc.shards.versions.combine import append_splits
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.merge import merge
 from datasvc.shards.versions.version_entry import describe_tables, read_tables
-from tests.shards.written_versions import TEXT_SCHEMA, write_table, write_version
+from tests.shards.written_versions import TEXT_SCHEMA, texts, write_table, write_version
 
 pytestmark = pytest.mark.usefixtures("warm_workers")
 spawning = multiprocessing.get_context("spawn")
 
 
-def texts(*keys):
-    return [{"key": key, "text": f"text of {key}"} for key in keys]
-
-
 def append(repository, keys):
     """Append as an ingest does: a build callback that combines with whatever is the newest."""
-    new = {"train": write_table(repository.objects, [texts(*keys)], TEXT_SCHEMA)}
+    new = {"train": write_table(repository.objects, [texts(keys)], TEXT_SCHEMA)}
 
     def build(head):
         tables = read_tables(repository, Resolved("datasets", "pets", head))
@@ -47,8 +43,8 @@ def run(url, barrier, action, argument):
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_deletes_appends_and_merges_at_once_all_land(repository, attempt):
-    write_version(repository, "pets", {"train": [texts(*"abcdefgh"), texts(*"ijkl")]})
-    write_version(repository, "more", {"train": [texts("m1", "m2")]})
+    write_version(repository, "pets", {"train": [texts("abcdefgh"), texts("ijkl")]})
+    write_version(repository, "more", {"train": [texts(["m1", "m2"])]})
     actions = [
         ("delete", ["a", "b"]),
         ("delete", ["c", "i"]),
@@ -76,13 +72,13 @@ def work_on_a_line(url, barrier, line, name):
     repository = Repository.open(url)
     barrier.wait(timeout=60)
     for number in range(3):
-        ingest(repository, texts(f"{name}{number}"), line, append=True)
+        ingest(repository, texts([f"{name}{number}"]), line, append=True)
     delete(repository, line, keys=[f"{name}0"])
 
 
 @pytest.mark.slow
 def test_writers_on_two_branches_and_on_the_same_one_at_once_all_land_on_their_line(repository):
-    write_version(repository, "pets", {"train": [texts(*"abc")]})
+    write_version(repository, "pets", {"train": [texts("abc")]})
     for branch in ("one", "two"):
         create_branch(repository, "pets", branch)
     writers = [("pets@one", "p"), ("pets@one", "q"), ("pets@two", "r"), ("pets", "s")]

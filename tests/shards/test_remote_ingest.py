@@ -80,7 +80,7 @@ ingest(Repository.open(sys.argv[1]), sys.argv[2], "pets", shard_bytes=int(sys.ar
 
 
 @pytest.mark.slow
-def test_an_interrupted_remote_ingest_goes_on(repository, remote, source):
+def test_an_interrupted_remote_ingest_is_continued(repository, remote, source):
     where, options = source
     ingest(repository, str(where), "pets", **options)
     there = Repository.create(f"{remote}/repo")
@@ -154,7 +154,7 @@ def test_answers_cut_short_are_never_ingested(repository, remote, source, flaky)
 
 
 @pytest.mark.slow
-def test_a_store_that_fails_for_good_leaves_no_version_and_the_next_try_goes_on(
+def test_a_store_that_fails_leaves_no_version_and_the_next_ingest_continues(
     repository, remote, source, flaky, monkeypatch
 ):
     where, options = source

@@ -54,16 +54,6 @@ def test_equal_samples_give_equal_bytes(given_samples):
     assert write(given_samples) == write(given_samples)
 
 
-def test_statistics_are_those_of_the_samples():
-    _, statistics = write(
-        [
-            {"key": "a", "image": b"123", "width": 7, "height": 2, "label": 0},
-            {"key": "b", "image": b"1", "width": 3, "height": 9, "label": 0},
-        ]
-    )
-    assert (statistics.max_width, statistics.max_height, statistics.max_sample_bytes) == (7, 9, 3)
-
-
 def test_blobs_are_views_of_the_file_and_outlive_its_name(tmp_path):
     path = tmp_path / "shard"
     path.write_bytes(write([{"key": "a", "image": b"pixels", "width": 1, "height": 1, "label": 0}])[0])
@@ -139,17 +129,6 @@ def test_statistics_and_batches_cover_the_whole_shard_whatever_its_number_of_bat
     assert pa.ipc.open_file(raw).num_record_batches == 5  # one, then two at a time
 
 
-def test_blobs_larger_than_a_batch_and_shards_of_many_batches_read_back(monkeypatch):
-    monkeypatch.setattr("datasvc.shards.format.writer.BATCH_BYTES", 200)
-    blobs = [bytes([number]) * size for number, size in enumerate([150, 900, 10, 190, 2000, 0, 70, 80, 90])]
-    raw, _ = write([{"key": "", "image": blob, "width": 1, "height": 1, "label": n} for n, blob in enumerate(blobs)])
-    shard = Shard.from_bytes(raw, "test")
-    rows = np.array([8, 0, 3, 2, 1, 4, 7, 5, 6])
-    assert [view.tobytes() for view in shard.blobs("image", rows)] == [blobs[row] for row in rows]
-    assert [shard.sample(row)["image"] for row in range(9)] == blobs
-    assert shard.values("label").tolist() == list(range(9))
-
-
 NULLABLE = shard_schema(
     [
         pa.field("key", pa.string(), nullable=False),
@@ -187,7 +166,7 @@ def test_a_blob_column_that_a_shard_lacks_is_null_throughout():
     assert [view.tobytes() for view in shard.blobs("thumbnail", np.array([0, 0]))] == [b"", b""]
 
 
-def test_values_keep_their_type_beside_nulls_and_say_which_rows_have_one(monkeypatch):
+def test_values_keep_their_type_beside_nulls(monkeypatch):
     monkeypatch.setattr("datasvc.shards.format.writer.BATCH_BYTES", 5)  # several record batches
     scores, flags = [7, None, 9, 4], [True, False, None, True]
     given_samples = [

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from datasvc.repository import Resolved
+from datasvc.shards import open_dataset
 from datasvc.shards.format.digests import digest_batch
 from datasvc.shards.format.reader import open_shard
 from datasvc.shards.format.sample_index import SampleIndex
@@ -70,6 +71,38 @@ def describe_table(objects, table):
         "bytes": table.size_bytes,
         "shards": table.num_shards,
     }
+
+
+def texts(keys, text="text of {}"):
+    """Return a sample of `TEXT_SCHEMA` for each key."""
+    return [{"key": key, "text": text.format(key)} for key in keys]
+
+
+def labelled(**labels):
+    """Return a sample of `LABELLED_SCHEMA` for each key and its label."""
+    return [{"key": key, "blob": b"blob of " + key.encode(), "label": label} for key, label in labels.items()]
+
+
+def keys_of(repository, ref):
+    """Return the keys of a version by split, in the order of the table."""
+    return {name: [sample["key"] for sample in split] for name, split in open_dataset(repository, ref).items()}
+
+
+def commit_between(monkeypatch, repository, other):
+    """Call `other`, which commits, after the first entry for data sets is built and before it is appended."""
+    log = type(repository.versions("datasets", "any"))
+    append, others = log.append, [other]
+
+    def append_late(self, build, **options):
+        def build_late(head):
+            content = build(head)
+            while others:
+                others.pop()()
+            return content
+
+        return append(self, build_late, **options)
+
+    monkeypatch.setattr(log, "append", append_late)
 
 
 def write_version(repository, name, splits, schema=TEXT_SCHEMA, classes=(), *, indexed=True, message="", bad=()):

@@ -20,7 +20,7 @@ from datasvc.keyed_random import Integers
 from datasvc.shards.export.destination import Destination
 from datasvc.shards.format.digests import blob_views
 from datasvc.shards.format.reader import python_values
-from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob
+from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob, is_list
 from datasvc.shards.versions.dataset import Split, open_listed_shard
 
 # Types whose values are JSON scalars.
@@ -32,7 +32,6 @@ _PLAIN_JSON: Final = (
     pa.types.is_string,
     pa.types.is_large_string,
 )
-_LISTS: Final = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
 
 @dataclass(frozen=True)
@@ -203,16 +202,6 @@ def check_images(export_format: str, split: Split) -> None:
             f"{export_format} holds images, but {split} has no column {IMAGE!r} of images; formats that can: "
             "webdataset, parquet, mds, tfrecord"
         )
-
-
-def is_text(data_type: pa.DataType) -> bool:
-    """Return whether values are strings."""
-    return bool(pa.types.is_string(data_type) or pa.types.is_large_string(data_type))
-
-
-def is_list(data_type: pa.DataType) -> bool:
-    """Return whether values are lists, of fixed length or not."""
-    return any(check(data_type) for check in _LISTS)
 
 
 def is_json(data_type: pa.DataType) -> bool:

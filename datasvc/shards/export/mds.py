@@ -24,13 +24,11 @@ from datasvc.shards.export.export_format import (
     encode_json,
     given_columns,
     is_json,
-    is_list,
-    is_text,
     refused_column,
     refused_null,
 )
 from datasvc.shards.format.digests import blob_views
-from datasvc.shards.format.schema import IMAGE, KEY, is_blob
+from datasvc.shards.format.schema import IMAGE, KEY, is_blob, is_list, is_text
 from datasvc.shards.versions.dataset import Split
 
 _VERSION: Final = 2

@@ -21,12 +21,10 @@ from datasvc.shards.export.export_format import (
     WrittenFiles,
     given_columns,
     is_json,
-    is_list,
-    is_text,
     refused_column,
     refused_null,
 )
-from datasvc.shards.format.schema import KEY, is_blob
+from datasvc.shards.format.schema import KEY, is_blob, is_list, is_text
 from datasvc.shards.sources.common.protobuf import bytes_field, packed_varints
 from datasvc.shards.sources.records.tfrecord import masked_crc
 from datasvc.shards.versions.dataset import Split

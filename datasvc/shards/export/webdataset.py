@@ -30,10 +30,9 @@ from datasvc.shards.export.export_format import (
     given_columns,
     is_json,
     is_label,
-    is_text,
     refused_column,
 )
-from datasvc.shards.format.schema import IMAGE, KEY, is_blob
+from datasvc.shards.format.schema import IMAGE, KEY, is_blob, is_text
 from datasvc.shards.versions.dataset import Split
 
 _BLOCK_BYTES: Final = 512

@@ -23,11 +23,20 @@ import numpy.typing as npt
 import pyarrow as pa
 from xxhash import xxh3_128_digest
 
-from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, WIDTH, is_blob, is_gathered, offset_dtype
+from datasvc.shards.format.schema import (
+    HEIGHT,
+    IMAGE,
+    KEY,
+    WIDTH,
+    is_blob,
+    is_gathered,
+    is_list,
+    is_text,
+    offset_dtype,
+)
 
 DIGEST_BYTES: Final = 16
 _LENGTH: Final = struct.Struct("<q")
-_LISTS: Final = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 # Types whose encoding changed with format 3 of the sample index.
 _UNITS: Final = (
     pa.types.is_date,
@@ -153,10 +162,10 @@ def encode_array(array: pa.Array, encode_leaf: EncodeLeaf | None = None) -> list
         return _encode_lists(
             array, [b"[" + encode_items([key, value]) for key, value in zip(keys, values, strict=True)]
         )
-    if any(is_list(data_type) for is_list in _LISTS):
+    if is_list(data_type):
         return _encode_lists(array, encode_array(array.flatten(), encode_leaf))  # without the values of null lists
     if is_gathered(data_type):
-        if pa.types.is_string(data_type) or pa.types.is_large_string(data_type):
+        if is_text(data_type):
             return [None if text is None else b"s" + text.encode() for text in array.to_pylist()]
         return [None if view is None else b"\2" + digest_blob(view) for view in blob_views(array)]
     if any(is_kind(data_type) for is_kind in _UNITS):

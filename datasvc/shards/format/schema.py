@@ -91,6 +91,17 @@ def is_gathered(data_type: pa.DataType) -> bool:
     return any(check(data_type) for check in checks)
 
 
+def is_text(data_type: pa.DataType) -> bool:
+    """Return whether values are strings."""
+    return bool(pa.types.is_string(data_type) or pa.types.is_large_string(data_type))
+
+
+def is_list(data_type: pa.DataType) -> bool:
+    """Return whether values are lists, of fixed length or not."""
+    checks = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(check(data_type) for check in checks)
+
+
 def offset_dtype(data_type: pa.DataType) -> type[np.int32 | np.int64]:
     """Return the type of the offsets in Arrow arrays of blobs, texts, lists or maps."""
     checks = (pa.types.is_large_binary, pa.types.is_large_string, pa.types.is_large_list)

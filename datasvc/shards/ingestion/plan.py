@@ -37,17 +37,7 @@ _UNITS_PER_SPLIT = 8
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """The settings that, together with the source, determine the bytes of every shard.
-
-    Attributes:
-        shard_bytes: size of the samples in a full shard.
-        decode_check: decode every image completely, instead of checking its header and its end. Damage that JPEG
-            decoders repair is then an error.
-        reencoding: how images are made smaller, if at all.
-        keep_order: keep the source's order instead of assigning samples to shards by a permutation.
-        seed: seed of that permutation.
-        val_fraction: fraction of "train" that becomes "val", chosen by the hash of each key.
-        limit: read only the first samples of each split, up to this number; bad samples count too. None: read all.
+    """The settings that, together with the source, determine the bytes of every shard; see `IngestSettings`.
 
     Raises:
         ConfigError: a value is out of range.

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from datasvc.errors import ConfigError
 from datasvc.printable import json_value
 from datasvc.repository import Repository
-from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob, measured_columns
+from datasvc.shards.format.schema import HEIGHT, IMAGE, KEY, LABEL, WIDTH, is_blob, is_text, measured_columns
 from datasvc.shards.query.query import choose_shards, open_query, open_sizes, quote_name, quote_text
 from datasvc.shards.query.sample_page import default_split
 from datasvc.shards.query.sample_reader import NumberedSamples
@@ -300,9 +300,8 @@ def _of_values(values: pa.Array, expression: str, bins: int, facts: Mapping[str,
         ) from error
     counted = [(item["values"], item["counts"]) for item in pc.value_counts(texts.drop_null()).to_pylist()]
     shown = sorted(counted, key=lambda item: (-item[1], item[0]))[:bins]
-    is_text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type)
     # A value of another type, such as a date, is compared as DuckDB writes it.
-    operand = expression if is_text else f"cast({expression} as varchar)"
+    operand = expression if is_text(values.type) else f"cast({expression} as varchar)"
     bars = [Bin(text, count, f"{operand} = {quote_text(text)}") for text, count in shown]
     other = len(texts) - texts.null_count - sum(count for _, count in shown)
     return Histogram(**facts, kind="values", bins=bars, other=other, null=texts.null_count, low=None, high=None)

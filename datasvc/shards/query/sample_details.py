@@ -55,8 +55,7 @@ class Duplicates:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values."""
-        samples = [sample._asdict() for sample in self.samples]
-        return {"samples": samples, "searched_shards": self.searched_shards, "num_shards": self.num_shards}
+        return vars(self) | {"samples": [sample._asdict() for sample in self.samples]}
 
 
 @dataclass(frozen=True)
@@ -79,15 +78,9 @@ class SampleDetails:
 
     def to_json(self) -> dict[str, Any]:
         """Return the sample as JSON values, as `datasvc sample --json` prints them."""
-        place = {
-            "shard": self.place.shard,
-            "shard_digest": self.place.shard_digest,
-            "row": self.place.row,
-            "sample_digest": self.place.sample_digest,
-            "payload_digest": self.place.payload_digest,
-        }
         names = {"version": self.version, "split": self.split}
-        return names | summary_to_json(self.sample) | {"place": place, "duplicates": self.duplicates.to_json()}
+        stored = {"place": dict(vars(self.place)), "duplicates": self.duplicates.to_json()}
+        return names | summary_to_json(self.sample) | stored
 
 
 def read_sample(

@@ -54,18 +54,7 @@ class SamplePage:
 
     def to_json(self) -> dict[str, Any]:
         """Return the page as JSON values, as `datasvc samples --json` prints them."""
-        return {
-            "version": self.version,
-            "split": self.split,
-            "where": self.where,
-            "order": self.order,
-            "start": self.start,
-            "samples": [summary_to_json(sample) for sample in self.samples],
-            "num_samples": self.num_samples,
-            "searched_shards": self.searched_shards,
-            "num_shards": self.num_shards,
-            "next_start": self.next_start,
-        }
+        return vars(self) | {"samples": [summary_to_json(sample) for sample in self.samples]}
 
 
 def summary_to_json(sample: SampleSummary) -> dict[str, Any]:

@@ -122,7 +122,7 @@ class ExportLaws:
         with pytest.raises(ConfigError, match="holds a finished export"):
             exported(dataset, url, self.format)
 
-    def test_a_folder_that_holds_anything_is_left_alone(self, repository, tmp_path):
+    def test_a_folder_with_other_files_stays_unchanged(self, repository, tmp_path):
         dataset = write_photos(repository)
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "notes.txt").write_text("mine")

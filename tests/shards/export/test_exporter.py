@@ -90,7 +90,7 @@ def test_any_number_of_workers_writes_the_same_files(repository, tmp_path, expor
     assert (progress.totals, progress.total) == ([size_bytes, size_bytes], 2 * size_bytes)
 
 
-def test_the_summary_says_what_is_there(repository, tmp_path):
+def test_the_summary_describes_the_exported_splits(repository, tmp_path):
     dataset = write_photos(repository)
     exported(dataset, tmp_path / "out", "webdataset", split="val")
     assert summary_of(tmp_path / "out") == {
@@ -139,7 +139,7 @@ def test_a_killed_tidying_up_is_finished(repository, tmp_path, monkeypatch):
     "export_format",
     [each if each == "webdataset" else pytest.param(each, marks=pytest.mark.slow) for each in FORMATS],
 )
-def test_a_killed_export_goes_on_and_ends_as_if_nothing_had_happened(repository, tmp_path, export_format):
+def test_a_killed_export_is_continued_to_the_same_files(repository, tmp_path, export_format):
     dataset = write_photos(repository, [f"cat/{number}" for number in range(9)], shards=3)
     runs = 0
     while True:
@@ -185,7 +185,7 @@ def test_workers_end_with_the_process_that_started_them(repository, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_an_error_after_which_the_export_goes_on(repository, tmp_path, monkeypatch):
+def test_an_export_continues_after_the_error_of_a_killed_worker(repository, tmp_path, monkeypatch):
     dataset = write_photos(repository, [f"{number}" for number in range(20)], shards=10)
     (tmp_path / "site").mkdir()
     # Python runs this file when a worker starts.

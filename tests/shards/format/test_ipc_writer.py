@@ -61,7 +61,7 @@ def check(raw, layout):
 
 
 @given(samples, st.sampled_from([200, 4 << 20]), st.booleans())
-def test_record_batches_lie_where_the_layout_says_and_are_what_it_says(given_samples, batch_bytes, by_column):
+def test_the_layout_has_the_positions_and_contents_of_record_batches(given_samples, batch_bytes, by_column):
     sink = io.BytesIO()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasvc.shards.format.writer.BATCH_BYTES", batch_bytes)
@@ -112,7 +112,7 @@ def test_a_batch_of_which_one_column_of_blobs_is_not_recognised_has_a_digest():
     assert check(sink.getvalue(), file.layout) == 0
 
 
-def test_a_batch_that_is_a_slice_of_larger_arrays_is_what_the_layout_says():
+def test_the_layout_of_a_batch_that_is_a_slice_of_larger_arrays_is_right():
     rows = [{"key": str(n), "image": bytes([n]) * 9000, "score": n, "mask": None} for n in range(9)]
     whole = pa.RecordBatch.from_pylist(rows, SCHEMA)
     sink = io.BytesIO()

@@ -94,7 +94,7 @@ def test_a_disk_that_does_not_answer_is_an_error(path, monkeypatch):
         shard.read(view, np.empty(SIZE, np.uint8))
 
 
-def test_a_read_that_returns_less_than_asked_goes_on(path, monkeypatch):
+def test_a_short_read_is_continued(path, monkeypatch):
     shard = Shard.map(path)
     view = shard.blobs("image", ROWS)[2]
     preadv = os.preadv
@@ -132,7 +132,7 @@ def test_a_process_that_may_have_more_descriptors_takes_them(path, few_descripto
     assert all(len(file.mapping) for file in files)
 
 
-def test_a_process_that_may_not_is_told_so(path):
+def test_a_process_that_cannot_raise_its_limit_gets_an_error(path):
     code = """
 import os, resource, sys
 from datasvc.errors import UnavailableError

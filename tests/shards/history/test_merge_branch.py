@@ -11,7 +11,7 @@ from datasvc.shards.history.rename import name_classes
 from datasvc.shards.history.three_way import MergeConflict
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.merge import merge
-from tests.shards.written_versions import LABELLED_SCHEMA, write_version
+from tests.shards.written_versions import LABELLED_SCHEMA, commit_between, labelled, write_version
 
 
 def texts(keys, text="old"):
@@ -247,10 +247,6 @@ def test_samples_that_a_merge_brings_into_two_splits_are_refused(repository):
     assert len(report.overlaps) == 1
 
 
-def labelled(**labels):
-    return [{"key": key, "blob": key.encode(), "label": label} for key, label in labels.items()]
-
-
 def test_classes_of_both_sides_keep_their_names(repository):
     write_version(repository, "pets", {"train": [labelled(a=0, b=1)]}, LABELLED_SCHEMA, ["ant", "bee"])
     create_branch(repository, "pets", "work")
@@ -277,19 +273,7 @@ def test_class_names_alone_are_merged(repository):
 
 def test_a_merge_that_loses_a_race_is_made_again_with_what_the_other_committed(pets, monkeypatch):
     put(pets, "pets@work", "a", "work")
-    log = type(pets.versions("datasets", "pets"))
-    append, others = log.append, [lambda: put(pets, "pets", "bz", "main")]
-
-    def append_after_another(self, build, **options):
-        def build_late(head):
-            built = build(head)
-            while others:
-                others.pop()()
-            return built
-
-        return append(self, build_late, **options)
-
-    monkeypatch.setattr(log, "append", append_after_another)
+    commit_between(monkeypatch, pets, lambda: put(pets, "pets", "bz", "main"))
     report = merge_branch(pets, "pets@work", "pets")
     assert (str(report.ours), str(report.version)) == ("pets@3", "pets@4")
     assert content(pets, "pets") == {**dict.fromkeys("cdefgh", "old"), "a": "work", "b": "main", "z": "main"}
@@ -298,23 +282,13 @@ def test_a_merge_that_loses_a_race_is_made_again_with_what_the_other_committed(p
 def test_a_commit_to_another_line_meanwhile_does_not_make_a_writer_build_again(pets, monkeypatch):
     from datasvc.shards.versions import delete as module
 
-    log, calls = type(pets.versions("datasets", "pets")), []
-    append, others = log.append, [lambda: put(pets, "pets", "z", "main")]
+    calls = []
     build = module._DeleteBuild.__call__
     monkeypatch.setattr(
         module._DeleteBuild, "__call__", lambda self, parent: calls.append(parent) or build(self, parent)
     )
 
-    def append_after_another(self, build, **options):
-        def build_late(head):
-            built = build(head)
-            while others:
-                others.pop()()
-            return built
-
-        return append(self, build_late, **options)
-
-    monkeypatch.setattr(log, "append", append_after_another)
+    commit_between(monkeypatch, pets, lambda: put(pets, "pets", "z", "main"))
     assert str(delete(pets, "pets@work", keys=["a"]).version) == "pets@3"
     assert calls == [pets.resolve("datasets", "pets@1")]
     assert pets.versions("datasets", "pets").read(3).content["lines"] == {"": 2}

@@ -22,17 +22,13 @@ from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.describe import describe_version
 from datasvc.shards.versions.merge import merge
 from datasvc.shards.versions.verify import verify
-from tests.shards.written_versions import write_version
-
-
-def texts(*keys):
-    return [{"key": key, "text": f"text of {key}"} for key in keys]
+from tests.shards.written_versions import texts, write_version
 
 
 @pytest.fixture
 def pets(repository):
     """pets@1 to pets@3, of which pets@2 is removed; tags old, stable (moved) and gone (deleted)."""
-    write_version(repository, "pets", {"train": [texts("a", "b"), texts("c")]})
+    write_version(repository, "pets", {"train": [texts("ab"), texts("c")]})
     delete(repository, "pets", keys=["a"])
     delete(repository, "pets", keys=["b"])
     repository.tag("datasets", "pets@3", "stable")
@@ -204,7 +200,7 @@ def test_a_version_that_another_process_commits_to_the_new_name_is_not_overwritt
 def stop_before(monkeypatch, repository, step, *names):
     """Rename, but end the process before a step."""
 
-    def stop(*_args):
+    def stop(*_arguments, **_options):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -345,7 +341,7 @@ def check_branched(repository):
         delete(repository, "pets@work", keys=["c"])
 
 
-def test_branches_move_with_their_data_set_and_go_on_there(branched):
+def test_branches_move_with_their_data_set_and_continue_there(branched):
     rename(branched, "pets", "animals")
     check_branched(branched)
     write_version(branched, "x", {"train": [texts("n")]})
@@ -357,13 +353,7 @@ def test_branches_move_with_their_data_set_and_go_on_there(branched):
 
 @pytest.mark.parametrize("step", ["_copy_versions", "_end_moves", "remove_untagged"])
 def test_an_interrupted_rename_is_finished_with_its_branches(branched, monkeypatch, step):
-    def stop(*_arguments, **_options):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(f"datasvc.shards.history.rename.{step}", stop)
-        with pytest.raises(KeyboardInterrupt):
-            rename(branched, "pets", "animals")
+    stop_before(monkeypatch, branched, step, "pets", "animals")
     # Meanwhile, nothing is committed to the branch of the old name.
     with pytest.raises((ConflictError, NotFoundError), match=r"was renamed to animals|has no (branch|tag)"):
         delete(branched, "pets@work", keys=["c"])

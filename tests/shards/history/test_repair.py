@@ -9,16 +9,12 @@ from datasvc.shards import open_dataset
 from datasvc.shards.history.repair import repair_dataset
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.verify import verify
-from tests.shards.written_versions import write_version
-
-
-def texts(*keys):
-    return [{"key": key, "text": f"text of {key}"} for key in keys]
+from tests.shards.written_versions import texts, write_version
 
 
 @pytest.fixture
 def pets(repository):
-    write_version(repository, "pets", {"train": [texts("a", "b"), texts("c")], "val": [texts("v")]})
+    write_version(repository, "pets", {"train": [texts("ab"), texts("c")], "val": [texts("v")]})
     delete(repository, "pets", keys=["a"])
     return repository
 

@@ -4,25 +4,16 @@ import pytest
 
 from datasvc.errors import ConfigError, NotFoundError
 from datasvc.repository.removal import remove_versions
-from datasvc.shards import open_dataset
 from datasvc.shards.history.revert import revert
 from datasvc.shards.versions.delete import delete
-from tests.shards.written_versions import write_version
-
-
-def texts(*keys):
-    return [{"key": key, "text": f"text of {key}"} for key in keys]
+from tests.shards.written_versions import keys_of, texts, write_version
 
 
 @pytest.fixture
 def pets(repository):
-    write_version(repository, "pets", {"train": [texts("a", "b"), texts("c")], "val": [texts("v")]})
+    write_version(repository, "pets", {"train": [texts("ab"), texts("c")], "val": [texts("v")]})
     delete(repository, "pets", keys=["a"])
     return repository
-
-
-def keys_of(repository, ref):
-    return {name: [sample["key"] for sample in split] for name, split in open_dataset(repository, ref).items()}
 
 
 def test_a_revert_commits_an_old_version_again_without_a_new_object(pets):

@@ -97,7 +97,7 @@ def test_bad_images_are_named_and_nothing_is_committed(repository, folder, conte
     assert repository.names("datasets") == []
 
 
-def test_bad_images_are_left_out_and_reported_when_asked(repository, folder):
+def test_on_bad_skip_leaves_bad_images_out_and_reports_them(repository, folder):
     (folder / "train" / "b" / "bad.jpg").write_bytes(b"")
     report = ingest(repository, str(folder), "pets", on_bad="skip")
     assert [(bad.split, bad.key, bad.reason) for bad in report.bad] == [("train", "b/bad.jpg", "empty file")]
@@ -120,7 +120,7 @@ def test_files_that_are_no_images_are_counted(repository, folder):
     assert dict(ingest(repository, str(folder), "pets").ignored) == {".txt": 1, "(none)": 1}
 
 
-def test_a_source_that_is_not_there_or_empty_says_so(repository, tmp_path):
+def test_a_missing_or_empty_source_is_refused(repository, tmp_path):
     with pytest.raises(NotFoundError, match="there is no file or folder"):
         ingest(repository, str(tmp_path / "missing"), "pets")
     (tmp_path / "empty").mkdir()

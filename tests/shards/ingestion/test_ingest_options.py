@@ -226,7 +226,7 @@ def test_a_limit_takes_the_first_samples_of_each_split(repository, folder, tars)
 
 
 @pytest.mark.usefixtures("warm_workers")
-def test_the_source_s_order_is_kept_when_asked(repository, folder, tars):
+def test_keep_order_keeps_the_order_of_the_source(repository, folder, tars):
     ingest(repository, str(folder), "pets", keep_order=True, shard_bytes=4000, workers=2)
     assert keys(repository, "pets") == sorted(keys(repository, "pets"))
     ingest(repository, str(tars), "tars", keep_order=True, shard_bytes=4000, workers=2)
@@ -236,7 +236,7 @@ def test_the_source_s_order_is_kept_when_asked(repository, folder, tars):
 
 
 @pytest.mark.parametrize("kind", ["listed", "streamed"])
-def test_images_are_made_smaller_only_when_asked(repository, tmp_path, kind):
+def test_max_side_and_quality_make_images_smaller(repository, tmp_path, kind):
     wide, small = jpeg(300, 100, seed=1), jpeg(60, 40, seed=2)
     if kind == "listed":
         source = tmp_path / "source"
@@ -291,7 +291,7 @@ def test_append_to_nothing_is_the_first_version(repository, folder):
     assert str(ingest(repository, str(folder), "pets", append=True).version) == "pets@1"
 
 
-def test_append_refuses_keys_that_are_there_unless_told_which_stays(repository, folder):
+def test_append_refuses_keys_of_the_data_set_without_on_common(repository, folder):
     ingest(repository, str(folder), "pets")
     with pytest.raises(ConflictError, match=r"20 keys are on both sides"):
         ingest(repository, str(folder), "pets", append=True)
@@ -404,7 +404,7 @@ def test_python_samples_that_do_not_fit_are_named(repository):
 @pytest.mark.parametrize(
     ("samples", "error"), [([], NotFoundError), ([1, 2], ConfigError), ([{"a": 1}, {"a": "x"}], ConfigError)]
 )
-def test_python_samples_without_sense_are_refused(repository, samples, error):
+def test_python_samples_of_no_or_mixed_types_are_refused(repository, samples, error):
     with pytest.raises(error):
         ingest(repository, samples, "made")
     assert repository.names("datasets") == []
@@ -437,14 +437,14 @@ def test_a_dry_run_estimates_the_time_of_what_an_ingest_reads(tmp_path, monkeypa
     assert limited.seconds == pytest.approx(0.25)
 
 
-def test_the_shards_of_a_source_that_knows_its_samples_are_an_estimate(tmp_path):
+def test_the_shards_of_a_source_with_a_number_of_samples_are_an_estimate(tmp_path):
     pq.write_table(pa.table({"key": ["a", "b"], "text": ["x", "y"]}), tmp_path / "rows.parquet")
     plan = dry_run_ingest(None, open_source(str(tmp_path / "rows.parquet")), "texts")
     assert (plan.num_samples, plan.is_estimate, plan.has_estimated_shards) == ({"train": 2}, False, True)
 
 
 @pytest.mark.parametrize("kind", ["listed", "streamed"])
-def test_a_dry_run_says_what_an_ingest_then_does(repository, folder, tars, kind):
+def test_a_dry_run_predicts_the_result_of_the_ingest(repository, folder, tars, kind):
     source = open_source(str(folder if kind == "listed" else tars))
     plan = dry_run_ingest(None, source, "pets", shard_bytes=4000)
     report = ingest(repository, source, "pets", shard_bytes=4000)

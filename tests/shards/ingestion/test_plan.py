@@ -50,7 +50,7 @@ def test_every_part_is_in_one_unit_and_only_the_last_unit_is_small(given, size, 
         assert len(rest) < least or sum(part.size_bytes for part in rest) < size
 
 
-def test_files_and_parts_keep_their_order_when_asked():
+def test_keep_order_keeps_the_order_of_files_and_parts():
     plans = plan_shards(listed([1] * 10), 3, seed=5, keep_order=True)
     assert [int(file.key) for plan in plans for file in plan] == list(range(10))
     groups = group_parts(parts([1] * 10), 3, seed=5, keep_order=True, together=False)

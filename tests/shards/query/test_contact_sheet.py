@@ -57,7 +57,7 @@ def test_a_preview_has_values_sizes_and_the_name_of_the_class(train):
     assert third.class_name is None
 
 
-def test_only_as_many_samples_as_asked_and_no_deleted_ones_are_shown(train, repository):
+def test_a_limited_number_of_live_samples_is_shown(train, repository):
     assert [sample.key for sample in preview_samples(train, 2)] == ["a.jpg", "b.jpg"]
     assert list(preview_samples(train, 0)) == []
     delete(repository, "pets", keys=["a.jpg"])
@@ -137,7 +137,7 @@ def test_nothing_in_a_sample_can_leave_its_caption(repository, tmp_path):
     assert "default-src 'none'" in policy
 
 
-def test_an_image_that_does_not_decode_is_said_and_the_others_are_shown(repository, tmp_path):
+def test_an_image_that_does_not_decode_is_shown_as_its_error_beside_the_others(repository, tmp_path):
     samples = [image_sample("bad", image=jpeg()[:200]), image_sample("good")]
     write_version(repository, "pets", {"train": [samples]}, image_schema(labelled=True), ("cat",))
     path = tmp_path / "sheet.html"

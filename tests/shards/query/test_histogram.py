@@ -143,7 +143,7 @@ def test_values_that_are_not_countable_are_refused_and_not_listed(odd, column):
     assert list_columns(open_dataset(odd, "odd")["train"]) == ["order", "group", "end", "user"]
 
 
-def test_a_wrong_expression_says_what_the_columns_are(pets):
+def test_the_error_of_a_wrong_expression_lists_the_columns(pets):
     with pytest.raises(ConfigError, match=r"'scor'.*the columns are key, blob, score"):
         histogram(pets, "pets", "scor")
     with pytest.raises(ConfigError, match="bins is 0"):

@@ -134,7 +134,7 @@ def test_samples_are_sorted_among_the_shards_that_are_read(pets):
     assert choose_shards(5, 2).tolist() == [1, 3]
 
 
-def test_an_invalid_condition_or_order_says_why_and_reaches_nothing_else(pets):
+def test_an_invalid_condition_or_order_is_refused_with_its_reason(pets):
     with pytest.raises(ConfigError, match=r"'labl = 1'.*pets@1/train.*labl.*columns are key, blob, label"):
         read_page(pets, "pets", where="labl = 1")
     with pytest.raises(ConfigError, match="cannot be evaluated"):

@@ -18,7 +18,15 @@ from datasvc.shards.versions.combine import append_splits, append_table, combine
 from datasvc.shards.versions.deletions import delete_samples
 from datasvc.shards.versions.keys import SplitKeys, find_common_keys
 from datasvc.shards.versions.labels import combine_classes, map_labels, plan_labels
-from tests.shards.written_versions import LABELLED_SCHEMA, TEXT_SCHEMA, read_samples, write_shard, write_table
+from tests.shards.written_versions import (
+    LABELLED_SCHEMA,
+    TEXT_SCHEMA,
+    labelled,
+    read_samples,
+    texts,
+    write_shard,
+    write_table,
+)
 
 KEY = pa.field("key", pa.string(), nullable=False)
 
@@ -26,14 +34,6 @@ KEY = pa.field("key", pa.string(), nullable=False)
 @pytest.fixture
 def objects(tmp_path):
     return Objects(Storage(str(tmp_path / "store")))
-
-
-def texts(keys, text="text of {}"):
-    return [{"key": key, "text": text.format(key)} for key in keys]
-
-
-def labelled(**labels):
-    return [{"key": key, "blob": b"blob of " + key.encode(), "label": label} for key, label in labels.items()]
 
 
 def keys_of(objects, table):
@@ -247,7 +247,7 @@ def test_a_conflict_of_many_keys_names_ten_and_counts_the_rest(objects):
         append_table(objects, table, table)
 
 
-def test_of_a_common_key_the_old_or_the_new_sample_stays_as_told(objects):
+def test_on_common_chooses_the_old_or_the_new_sample_of_a_key(objects):
     head, new = sides(objects)
     kept = append_table(objects, head, new, on_common="keep")
     assert read_samples(objects, kept) == [*texts("abcd"), *texts("e")]

@@ -71,7 +71,7 @@ def test_numbers_out_of_range_are_an_index_error(split, number):
         split[number]
 
 
-def test_an_unknown_split_says_which_there_are(split):
+def test_the_error_of_an_unknown_split_lists_the_splits(split):
     with pytest.raises(NotFoundError, match="no split 'test'; it has: train, val"):
         open_dataset(split.repository, "pets")["test"]
 
@@ -110,7 +110,7 @@ def test_a_remote_repository_is_read_the_same(split, tmp_path):
     assert [sample["label"] for sample in open_dataset(repository, "pets")["train"]] == [0, 2] * 6 + [0]
 
 
-def test_a_log_is_asked_for_by_name_alone(split):
+def test_a_log_has_no_version_in_its_name(split):
     assert [entry.number for entry in split.repository.entries("datasets", "pets")] == [1]
     with pytest.raises(ConfigError, match="give the name alone: pets"):
         split.repository.entries("datasets", "pets@1")

@@ -11,15 +11,11 @@ from hypothesis.extra.numpy import arrays
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.shards.format.shard_table import ShardTable
 from datasvc.shards.versions.deletions import Deletions, delete_samples, load_deletions
-from tests.shards.written_versions import LABELLED_SCHEMA, TEXT_SCHEMA, write_table
+from tests.shards.written_versions import LABELLED_SCHEMA, TEXT_SCHEMA, texts, write_table
 
 flags = st.dictionaries(
     st.integers(0, 50), st.integers(1, 40).flatmap(lambda size: arrays(np.bool_, size)), max_size=8
 )
-
-
-def texts(*keys):
-    return [{"key": key, "text": f"text of {key}"} for key in keys]
 
 
 def labelled(*labels):
@@ -29,7 +25,7 @@ def labelled(*labels):
 @pytest.fixture
 def table(repository):
     """Three shards: abc, de, f."""
-    return write_table(repository.objects, [texts(*"abc"), texts(*"de"), texts("f")], TEXT_SCHEMA)
+    return write_table(repository.objects, [texts("abc"), texts("de"), texts("f")], TEXT_SCHEMA)
 
 
 @given(flags)
@@ -67,7 +63,7 @@ def test_rows_that_are_kept_in_memory_are_bounded(monkeypatch):
         assert sum(map(len, deletions._cached.values())) == deletions._num_cached_rows <= 10
 
 
-def test_rows_asked_for_again_are_not_computed_again():
+def test_kept_rows_are_computed_once():
     deletions = Deletions.build({0: np.array([True, False])})
     assert deletions.kept_rows(0) is deletions.kept_rows(0)
 

@@ -5,7 +5,7 @@ import pytest
 from datasvc.shards import open_dataset
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.describe import count_classes, describe_dataset, shared_bytes
-from tests.shards.written_versions import LABELLED_SCHEMA, write_version
+from tests.shards.written_versions import LABELLED_SCHEMA, texts, write_version
 
 
 def test_an_overview_counts_what_is_live_and_what_is_stored(repository):
@@ -39,10 +39,6 @@ def test_an_overview_counts_what_is_live_and_what_is_stored(repository):
 def test_every_label_is_counted_under_a_name_of_its_own(labels, classes, expected):
     assert count_classes(labels, classes) == expected
     assert sum(count_classes(labels, classes).values()) == sum(labels.values())
-
-
-def texts(keys):
-    return [{"key": key, "text": f"text of {key}"} for key in keys]
 
 
 def test_each_version_has_its_total_its_new_and_its_unique_bytes(repository):

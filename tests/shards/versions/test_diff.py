@@ -15,17 +15,9 @@ from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.deletions import delete_samples
 from datasvc.shards.versions.diff import count_unshared, diff, diff_tables
 from datasvc.shards.versions.merge import merge
-from tests.shards.written_versions import LABELLED_SCHEMA, TEXT_SCHEMA, write_table, write_version
+from tests.shards.written_versions import LABELLED_SCHEMA, TEXT_SCHEMA, labelled, texts, write_table, write_version
 
 KEY = pa.field("key", pa.string(), nullable=False)
-
-
-def texts(keys, text="text of {}"):
-    return [{"key": key, "text": text.format(key)} for key in keys]
-
-
-def labelled(**labels):
-    return [{"key": key, "blob": b"blob of " + key.encode(), "label": label} for key, label in labels.items()]
 
 
 def changes(split):
@@ -58,7 +50,7 @@ def test_data_sets_of_different_names_and_shards_compare_by_their_samples(reposi
     assert changes(diff(repository, "one", "two").splits["train"]) == ([], [], [], 6)
 
 
-def test_what_a_delete_or_merge_did_is_what_the_difference_says(repository):
+def test_the_difference_is_what_a_delete_or_merge_changed(repository):
     write_version(repository, "pets", {"train": [texts("abc"), texts("de")]})
     write_version(repository, "more", {"train": [texts("xy")]})
     delete(repository, "pets", keys=["b", "e"])

@@ -7,19 +7,7 @@ from datasvc.shards import open_dataset
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.merge import merge
 from datasvc.shards.versions.verify import verify
-from tests.shards.written_versions import LABELLED_SCHEMA, write_version
-
-
-def texts(keys, text="text of {}"):
-    return [{"key": key, "text": text.format(key)} for key in keys]
-
-
-def labelled(**labels):
-    return [{"key": key, "blob": b"blob of " + key.encode(), "label": label} for key, label in labels.items()]
-
-
-def keys_of(repository, ref):
-    return {name: [sample["key"] for sample in split] for name, split in open_dataset(repository, ref).items()}
+from tests.shards.written_versions import LABELLED_SCHEMA, keys_of, labelled, texts, write_version
 
 
 @pytest.fixture
@@ -44,7 +32,7 @@ def test_a_merge_has_the_samples_of_all_split_by_split_and_copies_nothing(zoo):
     assert report.size_bytes == sum(split.table.size_bytes for split in found.values())
 
 
-def test_the_entry_says_which_versions_were_merged(zoo):
+def test_the_entry_lists_the_merged_versions(zoo):
     merge(zoo, ["pets", "wild@1"], "animals", message="all")
     entry = zoo.versions("datasets", "animals").read(1).content
     assert entry["change"] == {"kind": "merge", "versions": ["pets@1", "wild@1"]}
@@ -138,6 +126,7 @@ def test_a_version_that_is_named_is_taken_even_if_it_is_not_the_newest(zoo):
 @pytest.mark.parametrize(
     ("refs", "options", "error", "message"),
     [
+        (["pets", "wild"], {"name": "All Animals"}, ConfigError, "is not a valid name of a data set"),
         (["pets"], {}, ConfigError, "at least two versions to combine; got 1"),
         (["pets", "wild"], {"on_common": "any"}, ConfigError, "expected one of fail, drop, first, last"),
         (["pets", "cats"], {}, NotFoundError, "no data set 'cats'"),
@@ -146,10 +135,5 @@ def test_a_version_that_is_named_is_taken_even_if_it_is_not_the_newest(zoo):
 )
 def test_a_merge_that_cannot_be_is_refused(zoo, refs, options, error, message):
     with pytest.raises(error, match=message):
-        merge(zoo, refs, "all", **options)
+        merge(zoo, refs, **{"name": "all", **options})
     assert zoo.names("datasets") == ["pets", "wild"]
-
-
-def test_a_bad_name_is_refused(zoo):
-    with pytest.raises(ConfigError, match="is not a valid name of a data set"):
-        merge(zoo, ["pets", "wild"], "All Animals")

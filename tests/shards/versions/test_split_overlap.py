@@ -78,7 +78,7 @@ def test_the_fraction_survives_a_delete_and_a_merge(repository, photos, tmp_path
         ingest(repository, str(photos), "pets", append=True, val_fraction=0.1)
 
 
-def test_the_fraction_of_old_versions_is_what_their_first_ingest_was_told(repository, photos):
+def test_the_fraction_of_old_versions_is_that_of_their_first_ingest(repository, photos):
     ingest(repository, str(photos), "pets", val_fraction=0.2)
     before = keys(repository, "pets")
     old = {name: value for name, value in entry(repository, "pets").items() if name != "val_fraction"}
@@ -134,7 +134,7 @@ def test_keys_and_equal_images_in_two_splits_are_refused_with_a_way_out(reposito
     assert found.accepted == {"key": 1, "payload": 1}
 
 
-def test_what_a_data_set_accepted_it_need_not_be_told_again_and_nothing_else_is_accepted(repository, tmp_path):
+def test_an_accepted_overlap_stays_accepted_and_others_are_refused(repository, tmp_path):
     images = {"train/cat/1.jpg": 1, "train/cat/2.jpg": 2, "train/cat/9.jpg": 3, "val/cat/1.jpg": 10,
               "val/cat/3.jpg": 3}  # fmt: skip
     ingest_keyed(repository, tmp_path / "a", images, "pets", on_split_overlap="keep")
@@ -217,7 +217,7 @@ def test_verify_finds_what_splits_of_old_versions_share(repository):
     assert not verify(repository, "pets").overlaps
 
 
-def test_an_append_to_a_version_that_leaks_is_refused_until_it_is_told_what_to_do(repository, tmp_path):
+def test_an_append_to_a_version_with_an_overlap_needs_a_rule_for_it(repository, tmp_path):
     source = {"train": [[blob("a"), blob("b")]], "val": [[blob("b")]]}
     write_version(repository, "pets", source, LABELLED_SCHEMA)
     new = [{"key": "n", "blob": b"n", "label": 0}]
@@ -239,9 +239,7 @@ def test_old_training_samples_that_new_ones_hold_out_are_counted_apart_from_what
     assert (done.num_added, done.num_left_out) == ({"train": 1}, {"train": 1})
 
 
-def test_a_first_version_is_compared_once_before_others_are_asked_whether_they_were_faster(
-    repository, tmp_path, monkeypatch
-):
+def test_a_first_version_is_compared_once_before_the_log_is_read(repository, tmp_path, monkeypatch):
     source = write_images(tmp_path / "a", {"train/cat/1.jpg": 1, "val/cat/2.jpg": 2})
     done = []
 

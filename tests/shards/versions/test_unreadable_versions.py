@@ -17,11 +17,7 @@ from datasvc.shards.ingestion.ingest import ingest
 from datasvc.shards.versions.delete import delete
 from datasvc.shards.versions.merge import merge
 from tests.models.every_kind import flip
-from tests.shards.written_versions import write_version
-
-
-def texts(*names):
-    return [{"key": name, "text": f"text of {name}"} for name in names]
+from tests.shards.written_versions import texts, write_version
 
 
 def entry_file(repository, name, number):
@@ -31,7 +27,7 @@ def entry_file(repository, name, number):
 @pytest.fixture
 def datasets(repository):
     """Two versions of `pets`, of which the second is damaged, and one of `tales`."""
-    write_version(repository, "pets", {"train": [texts("a", "b", "c")]})
+    write_version(repository, "pets", {"train": [texts("abc")]})
     delete(repository, "pets", keys=["a"])
     write_version(repository, "tales", {"train": [texts("x")]})
     path = entry_file(repository, "pets", 2)
@@ -92,7 +88,7 @@ def test_an_append_and_a_merge_continue_the_version_before_a_lost_one(datasets):
     path = entry_file(datasets, "pets", 3)
     flip(path, path.stat().st_size // 2)
     mark_lost(datasets, "datasets", ["pets@3"])
-    ingest(datasets, texts("new"), "pets", append=True)
+    ingest(datasets, texts(["new"]), "pets", append=True)
     assert open_dataset(datasets, "pets").entry.content["parent"] == "pets@1"
     assert len(open_dataset(datasets, "pets")["train"]) == 4
 
@@ -101,7 +97,7 @@ def test_if_all_versions_are_lost_an_append_starts_again(datasets):
     for number in (1, 2):
         entry_file(datasets, "pets", number).write_bytes(b"{")
     mark_lost(datasets, "datasets", ["pets@1", "pets@2"])
-    assert str(ingest(datasets, texts("new"), "pets", append=True).version) == "pets@3"
+    assert str(ingest(datasets, texts(["new"]), "pets", append=True).version) == "pets@3"
 
 
 def test_only_what_cannot_be_read_is_given_up(datasets):

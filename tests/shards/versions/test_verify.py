@@ -82,7 +82,7 @@ def test_a_missing_shard_is_named_with_the_samples_it_held(pets, deep):
     assert "12 samples affected: k012, " in str(problem)
 
 
-def test_a_truncated_shard_is_seen_without_reading_it_and_deep_tells_what_is_lost(pets):
+def test_a_truncated_shard_is_found_by_its_size_and_its_lost_samples_by_a_deep_check(pets):
     path = shard_path(pets, 0)
     content = path.read_bytes()
     # The cut is inside the second batch of 5.
@@ -168,7 +168,7 @@ def test_deleted_samples_are_not_hit(pets):
     assert problem.keys[:2] == ("k001", "k003")
 
 
-def test_a_missing_index_is_a_problem_of_its_own_and_leaves_the_keys_untold(pets):
+def test_a_missing_index_is_a_problem_of_its_own_and_its_shard_has_no_keys(pets):
     pets.objects.local_path(table_of(pets).index(0)).unlink()
     problem = one_problem(pets, deep=True)
     assert (problem.role, problem.shard, problem.num_samples) == ("sample index", 0, 0)
