@@ -127,7 +127,8 @@ def split_into_attempts(files: Iterator[LedgerFile]) -> list[Attempt]:
     """Return the attempts of ordered files, with their limits, by the rules of this module."""
     non_empty = (file for file in files if file.records or file.damage)
     attempts = []
-    for (begin, world_size), group in groupby(non_empty, key=_attempt_key):
+    starts = groupby(non_empty, lambda file: ((file.header.epoch, file.header.position), file.header.data_world_size))
+    for (begin, world_size), group in starts:
         files_by_rank: dict[int, list[LedgerFile]] = {}
         for file in group:
             files_by_rank.setdefault(file.header.data_rank, []).append(file)
@@ -155,8 +156,3 @@ def _continued_by(earlier: Sequence[Attempt], begin: Cursor) -> int:
     with_state = [index for index, attempt in enumerate(earlier) if attempt.could_save_at(begin)]
     begun_before = [index for index, attempt in enumerate(earlier) if attempt.begin <= begin]
     return max(with_state or begun_before, default=-1)
-
-
-def _attempt_key(file: LedgerFile) -> tuple[Cursor, int]:
-    header = file.header
-    return (header.epoch, header.position), header.data_world_size

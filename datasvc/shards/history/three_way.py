@@ -161,7 +161,9 @@ class _SplitPlanner:
     def _settle(self, key: str, changes_of: _ChangesOf, choose: Choose) -> Side | None:
         """Return the side that a key is taken from, whose samples differ; record a conflict."""
         changes = [changes_of(key, ours, theirs) for ours, theirs in self._since]
-        sides: set[Side | None] = {_SETTLED.get(pair) for pair in map(_which_changed, changes)}
+        sides: set[Side | None] = {
+            _SETTLED.get((ours != "unchanged", theirs != "unchanged")) for ours, theirs in changes
+        }
         side = sides.pop() if len(sides) == 1 else None
         if side is None:
             side = choose(key)
@@ -187,10 +189,6 @@ def _in_both(key: str, ours: _ChangedKeys, theirs: _ChangedKeys) -> tuple[Change
 
 
 _SETTLED: Final[Mapping[tuple[bool, bool], Side]] = {(True, False): "ours", (False, True): "theirs"}
-
-
-def _which_changed(changes: tuple[Change, Change]) -> tuple[bool, bool]:
-    return changes[0] != "unchanged", changes[1] != "unchanged"
 
 
 def _changed(difference: SplitDifference) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:

@@ -47,21 +47,17 @@ def write_contact_sheet(path: Path, title: str, samples: Iterable[Preview]) -> i
     if not path.parent.is_dir():
         raise NotFoundError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
     figures = [_figure(sample) for sample in samples]
-    page = "".join(_page(title, figures))
+    name = escape(title)
+    page = (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">\n'
+        f"<title>{name}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{name}</h1>\n<main>\n{''.join(figures)}</main>\n</body>\n</html>\n"
+    )
     with map_exceptions("write", str(path)):
         # A text with surrogates has no UTF-8 form, so the surrogates are escaped.
         durable.write_file(path, page.encode("utf-8", "backslashreplace"))
     return len(figures)
-
-
-def _page(title: str, figures: Iterable[str]) -> Iterator[str]:
-    """Yield the parts of the HTML page, in order."""
-    yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-    yield f'<meta http-equiv="Content-Security-Policy" content="{escape(_POLICY)}">\n'
-    yield f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-    yield f"<h1>{escape(title)}</h1>\n<main>\n"
-    yield from figures
-    yield "</main>\n</body>\n</html>\n"
 
 
 def _figure(sample: Preview) -> str:
@@ -92,9 +88,6 @@ def _image(key: str, encoded: bytes) -> str:
 def _shortened(value: object) -> str:
     text = str(value)
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
-
-
-# `datasvc head` and the contact sheet show the previews.
 
 
 @dataclass(frozen=True)

@@ -151,9 +151,8 @@ def histogram_of(
         counted = pc.value_counts(values.drop_null()).to_pylist()
         counts = {int(item["values"]): int(item["counts"]) for item in counted}
         return _of_classes(split, counts, bins, {**facts, "null": values.null_count})
-    expression = (
-        size_expression(column) if _is_blob(split, column) else quoted(column, split.table.sample_schema.names)
-    )
+    operand = quoted(column, split.table.sample_schema.names)
+    expression = f"octet_length({operand})" if _is_blob(split, column) else operand
     if pa.types.is_integer(values.type) or pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
         return _of_numbers(values, expression, bins, facts)
     return _of_values(values, expression, bins, facts)
@@ -178,11 +177,6 @@ def is_countable(data_type: pa.DataType) -> bool:
         *(types.is_string, types.is_large_string, types.is_date, types.is_time, types.is_timestamp, is_blob),
     )
     return any(check(data_type) for check in checks)
-
-
-def size_expression(column: str) -> str:
-    """Return the SQL of the sizes of a column of blobs, in bytes."""
-    return f"octet_length({quoted(column, [column])})"
 
 
 def quoted(text: str, columns: Collection[str]) -> str:

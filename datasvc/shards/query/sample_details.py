@@ -136,19 +136,15 @@ def _find_duplicates(
         searched += len(shards)
 
         def search(shard: int, in_split: NumberedSamples = in_split) -> list[SampleRef]:
-            return _in_shard(in_split, shard, payload)
+            index = _read_index(in_split, shard)
+            rows = np.flatnonzero(pc.equal(index.column("payload"), payload).to_numpy())
+            live = in_split.live_numbers(shard, rows) if len(rows) else {}
+            keys = index.column(KEY)
+            return [SampleRef(in_split.split.name, number, keys[row].as_py()) for row, number in live.items()]
 
         found += [sample for samples in map_in_threads(search, shards, _READS_AT_ONCE) for sample in samples]
     others = [sample for sample in found if (sample.split, sample.number) != (reader.split.name, number)]
     return Duplicates(others[:MAX_DUPLICATES], searched, num_shards)
-
-
-def _in_shard(reader: NumberedSamples, shard: int, payload: pa.Scalar) -> list[SampleRef]:
-    """Return the live samples of a shard with this payload digest."""
-    index = _read_index(reader, shard)
-    rows = np.flatnonzero(pc.equal(index.column("payload"), payload).to_numpy())
-    live = reader.live_numbers(shard, rows) if len(rows) else {}
-    return [SampleRef(reader.split.name, number, index.column(KEY)[row].as_py()) for row, number in live.items()]
 
 
 @dataclass(frozen=True)

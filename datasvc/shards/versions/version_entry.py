@@ -102,7 +102,12 @@ def read_ingest_options(repository: Repository, version: Resolved) -> Mapping[st
     Raises:
         CorruptDataError, NotFoundError, UnavailableError: a log entry cannot be read.
     """
-    _, content = _find_origin(repository, version, _parent_of_change)
+
+    def parent_of(content: Mapping[str, Any]) -> str | None:
+        parent = content.get("parent") if _mapping(content, "source").get("kind") == "version" else None
+        return parent if isinstance(parent, str) else None
+
+    _, content = _find_origin(repository, version, parent_of)
     return _mapping(_mapping(content, "source"), "options")
 
 
@@ -154,11 +159,6 @@ def _parent_without_fraction(content: Mapping[str, Any]) -> str | None:
     merged = _mapping(content, "change").get("versions") if content.get("origin") is None else None
     ancestor = content.get("parent") or (merged[0] if isinstance(merged, list) and merged else None)
     return ancestor if isinstance(ancestor, str) else None
-
-
-def _parent_of_change(content: Mapping[str, Any]) -> str | None:
-    parent = content.get("parent") if _mapping(content, "source").get("kind") == "version" else None
-    return parent if isinstance(parent, str) else None
 
 
 def _mapping(content: Mapping[str, Any], field: str) -> Mapping[str, Any]:
