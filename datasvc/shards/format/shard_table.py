@@ -258,25 +258,6 @@ class ShardTable:
         index = self.rows.column("index")[number].as_py()
         return Digest(index.hex()) if index is not None else None
 
-    def read_index(self, objects: Objects, number: int) -> SampleIndex | None:
-        """Return a shard's sample index; None if it has none.
-
-        Raises:
-            CorruptDataError: the index is corrupt, or lists another number of samples than this table.
-            NotFoundError, UnavailableError: see `Objects.read`.
-        """
-        digest = self.index(number)
-        if digest is None:
-            return None
-        index = SampleIndex.decode(objects.read(digest), objects.location(digest))
-        listed = int(self.rows.column("samples")[number].as_py())
-        if index.num_samples != listed:
-            raise CorruptDataError(
-                f"{objects.location(digest)} lists {count_text(index.num_samples, 'sample')}, the shard table "
-                f"{listed}: restore both from another copy"
-            )
-        return index
-
     def objects(self) -> set[Digest]:
         """Return the digests of all objects that the table refers to: shards, sample indexes, deletions."""
         values = [*self.rows.column("digest").to_pylist(), *self.rows.column("index").to_pylist()]
@@ -291,6 +272,26 @@ class ShardTable:
 
     def _integers(self, column: str) -> Integers:
         return np.asarray(column_to_numpy(self.rows.column(column)), np.int64)
+
+
+def read_index(objects: Objects, table: ShardTable, number: int) -> SampleIndex | None:
+    """Return the sample index of a shard; None if it has none.
+
+    Raises:
+        CorruptDataError: the index is corrupt, or lists another number of samples than the table.
+        NotFoundError, UnavailableError: see `Objects.read`.
+    """
+    digest = table.index(number)
+    if digest is None:
+        return None
+    index = SampleIndex.decode(objects.read(digest), objects.location(digest))
+    listed = int(table.rows.column("samples")[number].as_py())
+    if index.num_samples != listed:
+        raise CorruptDataError(
+            f"{objects.location(digest)} lists {count_text(index.num_samples, 'sample')}, the shard table "
+            f"{listed}: restore both from another copy"
+        )
+    return index
 
 
 def _upgraded(rows: pa.Table) -> pa.Table:

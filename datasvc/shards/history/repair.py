@@ -24,7 +24,7 @@ from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.salvage import readable_batches, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import LABEL
-from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.format.shard_table import ShardTable, read_index
 from datasvc.shards.lines.commit import check_newest, commit_on_line, find_line, head_of_line
 from datasvc.shards.versions.combine import write_shard
 from datasvc.shards.versions.dataset import open_dataset
@@ -213,7 +213,7 @@ class _Salvage:
         """Return the intact live samples of a damaged shard; None if the shard and its index are good."""
         index: SampleIndex | None = None
         with suppress(NotFoundError, CorruptDataError):
-            index = self.table.read_index(self.objects, number)
+            index = read_index(self.objects, self.table, number)
         is_index_good = (index is None) == (self.table.index(number) is None)  # good, or there is none
         try:
             shard = self.table.check_shard(number, open_shard(self.objects, self.table.shard(number)))

@@ -21,7 +21,7 @@ from datasvc.printable import count_text
 from datasvc.repository import Digest, Objects
 from datasvc.repository.store.redaction import redact_url
 from datasvc.shards.format.sample_index import SampleIndex
-from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.format.shard_table import ShardTable, read_index
 from datasvc.shards.sources.common.source import BadSample, Source
 from datasvc.shards.versions.deletions import delete_samples
 from datasvc.shards.versions.keys import SampleRows, hash_values, take_keys
@@ -153,7 +153,7 @@ def _read_indexes(objects: Objects, table: ShardTable, shards: range | list[int]
     """Yield the sample indexes of `shards`, in the same order."""
 
     def read(shard: int) -> SampleIndex:
-        index = table.read_index(objects, shard)
+        index = read_index(objects, table, shard)
         assert index is not None, shard
         return index
 

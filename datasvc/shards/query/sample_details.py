@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from datasvc.repository import Digest, Repository
 from datasvc.shards.format.digests import DIGEST_BYTES
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.format.shard_table import ShardTable, read_index
 from datasvc.shards.query.query import choose_shards
 from datasvc.shards.query.sample_page import default_split, find_key, summary_to_json
 from datasvc.shards.query.sample_reader import NumberedSamples, SamplePlace, SampleSummary
@@ -228,7 +228,7 @@ def _find_in_shard(reader: NumberedSamples, shard: int, prefix: str) -> list[Sam
 
 
 def _read_index(reader: NumberedSamples, shard: int) -> pa.Table:
-    index = reader.split.table.read_index(reader.split.repository.objects, shard)
+    index = read_index(reader.split.repository.objects, reader.split.table, shard)
     assert index is not None, "only shards with an index are searched"
     return index.table
 

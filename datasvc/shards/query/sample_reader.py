@@ -27,6 +27,7 @@ from datasvc.shards.format.partial_reader import PartialShard
 from datasvc.shards.format.reader import Shard, python_values, text_errors
 from datasvc.shards.format.sample_index import BatchLayout, SampleIndex
 from datasvc.shards.format.schema import IMAGE, KEY, LABEL, is_blob, is_image
+from datasvc.shards.format.shard_table import read_index
 from datasvc.shards.versions.dataset import Split
 
 # An open shard takes the memory of its sample index and of the blobs that were read; then it is opened again.
@@ -222,7 +223,7 @@ class _OpenShard:
     @classmethod
     def open(cls, split: Split, number: int) -> _OpenShard:
         objects, info = split.repository.objects, split.table.shard(number)
-        index = split.table.read_index(objects, number)
+        index = read_index(objects, split.table, number)
         if index is not None and index.layout is not None:
             shard: Shard = PartialShard(info, index, objects.location(info.digest))
         else:

@@ -21,7 +21,7 @@ from datasvc.repository import Objects
 from datasvc.shards.format.digests import DIGEST_BYTES, digest_batch, has_units
 from datasvc.shards.format.reader import Shard, open_shard
 from datasvc.shards.format.schema import KEY
-from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.format.shard_table import ShardTable, read_index
 from datasvc.shards.versions.deletions import Deletions, Flags, load_deletions
 from datasvc.shards.versions.labels import relabel_batch
 
@@ -81,7 +81,7 @@ class SplitKeys:
     def read(self, shard: int) -> ShardKeys:
         """Return the live samples of one shard, except those in `without`. Raise what `__iter__` raises."""
         rows = self.live_rows(shard)
-        decoded = self.table.read_index(self._objects, shard)
+        decoded = read_index(self._objects, self.table, shard)
         if decoded is None:
             # The shard was written before sample indexes existed, so read keys and digests from the samples.
             opened = self._open(shard)

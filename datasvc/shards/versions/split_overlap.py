@@ -22,7 +22,7 @@ from datasvc.keyed_random import Integers
 from datasvc.printable import count_text
 from datasvc.repository import Objects
 from datasvc.shards.format.schema import is_blob
-from datasvc.shards.format.shard_table import ShardTable
+from datasvc.shards.format.shard_table import ShardTable, read_index
 from datasvc.shards.sources.common.options import DEFAULT_SPLIT, HELD_OUT_SPLIT
 from datasvc.shards.versions.deletions import Flags, delete_samples, load_deletions
 from datasvc.shards.versions.keys import SampleRows, ShardValues, Side, SplitKeys, match_values, take_keys
@@ -283,7 +283,7 @@ def payload_side(objects: Objects, table: ShardTable, shards: Integers | None) -
 
     def read() -> Iterator[ShardValues]:
         for shard in keys.shards.tolist():
-            index = table.read_index(objects, shard)
+            index = read_index(objects, table, shard)
             assert index is not None, "`keys` has only shards with a sample index"
             rows = keys.live_rows(shard)
             # The payload digest of a sample without blobs equals its sample digest; such samples are left out.

@@ -27,6 +27,7 @@ from datasvc.shards.format.reader import Shard
 from datasvc.shards.format.salvage import missing_rows, readable_identities, sample_identities
 from datasvc.shards.format.sample_index import SampleIndex
 from datasvc.shards.format.schema import check_shard_schema
+from datasvc.shards.format.shard_table import read_index
 from datasvc.shards.versions.dataset import Split, open_dataset
 from datasvc.shards.versions.deletions import Deletions
 from datasvc.shards.versions.label_conflicts import LabelConflict, find_label_conflicts
@@ -217,7 +218,7 @@ class _SplitCheck:
     def _check_shard(self, number: int) -> Iterator[DatasetProblem]:
         index: SampleIndex | None = None
         try:
-            index = self._table.read_index(self._objects, number)
+            index = read_index(self._objects, self._table, number)
         except (NotFoundError, CorruptDataError) as error:
             digest = self._table.index(number)
             assert digest is not None, "nothing is read for a shard without an index"
