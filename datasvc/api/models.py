@@ -14,11 +14,9 @@ from datasvc.models.provenance.lineage import read_lineage
 from datasvc.models.registry.compare import compare_versions
 from datasvc.models.registry.diff import diff
 from datasvc.models.registry.graph import read_history
-from datasvc.models.registry.registry import describe_model, describe_versions, list_models, model_log
-from datasvc.models.registry.repair import verify_and_repair
+from datasvc.models.registry.registry import describe_model, describe_versions, list_models, model_log, stored_size
 from datasvc.models.registry.retention import remove, retain
-from datasvc.models.registry.stored_size import stored_size
-from datasvc.models.registry.verify import lost_versions, verify
+from datasvc.models.registry.verify import lost_versions, verify, verify_and_repair
 from datasvc.models.restoring.load_into_module import load_version_into
 from datasvc.models.restoring.restore import restore
 from datasvc.models.saving.manager import CheckpointManager

@@ -18,8 +18,7 @@ from datasvc.drawing import (
     html_table,
     standalone,
 )
-from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin
-from datasvc.models.provenance.lineage_chains import collapse_chains
+from datasvc.models.provenance.lineage import DataOrigin, Lineage, ModelOrigin, collapse_chains
 from datasvc.models.provenance.sample_uses import ConsumerReport
 from datasvc.printable import count_text
 

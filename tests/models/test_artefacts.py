@@ -11,10 +11,8 @@ import datasvc
 from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, ConflictError, CorruptDataError, NotFoundError
 from datasvc.models import restore, save
-from datasvc.models.interop.artefact_files import attach, fetch_artefacts
-from datasvc.models.interop.onnx_header import read_onnx_details
-from datasvc.models.registry.repair import repair
-from datasvc.models.registry.verify import verify
+from datasvc.models.interop.artefact_files import attach, fetch_artefacts, read_onnx_details
+from datasvc.models.registry.verify import repair, verify
 from datasvc.models.transfer import transfer
 from datasvc.models.versions.artefacts import artefact_log, artefacts, detach, read_artefacts
 from datasvc.models.versions.signing import sign

@@ -14,8 +14,8 @@ from datasvc.models.registry.retention import remove
 from datasvc.models.search import find_versions, query_versions
 from datasvc.models.search import index as search_index
 from datasvc.models.search.index import INDEX_PATH, Head, VersionIndex, decode_index, encode_index, read_index
+from datasvc.models.search.query import build_table
 from datasvc.models.search.rows import build_rows
-from datasvc.models.search.table import build_table
 from datasvc.repository import Entry, Repository
 from datasvc.repository.logs.log import Log
 from datasvc.repository.objects.objects import digest_of

@@ -109,7 +109,7 @@ def show(
 
 
 def _show_stored(ref: str, repo: str, *, as_json: bool) -> None:
-    from datasvc.models.registry.stored_size import stored_size
+    from datasvc.models.registry.registry import stored_size
     from datasvc.repository import Repository
     from datasvc.sizes import format_size
 

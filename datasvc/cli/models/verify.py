@@ -41,8 +41,7 @@ def verify(
 
     The exit status is 3 if a problem remains.
     """
-    from datasvc.models.registry.repair import verify_and_repair
-    from datasvc.models.registry.verify import lost_versions
+    from datasvc.models.registry.verify import lost_versions, verify_and_repair
     from datasvc.repository import Repository
     from datasvc.sizes import format_size
 

@@ -19,7 +19,7 @@ from datasvc.errors import ConfigError
 from datasvc.models.interop import safetensors_files as safetensors
 from datasvc.models.interop.dcp_folders import write_dcp_folder
 from datasvc.models.interop.huggingface_folder import CONFIG_FILE
-from datasvc.models.interop.torch_files import CHECKPOINT_FILE, write_torch_file
+from datasvc.models.interop.torch_reader import CHECKPOINT_FILE, write_torch_file
 from datasvc.models.interop.whole_folder import check_target, create_folder
 from datasvc.models.restoring.fit import TensorSpec
 from datasvc.models.restoring.load_into_module import spec_of

@@ -17,7 +17,7 @@ from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.interop.safetensors_files import INDEX_FILE, SUFFIX, read_safetensors
 from datasvc.models.interop.safetensors_header import parse_object
 from datasvc.models.interop.state import ForeignState, ForeignTensor, check_file_name, check_inside
-from datasvc.models.interop.torch_files import read_torch_files
+from datasvc.models.interop.torch_reader import read_torch_files
 from datasvc.repository.logs.log import encode_entry
 
 CONFIG_FILE: Final = "config.json"

@@ -31,8 +31,7 @@ from datasvc.models.interop.state import (
     check_tensor_name,
     flat_skeleton,
 )
-from datasvc.models.interop.torch_files import CHECKPOINT_FILE, LEGACY, ZIP, read_torch_file
-from datasvc.models.interop.torch_reader import READER_MEMORY_BYTES
+from datasvc.models.interop.torch_reader import CHECKPOINT_FILE, LEGACY, READER_MEMORY_BYTES, ZIP, read_torch_file
 from datasvc.models.tensors.container_types import typed_as, untyped
 from datasvc.models.tensors.name_filter import is_selected, map_names, select_names
 from datasvc.models.tensors.state_tree import dict_parts, dict_skeleton, encode_state, unflatten

@@ -29,8 +29,7 @@ import torch
 
 from datasvc.errors import ConfigError, CorruptDataError
 from datasvc.models.interop.pickled_values import describe_metadata, foreign_globals, placeholder, stored_form
-from datasvc.models.interop.torch_files import LEGACY, ZIP
-from datasvc.models.interop.torch_reader import MAX_REPEATED_BYTES, Extent, ReadRequest
+from datasvc.models.interop.torch_reader import LEGACY, MAX_REPEATED_BYTES, ZIP, Extent, ReadRequest
 from datasvc.models.restoring.load_into_module import spec_of
 from datasvc.models.tensors.chunks import slices
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, flatten

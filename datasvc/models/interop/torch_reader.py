@@ -1,4 +1,4 @@
-"""Reads files of `torch.save` and metadata of DCP in a child process with limits, which returns plain values.
+"""Reads and writes files of `torch.save`; reads metadata of DCP. A child process with limits returns plain values.
 
 The imports of `torch.save` files and of DCP folders use it. Both contain pickles. `torch.load(weights_only=True)`
 executes no code of a file, but a hostile file may still take any amount of memory or time, or crash its reader. The
@@ -7,23 +7,26 @@ reader is therefore a child process, `torch_child`.
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import IO, TYPE_CHECKING, Any, BinaryIO, Final, Literal, cast
 
+from datasvc import durable
 from datasvc.child_process import ChildProcess
 from datasvc.errors import ConfigError, CorruptDataError
-from datasvc.models.interop.state import ForeignTensor, check_kept, check_tensor_name, read_block
+from datasvc.models.interop.state import ForeignState, ForeignTensor, check_kept, check_tensor_name, read_block
 from datasvc.models.tensors.chunks import Box, Shape, plan_chunks
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch
+
 
 READER_MEMORY_BYTES: Final = 1 << 30
 """Default memory limit of the child, in addition to the tensors: enough for some millions of other values."""
@@ -38,6 +41,9 @@ _ERRORS: Final[dict[str, type[Exception]]] = {
 _MAX_SHARED_FACTOR: Final = 16
 MAX_REPEATED_BYTES: Final = 1 << 20
 """A tensor of up to this size may be larger than its storage, as an expanded tensor is."""
+CHECKPOINT_FILE: Final = "checkpoint.pt"
+ZIP: Final = b"PK\x03\x04"  # first bytes of a zip archive, which torch.save writes since torch 1.6
+LEGACY: Final = bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")  # first bytes of a file from before torch 1.6
 
 
 @dataclass(frozen=True)
@@ -165,3 +171,67 @@ def check_shared_bytes(tensors: Sequence[ForeignTensor], file_bytes: int, locati
             f"{location}: its tensors share so much memory that {file_bytes} bytes would become {total_bytes}; save "
             "each tensor only once"
         )
+
+
+def read_torch_file(path: Path, memory_bytes: int) -> ForeignState:
+    """Return the state in a `torch.save` file.
+
+    Tensors are read block by block, so the file may be larger than memory. But all tensors of a file from before
+    torch 1.6 must fit into memory together. For `memory_bytes` see `TorchReader`.
+
+    Raises:
+        ConfigError, CorruptDataError, OSError: see `TorchReader.read_state` and `check_shared_bytes`.
+    """
+    return read_torch_files([path], memory_bytes)[0]
+
+
+def read_torch_files(paths: Sequence[Path], memory_bytes: int) -> list[ForeignState]:
+    """Return the states in several `torch.save` files, all read by one child process; see `read_torch_file`."""
+    reader = TorchReader(memory_bytes)
+    states = []
+    for path in paths:
+        extent = Extent(path, 0, path.stat().st_size, str(path))  # the whole file
+        state = reader.read_state(extent, in_part=True)
+        check_shared_bytes(state.tensors, extent.length, extent.location)
+        # The state is bare if it is one tensor or a flat dict of tensors. Then the names alone describe it.
+        skeleton = None if state.is_bare else state.skeleton
+        states.append(ForeignState("torch", state.tensors, skeleton, refused=state.refused))
+    return states
+
+
+def write_torch_file(path: Path, state: Any) -> None:
+    """Write a state tree with torch.save, atomically. Raise OSError if it cannot be written."""
+    with durable.replacing(path) as file:
+        save_to(file, state)
+
+
+def save_to(file: BinaryIO, state: Any) -> None:
+    """Write a state tree with torch.save to an open file. Raise OSError if it cannot be written."""
+    import torch
+
+    sink = _TorchFile(file)
+    try:
+        torch.save(state, cast("IO[bytes]", sink))
+    except RuntimeError:
+        # After a failed write, torch reports an incomplete archive, not the reason. Raise the error of the write.
+        if sink.failure is not None:
+            raise sink.failure from None
+        raise
+
+
+class _TorchFile(io.RawIOBase):
+    """File object for torch.save that records the first error of a write in `failure`."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.failure: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        try:
+            return self._file.write(content)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+
+    def writable(self) -> bool:
+        return True

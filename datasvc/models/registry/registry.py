@@ -6,18 +6,20 @@ A listing leaves out a version whose entry cannot be read or has a field of a wr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from datasvc.errors import ConfigError, CorruptDataError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.search.index import map_models
+from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.artefacts import artefacts
 from datasvc.models.versions.entry_fields import check_fields, tree_leaves, valid_entries
 from datasvc.models.versions.entry_reader import EntryReader
-from datasvc.repository import Digest, Entry, Repository, Resolved
+from datasvc.repository import Digest, Entry, Objects, Repository, Resolved
 from datasvc.repository.logs.references import is_name, parse_reference
 from datasvc.repository.objects.objects import parse_digest
 from datasvc.repository.resolved import NameState, warn_unreadable
@@ -226,3 +228,60 @@ def _versions(name: str, entries: list[Entry], state: NameState) -> list[ModelVe
 def _version(name: str, entry: Entry, state: NameState) -> ModelVersion:
     tags = tuple(tag for tag, version in state.tags.items() if version == entry.number)
     return ModelVersion(name, entry.number, tags, entry.content, entry.number in state.removed)
+
+
+@dataclass(frozen=True)
+class StoredSize:
+    """Size of the tensors of a version.
+
+    Attributes:
+        tensor_bytes: bytes in memory.
+        stored_bytes: stored bytes that a restore reads. Several versions may share them.
+        num_objects: number of objects that contain these bytes.
+        num_chunks: number of chunks, which are stored and verified separately.
+        chain_lengths: number of chunks by the number of links that a restore decodes: 1 for a chunk that is stored
+            whole, and one more for each difference.
+    """
+
+    tensor_bytes: int
+    stored_bytes: int
+    num_objects: int
+    num_chunks: int
+    chain_lengths: Mapping[int, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the sizes as JSON values."""
+        return {**vars(self), "chain_lengths": {str(length): num for length, num in self.chain_lengths.items()}}
+
+
+def stored_size(repository: Repository, ref: str) -> StoredSize:
+    """Return how a model version is stored; no tensor is read.
+
+    Raises:
+        NotFoundError: there is no such version, or it was removed.
+        CorruptDataError, UnavailableError: its entry or its table of tensors cannot be read.
+    """
+    version = describe_model(repository, ref)
+    if version.removed:
+        raise NotFoundError(f"{version} was removed, so gc may have deleted its bytes")
+    return measure_stored_size(repository.objects, version.tensors)
+
+
+def measure_stored_size(objects: Objects, table: Digest) -> StoredSize:
+    """Return the size of a version by its tensor table; no tensor is read.
+
+    Raises:
+        NotFoundError, CorruptDataError, UnavailableError: the table cannot be read.
+    """
+    records = read_table(objects, table)
+    chunks = [chunk for record in records for chunk in record.chunks]
+    # Tensors with equal elements share a range: count it once.
+    ranges = {(link.object, link.offset): link.length for chunk in chunks for link in chunk.chain}
+    lengths = Counter(len(chunk.chain) for chunk in chunks)
+    return StoredSize(
+        sum(record.nbytes for record in records),
+        sum(ranges.values()),
+        len({digest for digest, _ in ranges}),
+        len(chunks),
+        dict(sorted(lengths.items())),
+    )

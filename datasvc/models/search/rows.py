@@ -1,7 +1,7 @@
 """Rows of the version index: one for each model version, with the fields of its entry that SQL can use.
 
 Metrics, settings, environment, execution and code (`TREES`) have fields that differ from model to model. In a row
-they form one list of values, because a table with a column for each field would be nearly empty. `table` makes the
+they form one list of values, because a table with a column for each field would be nearly empty. `query` makes the
 columns.
 """
 

@@ -14,9 +14,8 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError, ConflictError
 from datasvc.models.registry.registry import ModelVersion, parse_version
-from datasvc.models.transfer.copying import AT_ONCE, copy_missing
+from datasvc.models.transfer.copying import AT_ONCE, copy_missing, declare_intent
 from datasvc.models.transfer.entries import TargetLogs
-from datasvc.models.transfer.intent_journal import declare_intent
 from datasvc.models.transfer.reachable import reachable_objects
 from datasvc.models.versions.artefacts import Artefact, read_artefacts, record_artefact
 from datasvc.progress import Progress

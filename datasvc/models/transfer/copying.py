@@ -1,24 +1,32 @@
 """Copies missing objects from one repository to another for a transfer, in threads, and verifies their digests.
 
-An interrupted copy can be repeated: objects never change, and objects that the target already has are skipped.
+An interrupted copy can be repeated: objects never change, and objects that the target already has are skipped. An
+intent journal protects the copied objects from `gc` until the versions are committed: the transfer of a large model
+over a slow network may take longer than the grace period.
 """
 
 from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Container, Iterable
+import time
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import compress
 from typing import BinaryIO, Final, cast
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import CorruptDataError, NotFoundError, UnavailableError
 from datasvc.progress import NO_PROGRESS, Progress
-from datasvc.repository import ObjectInfo, Objects
+from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
+from datasvc.repository.objects.objects import digest_of
 from datasvc.threads import map_in_threads
 
 AT_ONCE: Final = 8  # number of threads
 # Larger objects are copied through a file, so that the threads together hold at most 64 MiB of objects in memory.
 _IN_MEMORY_BYTES: Final = 8 << 20
+# All transfers have the same work id. The fingerprint, a digest of the objects, tells their journals apart.
+_WORK_ID: Final = digest_of(b"transfer of model versions")
+_RENEW_INTERVAL_S: Final = 3600.0
 
 
 def copy_missing(
@@ -108,3 +116,38 @@ def _check_size(source: Objects, info: ObjectInfo) -> None:
         raise CorruptDataError(
             f"{source.location(info.digest)} has {size_bytes} bytes; its reference expects {info.size_bytes}"
         )
+
+
+@contextmanager
+def declare_intent(
+    target: Repository, objects: Mapping[Resolved, Sequence[ObjectInfo]]
+) -> Iterator[Callable[[], None]]:
+    """Write the intent journal. During the `with` block, it protects `objects` (by version) from `gc`.
+
+    Yields a function that renews the journal; call it regularly, from one thread at a time. It writes the journal at
+    most once per hour. If the block fails, the journal stays, and expires like any other journal.
+
+    Raises:
+        UnavailableError, UnknownOutcomeError: the journal cannot be written.
+    """
+    if not objects:
+        yield lambda: None
+        return
+    digests = {str(version): [info.digest for info in infos] for version, infos in objects.items()}
+    journal = target.journal(_WORK_ID, digest_of(repr(sorted(digests.items())).encode()))
+    journal.begin()
+    for number, digests_of_version in enumerate(digests.values()):
+        journal.write(f"{number:06d}", {"objects": digests_of_version})
+    last_renewal_s = time.monotonic()
+
+    def renew() -> None:
+        nonlocal last_renewal_s
+        if time.monotonic() - last_renewal_s >= _RENEW_INTERVAL_S:
+            journal.begin()  # a journal expires by its age; this resets the age
+            last_renewal_s = time.monotonic()
+
+    # No `finally`: after a failure the journal must stay, so that a repeated transfer finds the copied objects.
+    yield renew
+    # All versions are committed, so the journal is no longer needed. If it cannot be removed, `gc` deletes it later.
+    with suppress(UnavailableError):
+        journal.remove()

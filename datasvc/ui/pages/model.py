@@ -10,9 +10,14 @@ from typing import Any, Final
 
 from datasvc.drawing import ChartMark, ChartSeries, Markup, line_chart, version_graph
 from datasvc.errors import ConfigError, DatasvcError
-from datasvc.models.registry.registry import ModelVersion, describe_model, describe_versions, show_facts
+from datasvc.models.registry.registry import (
+    ModelVersion,
+    describe_model,
+    describe_versions,
+    measure_stored_size,
+    show_facts,
+)
 from datasvc.models.registry.retention import RetentionPolicy, retain
-from datasvc.models.registry.stored_size import measure_stored_size
 from datasvc.models.search.query import query_versions
 from datasvc.models.versions.signing import list_signers
 from datasvc.printable import escape_controls

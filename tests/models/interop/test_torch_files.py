@@ -16,7 +16,7 @@ from torch import nn
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, UnavailableError
 from datasvc.models import restore, save
 from datasvc.models.interop import export_model, import_model, torch_reader
-from datasvc.models.interop.torch_files import read_torch_file, save_to
+from datasvc.models.interop.torch_reader import read_torch_file, save_to
 from tests.examples import examples
 from tests.support.fuzzing import counts_refusals
 

@@ -9,8 +9,7 @@ import torch.distributed.checkpoint as dcp
 from datasvc.errors import UnavailableError
 from datasvc.models import describe_model, restore, save
 from datasvc.models.dcp import DcpWriter
-from datasvc.models.registry.repair import repair
-from datasvc.models.registry.verify import every_version, verify
+from datasvc.models.registry.verify import every_version, repair, verify
 from datasvc.models.tensors.tensor_table import encode_table
 from datasvc.models.versions.signing import sign
 from datasvc.models.versions.signing_keys import load_private_key, make_key

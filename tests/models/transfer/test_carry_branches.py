@@ -147,13 +147,13 @@ def test_a_branch_that_was_begun_anew_replaces_the_one_of_the_target_only_when_t
 
 
 def test_a_transfer_that_ended_before_the_branch_is_continued(pets, target, monkeypatch):
-    from datasvc.models.transfer import carry_branches
+    from datasvc.models.transfer import copy_datasets
 
     def fail(*_arguments):
         raise OSError
 
     with monkeypatch.context() as patch:
-        patch.setattr(carry_branches, "create_branch", fail)
+        patch.setattr(copy_datasets, "create_branch", fail)
         with pytest.raises(OSError):  # noqa: PT011 - our own
             transfer_datasets(pets, target, ["pets@work"])
     assert heads(target) == (None, {})

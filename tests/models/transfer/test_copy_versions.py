@@ -15,10 +15,10 @@ from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError, UnavailableError
 from datasvc.models import CodeRevision, DataUse, restore, save
 from datasvc.models.registry.retention import remove
-from datasvc.models.transfer import copying, intent_journal, transfer
+from datasvc.models.transfer import copying, transfer
 from datasvc.models.transfer.copy_in_order import sort_topologically
+from datasvc.models.transfer.copying import declare_intent
 from datasvc.models.transfer.entries import TargetLogs
-from datasvc.models.transfer.intent_journal import declare_intent
 from datasvc.models.versions.signing import check_signed, sign
 from datasvc.models.versions.signing_keys import load_private_key, make_key
 from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
@@ -460,7 +460,7 @@ def test_gc_between_copy_and_commit_takes_nothing_however_long_the_copy_took(rep
 
 
 def test_an_intent_is_renewed_and_expires_after_a_failure(repository, other, monkeypatch):
-    monkeypatch.setattr(intent_journal, "_RENEW_INTERVAL_S", 0)
+    monkeypatch.setattr(copying, "_RENEW_INTERVAL_S", 0)
     info = other.objects.put(b"a chunk")
     with pytest.raises(UnavailableError), declare_intent(other, {Resolved("models", "net", 1): [info]}) as keep:
         old(other, "", 9)
