@@ -191,22 +191,24 @@ class AttemptWriter:
         """Number of bins of this attempt."""
         return self._most.num_bins + self._recent.num_bins
 
-    def write(self, head: Mapping[str, Any], content: Content, *, is_last: bool) -> None:
+    def write(self, head: Mapping[str, Any], content: Content, *, is_last: bool) -> int:
         """Add content, and create a part with it; the last one is empty, because lists of runs read it.
 
-        If that fails, the next call writes this content too. Raises the errors of `Storage.create`.
+        Return the bytes that this took. If it fails, the next call writes this content too. Raises the errors of
+        `Storage.create`.
         """
-        self._last += 1
+        self._last, most_bytes = self._last + 1, 0
         self._recent = merge([self._recent, content])
         if self._is_most_due or is_last:
             self._most, self._recent = merge([self._most, self._recent]).thin(ATTEMPT_LIMITS), Content()
-            self._most_bytes = self._create(1, head, self._most)
+            self._most_bytes = most_bytes = self._create(1, head, self._most)
             self._last += 1
             self._first_recent = self._last
         self._is_most_due = True  # also after an error: while a store fails, this limits the memory
         recent_bytes = self._create(self._first_recent, head, self._recent)
         # Lists of runs, and those who follow one, read the part of recent content: it is small.
         self._is_most_due = recent_bytes > max(_RECENT_BYTES, self._most_bytes // _RECENT_SHARE)
+        return recent_bytes + most_bytes
 
     def _create(self, first: int, head: Mapping[str, Any], content: Content) -> int:
         """Create the part from `first` on, under a name that no try had before; return its bytes."""

@@ -38,6 +38,8 @@ CLOSE_TIMEOUT_S: Final = 10.0
 _MAX_QUEUED: Final = 100_000
 _MAX_RETRY_S: Final = 60.0
 _MAX_INTERVAL_S: Final = 3600
+# A part with very many curves is large, and is written again with each new step: then it is written less often.
+_MAX_BYTES_PER_S: Final = 64 << 10
 # While the store fails, events are collected for its next answer, within these limits.
 _LIMITS_WHILE_FAILING: Final = replace(WRITE_LIMITS, num_bins=4 * WRITE_LIMITS.num_bins)
 _MAX_LATEST_BYTES: Final = 16 << 10
@@ -87,9 +89,8 @@ class RunLog:
         self._is_failing = False
         self._retry_s = flush_s
         self._active_s = time.monotonic()  # when the program has reported last, to `flush_s`
-        self._next_write = (
-            0.0  # by `time.monotonic`; 0: the first part is written at once, so that lists show the run
-        )
+        # By `time.monotonic`; 0: the first part is written at once, so that lists show the run.
+        self._next_write = self._earliest_write = 0.0
         self._flushes: deque[threading.Event] = deque()
         self._wake = threading.Event()
         self._end: tuple[Outcome, str] | None = None
@@ -134,7 +135,7 @@ class RunLog:
             world_size: number of ranks.
             layout: number of parts by axis, such as {"data": 2, "tensor": 4}.
             facts: further facts of the attempt.
-            flush_s: seconds between two parts.
+            flush_s: least seconds between two parts; with very many curves there are more, up to `heartbeat_s`.
             heartbeat_s: seconds after which a part is written although nothing was reported. Readers call a run "not
                 responding" some of these intervals after its newest part.
 
@@ -276,9 +277,10 @@ class RunLog:
         try:
             self._collect()
             is_due = is_urgent or end is not None or now >= self._next_write
-            if not is_due and (self._is_failing or not self._collector.has_content):
+            has_work = self._collector.has_content and now >= self._earliest_write
+            if not is_due and (self._is_failing or not has_work):
                 return not self._is_failing
-            self._write(end)
+            num_bytes = self._write(end)
         except (DatasvcError, OSError) as error:
             self._note_failure(error)
             return False
@@ -291,17 +293,21 @@ class RunLog:
             _LOG.warning("%s: the run log is written again", self.ref)
         self._is_failing, self._retry_s = False, self._flush_s
         self._next_write = now + self._heartbeat_s
+        self._earliest_write = now + num_bytes / _MAX_BYTES_PER_S
         return True
 
-    def _write(self, end: tuple[Outcome, str] | None) -> None:
-        """Write the next part of the attempt, which begins with its header. Raises the errors of `Storage.create`."""
+    def _write(self, end: tuple[Outcome, str] | None) -> int:
+        """Write the next part of the attempt, which begins with its header; return its bytes.
+
+        Raises the errors of `Storage.create`.
+        """
         if self._attempt is None:
             entry = self._log.append(lambda head: {**self._header, "attempt": head + 1})
             self._attempt = AttemptWriter(self._storage, self._log.path, entry.number)
             if entry.number > 1:
                 self._continue_after(entry.number)
         head = self._make_head(self._attempt.attempt, end)
-        self._attempt.write(head, self._collector.take(), is_last=end is not None)
+        return self._attempt.write(head, self._collector.take(), is_last=end is not None)
 
     def _continue_after(self, attempt: int) -> None:
         """Begin with what lists show of the attempt before, until this one reports it: it may take no step."""
