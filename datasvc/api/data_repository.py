@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
+from threading import TIMEOUT_MAX
+from typing import Any
 
 from datasvc.api.datasets import Datasets
 from datasvc.api.gc import gc
 from datasvc.api.models import Models
 from datasvc.api.operation import Operation
-from datasvc.api.runs import Runs
-from datasvc.errors import UnavailableError
+from datasvc.errors import ConfigError, UnavailableError
 from datasvc.repository import Repository, Storage
 from datasvc.repository.store.redaction import redact_url
+from datasvc.runs import RunHistory, RunLog, follow_run, list_runs, read_run, resolve_run
 from datasvc.shards.versions.dataset import open_dataset
+from datasvc.threads import call_within
 
 logger = logging.getLogger(__name__)
 
@@ -55,3 +59,82 @@ class DataRepository:
 
     def __repr__(self) -> str:
         return f"datasvc.open({redact_url(self.repository.url)!r})"
+
+
+class Runs:
+    """The run logs of a repository: of which runs there are, how they went, and a log for a new one."""
+
+    def __init__(self, repository: Repository) -> None:
+        self.repository = repository
+
+    ls = Operation(list_runs)
+
+    def start(
+        self,
+        name: str,
+        *,
+        run_id: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        data: Sequence[str] | str = (),
+        parent: str | None = None,
+        world_size: int = 1,
+        facts: Mapping[str, Any] | None = None,
+    ) -> RunLog:
+        """Open the log of a new run, or the next attempt of a run; for arguments and errors, see `RunLog.open`."""
+        return RunLog.open(
+            self.repository,
+            name,
+            run_id=run_id,
+            config=config,
+            data=data,
+            parent=parent,
+            world_size=world_size,
+            facts=facts,
+        )
+
+    def read(self, ref: str) -> RunHistory:
+        """Return what the log of a run has.
+
+        Args:
+            ref: the run, such as "digits-cnn/20261123-221830-3fa9c1"; a name means its newest run.
+
+        Raises:
+            ConfigError, NotFoundError, UnavailableError: see `resolve_run` and `read_run`.
+        """
+        return read_run(self.repository, *resolve_run(self.repository, ref))
+
+    def follow(self, ref: str, after: str, *, timeout_s: float | None = None) -> RunHistory:
+        """Return what the log of a run has after the `cursor` of an earlier result; see `follow_run` and `read`.
+
+        Args:
+            ref: the run, see `read`.
+            after: cursor; "" returns all.
+            timeout_s: seconds to wait for the store, more than 0; None: as long as its client does. A store that does
+                not answer in this time leaves a thread behind. It ends when the client gives up, or with the program.
+
+        Raises:
+            ConfigError: `timeout_s` is not valid; or see `resolve_run` and `follow_run`.
+            NotFoundError: see `resolve_run` and `follow_run`.
+            UnavailableError: the store does not respond, or not within `timeout_s`.
+        """
+
+        def follow() -> RunHistory:
+            return follow_run(self.repository, *resolve_run(self.repository, ref), after)
+
+        if timeout_s is None:
+            return follow()
+        if not 0 < timeout_s <= TIMEOUT_MAX:
+            raise ConfigError(
+                f"timeout_s is {timeout_s}; expected seconds above 0, at most {TIMEOUT_MAX:,.0f}, or None to wait as "
+                "long as the client of the store does"
+            )
+        try:
+            return call_within(timeout_s, follow)
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"{self.repository.storage.location('runs')} has not answered for {timeout_s:g} s; try again with "
+                "the same cursor, or a longer timeout_s"
+            ) from error
+
+    def __repr__(self) -> str:
+        return f"datasvc.open({redact_url(self.repository.url)!r}).runs"

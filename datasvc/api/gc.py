@@ -28,11 +28,10 @@ from datasvc.errors import (
 )
 from datasvc.models.provenance.sample_query import split_tables
 from datasvc.models.registry.retention import kept_of_removed
-from datasvc.models.tensors.dedup_index import POINTERS, pointed_digest
+from datasvc.models.tensors.chunk_writer import POINTERS, pointed_digest
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.artefacts import artefact_log, parse_artefact
-from datasvc.models.versions.entry_fields import check_fields
-from datasvc.models.versions.entry_refs import objects_of_entry
+from datasvc.models.versions.entry_fields import check_fields, objects_of_entry
 from datasvc.repository import Digest, Entry, Kind, ObjectInfo, Objects, Repository, Resolved, Storage
 from datasvc.repository.logs.journal import JOURNALS
 from datasvc.repository.removal import swept_versions
@@ -58,7 +57,7 @@ class Garbage:
 
     Attributes:
         objects: size in bytes of each object.
-        pointers: paths of pointers (see `models.tensors.dedup_index`), by the digest of the chunk that they point to.
+        pointers: paths of pointers (see `chunk_writer.write_pointer`), by the digest of the chunk that they point to.
         temporary_files: paths of files left by killed writers.
         journals: folders of unfinished work that was not resumed.
         runs: references of runs whose logs are not needed, see `choose_old_runs`.
@@ -83,7 +82,7 @@ class GcReport:
     Attributes:
         dry_run: whether the files were only listed.
         objects: digests and sizes of objects, sorted by digest.
-        pointers: paths of pointers, see `models.tensors.dedup_index`.
+        pointers: paths of pointers, see `chunk_writer.write_pointer`.
         temporary_files: paths of files left by killed writers.
         journals: folders of unfinished work that was not resumed.
         runs: references of runs whose logs are not needed.

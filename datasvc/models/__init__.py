@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from datasvc.models.restoring.load_into_module import load_into
     from datasvc.models.restoring.restore import Checkpoint, restore
     from datasvc.models.saving.manager import CheckpointManager
+    from datasvc.models.saving.queue import SaveHandle
     from datasvc.models.saving.save import save
-    from datasvc.models.saving.save_task import SaveHandle
     from datasvc.models.versions.code_revision import CodeRevision, describe_code
     from datasvc.models.versions.data_use import ConsumptionTracker, DataUse, ReadLoader, ReadSpan
     from datasvc.models.versions.environment import describe_environment
     from datasvc.models.versions.metadata import Execution
-    from datasvc.models.versions.signing_keys import load_private_key, make_key
+    from datasvc.models.versions.signing import load_private_key, make_key
 
 __all__ = [
     "Checkpoint",
@@ -83,7 +83,7 @@ _MODULES = {
     "restore": "restoring.restore",
     "CheckpointManager": "saving.manager",
     "save": "saving.save",
-    "SaveHandle": "saving.save_task",
+    "SaveHandle": "saving.queue",
     "CodeRevision": "versions.code_revision",
     "describe_code": "versions.code_revision",
     "ConsumptionTracker": "versions.data_use",
@@ -92,8 +92,8 @@ _MODULES = {
     "ReadSpan": "versions.data_use",
     "describe_environment": "versions.environment",
     "Execution": "versions.metadata",
-    "load_private_key": "versions.signing_keys",
-    "make_key": "versions.signing_keys",
+    "load_private_key": "versions.signing",
+    "make_key": "versions.signing",
 }
 
 

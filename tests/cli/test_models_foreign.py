@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from datasvc.cli.main import make_app
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models import DataUse, restore, save
-from datasvc.models.versions.signing_keys import make_key
+from datasvc.models.versions.signing import make_key
 from datasvc.repository import Repository
 from datasvc.shards import ingest, open_dataset
 from tests.samples import write_folder

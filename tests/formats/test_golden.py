@@ -29,8 +29,8 @@ from xxhash import xxh3_128
 from datasvc.errors import ConfigError
 from datasvc.loaders.augment.augment import AugmentConfig, plan_random_windows
 from datasvc.models.tensors import codec
+from datasvc.models.tensors.chunk_writer import find_chain, pointer_path, write_pointer
 from datasvc.models.tensors.container_types import tied_tensors
-from datasvc.models.tensors.dedup_index import find_chain, pointer_path, write_pointer
 from datasvc.models.tensors.state_tree import decode_state, encode_state, flatten, unflatten
 from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, encode_table, read_table
 from datasvc.order import AccessOrder, OrderConfig, OrderState

@@ -15,8 +15,7 @@ from datasvc.models.interop.artefact_files import attach, fetch_artefacts, read_
 from datasvc.models.registry.verify import repair, verify
 from datasvc.models.transfer import transfer
 from datasvc.models.versions.artefacts import artefact_log, artefacts, detach, read_artefacts
-from datasvc.models.versions.signing import sign
-from datasvc.models.versions.signing_keys import load_private_key, make_key
+from datasvc.models.versions.signing import load_private_key, make_key, sign
 from datasvc.repository import Repository
 from datasvc.repository.objects.objects import Objects
 from datasvc.repository.removal import remove_versions

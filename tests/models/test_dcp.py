@@ -22,14 +22,12 @@ from datasvc.api.gc import gc
 from datasvc.errors import ConfigError, CorruptDataError, DatasvcError, NotFoundError
 from datasvc.models import describe_model, restore, save
 from datasvc.models.dcp import DcpLoadPlanner, DcpReader, DcpWriter
-from datasvc.models.dcp.checkpoint_id import CheckpointId
-from datasvc.models.dcp.metadata import decode_sharding
+from datasvc.models.dcp.metadata import CheckpointId, decode_sharding
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.tensors.state_tree import decode_state
 from datasvc.models.tensors.tensor_table import read_table
 from datasvc.models.versions.code_revision import CodeRevision
-from datasvc.models.versions.signing import sign
-from datasvc.models.versions.signing_keys import load_private_key, make_key
+from datasvc.models.versions.signing import load_private_key, make_key, sign
 from datasvc.repository import Repository
 from datasvc.repository.objects.objects import parse_digest
 from tests.examples import examples

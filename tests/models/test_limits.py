@@ -23,7 +23,7 @@ from datasvc.models.restoring.restore import restore as restore_through
 from datasvc.models.tensors import state_tree, tensor_table
 from datasvc.models.tensors.tensor_table import decode_table
 from datasvc.models.transfer import transfer
-from datasvc.models.versions import entry_refs
+from datasvc.models.versions import entry_fields
 from datasvc.repository import Repository
 from datasvc.repository.objects.objects import digest_of
 from tests.models.as_ranks import load_as_ranks
@@ -100,7 +100,7 @@ def test_a_state_that_is_too_large_is_not_read(repository, use, tracing):
 
 def test_a_sharding_that_is_too_large_is_not_read(repository, tracing):
     ref = name_large_object(repository, "sharding")
-    most = entry_refs.MAX_SHARDING_BYTES
+    most = entry_fields.MAX_SHARDING_BYTES
     raises_within_memory(partial(load_sharded, repository, ref), f"has more than the {most} bytes")
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import datasvc
-from datasvc.models.versions.signing_keys import load_private_key, make_key
+from datasvc.models.versions.signing import load_private_key, make_key
 from datasvc.ui.pages import model as model_page
 from tests.cli.command import run
 from tests.ui.conftest import check_accessible, check_width, running_ui, texts

@@ -91,7 +91,7 @@ def keygen(
 
     Example: datasvc models keygen ~/.datasvc/signing.pem
     """
-    from datasvc.models.versions.signing_keys import make_key
+    from datasvc.models.versions.signing import make_key
 
     key = make_key(path.expanduser())
     line = f"created key {key.id}: {path} is the private key, {key.source} the public key for verification"
@@ -108,8 +108,8 @@ def sign(
 
     Example: datasvc models sign digits-cnn@3 --key ~/.datasvc/signing.pem --repo s3://bucket/repo
     """
+    from datasvc.models.versions.signing import load_private_key
     from datasvc.models.versions.signing import sign as run_sign
-    from datasvc.models.versions.signing_keys import load_private_key
     from datasvc.repository import Repository
 
     signature = run_sign(Repository.open(repo), ref, load_private_key(key.expanduser()))

@@ -10,8 +10,7 @@ a checkpoint in one error.
 from datasvc.extras import explain_missing
 
 with explain_missing("datasvc.models.dcp"):
-    from datasvc.models.dcp.load_planner import DcpLoadPlanner
-    from datasvc.models.dcp.reader import DcpReader
+    from datasvc.models.dcp.reader import DcpLoadPlanner, DcpReader
     from datasvc.models.dcp.writer import DcpWriter
 
 __all__ = ["DcpLoadPlanner", "DcpReader", "DcpWriter"]

@@ -111,3 +111,14 @@ def check_target(to: SaveTo | str, *, has_nodes: bool) -> SaveTo:
     if to == SaveTo.NODES and not has_nodes:
         raise ConfigError("to='nodes' needs the folder of each node; give local='/nvme/ckpt' to the manager too")
     return SaveTo(to)
+
+
+def check_local(local: object, every_local: int | None, *, is_trusted_only: bool) -> None:
+    """Raise ConfigError if versions on the nodes cannot go with the other settings of a manager."""
+    if every_local is not None and local is None:
+        raise ConfigError("every_local needs the folder of each node; give local='/nvme/ckpt' too")
+    if is_trusted_only:
+        raise ConfigError(
+            "local= does not go with trusted keys (trusted_keys= or DATASVC_TRUSTED_KEYS): nothing signs the "
+            "versions on the nodes; give local= or trusted keys"
+        )

@@ -15,10 +15,13 @@ from datasvc.models.restoring.report import shorten
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.models.tensors.tensor_table import MAX_TABLE_BYTES, TensorRecord, decode_table
 from datasvc.models.versions.artefacts import Artefact, read_artefacts
-from datasvc.models.versions.entry_fields import find_wrong_fields
-from datasvc.models.versions.entry_refs import MAX_CODE_BYTES, MAX_SHARDING_BYTES, objects_of_entry
-from datasvc.models.versions.signing import check_signed
-from datasvc.models.versions.signing_keys import PublicKey
+from datasvc.models.versions.entry_fields import (
+    MAX_CODE_BYTES,
+    MAX_SHARDING_BYTES,
+    find_wrong_fields,
+    objects_of_entry,
+)
+from datasvc.models.versions.signing import PublicKey, check_signed
 from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.objects.objects import parse_digest
 

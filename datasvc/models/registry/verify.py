@@ -17,7 +17,7 @@ from datasvc.models.registry.survey import ModelProblem, Survey, kind_of
 from datasvc.models.tensors.codec import Decoders
 from datasvc.models.tensors.read import load_chunk
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord
-from datasvc.models.versions.signing_keys import trusted_keys as load_keys
+from datasvc.models.versions.signing import trusted_keys as load_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Objects, Repository, Resolved
 from datasvc.repository.logs.references import refuse_text

@@ -23,9 +23,9 @@ from datasvc.models.tensors.name_filter import map_names, select_names
 from datasvc.models.tensors.partial_read import PLANES
 from datasvc.models.tensors.state_tree import MAX_STATE_BYTES, decode_state, unflatten
 from datasvc.models.tensors.tensor_table import MAX_TABLE_BYTES, TensorRecord, decode_table
-from datasvc.models.versions.entry_refs import objects_of_entry
+from datasvc.models.versions.entry_fields import objects_of_entry
 from datasvc.models.versions.signing import check_signed
-from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
+from datasvc.models.versions.signing import trusted_keys as load_trusted_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Digest, Repository, Resolved
 
@@ -62,7 +62,7 @@ def read_version(
     For the other arguments see `restore.restore`.
 
     Raises:
-        ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`, `signing_keys.trusted_keys`.
+        ConfigError, NotFoundError, UnavailableError: see `Repository.resolve`, `signing.trusted_keys`.
         CorruptDataError: the entry or the table is damaged, or none of the keys has signed the version.
     """
     keys = load_trusted_keys(trusted_keys)

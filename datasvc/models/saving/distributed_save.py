@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from datasvc.errors import ConfigError, UnavailableError, UnknownOutcomeError
 from datasvc.models.saving.flat_state import RANK_STATE, FlatState
-from datasvc.models.saving.partition import partition_writes
 from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
-from datasvc.models.saving.shared_plan import BlockId, merge_skeletons
+from datasvc.models.saving.shared_plan import BlockId, merge_skeletons, partition_writes
 from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.container_types import typed_as, untyped
 from datasvc.models.tensors.dtypes import bytes_of, dtype_name

@@ -1,9 +1,7 @@
 """`CheckpointManager`: saves and restores the checkpoints of one model during a run.
 
-A training loop calls `should_save` after each step, and `save` if the result is true. The calling thread copies the
-state to host memory. A second thread, the save thread of `SaveQueue`, writes the copy while the training continues.
-All ranks save together, and get the same version or the same error. With `local`, a third thread writes the copy to
-the disks of the nodes (`nodes.local_tier`).
+The calling thread copies the state to host memory. The save thread of `SaveQueue` writes the copy while the training
+continues; with `local`, a third thread writes it to the disks of the nodes (`nodes.local_tier`).
 """
 
 from __future__ import annotations
@@ -23,31 +21,27 @@ from typing import Any, Final, Self, TypeVar, overload
 from datasvc.cache import Cache
 from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, DatasvcError, UnavailableError
-from datasvc.models.local.local_saves import LocalSaves, SaveTo, check_target
+from datasvc.models.local.local_saves import LocalSaves, SaveTo, check_local, check_target
 from datasvc.models.local.restore_choice import RepositoryHead
 from datasvc.models.restoring.restore import Checkpoint, IntoState, restore
-from datasvc.models.saving.flat_state import flatten_state
+from datasvc.models.saving.flat_state import FlatState, flatten_state
 from datasvc.models.saving.nodes.local_restore import LocalRestore
 from datasvc.models.saving.nodes.local_tier import LocalTier
 from datasvc.models.saving.nodes.promotion import promote_newest
-from datasvc.models.saving.nodes.repository_head import look_up
 from datasvc.models.saving.preemption import Preemption
-from datasvc.models.saving.queue import OVERLAPS, SaveQueue
+from datasvc.models.saving.queue import OVERLAPS, SaveHandle, SaveQueue
 from datasvc.models.saving.rank_channel import describe_error, open_channels, raise_on_all_ranks
-from datasvc.models.saving.repository_saves import NUM_BUFFERS, RepositorySaves
-from datasvc.models.saving.save_agreement import DueSaves, SaveAgreement
+from datasvc.models.saving.save_agreement import DueSaves, SaveAgreement, look_up
 from datasvc.models.saving.save_policy import SaveCost, SaveScheduler, parse_duration, parse_policy
-from datasvc.models.saving.save_task import SaveHandle
 from datasvc.models.saving.shared_store import check_same_store
-from datasvc.models.saving.writer import VersionWriter
+from datasvc.models.saving.writer import NUM_BUFFERS, RepositorySaves, VersionWriter
 from datasvc.models.tensors.write import CODECS, Codec
 from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.commit import exact_version
-from datasvc.models.versions.data_use import DataUse
+from datasvc.models.versions.data_use import DataUse, RecordedData
 from datasvc.models.versions.entry_fields import read_step
 from datasvc.models.versions.metadata import Execution, VersionMetadata, check_step
-from datasvc.models.versions.recorded_data import RecordedData
-from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
+from datasvc.models.versions.signing import trusted_keys as load_trusted_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.logs.references import check_name, parse_reference
@@ -84,14 +78,13 @@ class CheckpointManager:
         group: torch.distributed group of the ranks that save together; None: the default group. Without a default
             group, this process saves alone.
         timeout_s: seconds that a rank waits for an answer of the other ranks before it abandons a save.
-        cache: this node's cache, or its folder, for restores; see `restore.restore`.
-        peers: other nodes to fetch from; only if `cache` is a folder.
-        fallback: other repositories, or their URLs, that may have copies of objects; tried in this order.
-        trusted_keys: files of public keys; a restored version must be signed by one of them. See `restore.restore`.
-        local: folder on a disk of each node, or `LocalSaves`, for versions on the nodes: each save writes one there,
-            and `restore` without a reference takes the newest one, if the repository has none with more steps. A
-            failed save there is logged; `close` raises an error if the last one failed. One job at a time uses a
-            folder for a model. If the repository does not answer, the first save to it checks it.
+        cache: for restores, as `peers`, `fallback` and `trusted_keys`; see `restore.restore`.
+        peers: see `restore.restore`.
+        fallback: see `restore.restore`.
+        trusted_keys: see `restore.restore`.
+        local: folder on a disk of each node, or `LocalSaves`: each save writes a version there too, and `restore`
+            without a reference takes the newest one, if the repository has none with more steps. A failed save there
+            is logged; `close` raises an error if the last one failed. One job at a time uses a folder for a model.
         every_local: number of steps between two saves to the nodes, for `should_save`; only with `local`. Without
             `every` and `max_stall`, such a save is one to the repository too whenever none is being written there.
 
@@ -130,36 +123,31 @@ class CheckpointManager:
         for setting, value, allowed in settings:
             if value not in allowed:
                 raise ConfigError(f"{setting} is {value!r}; expected one of {', '.join(allowed)}")
-        self._failures = failures
-        self._repository = repository
+        is_trusted_only = local is not None and bool(load_trusted_keys(trusted_keys))
+        check_local(local, every_local, is_trusted_only=is_trusted_only)
+        self._repository, self._failures = repository, failures
         self._restore = partial(
             restore, repository, cache=cache, peers=peers, fallback=fallback, trusted_keys=trusted_keys
         )
-        if every_local is not None and local is None:
-            raise ConfigError("every_local needs the folder of each node; give local='/nvme/ckpt' too")
-        if local is not None and load_trusted_keys(trusted_keys):
-            raise ConfigError(
-                "local= does not go with trusted keys (trusted_keys= or DATASVC_TRUSTED_KEYS): nothing signs the "
-                "versions on the nodes; give local= or trusted keys"
-            )
         policy = parse_policy(every, max_stall)
         self._is_closed = False
         self._scheduler = SaveScheduler(policy)
         grace_s = None if grace is None else parse_duration(grace)
         with ExitStack() as opened:  # closed if this manager cannot be made
-            # Open two channels, because the calling thread and the save thread run collectives at the same time.
-            self._main_channel, self._save_channel = open_channels(group, timeout_s)
-            opened.callback(self._main_channel.close)
-            opened.callback(self._save_channel.close)
+            # One channel for each thread that runs collectives: the calling thread, and those of the saves.
+            channels = open_channels(group, timeout_s, 2 if local is None else 3)
+            for channel in channels:
+                opened.callback(channel.close)
+            self._main_channel, self._save_channel = channels[:2]
             is_store_checked = check_same_store(self._main_channel, repository.storage, is_needed=local is None)
             self._local: LocalTier | None = None
             if local is not None:
                 saves = local if isinstance(local, LocalSaves) else LocalSaves(local)
-                self._local = LocalTier(saves, name, every=every_local, group=group, timeout_s=timeout_s)
+                self._local = LocalTier(saves, name, channels[2], every=every_local)
                 opened.callback(self._local.close)
             self._look_up = partial(look_up, self._main_channel, repository, name)
             if self._main_channel.rank == 0:
-                # Record the code revision now: the files may be edited before the first save is committed.
+                # Now, because files may be edited before the first commit.
                 capture_code()
             self._preemption = None if grace_s is None else Preemption(grace_s)
             opened.pop_all()
@@ -195,7 +183,7 @@ class CheckpointManager:
 
     @property
     def has_nodes(self) -> bool:
-        """Whether versions are saved on the disks of the nodes too (`local`)."""
+        """Whether `local` is set."""
         return self._local is not None
 
     @property
@@ -212,7 +200,6 @@ class CheckpointManager:
         """Return where to save now, the same on all ranks; false: nowhere. Every rank calls this after each step.
 
         With `local`, pass the result on: `if to := manager.should_save(step): manager.save(state, step=step, to=to)`.
-
         After SIGTERM or Ctrl-C, if `grace` is set, the result is `SaveTo.REPOSITORY`: `stop_signal` is then set, and
         the run must end.
 
@@ -244,8 +231,7 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Copy a state to host memory and return; the write continues in the background. Every rank calls this.
 
-        Later changes of the state do not affect the saved version. Of all arguments but `rank_state`, the values of
-        rank 0 are saved.
+        Of all arguments but `rank_state`, the values of rank 0 are saved.
 
         Args:
             state: state that all ranks share, a tree as for `models.save`.
@@ -257,8 +243,8 @@ class CheckpointManager:
             metrics: metric values by name.
             parent: version that this one continues; default: the newest that this manager committed or restored.
             message: free text for readers of the log.
-            execution: how the ranks of the run compute its steps; None: not recorded.
-            run: run whose log describes the training, `RunLog.ref`; None: none.
+            execution: how the ranks of the run compute its steps.
+            run: run whose log describes the training, `RunLog.ref`.
             to: the result of `should_save`, or "repository" or "nodes". With `local`, a save to the repository is
                 written to the nodes too.
             wait: whether to return only after the commit.
@@ -267,8 +253,7 @@ class CheckpointManager:
             A handle; its `result()` waits for the version. With `to="nodes"` it is a `LocalVersion`.
 
         Raises:
-            ConfigError: a value cannot be stored (the message names it), the ranks have different tensors, or the
-                manager is closed.
+            ConfigError: a value cannot be stored, the ranks have different tensors, or the manager is closed.
             NotFoundError: `parent` does not exist in its model.
             BusyError: an earlier save is running, and `overlap` is "refuse".
             DatasvcError: an earlier save failed and its error was not reported yet; see `failures`.
@@ -280,6 +265,29 @@ class CheckpointManager:
             # Nothing was restored: what other jobs have left on the nodes is not continued.
             self._local.begin_branch(self._look_up(None, has_default=True).head)
         began_s = time.perf_counter()
+        described = {
+            "data": data, "config": config, "metrics": metrics, "parent": parent, "message": message,
+            "execution": execution, "run": run,
+        }  # fmt: skip
+        metadata, flat_state = self._agree_on_save(state, rank_state, step, to, described)
+        if to == SaveTo.REPOSITORY:
+            return self._saves.save(metadata, flat_state, began_s, wait=wait)
+        assert self._local is not None
+        handle = self._local.submit(self._writer.with_parent(metadata), flat_state, began_s)
+        self._scheduler.record_local_stall(time.perf_counter() - began_s)
+        if wait:
+            handle.result()
+        return handle
+
+    def _agree_on_save(
+        self,
+        state: Mapping[str, Any],
+        rank_state: Mapping[str, Any] | None,
+        step: int,
+        to: SaveTo | str,
+        described: dict[str, Any],
+    ) -> tuple[VersionMetadata, FlatState]:
+        """Check what this rank saves, and agree on it with the others. Any rank's error is raised on all ranks."""
         error: Exception | None = None
         metadata, flat_state = None, None
         reported: list[int] = []  # numbers of the earlier saves whose errors this call reports
@@ -288,35 +296,22 @@ class CheckpointManager:
             to = check_target(to, has_nodes=self._local is not None)
             if to is SaveTo.REPOSITORY:
                 self._queue.check(step)
-            reported, error = self._take_failure()
+            to_raise = self._failures == "raise" and self.stop_signal is None
+            reported, error = self._queue.report_failures(to_raise=to_raise)
             if error is None:
+                if described["data"] is None:
+                    described["data"] = self._recorded_data.uses()
                 # Resolve a tag now: it may point at another version by the time this save is committed.
-                parent = None if parent is None else exact_version(self._repository, parent)
-                metadata = copy.deepcopy(
-                    VersionMetadata(
-                        step,
-                        self._recorded_data.uses() if data is None else data,
-                        config,
-                        metrics,
-                        parent,
-                        message=message,
-                        execution=execution,
-                        run=run,
-                    )
-                )
+                if described["parent"] is not None:
+                    described["parent"] = exact_version(self._repository, described["parent"])
+                # Copy: the caller may change the values before the save thread writes them.
+                metadata = copy.deepcopy(VersionMetadata(step, **described))
                 flat_state = flatten_state(state, rank_state, self._main_channel.rank)
-        except Exception as failure:  # noqa: BLE001 - `_agree` raises it, on all ranks
+        except Exception as failure:  # noqa: BLE001 - `agree` raises it, on all ranks
             error = failure
         flat_state = self._agreement.agree(step, to, flat_state, reported, error)
         assert metadata is not None
-        if to == SaveTo.NODES:
-            assert self._local is not None
-            handle = self._local.submit(self._writer.with_parent(metadata), flat_state, began_s)
-            self._scheduler.record_local_stall(time.perf_counter() - began_s)
-            if wait:
-                handle.result()
-            return handle
-        return self._saves.save(metadata, flat_state, began_s, wait=wait)
+        return metadata, flat_state
 
     @overload
     def restore(
@@ -359,20 +354,16 @@ class CheckpointManager:
     ) -> Any:
         """Return a verified checkpoint, the same on every rank. Its version becomes the parent of the next save.
 
-        With `local`, and without `ref`, the checkpoint may be a `LocalVersion`. The version of the repository that it
-        continues becomes the parent of the next save. If the nodes have lost a part of their newest version, an older
-        one is restored, of the nodes or of the repository, and `Checkpoint.report.lost_steps` says how many steps are
-        lost. A restore with `ref`, or of a version of the repository, leaves what is on the nodes: later restores do
-        not return it.
-
-        Every rank calls this. It waits for running saves first: their parent is still the version from before the
-        restore. For errors see `models.restore`.
+        Every rank calls this; it waits for running saves first. For errors see `models.restore`.
+        With `local` and without `ref`, the checkpoint may be a `LocalVersion`; the version of the repository that it
+        continues becomes the parent. If the nodes have lost a part of their newest version, an older one is restored,
+        of the nodes or the repository, and `Checkpoint.report.lost_steps` has the steps lost. After a restore with
+        `ref`, or of a version of the repository, later restores return nothing older of the nodes.
 
         Args:
             ref: a version or tag of any model; None: the newest version of this model.
-            default: value to return on all ranks if the model has no version at all. If only the version of `ref` is
-                missing, NotFoundError is raised even with a default. So is UnavailableError, if the nodes have only a
-                part of a version, and the repository has none.
+            default: value to return on all ranks if the model has no version at all. It replaces no error: neither
+                that of a missing `ref`, nor that of nodes with only a part of a version.
             only: see `models.restore`.
             exclude: see `models.restore`.
             rename: see `models.restore`.
@@ -395,7 +386,8 @@ class CheckpointManager:
         if error is not None:
             raise error
         if version is None:
-            self._leave_local(head)
+            if self._local is not None:
+                self._local.begin_branch(head)  # what is on the nodes is left
             return default
         checkpoint, failure = None, None
         try:
@@ -406,23 +398,17 @@ class CheckpointManager:
             failure = own_failure
         raise_on_all_ranks(self._main_channel.exchange(describe_error(failure)), failure)
         assert checkpoint is not None
-        self._leave_local(head)
+        if self._local is not None:
+            self._local.begin_branch(head)  # what is on the nodes is left
         self._writer.set_newest(checkpoint.version, read_step(checkpoint.entry, checkpoint.version))
         self._recorded_data = RecordedData(read_step(checkpoint.entry, checkpoint.version))
         if lost_steps:
             checkpoint = replace(checkpoint, report=replace(checkpoint.report, lost_steps=lost_steps))
         return checkpoint
 
-    def _leave_local(self, head: RepositoryHead | None) -> None:
-        """Leave what is on the nodes: the job continues another version, or none."""
-        if self._local is not None:
-            self._local.begin_branch(head)
-
     def _continue_local(self, checkpoint: Checkpoint, head: RepositoryHead | None) -> None:
-        """Make the next version of the repository continue the one that a version on the nodes continues.
-
-        It has consumed all that was consumed since: a version that only the nodes have is no part of the history.
-        """
+        """Make the next version of the repository continue the one that a version on the nodes continues."""
+        # The next version has consumed all since then: a version that only the nodes have is no part of the history.
         assert self._local is not None
         assert self._local.branch is not None
         parent = parse_reference(checkpoint.entry["parent"] or self.name, "model")
@@ -435,22 +421,15 @@ class CheckpointManager:
         self._recorded_data = RecordedData(read_step(checkpoint.entry, checkpoint.version), earlier=tuple(uses))
 
     def newest_step(self) -> int | None:
-        """Return the step of the newest version in the repository, None if the model has no version.
+        """Return the step of the newest version in the repository, None without one. A single rank may call this.
 
-        Not a collective: a single rank may call this.
-
-        Raises:
-            CorruptDataError, UnavailableError: see `Log.read`.
+        Raises CorruptDataError or UnavailableError: see `Log.read`.
         """
         newest = self._repository.newest("models", self.name)
         return None if newest is None else read_step(self._repository.entry(newest).content, newest)
 
     def wait(self) -> None:
-        """Wait for all saves. The failure of a save to the nodes was logged.
-
-        Raises:
-            DatasvcError: a save failed and its error was not reported yet.
-        """
+        """Wait for all saves. Raises DatasvcError: a save to the repository failed and was not reported yet."""
         if self._local is not None:
             self._local.finish()
         self._queue.wait()
@@ -462,8 +441,7 @@ class CheckpointManager:
         exception ends the `with` block, it is not, and stays on the nodes for the next run.)
 
         After a stop signal the wait ends with the grace period; if none of it is left, the newest version stays on
-        the nodes, with a warning. A signal that `should_save` has not reported is raised again, so that the handler
-        that was installed before this manager receives it.
+        the nodes, with a warning. A signal that `should_save` has not reported goes to the earlier handler.
 
         Raises:
             DatasvcError: a save failed and its error was not reported yet; or the newest version is on the nodes
@@ -487,7 +465,7 @@ class CheckpointManager:
                 if local is not None and not self._is_closed:
                     promote_newest(local, self._writer, is_allowed=promotes and self._agree_to_promote(local))
         finally:
-            # A save that continues still needs the channels and the buffers; one to the nodes has those of `_saves`.
+            # A save that continues needs the channels and the buffers; one to the nodes has those of `_saves`.
             is_local_busy = local is not None and local.is_busy
             if local is not None and not is_local_busy:
                 local.close()
@@ -519,18 +497,3 @@ class CheckpointManager:
             # `should_save` has not reported this signal, so the run has not acted on it.
             if received is not None and self.stop_signal is None:
                 signal.raise_signal(received)
-
-    def _take_failure(self) -> tuple[list[int], DatasvcError | None]:
-        """Report the errors of earlier saves: log each, or return the first, which the caller raises.
-
-        Returns:
-            The numbers of the saves whose errors are reported, and the error to raise; None: there is none to raise.
-        """
-        reported = []
-        while (failure := self._queue.take_unreported_failure()) is not None:
-            number, error = failure
-            reported.append(number)
-            if self._failures == "raise" and self.stop_signal is None:
-                return reported, error
-            logger.error("%s", error)
-        return reported, None

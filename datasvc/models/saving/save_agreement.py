@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from datasvc.errors import ConfigError
+from datasvc.errors import ConfigError, DatasvcError
+from datasvc.models.local.restore_choice import RepositoryHead
 from datasvc.models.saving.flat_state import FlatState
 from datasvc.models.saving.preemption import Preemption
 from datasvc.models.saving.rank_channel import RankChannel, describe_error, raise_on_all_ranks
 from datasvc.models.saving.save_policy import SaveScheduler
 from datasvc.models.saving.shared_plan import HeldTensor, SharedPlan, outline, plan_shared
+from datasvc.models.versions.entry_fields import read_step
+from datasvc.repository import Repository, parse_reference
 from datasvc.repository.objects.objects import digest_of
 
 
@@ -132,3 +135,58 @@ class SaveAgreement:
             ]
             self._planned = digests_by_rank, plan_shared(held, [skeleton for _, skeleton in described])
         return replace(flat_state, plan=self._planned[1])
+
+
+class LookUp(NamedTuple):
+    """What is in the repository, the same on all ranks.
+
+    Attributes:
+        error: error of rank 0, as all ranks raise it; None: it has found the answer.
+        version: version of the reference; None: the model has none.
+        head: newest version of the model; None: it could not be read.
+    """
+
+    error: DatasvcError | None
+    version: str | None
+    head: RepositoryHead | None
+
+
+def look_up(channel: RankChannel, repository: Repository, name: str, ref: str | None, *, has_default: bool) -> LookUp:
+    """Return what rank 0 finds; every rank calls this. A tag may be moved between the look-ups of several ranks.
+
+    Args:
+        channel: channel between the ranks.
+        repository: repository of the model.
+        name: name of the model.
+        ref: a version or tag of any model; None: the newest version of this model.
+        has_default: whether a model without versions is no error.
+
+    Raises:
+        LostRankError: a rank is lost.
+    """
+    error: Exception | None = None
+    version, head = None, None
+    try:
+        if channel.rank == 0:
+            head = _read_head(repository, name)
+            other = parse_reference(ref or name, "model").name
+            if not has_default or repository.newest("models", other) is not None:
+                version = str(repository.resolve("models", ref or name))
+    except Exception as failure:  # noqa: BLE001 - returned on all ranks
+        error = failure
+    answers = channel.exchange([describe_error(error), version, head])
+    _, version, found = answers[0]
+    head = None if found is None else RepositoryHead(*found)
+    try:
+        raise_on_all_ranks([answer[0] for answer in answers], error)
+    except DatasvcError as failure:
+        return LookUp(failure, None, head)
+    return LookUp(None, version, head)
+
+
+def _read_head(repository: Repository, name: str) -> RepositoryHead:
+    newest = repository.newest("models", name)
+    if newest is None:
+        return RepositoryHead()
+    entry = repository.entry(newest).content
+    return RepositoryHead(newest.version, read_step(entry, newest), str(entry.get("branch", "")))

@@ -7,6 +7,7 @@ that restore it: a full encoding, then differences. Encoded chunks below `OWN_OB
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,22 +15,23 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from datasvc.errors import CorruptDataError, NotFoundError
+from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.tensors import codec as chunk_codec
 from datasvc.models.tensors.chunks import Shape
 from datasvc.models.tensors.codec import Bytes, Decoders
-from datasvc.models.tensors.dedup_index import find_chain, write_pointer
 from datasvc.models.tensors.dtypes import bytes_of, count_nonfinite, dtype_name
 from datasvc.models.tensors.read import load_chunk
-from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord
+from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord, fault_of_chain
 from datasvc.progress import Progress
 from datasvc.repository import Digest, ObjectInfo, Objects
+from datasvc.repository.logs.log import MAX_ENTRY_BYTES, decode_entry, encode_entry
 from datasvc.repository.objects.batch import ObjectBatch
 from datasvc.repository.objects.objects import digest_of
 from datasvc.threads import run_in_threads
 
 if TYPE_CHECKING:
     import torch
+
 
 Codec = Literal["none", "planes", "delta"]
 CODECS: Final[tuple[Codec, ...]] = ("none", "planes", "delta")
@@ -51,6 +53,11 @@ _POINTERS_AT_ONCE: Final = 8
 
 BlockKey = tuple[str, Shape, Shape, str]
 """Name, start, shape and dtype of a block."""
+
+
+POINTERS: Final = "tensors"
+POINTER_FORMAT: Final = 1
+_PATH: Final = re.compile(r"tensors/([0-9a-f]{2})/(\1[0-9a-f]{62})\.json")
 
 
 @dataclass(frozen=True)
@@ -302,3 +309,57 @@ def _restore_cost(chunk: Chunk, size: int) -> float:
     """Return the cost of restoring a chunk of `size` bytes, relative to reading as many raw bytes."""
     num_encoded = sum(link.encoding != "raw" for link in chunk.chain)
     return chunk.stored_bytes / size + num_encoded * _LINK_COST
+
+
+# A raw chunk is an object named by its own digest, so equal bytes are found without an index. Encoded bytes have
+# another digest: without an index, another model would store them again. The index has a pointer for each encoded
+# chunk that is not packed: a small file `tensors/3f/DIGEST.json`, named by the digest of the raw bytes, with the
+# chain of the chunk (see `tensor_table`). No restore needs a pointer: if a pointer is lost or damaged, a later save
+# stores a second copy. The objects in a pointer are checked before a tensor table names them again.
+#
+# Limit: in a remote store the age of an object cannot be reset without writing it again (see `Objects.reuse`), so a
+# chain with an object older than a day is not reused. A later save of an equal chunk then stores it again. This takes
+# more space only if the first save stored a difference to an earlier chunk: the other encodings give equal objects.
+
+
+def pointer_path(digest: Digest) -> str:
+    """Return the path of a chunk's pointer below the root of the repository."""
+    return f"{POINTERS}/{digest[:2]}/{digest}.json"
+
+
+def pointed_digest(path: str) -> Digest | None:
+    """Return the digest of the chunk whose pointer has this path, None if this is not a path of a pointer."""
+    match = _PATH.fullmatch(path)
+    return Digest(match[2]) if match else None
+
+
+def write_pointer(objects: Objects, digest: Digest, chain: tuple[ChainLink, ...]) -> None:
+    """Write the pointer of a chunk whose objects are stored. Raises UnavailableError: the store failed."""
+    chunk = Chunk((), (), digest, chain).to_json()  # the position in a tensor, () here, is not part of a pointer
+    content = encode_entry({"format": POINTER_FORMAT, "digest": digest, "chain": chunk["chain"]})
+    # Not synced: a pointer that a power cut damages fails its checksum and is ignored.
+    objects.storage.put_bytes(pointer_path(digest), content, synced=False)
+
+
+def find_chain(objects: Objects, digest: Digest, chunk_bytes: int) -> tuple[ChainLink, ...] | None:
+    """Return the chain of a stored chunk with this digest, None if there is none.
+
+    All objects of the chain exist, and `gc` keeps them at least as long as new ones (see `Objects.reuse`).
+    Raises UnavailableError: the store failed.
+    """
+    path = pointer_path(digest)
+    try:
+        pointer = decode_entry(objects.storage.read(path, MAX_ENTRY_BYTES), objects.storage.location(path))
+        chunk = Chunk.from_json({"start": (), "shape": (), "digest": pointer["digest"], "chain": pointer["chain"]})
+    except (NotFoundError, CorruptDataError, ConfigError, KeyError):
+        return None
+    if chunk.digest != digest:
+        return None
+    try:
+        fault = fault_of_chain(chunk.chain, chunk_bytes)
+    except TypeError:
+        # A pointer is not trusted: a value in it may have a wrong type. Such a pointer is ignored.
+        return None
+    if fault or not all(objects.reuse(link.info) for link in chunk.chain):
+        return None
+    return chunk.chain

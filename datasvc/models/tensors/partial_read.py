@@ -15,9 +15,8 @@ from typing import Any, Final
 import numpy as np
 
 from datasvc.errors import CorruptDataError
-from datasvc.models.tensors.byte_planes import Bytes, join
 from datasvc.models.tensors.chunk_reader import ChunkSource
-from datasvc.models.tensors.codec import ChainDecoder, Decoders, word_bytes
+from datasvc.models.tensors.codec import Bytes, ChainDecoder, Decoders, join, word_bytes
 from datasvc.models.tensors.tensor_table import ChainLink, Chunk, TensorRecord
 
 PLANES: Final = (2, 3)

@@ -24,7 +24,7 @@ from datasvc.models.transfer.copy_in_order import (
 )
 from datasvc.models.transfer.entries import TargetLogs
 from datasvc.models.versions.signing import check_signed
-from datasvc.models.versions.signing_keys import trusted_keys as load_trusted_keys
+from datasvc.models.versions.signing import trusted_keys as load_trusted_keys
 from datasvc.progress import NO_PROGRESS, Progress
 from datasvc.repository import Entry, Kind, Repository, Resolved
 from datasvc.repository.logs.references import check_name, refuse_text

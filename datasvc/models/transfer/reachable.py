@@ -9,7 +9,7 @@ from typing import Any, Final
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.models.provenance.sample_query import split_tables
 from datasvc.models.tensors.tensor_table import read_table
-from datasvc.models.versions.entry_refs import objects_of_entry
+from datasvc.models.versions.entry_fields import objects_of_entry
 from datasvc.repository import Digest, ObjectInfo, Repository, Resolved
 from datasvc.shards.format.shard_table import ShardTable
 

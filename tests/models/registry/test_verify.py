@@ -11,8 +11,7 @@ from datasvc.models import describe_model, restore, save
 from datasvc.models.dcp import DcpWriter
 from datasvc.models.registry.verify import every_version, repair, verify
 from datasvc.models.tensors.tensor_table import encode_table
-from datasvc.models.versions.signing import sign
-from datasvc.models.versions.signing_keys import load_private_key, make_key
+from datasvc.models.versions.signing import load_private_key, make_key, sign
 from datasvc.repository import Repository, Resolved
 from datasvc.repository.objects.objects import digest_of
 from tests.models.every_kind import copy_of, equal, flip, links_of, records_of, save_every_kind, state_of

@@ -10,8 +10,7 @@ from datasvc.cache.peers.peers import Peers
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models import describe_model
 from datasvc.models.restoring.restore import restore
-from datasvc.models.versions.signing import sign
-from datasvc.models.versions.signing_keys import load_private_key, make_key
+from datasvc.models.versions.signing import load_private_key, make_key, sign
 from tests.cache.peer_server import PeerServer, Strangers
 from tests.models.every_kind import copy_of, equal, flip, links_of, save_every_kind, state_of
 from tests.progress import RecordedProgress

@@ -5,8 +5,8 @@ import torch
 
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.models.saving.flat_state import FlatState
+from datasvc.models.saving.queue import SaveHandle, SaveTask
 from datasvc.models.saving.rank_channel import RankChannel
-from datasvc.models.saving.save_task import SaveHandle, SaveTask
 from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
 from datasvc.models.saving.writer import VersionWriter
 from datasvc.models.versions.metadata import VersionMetadata

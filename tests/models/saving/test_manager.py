@@ -15,9 +15,8 @@ from datasvc.errors import BusyError, ConfigError, NotFoundError, UnavailableErr
 from datasvc.models import DataUse, describe_model, model_log, restore
 from datasvc.models.saving import manager
 from datasvc.models.saving.manager import CheckpointManager
-from datasvc.models.saving.queue import SaveQueue
+from datasvc.models.saving.queue import SaveHandle, SaveQueue
 from datasvc.models.saving.save_policy import SaveScheduler
-from datasvc.models.saving.save_task import SaveHandle
 from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
 from datasvc.models.saving.writer import VersionWriter
 from datasvc.models.tensors import codec

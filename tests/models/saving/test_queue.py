@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from datasvc.errors import BusyError, ConflictError, DatasvcError, UnavailableError
-from datasvc.models.saving.queue import SaveQueue
-from datasvc.models.saving.save_task import SaveHandle
+from datasvc.models.saving.queue import SaveHandle, SaveQueue
 from datasvc.repository import Resolved
 from tests.support.threads import waits_in
 
@@ -174,7 +173,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from datasvc.errors import ConfigError, UnavailableError
 from datasvc.models.saving.queue import SaveQueue
-from datasvc.models.saving.save_task import SaveHandle
+from datasvc.models.saving.queue import SaveHandle
 
 ends = threading.Event()
 threading._register_atexit(ends.set)

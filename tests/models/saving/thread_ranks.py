@@ -8,7 +8,6 @@ from queue import SimpleQueue
 import torch
 
 from datasvc.models.saving import manager
-from datasvc.models.saving.nodes import local_tier
 from datasvc.models.saving.rank_channel import LostRankError, RankChannel
 
 WAIT_S = 60
@@ -59,8 +58,7 @@ class ThreadRanks:
 
     def __init__(self, monkeypatch):
         self._local = threading.local()
-        for module in (manager, local_tier):
-            monkeypatch.setattr(module, "open_channels", self._open)
+        monkeypatch.setattr(manager, "open_channels", self._open)
 
     def _open(self, _group, _timeout_s, number=2):
         opened = []

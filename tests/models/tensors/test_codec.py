@@ -8,7 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from datasvc.errors import CorruptDataError
-from datasvc.models.tensors.codec import ChainDecoder, Decoders, encode, is_worthwhile, try_encodings, word_bytes
+from datasvc.models.tensors.codec import (
+    _BLOCK_WORDS,
+    ChainDecoder,
+    Decoders,
+    encode,
+    is_worthwhile,
+    join,
+    split,
+    try_encodings,
+    word_bytes,
+)
 from datasvc.models.tensors.tensor_table import ITEM_BYTES
 from tests.examples import examples
 from tests.support.fuzzing import counts_refusals
@@ -202,3 +212,41 @@ def test_no_more_threads_decode_at_once_than_there_are_decoders_and_those_are_us
         third.join()
     borrow()
     assert used == [second, first]
+
+
+# Around the words that pass through at once.
+num_words = st.sampled_from([0, 1, 5, _BLOCK_WORDS - 1, _BLOCK_WORDS, 2 * _BLOCK_WORDS + 3])
+
+
+@given(st.sampled_from([1, 2, 4, 8]), num_words, st.sampled_from(["planes", "xor", "difference"]), st.integers(0, 9))
+def test_planes_that_are_joined_give_the_words_that_were_split(word, count, encoding, seed):
+    content, base = np.random.default_rng(seed).integers(0, 256, (2, count * word), np.uint8)
+    planes = split(content, word, encoding, base)
+    assert planes.shape == (word, count)
+    out = base.copy()
+    join(list(planes), encoding, out)
+    assert out.tobytes() == content.tobytes()
+
+
+@pytest.mark.parametrize("word", [1, 2, 4, 8])
+def test_a_plane_has_one_byte_of_every_word_lowest_first(word):
+    content = np.arange(3 * word, dtype=np.uint8)
+    assert np.array_equal(split(content, word, "planes"), content.reshape(3, word).T)
+
+
+@pytest.mark.parametrize("word", [1, 2, 4, 8])
+def test_differences_have_their_sign_in_the_lowest_bit_and_wrap_around(word):
+    base = np.array([5, 5, 0], f"<u{word}").view(np.uint8)
+    content = np.array([6, 4, (1 << 8 * word) - 1], f"<u{word}").view(np.uint8)
+    assert split(content, word, "difference", base)[0].tolist() == [2, 1, 1]
+
+
+@pytest.mark.parametrize("encoding", ["planes", "xor", "difference"])
+@pytest.mark.parametrize("word", [2, 4, 8])
+def test_words_that_lie_unaligned_in_memory_are_joined_like_others(encoding, word):
+    content, base = np.random.default_rng(0).integers(0, 256, (2, 4000), np.uint8)
+    planes = split(content, word, encoding, base)
+    memory = np.zeros(4001, np.uint8)
+    memory[1:] = base
+    join(list(planes), encoding, memory[1:])
+    assert memory[1:].tobytes() == content.tobytes()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from datasvc.errors import ConfigError, CorruptDataError, NotFoundError
 from datasvc.models.tensors import chunk_writer
+from datasvc.models.tensors.chunk_writer import find_chain, pointer_path
 from datasvc.models.tensors.codec import try_encodings
-from datasvc.models.tensors.dedup_index import find_chain, pointer_path
 from datasvc.models.tensors.dtypes import bytes_of
 from datasvc.models.tensors.read import load_chunk, load_tensors, load_window
 from datasvc.models.tensors.tensor_table import ITEM_BYTES, ChainLink, Chunk, TensorRecord, join_chunks

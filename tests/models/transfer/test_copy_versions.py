@@ -19,8 +19,7 @@ from datasvc.models.transfer import copying, transfer
 from datasvc.models.transfer.copy_in_order import sort_topologically
 from datasvc.models.transfer.copying import declare_intent
 from datasvc.models.transfer.entries import TargetLogs
-from datasvc.models.versions.signing import check_signed, sign
-from datasvc.models.versions.signing_keys import load_private_key, make_key
+from datasvc.models.versions.signing import check_signed, load_private_key, make_key, sign
 from datasvc.repository import ObjectInfo, Objects, Repository, Resolved
 from datasvc.repository.logs.log import Log, encode_entry
 from datasvc.repository.removal import remove_versions

@@ -13,8 +13,14 @@ from datasvc.errors import ConfigError, ConflictError, CorruptDataError
 from datasvc.models import restore, save
 from datasvc.models.interop.exporting import export_model
 from datasvc.models.restoring.load_into_module import load_version_into
-from datasvc.models.versions.signing import sign, signed_message
-from datasvc.models.versions.signing_keys import load_private_key, load_public_keys, make_key, trusted_keys
+from datasvc.models.versions.signing import (
+    load_private_key,
+    load_public_keys,
+    make_key,
+    sign,
+    signed_message,
+    trusted_keys,
+)
 from datasvc.repository import Resolved
 from datasvc.repository.logs.log import decode_entry, encode_entry
 
@@ -169,7 +175,7 @@ def test_a_private_key_that_cannot_be_written_leaves_no_public_one_behind(tmp_pa
     # The file system takes a public key's 113 bytes and no private one's 119.
     code = (
         "import resource, sys; from pathlib import Path\n"
-        "from datasvc.models.versions.signing_keys import make_key\n"
+        "from datasvc.models.versions.signing import make_key\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (116, 116))\n"
         "make_key(Path(sys.argv[1]))\n"
     )
@@ -220,7 +226,7 @@ def test_without_cryptography_whoever_wants_signatures_is_told_and_nobody_else()
         "import sys; sys.modules['cryptography'] = None\n"
         "import datasvc.models.versions.signing\n"
         "from datasvc.errors import ConfigError\n"
-        "from datasvc.models.versions.signing_keys import trusted_keys\n"
+        "from datasvc.models.versions.signing import trusted_keys\n"
         "assert trusted_keys() == ()\n"
         "try: trusted_keys(['x.pub'])\n"
         "except ConfigError as error: print(error)\n"

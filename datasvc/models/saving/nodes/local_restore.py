@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple
 from datasvc.errors import CorruptDataError, NotFoundError
 from datasvc.models.local.local_folder import NeededObjects
 from datasvc.models.local.local_saves import LocalVersion
-from datasvc.models.local.node_copies import missing_objects, plan_fetches
 from datasvc.models.local.restore_choice import (
     NodeBranch,
     NodeCandidate,
@@ -27,10 +26,10 @@ from datasvc.models.restoring.cached_source import count_bytes
 from datasvc.models.restoring.copies import StoredCopies
 from datasvc.models.restoring.restore import Checkpoint, restore_from
 from datasvc.models.saving.nodes.local_tier import LocalTier
-from datasvc.models.saving.nodes.node_group import NodeGroup
+from datasvc.models.saving.nodes.node_group import NodeGroup, missing_objects, plan_fetches
 from datasvc.models.tensors.chunk_reader import ChunkSource
 from datasvc.models.tensors.tensor_table import TensorRecord
-from datasvc.models.versions.entry_refs import objects_of_entry
+from datasvc.models.versions.entry_fields import objects_of_entry
 from datasvc.printable import count_text
 from datasvc.repository import Digest
 

@@ -14,15 +14,13 @@ from typing import Any, Final
 
 from datasvc.errors import ConfigError, DatasvcError
 from datasvc.models.local.local_saves import LocalSaves, LocalVersion
-from datasvc.models.local.node_copies import plan_copies
 from datasvc.models.local.restore_choice import NodeBranch, RepositoryHead
 from datasvc.models.saving.distributed_save import agree_on_tensors, gather_parts, join_parts, store_part
 from datasvc.models.saving.flat_state import FlatState
-from datasvc.models.saving.nodes.node_group import NodeGroup
-from datasvc.models.saving.queue import SaveQueue
-from datasvc.models.saving.rank_channel import LostRankError, open_channels
+from datasvc.models.saving.nodes.node_group import NodeGroup, plan_copies
+from datasvc.models.saving.queue import SaveHandle, SaveQueue, SaveTask
+from datasvc.models.saving.rank_channel import LostRankError, RankChannel
 from datasvc.models.saving.save_policy import is_multiple_reached
-from datasvc.models.saving.save_task import SaveHandle, SaveTask
 from datasvc.models.saving.staging_buffer import HostBuffer, HostCopies
 from datasvc.models.versions.commit import prepare_entry
 from datasvc.models.versions.metadata import VersionMetadata
@@ -39,9 +37,8 @@ class LocalTier:
     Args:
         settings: folder, number of versions and of copies.
         name: name of the model.
+        channel: channel of the save thread for the nodes; `close` closes it.
         every: number of steps between two saves; None: `is_due` is always False.
-        group: torch.distributed group of the ranks, see `CheckpointManager`.
-        timeout_s: see `CheckpointManager`.
 
     Attributes:
         settings: see above.
@@ -54,16 +51,11 @@ class LocalTier:
         ConfigError, BusyError, UnavailableError: `every` is invalid; or see `NodeGroup`.
     """
 
-    def __init__(self, settings: LocalSaves, name: str, *, every: int | None, group: Any, timeout_s: float) -> None:
+    def __init__(self, settings: LocalSaves, name: str, channel: RankChannel, *, every: int | None) -> None:
         if every is not None and (type(every) is not int or every < 1):
             raise ConfigError(f"every_local is {every!r}; expected a number of steps, at least 1")
         self.settings, self.name, self._every = settings, name, every
-        (channel,) = open_channels(group, timeout_s, 1)
-        try:
-            self.nodes = NodeGroup(channel, settings.folder, name)
-        except BaseException:
-            channel.close()
-            raise
+        self.nodes = NodeGroup(channel, settings.folder, name)
         self.branch: NodeBranch | None = None
         self.newest: LocalVersion | None = None
         self._kept: list[LocalVersion] = []  # what this job saved or restored and did not remove, oldest first

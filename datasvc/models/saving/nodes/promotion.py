@@ -22,7 +22,7 @@ from datasvc.models.tensors.state_tree import MAX_STATE_BYTES
 from datasvc.models.tensors.tensor_table import Chunk, TensorRecord, encode_table, join_chunks
 from datasvc.models.tensors.write import Codec, TensorBlock, store_chunks
 from datasvc.models.versions.commit import base_records
-from datasvc.models.versions.entry_refs import MAX_CODE_BYTES, EntryObjects, objects_of_entry
+from datasvc.models.versions.entry_fields import MAX_CODE_BYTES, EntryObjects, objects_of_entry
 from datasvc.repository import Digest, Repository, Resolved
 from datasvc.repository.objects.presence import check_present
 

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from datasvc.models.local.node_copies import missing_objects, plan_copies, plan_fetches, plan_rounds
+from datasvc.models.saving.nodes.node_group import missing_objects, plan_copies, plan_fetches, plan_rounds
 from tests.examples import examples
 
 ON_NODES = st.lists(st.dictionaries(st.sampled_from("abcdef"), st.just(7)), min_size=1, max_size=5)
