@@ -38,8 +38,9 @@ CLOSE_TIMEOUT_S: Final = 10.0
 _MAX_QUEUED: Final = 100_000
 _MAX_RETRY_S: Final = 60.0
 _MAX_INTERVAL_S: Final = 3600
-# A part with very many curves is large, and is written again with each new step: then it is written less often.
-_MAX_BYTES_PER_S: Final = 64 << 10
+# A part with very many curves is large, and is written again with each new step. After a large write, wait for so
+# long as its bytes take at this rate, but not longer than a heartbeat.
+_TARGET_BYTES_PER_S: Final = 64 << 10
 # While the store fails, events are collected for its next answer, within these limits.
 _LIMITS_WHILE_FAILING: Final = replace(WRITE_LIMITS, num_bins=4 * WRITE_LIMITS.num_bins)
 _MAX_LATEST_BYTES: Final = 16 << 10
@@ -293,7 +294,7 @@ class RunLog:
             _LOG.warning("%s: the run log is written again", self.ref)
         self._is_failing, self._retry_s = False, self._flush_s
         self._next_write = now + self._heartbeat_s
-        self._earliest_write = now + num_bytes / _MAX_BYTES_PER_S
+        self._earliest_write = now + num_bytes / _TARGET_BYTES_PER_S
         return True
 
     def _write(self, end: tuple[Outcome, str] | None) -> int:
