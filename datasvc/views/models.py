@@ -41,6 +41,7 @@ def describe(version: ModelVersion) -> list[Fact]:
         fact("created", FactPart(entry["created"], "time")),
         fact("message", entry["message"]),
         fact("step", FactPart(entry["step"], "number"), help="optimizer steps of its weights"),
+        fact("epoch", _epoch(entry), help="the newest epoch of its training data, from 0"),
         fact("run", FactPart(entry.get("run") or "not recorded: the save had no run=", "runs")),
         fact("parent", *references("models", version.parents), help="versions that it continues"),
         fact("origin", *(origin and (origin.get("version"), " of ", origin.get("repository"))), help="copied from"),
@@ -52,6 +53,11 @@ def describe(version: ModelVersion) -> list[Fact]:
         fact("data", ", ".join(data) or "no consumed samples were recorded: the save had no data="),
         fact("NOT FINITE", value_text(bad or None), help="tensors with NaN or infinite elements"),
     ]  # fmt: skip
+
+
+def _epoch(entry: Mapping[str, Any]) -> int | None:
+    states = [use["state"] for use in entry["data"] if use.get("purpose") != "evaluation"]
+    return max((state["epoch"] for state in states if isinstance(state.get("epoch"), int)), default=None)
 
 
 def _code_parts(code: Mapping[str, Any]) -> list[object]:

@@ -4,7 +4,9 @@ from datasvc.models.tensors.state_tree import encode_state
 from datasvc.models.tensors.tensor_table import encode_table
 
 
-def commit_entry(repository, name, *, parent=None, step=0, metrics=None, config=None, data=(), **about):
+def commit_entry(
+    repository, name, *, parent=None, step=0, metrics=None, config=None, data=(), data_state=None, **about
+):
     """Commit an entry; returns the version as text."""
     objects = repository.objects
     entry = {
@@ -13,7 +15,7 @@ def commit_entry(repository, name, *, parent=None, step=0, metrics=None, config=
         "state": objects.put(encode_state({})).digest,
         "num_tensors": 0,
         "bytes": 0,
-        "data": [{"dataset": each, "split": "train", "state": {}} for each in data],
+        "data": [{"dataset": each, "split": "train", "state": data_state or {}} for each in data],
         "code": {"revision": None, "dirty": False},
         "config": config or {},
         "metrics": metrics or {},

@@ -27,16 +27,25 @@ def page_texts(repository, path):
 
 
 def test_facts_of_a_model_version_are_equal_everywhere(repository):
-    commit_entry(repository, "cnn", step=1200, run="cnn/20261123-221830-3fa9c1", metrics={"acc": 0.5})
+    commit_entry(
+        repository,
+        "cnn",
+        step=1200,
+        run="cnn/20261123-221830-3fa9c1",
+        metrics={"acc": 0.5},
+        data=["pets@1"],
+        data_state={"epoch": 2},
+    )
     version = describe_model(repository, "cnn@1")
     described = fact_texts(models.describe(version))
     page, notebook = page_texts(repository, "/models/cnn@1"), text_of(parsed(version._repr_html_()))
     terminal = run("models", "show", "cnn@1", "--repo", repository.url).stdout
-    for name in ("step", "run", "code"):
+    for name in ("step", "epoch", "run", "code"):
         assert f"{name} {described[name]}" in page
         assert f"{name} {described[name]}" in notebook
         assert f"{name}: {described[name]}\n" in terminal
     assert described["step"] == "1,200"
+    assert described["epoch"] == str(version.to_dict()["data"][0]["state"]["epoch"])  # as in the JSON
 
 
 def test_facts_of_a_run_are_equal_everywhere(repository, logged):
