@@ -32,7 +32,7 @@ _SECTIONS: Final[dict[str, dict[str, tuple[str, str | None]]]] = {
         "merge": ("datasets.branches", "merge"),
         "combine": ("datasets.versions", "combine"),
         "revert": ("datasets.versions", "revert"),
-        "rename": ("datasets.remove", "rename"),
+        "rename": ("datasets.maintain", "rename"),
         "export": ("datasets.transfer", "export"),
         "push": ("datasets.transfer", "push"),
         "pull": ("datasets.transfer", "pull"),
@@ -64,7 +64,7 @@ _SECTIONS: Final[dict[str, dict[str, tuple[str, str | None]]]] = {
     "Maintenance": {
         "doctor": ("doctor", "doctor"),
         "verify": ("datasets.maintain", "verify"),
-        "rm": ("datasets.remove", "rm"),
+        "rm": ("datasets.maintain", "rm"),
         "gc": ("datasets.maintain", "gc"),
         "mark-lost": ("datasets.maintain", "mark_lost"),
     },

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from datasvc.cli.datasets import maintain
-from datasvc.cli.datasets.remove import ForceOption, RefsArgument, RemovalMessageOption, run_rm
+from datasvc.cli.datasets.maintain import ForceOption, RefsArgument, RemovalMessageOption, run_rm
 from datasvc.cli.datasets.tags import (
     AtOption,
     ExpectOption,
@@ -118,7 +118,7 @@ def gc(
 def mark_lost(
     refs: RefsArgument,
     repo: RepoOption,
-    force: maintain.ForceOption = False,
+    force: maintain.GiveUpOption = False,
     yes: DoneOption = False,
     dry_run: DryRunOption = False,
     message: MessageOption = "",
