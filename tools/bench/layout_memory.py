@@ -16,12 +16,13 @@ import torch
 import datasvc.trainer as hvd
 from datasvc.planning.candidates import Candidate
 from datasvc.planning.memory import estimate_memory, state_bytes
+from datasvc.trainer.recipes.build import build_learner
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
 from datasvc.trainer.recipes.layouts.parts import to_local
 from datasvc.trainer.recipes.planning.count_costs import count_costs
 from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
-from datasvc.trainer.recipes.start import build_learner, choose_place
+from datasvc.trainer.recipes.start import choose_place
 from datasvc.trainer.recipes.tasks.language import LanguageModelling
 from datasvc.trainer.recipes.tasks.task import Examples
 from datasvc.trainer.recipes.update import Learner, update

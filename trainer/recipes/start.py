@@ -24,27 +24,17 @@ from datasvc.models.versions.code_revision import capture_code
 from datasvc.models.versions.environment import describe_environment
 from datasvc.node.ranks import RankNodes
 from datasvc.node.settings import open_peers
-from datasvc.planning.layout import AXES, Layout, check_layout, plan_layout
+from datasvc.planning.layout import AXES, Layout, plan_layout
 from datasvc.runs import RunLog
 from datasvc.threads import count_processors
-from datasvc.trainer.recipes import random_state
+from datasvc.trainer.recipes.build import build_learner, compile_model
 from datasvc.trainer.recipes.checkpoints import open_checkpoints, plan_restore, restore, resume
-from datasvc.trainer.recipes.choose_layout import check_model_options, read_layout
+from datasvc.trainer.recipes.choose_layout import read_layout
 from datasvc.trainer.recipes.early_stop import EarlyStop
 from datasvc.trainer.recipes.elastic_memory import Snapshot, load_snapshot
-from datasvc.trainer.recipes.ema import WeightAverage
 from datasvc.trainer.recipes.initial_weights import initialise
-from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions, apply_layout, read_sizes, sizes_of
 from datasvc.trainer.recipes.layouts.optimizer import LayoutOptimizer
-from datasvc.trainer.recipes.layouts.shard import recompute_activations
-from datasvc.trainer.recipes.make_optimizer import (
-    build_distributed_optimizer,
-    build_layout_optimizer,
-    build_zero_optimizer,
-)
 from datasvc.trainer.recipes.model_check import has_finite_state
-from datasvc.trainer.recipes.optimizers.parameter_groups import group_parameters
-from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.optimizers.schedules import RateSchedule, scale_rate
 from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.reporting.metric_logs import open_logs
@@ -53,8 +43,7 @@ from datasvc.trainer.recipes.run import Run
 from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig, plan_batches
 from datasvc.trainer.recipes.tasks.choose_task import choose_task
 from datasvc.trainer.recipes.tasks.task import DataPlacement, Task
-from datasvc.trainer.recipes.training_data import open_data, resolve_data
-from datasvc.trainer.recipes.update import Learner
+from datasvc.trainer.recipes.training_data import TrainingData, open_data, resolve_data
 
 
 def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None = None) -> Run:
@@ -93,31 +82,13 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
             stack.callback(nodes.close)
         if cache is not None:
             stack.enter_context(cache)
-        loader = task.open_loader(data.train, training=True, batch_size=batches.batch_size, cache=cache, place=place)
-        stack.callback(loader.close)
-        # The validation loader is opened before training, so that its errors appear at the start.
-        val_loader = None
-        if data.val is not None:
-            # A training step may divide its batch into several passes. An evaluation runs one pass per batch, so its
-            # batches have the size of such a pass. A pipeline divides every batch.
-            batch_size = batches.batch_size if layout.pipeline > 1 else batches.micro_batch
-            val_loader = task.open_loader(data.val, training=False, batch_size=batch_size, cache=cache, place=place)
-            stack.callback(val_loader.close)
-        statistics_loader = None
-        if config.recomputes_statistics:
-            # The samples of this loader are not trained on: they belong in no ledger, and in no group's batches.
-            unrecorded = choose_task(config.without_records(), data.train)
-            statistics_loader = unrecorded.open_loader(
-                data.train, training=True, batch_size=batches.batch_size, cache=cache, place=place
-            )
-            stack.callback(statistics_loader.close)
-        stop_metrics = serve_metrics(config, {"train": loader, "val": val_loader})
+        loaders = _open_loaders(stack, config, task, data, layout, batches, cache=cache, place=place)
+        loader = loaders["loader"]
+        stop_metrics = serve_metrics(config, {"train": loader, "val": loaders["val_loader"]})
         stack.callback(stop_metrics)
         run = Run(
             **vars(build_learner(config, task, batches, place, layout, block=getattr(loader, "block_tokens", None))),
-            loader=loader,
-            val_loader=val_loader,
-            statistics_loader=statistics_loader,
+            **loaders,
             schedule=schedule,
             stop=EarlyStop(config.stop_metric, config.patience, config.stop_mode),
             events=events,
@@ -129,19 +100,7 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
         )
         # The manager installs signal handlers; closing it restores the old ones.
         run.checkpoints = stack.enter_context(open_checkpoints(repo, config, cache))
-        checkpoint = None
-        if snapshot is not None:
-            load_snapshot(run, snapshot)
-        else:
-            checkpoint = restore_start(run, repo)
-            if checkpoint is None and init_version is not None:
-                initialise(run, repo, init_version)
-        run.reading = ConsumptionTracker(run.loader, step=run.step)
-        if checkpoint is not None and isinstance(checkpoint.version, LocalVersion):
-            # The next version of the repository has consumed what this version has, since the one that it continues.
-            run.reading.load_state_dict(checkpoint.entry["data"][0])
-        if snapshot is not None:
-            run.reading.load_state_dict(snapshot.reading)
+        _load_state(run, repo, snapshot, init_version)
         compile_model(run.model, config.compile)
         if config.run_log:
             parent = run.version or init_version
@@ -155,6 +114,53 @@ def start(config: TrainConfig, events: LoggedEvents, snapshot: Snapshot | None =
             run.log_ids |= call_on_first_rank(lambda: open_run_logs(run), name="logs")
         stack.pop_all()
     return run
+
+
+def _open_loaders(
+    stack: contextlib.ExitStack,
+    config: TrainConfig,
+    task: Task,
+    data: TrainingData,
+    layout: Layout,
+    batches: BatchPlan,
+    **options: Any,
+) -> dict[str, Any]:
+    """Open the loaders of a run, by the attributes of `Run`; `stack` closes them. `options` are of all of them."""
+
+    def open_one(task: Task, split: Any, *, training: bool, batch_size: int) -> Loader[Any]:
+        loader = task.open_loader(split, training=training, batch_size=batch_size, **options)
+        stack.callback(loader.close)
+        return loader
+
+    loader = open_one(task, data.train, training=True, batch_size=batches.batch_size)
+    # The validation loader is opened before training, so that its errors appear at the start. A training step may
+    # divide its batch into several passes. An evaluation runs one pass per batch, so its batches have the size of
+    # such a pass. A pipeline divides every batch.
+    batch_size = batches.batch_size if layout.pipeline > 1 else batches.micro_batch
+    val_loader = None if data.val is None else open_one(task, data.val, training=False, batch_size=batch_size)
+    statistics_loader = None
+    if config.recomputes_statistics:
+        # The samples of this loader are not trained on: they belong in no ledger, and in no group's batches.
+        unrecorded = choose_task(config.without_records(), data.train)
+        statistics_loader = open_one(unrecorded, data.train, training=True, batch_size=batches.batch_size)
+    return {"loader": loader, "val_loader": val_loader, "statistics_loader": statistics_loader}
+
+
+def _load_state(run: Run, repo: DataRepository, snapshot: Snapshot | None, init_version: str | None) -> None:
+    """Load the snapshot, the checkpoint that the run continues, or initial weights; begin to record what is read."""
+    checkpoint = None
+    if snapshot is not None:
+        load_snapshot(run, snapshot)
+    else:
+        checkpoint = restore_start(run, repo)
+        if checkpoint is None and init_version is not None:
+            initialise(run, repo, init_version)
+    run.reading = ConsumptionTracker(run.loader, step=run.step)
+    if checkpoint is not None and isinstance(checkpoint.version, LocalVersion):
+        # The next version of the repository has consumed what this version has, since the one that it continues.
+        run.reading.load_state_dict(checkpoint.entry["data"][0])
+    if snapshot is not None:
+        run.reading.load_state_dict(snapshot.reading)
 
 
 def serve_metrics(config: TrainConfig, loaders: Mapping[str, Loader[Any] | None]) -> Callable[[], None]:
@@ -227,132 +233,6 @@ def _restore_finite(run: Run, repo: DataRepository, diverged: Checkpoint) -> Che
             f"{run.step}{way}\n"
         )
     return chosen
-
-
-def build_learner(
-    config: TrainConfig,
-    task: Task,
-    batches: BatchPlan,
-    place: DataPlacement,
-    layout: Layout,
-    *,
-    block: int | None = None,
-) -> Learner:
-    """Build model and optimizer, and seed this rank's generators. Every rank must call this.
-
-    Args:
-        config: settings of the run.
-        task: task of the run.
-        batches: batch sizes of a step.
-        place: data rank and device of this rank.
-        layout: layout of the ranks; with a data-only one, model and optimizer are equal on all ranks.
-        block: tokens of a sample; None for images.
-
-    Raises:
-        ConfigError: the layout does not divide the blocks.
-    """
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
-        torch.backends.cudnn.benchmark = config.cudnn_benchmark
-    model = build_model(config, task)
-    if not layout.is_data_only and config.zero != 1:
-        return _build_divided_learner(config, task, batches, place, layout, model, block)
-    model = model.to(place.device)
-    # Broadcast before `WeightAverage` copies the weights, so that the averages are equal on all ranks too.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # Seed after the model is built, so that each rank draws its own random numbers from here on, for dropout.
-    random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank()))
-    if config.recompute:
-        recompute_activations(model)
-    optimizer = (
-        build_distributed_optimizer(config, model, num_passes=batches.num_passes)
-        if layout.is_data_only
-        else build_zero_optimizer(config, model, layout, num_passes=batches.num_passes)
-    )
-    return Learner(
-        config=config,
-        task=task,
-        batches=batches,
-        layout=layout,
-        model=model,
-        optimizer=optimizer,
-        loss_scale=make_loss_scale(config.precision, place.device),
-        average=None if config.ema_decay is None else WeightAverage(model, config.ema_decay),
-        device=place.device,
-        num_parameters=_count_parameters(model),
-        model_sizes=sizes_of(model),
-    )
-
-
-def _build_divided_learner(
-    config: TrainConfig,
-    task: Task,
-    batches: BatchPlan,
-    place: DataPlacement,
-    layout: Layout,
-    model: torch.nn.Module,
-    block: int | None,
-) -> Learner:
-    """Divide a model over the ranks, and build the optimizer of this rank's part. Every rank must call this."""
-    check_layout(
-        layout,
-        world_size=hvd.size(),
-        global_batch=batches.global_batch,
-        micro_batch=batches.micro_batch,
-        sizes=read_sizes(model, block=block),
-        pipeline_schedule=config.pipeline_schedule,
-    )
-    # Broadcast before the model is divided, in host memory.
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    # A rank of a pipeline has only a part of the model later.
-    num_parameters, model_sizes = _count_parameters(model), sizes_of(model)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = group_parameters(model, weight_decay=config.weight_decay, decayed=config.decayed)
-    divided = apply_layout(
-        model,
-        layout,
-        LayoutOptions(config.pipeline_schedule, config.zero or 3, config.recompute, config.offload),
-        rank=hvd.rank(),
-        device=place.device,
-        num_micro_batches=batches.num_passes,
-        block=block,
-    )
-    divided.parameter_groups = [
-        {**group, "params": [names[parameter] for parameter in group["params"]]} for group in groups
-    ]
-    # Ranks of the axis `tensor` compute the same activations, so they must drop the same ones. Inside the attention,
-    # where each has other heads, the same masks thus occur for a head of every rank; each mask is still random.
-    random_state.seed_all(random_state.seed_of_rank(config.seed, hvd.rank() // layout.tensor))
-    return Learner(
-        config=config,
-        task=task,
-        batches=batches,
-        layout=layout,
-        model=divided.model,
-        optimizer=build_layout_optimizer(config, divided),
-        loss_scale=make_loss_scale(config.precision, place.device),
-        average=None if config.ema_decay is None else WeightAverage(divided.model, config.ema_decay),
-        device=place.device,
-        divided=divided,
-        num_parameters=num_parameters,
-        model_sizes=model_sizes,
-    )
-
-
-def _count_parameters(model: torch.nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def build_model(config: TrainConfig, task: Task) -> torch.nn.Module:
-    """Return the configured model, freshly initialised, on the CPU. Every rank must call this.
-
-    Raises:
-        ConfigError: the settings have no such model, or are for batch normalisation or blocks, which the model lacks.
-    """
-    assert config.model is not None
-    model = task.build_model(config.model, config.parse_model_options())
-    check_model_options(config, model)
-    return hvd.SyncBatchNorm.convert_sync_batchnorm(model) if config.sync_batch_norm else model
 
 
 def resolve_start(repo: DataRepository, config: TrainConfig) -> tuple[list[str], str | None, str | None]:
@@ -479,21 +359,3 @@ def open_cache(config: TrainConfig) -> tuple[Cache | None, RankNodes | None]:
             raise
     peers = None if config.peers is None else open_peers(config.peers)
     return Cache(config.cache, budget=config.cache_budget, tenant=config.tenant, peers=peers), None
-
-
-def compile_model(model: torch.nn.Module, backend: str | None) -> None:
-    """Compile the model's forward pass in place, unless `backend` is None. The names of parameters do not change.
-
-    Raises:
-        ConfigError: torch has no such backend.
-    """
-    if backend is None:
-        return
-    for module in model.modules():
-        if isinstance(module, hvd.SyncBatchNorm):
-            # It communicates with the other ranks, which no compiled graph can contain.
-            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign, no-untyped-call]
-    try:
-        model.compile(backend=backend)
-    except RuntimeError as error:
-        raise ConfigError(f"compile is {backend!r}: {error}") from error

@@ -15,11 +15,11 @@ from datasvc.models.saving.preemption import SIGNALS
 from datasvc.trainer.env.environment import read_placement
 from datasvc.trainer.job import runtime
 from datasvc.trainer.recipes import random_state
+from datasvc.trainer.recipes.build import set_rate
 from datasvc.trainer.recipes.checkpoints import commit, report_commits
 from datasvc.trainer.recipes.choose_layout import choose_layout, read_block_tokens
 from datasvc.trainer.recipes.elastic_memory import ElasticMemory, reporting_lost_ranks
 from datasvc.trainer.recipes.layouts.lost_ranks import LostRankWatch, explaining_lost_ranks
-from datasvc.trainer.recipes.make_optimizer import set_rate
 from datasvc.trainer.recipes.model_check import has_finite_state
 from datasvc.trainer.recipes.optimizers.precision import autocast
 from datasvc.trainer.recipes.reporting.events import choose_events

@@ -7,10 +7,10 @@ from torch import nn
 
 from datasvc.errors import ConfigError
 from datasvc.planning.layout import Layout
+from datasvc.trainer.recipes.build import build_model as build_configured
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.models import build_model
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.start import build_model as build_configured
 
 
 class NormalisedStages(nn.Sequential):

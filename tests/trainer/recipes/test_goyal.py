@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import datasvc.trainer as hvd
 from datasvc.planning.layout import Layout
-from datasvc.trainer.recipes.make_optimizer import build_optimizer, set_rate
+from datasvc.trainer.recipes.build import build_optimizer, set_rate
 from datasvc.trainer.recipes.optimizers.precision import make_loss_scale
 from datasvc.trainer.recipes.settings.config import BatchPlan, TrainConfig
 from datasvc.trainer.recipes.start import build_schedule

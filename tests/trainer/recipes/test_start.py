@@ -8,7 +8,8 @@ import torch
 
 import datasvc.trainer as hvd
 from datasvc.planning.layout import Layout
-from datasvc.trainer.recipes import start
+from datasvc.trainer.recipes import build, start
+from datasvc.trainer.recipes.build import build_learner
 from datasvc.trainer.recipes.layouts.divided_model import LayoutOptions
 from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
 from datasvc.trainer.recipes.settings.groups.job import CacheSettings
@@ -67,10 +68,10 @@ def test_cudnn_measures_its_convolutions_if_it_is_told_to(monkeypatch, is_on):
 
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", not is_on)
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    monkeypatch.setattr(start, "build_model", stop)
+    monkeypatch.setattr(build, "build_model", stop)
     place = DataPlacement(rank=0, world_size=1, device=torch.device("cuda:1"), num_threads=1)
     with pytest.raises(ReachedError):
-        start.build_learner(make_config(cudnn_benchmark=is_on), None, None, place, Layout())
+        build_learner(make_config(cudnn_benchmark=is_on), None, None, place, Layout())
     assert devices == [place.device]
     assert torch.backends.cudnn.benchmark == is_on
 
@@ -93,7 +94,7 @@ def test_the_options_of_a_layout_reach_its_engines(monkeypatch, settings, expect
         calls.append((layout, options, others))
         raise ReachedError
 
-    monkeypatch.setattr(start, "apply_layout", record)
+    monkeypatch.setattr(build, "apply_layout", record)
     monkeypatch.setattr(hvd, "size", lambda: 4)
     monkeypatch.setattr(hvd, "broadcast_parameters", lambda *_, **__: None)
     layout = Layout(shard=2, pipeline=2)
@@ -101,7 +102,7 @@ def test_the_options_of_a_layout_reach_its_engines(monkeypatch, settings, expect
     place = DataPlacement(rank=0, world_size=2, device=torch.device("cpu"), num_threads=1)
     batches = plan_batches(config, layout.num_data_ranks)
     with pytest.raises(ReachedError):
-        start.build_learner(config, LanguageModelling(config, None), batches, place, layout, block=8)
+        build_learner(config, LanguageModelling(config, None), batches, place, layout, block=8)
     others = {"rank": 0, "device": place.device, "num_micro_batches": 4, "block": 8}
     assert calls == [(layout, expected, others)]
 
@@ -110,8 +111,8 @@ def test_the_options_of_a_layout_reach_its_engines(monkeypatch, settings, expect
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_model_that_is_not_divided_is_recomputed_if_the_run_says_so(monkeypatch, recompute):
     calls = []
-    monkeypatch.setattr(start, "recompute_activations", calls.append)
+    monkeypatch.setattr(build, "recompute_activations", calls.append)
     config = make_config(recompute=recompute)
     place = DataPlacement(rank=0, world_size=1, device=torch.device("cpu"), num_threads=1)
-    learner = start.build_learner(config, LanguageModelling(config, None), plan_batches(config, 1), place, Layout())
+    learner = build_learner(config, LanguageModelling(config, None), plan_batches(config, 1), place, Layout())
     assert calls == ([learner.model] if recompute else [])

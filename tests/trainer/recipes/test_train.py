@@ -97,7 +97,7 @@ MIXED = {"precision": "fp16", "ema_decay": 0.9, "optimizer": "lamb", "learning_r
 def test_mixed_precision_average_and_optimizer_survive_a_restore(repository):
     """The loss scale grows every other step here, so a run that forgot it would end elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasvc.trainer.recipes.start.make_loss_scale", small_growing_scale)
+        patch.setattr("datasvc.trainer.recipes.build.make_loss_scale", small_growing_scale)
         run(repository, "mixed", max_steps=8, **MIXED)
         run(repository, "mixed-resumed", max_steps=5, **MIXED)
         halfway = state_of(repository, "mixed-resumed")["loss_scale"]
@@ -144,7 +144,7 @@ def small_growing_scale(precision, device):
 def test_a_gradient_that_overflows_halves_the_loss_scale_and_skips_the_step(repository):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "datasvc.trainer.recipes.start.make_loss_scale",
+            "datasvc.trainer.recipes.build.make_loss_scale",
             lambda precision, device: torch.amp.GradScaler(device.type, init_scale=2.0**40),
         )
         run(repository, "overflow", max_steps=1, precision="fp16", ema_decay=0.5)

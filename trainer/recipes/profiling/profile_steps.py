@@ -17,13 +17,13 @@ from datasvc.loaders.profiling.step_times import TimeSpan
 from datasvc.planning.cluster import Cluster
 from datasvc.planning.prediction import predict
 from datasvc.planning.step import StepMode
+from datasvc.trainer.recipes.build import compile_model
 from datasvc.trainer.recipes.profiling.measure.layers import Layers, measure_layers
 from datasvc.trainer.recipes.profiling.measure.measure import Bench
 from datasvc.trainer.recipes.profiling.measure.messages import measure_traffic
 from datasvc.trainer.recipes.profiling.measure.profile import Profile
 from datasvc.trainer.recipes.profiling.measure.profiled_run import open_profiled_run
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.start import compile_model
 
 
 def profile_steps(

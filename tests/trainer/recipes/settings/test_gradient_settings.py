@@ -1,7 +1,7 @@
 import pytest
 
 from datasvc.errors import ConfigError
-from datasvc.trainer.recipes.make_optimizer import build_compression
+from datasvc.trainer.recipes.build import build_compression
 from datasvc.trainer.recipes.settings.config import TrainConfig
 from datasvc.trainer.recipes.settings.groups.training import parse_compression
 

@@ -12,10 +12,11 @@ import datasvc
 import datasvc.trainer as hvd
 from datasvc.errors import ConfigError
 from datasvc.loaders.core.loader import Loader
+from datasvc.trainer.recipes.build import build_learner
 from datasvc.trainer.recipes.choose_layout import choose_layout
 from datasvc.trainer.recipes.rejoin import call_on_first_rank
 from datasvc.trainer.recipes.settings.config import TrainConfig, plan_batches
-from datasvc.trainer.recipes.start import build_learner, choose_place, open_cache
+from datasvc.trainer.recipes.start import choose_place, open_cache
 from datasvc.trainer.recipes.tasks.choose_task import choose_task
 from datasvc.trainer.recipes.training_data import open_data, resolve_data
 from datasvc.trainer.recipes.update import Learner

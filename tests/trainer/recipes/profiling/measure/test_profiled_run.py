@@ -8,6 +8,7 @@ from datasvc.errors import ConfigError
 from datasvc.planning.step import StepMode
 from datasvc.repository import Repository
 from datasvc.shards import ingest
+from datasvc.trainer.recipes.build import compile_model
 from datasvc.trainer.recipes.profiling.measure.layer_times import HostClock, LayerTimer
 from datasvc.trainer.recipes.profiling.measure.layers import time_pass
 from datasvc.trainer.recipes.profiling.measure.measure import Bench
@@ -15,7 +16,6 @@ from datasvc.trainer.recipes.profiling.measure.messages import measure_traffic
 from datasvc.trainer.recipes.profiling.measure.profiled_run import open_profiled_run
 from datasvc.trainer.recipes.profiling.measure.timed_step import PARTS
 from datasvc.trainer.recipes.settings.config import TrainConfig
-from datasvc.trainer.recipes.start import compile_model
 from datasvc.trainer.recipes.update import update
 from tests.trainer.recipes.test_train import VOCABULARY, write_tokens
 

@@ -8,7 +8,7 @@ import torch
 
 import datasvc.trainer as hvd
 from datasvc.planning.layout import Layout
-from datasvc.trainer.recipes import make_optimizer
+from datasvc.trainer.recipes import build
 from datasvc.trainer.recipes.optimizers import lamb, lars
 from datasvc.trainer.recipes.optimizers.lamb import LAMB
 from datasvc.trainer.recipes.optimizers.lars import LARS
@@ -227,11 +227,11 @@ def test_factors_out_of_range_are_refused(make):
 
 def test_with_zero_1_gradients_are_sent_as_the_settings_say(monkeypatch):
     monkeypatch.setattr(hvd, "rank", lambda: 0)
-    monkeypatch.setattr(make_optimizer, "new_group", lambda peers, rank: None)
-    monkeypatch.setattr(make_optimizer, "ZeroOptimizer", lambda *_, wrap, **_options: wrap(None))
+    monkeypatch.setattr(build, "new_group", lambda peers, rank: None)
+    monkeypatch.setattr(build, "ZeroOptimizer", lambda *_, wrap, **_options: wrap(None))
     monkeypatch.setattr(hvd, "DistributedOptimizer", lambda _optimizer, **options: options)
     settings = {"layout": "shard=2", "zero": 1, "compression": "bf16", "bucket": "1MiB"}
     config = TrainConfig(data="a@1", repo="r", name="n", **settings)
-    options = make_optimizer.build_zero_optimizer(config, torch.nn.Linear(2, 2), Layout(shard=2), num_passes=3)
+    options = build.build_zero_optimizer(config, torch.nn.Linear(2, 2), Layout(shard=2), num_passes=3)
     assert (options["compression"], options["bucket_bytes"]) == (hvd.Compression.bf16, 2**20)
     assert (options["op"], options["backward_passes_per_step"]) == (hvd.Sum, 3)
